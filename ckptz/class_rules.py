@@ -6,10 +6,13 @@ the mixed-radix number of their labels, the first rule most significant.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -18,7 +21,7 @@ from numpy.typing import NDArray
 from ckptz.bits import ByteReader, ByteWriter
 from ckptz.errors import CorruptionError
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import RAW, Bytes, Units
+from ckptz.kernels.floats import Bytes
 
 MAX_RULES: Final = 3
 MAX_CLASSES: Final = 1 << 12
@@ -27,6 +30,7 @@ MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CLASSES: Final = 256
 
 MIN_REPEATED: Final = 1 << 12  # units of a row; shorter ones are filled together
+MIN_RUN: Final = 32  # units that are moved as a whole
 
 Labels = NDArray[Any]  # uint8 or uint16
 
@@ -130,6 +134,57 @@ def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_units: 
     return labels
 
 
+@dataclass(frozen=True)
+class Runs:
+    """The units [n] of a chunk as runs of one class each.
+
+    Attributes:
+        labels: the class of each run.
+        size: units of a run.
+        n_classes: that labels may name.
+    """
+
+    labels: NDArray[np.uint8]
+    size: int
+    n_classes: int
+
+    @cached_property
+    def per_class(self) -> NDArray[np.int64]:
+        """Units of each class [n_classes]."""
+        return np.bincount(self.labels, minlength=self.n_classes) * self.size
+
+    @cached_property
+    def _order(self) -> NDArray[np.intp] | None:
+        """The runs in class order, or None where they stand in it already."""
+        is_sorted = bool((self.labels[1:] >= self.labels[:-1]).all())
+        return None if is_sorted else np.argsort(self.labels, kind="stable")
+
+    def group(self, codes: Bytes) -> Bytes:
+        """Put codes [n] in class order."""
+        return codes if self._order is None else codes.view(f"V{self.size}")[self._order].view(np.uint8)
+
+    def ungroup(self, grouped: Bytes) -> Bytes:
+        """Put codes [n] from class order in that of the units."""
+        if self._order is None:
+            return grouped
+        codes = np.empty_like(grouped)
+        codes.view(f"V{self.size}")[self._order] = grouped.view(f"V{self.size}")
+        return codes
+
+
+def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_units: int) -> Runs | None:
+    """Find runs in units begin..end; None if classes depend on more than the place, or change too often."""
+    rule = rules[0] if len(rules) == 1 else None
+    if not isinstance(rule, Row | Block):
+        return None
+    whole = row_units if isinstance(rule, Row) else rule.size
+    size = math.gcd(whole, begin, end)
+    if size < MIN_RUN:
+        return None
+    labels = labels_of_rows(rule.indices, begin // size, end // size, whole // size)
+    return Runs(labels, size, rule.radix)
+
+
 def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:
     """Give the class of each unit of a chunk [n], by at least one rule; `row_units` are those of one row."""
     labels: Labels = _labels_of(rules[0], sources, row_units)
@@ -140,24 +195,16 @@ def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int)
     return labels
 
 
-def moved(planes: Sequence[Bytes], move: Callable[[Units], Units]) -> list[Bytes]:
-    """Move the codes of planes, each [n], by what moves units: as many planes at once as make one."""
-    k = 1 << (min(len(planes), 8).bit_length() - 1)
-    if k == 1:
-        return [move(planes[0])]
-    units = np.empty(len(planes[0]), f"u{k}")
-    cpu().merge_planes(planes[:k], units, RAW, units)
-    there = move(units)
-    rest = moved(planes[k:], move) if k < len(planes) else []
-    return [*cpu().split_planes(there, there, RAW), *rest]
-
-
 def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
     """Write which table each class uses, [n_classes], as runs: length varint, table varint."""
     begins = [0, *((table_of[1:] != table_of[:-1]).nonzero()[0] + 1).tolist()]
-    for begin, end in zip(begins, [*begins[1:], len(table_of)], strict=True):
-        out.varint(end - begin)
-        out.varint(int(table_of[begin]))
+    lengths = map(operator.sub, [*begins[1:], len(table_of)], begins)
+    numbers = [*itertools.chain.from_iterable(zip(lengths, table_of[begins].tolist(), strict=True))]
+    if max(numbers) < 0x80:
+        out.raw(bytes(numbers))
+        return
+    for number in numbers:
+        out.varint(number)
 
 
 def parse_runs(source: ByteReader, n_classes: int, n_tables: int) -> NDArray[np.int64]:

@@ -111,7 +111,7 @@ def quantized_tensor() -> Framed:
     plan = Plan(quant_map=quant_map, domain=Domain.LINEAR, rules=(Row(2, ROW_LABELS),), tables=(tables,))
     labels = np.repeat(ROW_LABELS, shape[1])
     segments = Segments(np.cumsum(np.bincount(labels)), table_of, frequencies)
-    classed = encode_rans(reference.group(codes, labels, 2), segments, 0)
+    classed = encode_rans(reference.group(codes, labels, np.array([len(codes)])), segments, 0)
     streams = [(CoderId.RANS_SHARED, classed), *encode_values(ESCAPED.view(np.uint32))]
     decoded = LEVELS[labels, codes]
     decoded[codes == 3] = ESCAPED

@@ -40,19 +40,22 @@ def demo_rows(demo: Mapping[str, Any]) -> list[Mapping[str, object]]:
 
 
 def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
-    """What the first page shows: without loss, deltas, a lossy run, and one that restarts from its files."""
+    """What the first page shows: a run without loss, weights, deltas, a lossy run, and one that restarts."""
     encoder = next(r for r in read_rows("lossless_sizes") if r["tool"].startswith("ckptz"))
     deltas = [r for r in read_rows("lossless_delta_sizes") if r["pair"].startswith("fine-tune")]
     raw, stored = (sum(int(r[column]) for r in deltas) for column in ("raw bytes", "ckptz file"))
-    grid = next(r for r in demo if r["method"] == "ckptz grid")
+    lossless, grid = (
+        next(r for r in demo if r["method"] == f"ckptz {name}") for name in ("lossless", "grid")
+    )
     run, tuned = (_restarted(task) for task in ("language", "fine-tune"))
     return [
+        _row("the demo: training states, 6 steps", "without loss", _ratio(lossless)),
         _row("22.7 M weights of a sentence encoder, fp32", "without loss", 1 / float(encoder["of raw"])),
         _row("weights of a fine-tune, bf16, each step against the last", "without loss", raw / stored),
         _row(
             "the demo: training states, 6 steps",
             "lossy: the grid method",
-            float(str(grid["ratio, weights and both moments"]).rstrip("x")),
+            _ratio(grid),
             str(grid["loss at once"]),
             f"{grid['loss resumed']}, one restart",
         ),
@@ -64,6 +67,10 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
             f"{_end(run)}; a fine-tune {_end(tuned)} ({float(tuned['state_ratio_with_anchor']):.3g}x)",
         ),
     ]
+
+
+def _ratio(row: Mapping[str, object]) -> float:
+    return float(str(row["ratio, weights and both moments"]).rstrip("x"))
 
 
 def _restarted(task: str) -> dict[str, str]:

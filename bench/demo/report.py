@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
@@ -147,35 +148,27 @@ def _loss_cells(got: Resumption, exact: Resumption) -> list[str]:
 
 
 def draw(report: Report, path: Path) -> None:
-    """Sizes of every checkpoint, the loss of the run with the resumed parts, and their differences."""
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    sizes, losses, gaps = figure.subplots(1, 3)
+    """Sizes of the run as each method stores it, and what the loss does after a restore; for phones, too."""
+    figure = Figure(figsize=(6, 6.4), layout="constrained")
+    sizes, gaps = figure.subplots(2, 1, height_ratios=[2, 3])
     _draw_sizes(sizes, report)
-    _draw_losses(losses, report)
     _draw_gaps(gaps, report)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=160)
 
 
 def _draw_sizes(axes: Any, report: Report) -> None:
-    width = 0.8 / len(report.sizes)
-    for i, (name, n_bytes) in enumerate(report.sizes.items()):
-        at = np.arange(len(n_bytes)) + (i - (len(report.sizes) - 1) / 2) * width
-        bars = axes.bar(at, np.array(n_bytes) / MB, width, label=name, color=f"C{i}" if i else "0.8")
-        axes.bar_label(bars, fmt="%.3g", fontsize=7)
-    axes.set_xticks(range(len(report.steps)), [str(step) for step in report.steps])
-    axes.set(title="Size of each checkpoint", xlabel="step", ylabel="MB")
-    axes.margins(y=0.25)
-    axes.legend(fontsize=8, loc="upper right", ncols=2)
-
-
-def _draw_losses(axes: Any, report: Report) -> None:
-    axes.plot(range(1, len(report.training) + 1), report.training, color="0.75", label="the run itself")
-    steps = report.resume_step + 1 + np.arange(len(report.exact.training))
-    axes.plot(steps, report.exact.training, color="black", linewidth=3, label="exact resume")
-    for i, row in enumerate(report.rows[2:]):
-        axes.plot(steps, row.resumption.training, "--", color=f"C{i + 1}", label=f"resumed: {row.name}")
-    axes.set(title="Training loss", xlabel="step", ylabel="nats per byte")
-    axes.legend(fontsize=8)
+    names = list(report.sizes)
+    totals = [sum(n_bytes) / MB for n_bytes in report.sizes.values()]
+    colors = ["0.75", *(f"C{i}" for i in range(1, len(names)))]
+    bars = axes.barh(names, totals, color=colors)
+    ratios = ["", *(f", {_ratio(report, round(total * MB)):.3g}x smaller" for total in totals[1:])]
+    labels = [f"{total:.3g} MB{ratio}" for total, ratio in zip(totals, ratios, strict=True)]
+    axes.bar_label(bars, labels, padding=3)
+    axes.invert_yaxis()
+    axes.margins(x=0.45)
+    axes.set_xticks([])
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_title(f"{len(report.steps)} checkpoints: weights and both moments", fontsize=12)
 
 
 def _draw_gaps(axes: Any, report: Report) -> None:
@@ -183,10 +176,12 @@ def _draw_gaps(axes: Any, report: Report) -> None:
     exact = np.array(report.exact.training)
     for i, row in enumerate(report.rows[1:]):
         gap = 100 * (np.array(row.resumption.training) / exact - 1)
-        axes.plot(steps, gap, color="0.6" if i == 0 else f"C{i}", label=row.name)
+        axes.plot(steps, gap, color="0.6" if i == 0 else f"C{i}", label=row.name, linewidth=2)
     axes.ticklabel_format(axis="y", scilimits=(-3, 3))
-    axes.set(title="Training loss against the exact resume", xlabel="step", ylabel="change, %")
-    axes.legend(fontsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_title("Training loss after a restore, against the exact one", fontsize=12)
+    axes.set(xlabel="step", ylabel="change, %")
+    axes.legend()
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -9,13 +9,14 @@ written into memory that holds the base.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import ByteReader, xxh64
-from ckptz.class_rules import Labels, labels_of, moved
+from ckptz.class_rules import Labels, Runs, labels_of, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import BASE_MODES, Predictor, kernel_mode
 from ckptz.codec.units import ChunkSources
@@ -23,7 +24,7 @@ from ckptz.codec.values import predicted
 from ckptz.entropy.streams import CoderId, decode_stream, read_sparse, unpack_gaps
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import Bytes, Units
+from ckptz.kernels.floats import RAW, Bytes, Units
 from ckptz.kernels.floats import Positions as Positions
 
 
@@ -181,10 +182,12 @@ class _Streams:
         self._header, self._record, self._payload, self._sources = header, record, payload, sources
         self._n = sources.end - sources.begin
         self._next, self._offset = 0, 0
-        rules = header.plan.rules
         self._check_base_codes()
-        self._labels: Labels | None = labels_of(rules, sources, header.row_units) if rules else None
-        self._per_class = self._count_classes()
+        rules, is_map = header.plan.rules, header.plan.quant_map is not None
+        # Labels may be what is wrong with a chunk, so they are read; those of runs were when the header was.
+        self._labels: Labels | None = None
+        if rules and (is_map or self._runs is None):
+            self._labels = labels_of(rules, sources, header.row_units)
 
     def _check_base_codes(self) -> None:
         expected = self._record.base_codes
@@ -195,12 +198,20 @@ class _Streams:
             title = self._sources.base_title
             raise MissingBaseError(f"the base's codes are not those that this delta was grouped by{title}")
 
-    def _count_classes(self) -> NDArray[np.int64] | None:
+    @functools.cached_property
+    def _runs(self) -> Runs | None:
+        header, sources = self._header, self._sources
+        return runs_of(header.plan.rules, sources.begin, sources.end, header.row_units)
+
+    @functools.cached_property
+    def _counts(self) -> NDArray[np.uint32]:
+        """Units of each class, as kernels that sort by classes need them."""
         if self._labels is None:
-            return None
-        if self._labels.dtype == np.uint8:
-            return cpu().histogram(self._labels)
-        return cpu().class_counts(self._labels, self._header.plan.n_classes)
+            raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
+        found: NDArray[np.uint32] = cpu().class_counts(
+            self._labels, np.array([self._n]), self._header.plan.n_classes
+        )
+        return found
 
     def _take(self) -> tuple[int, Bytes]:
         stream = self._record.streams[self._next]
@@ -224,7 +235,14 @@ class _Streams:
             out[:] = base
             out[changes.positions] = changes.units(base[changes.positions])
             return
-        cpu().merge_planes(self._codes(dtype.unit_bytes), base, kernel_mode(plan.mode, dtype), out)
+        planes, by_class = self._planes(dtype.unit_bytes)
+        mode = kernel_mode(plan.mode, dtype)
+        if by_class:
+            codes = np.empty_like(out)
+            self._put_in_order(planes, by_class, codes)
+            cpu().restore(codes, base, mode, out)
+        else:
+            cpu().merge_planes(planes, base, mode, out)
 
     def _decode_map(self, out: Units) -> Bytes:
         plan, sources = self._header.plan, self._sources
@@ -244,8 +262,11 @@ class _Streams:
 
     def map_codes(self) -> Bytes:
         """The codes of a quantization map, each of which it has."""
-        [codes], quant_map = self._codes(1), self._header.plan.quant_map
+        ([codes], by_class), quant_map = self._planes(1), self._header.plan.quant_map
         assert quant_map is not None
+        if by_class:
+            grouped, codes = codes, np.empty(self._n, np.uint8)
+            self._put_in_order([grouped], by_class, codes)
         if len(codes) and int(codes.max()) >= quant_map.n_codes:
             raise CorruptionError(f"code {int(codes.max())} is beyond the {quant_map.n_codes} of the map")
         return codes
@@ -266,30 +287,42 @@ class _Streams:
         decode_stream(coder, data.data, plane)
         return plane
 
-    def _codes(self, n_streams: int) -> list[Bytes]:
-        """The next code streams, each [n] in the order of the units."""
+    def _planes(self, n_streams: int) -> tuple[list[Bytes], list[int]]:
+        """Decode the next code streams, each [n]; says which of them are still in the order of classes."""
         streams = [self._take() for _ in range(n_streams)]
         by_class = [i for i, (coder, _) in enumerate(streams) if coder == CoderId.RANS_SHARED]
-        codes = [
+        planes = [
             self._in_class_order(i, data) if i in by_class else self._plain(coder, data, self._n)
             for i, (coder, data) in enumerate(streams)
         ]
-        if by_class:
-            for i, own in zip(by_class, moved([codes[i] for i in by_class], self._ungrouped), strict=True):
-                codes[i] = own
-        return codes
+        if self._runs is None:
+            return planes, by_class
+        return [self._runs.ungroup(plane) if i in by_class else plane for i, plane in enumerate(planes)], []
+
+    @functools.cached_property
+    def _classes(self) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """The classes that occur, and the units of each."""
+        if self._runs is None:
+            per_class = self._counts.sum(axis=(0, 1), dtype=np.int64)
+        else:
+            per_class = self._runs.per_class
+        classes = np.flatnonzero(per_class)
+        return classes, per_class[classes]
 
     def _in_class_order(self, index: int, data: Bytes) -> Bytes:
-        if self._per_class is None:
-            raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
-        classes = np.flatnonzero(self._per_class)
-        tables = self._header.plan.tables[index]
-        segments = tables.segments(classes, self._per_class[classes], self._header.slot_tables[index])
+        (classes, per_class), header = self._classes, self._header
+        segments = header.plan.tables[index].segments(classes, per_class, header.slot_tables(index))
         grouped = np.empty(self._n, np.uint8)
         decode_stream(CoderId.RANS_SHARED, data.data, grouped, segments)
         return grouped
 
-    def _ungrouped(self, grouped: Units) -> Units:
-        out = np.empty_like(grouped)
-        cpu().ungroup(grouped, self._labels, self._header.plan.n_classes, out)
-        return out
+    def _put_in_order(self, planes: Sequence[Bytes], by_class: Sequence[int], out: Units) -> None:
+        """Merge planes [n], of which some are in the order of classes, to units [n] in their own order."""
+        grouped, nothing = np.empty_like(out), np.zeros(self._n, np.uint8)
+        sorted_planes = [plane if i in by_class else nothing for i, plane in enumerate(planes)]
+        cpu().merge_planes(sorted_planes, grouped, RAW, grouped)
+        cpu().ungroup(grouped, self._labels, self._counts, out)
+        own_bytes = out.view(np.uint8).reshape(self._n, -1)
+        for i, plane in enumerate(planes):
+            if i not in by_class and plane.any():
+                own_bytes[:, i] = plane

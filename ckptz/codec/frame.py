@@ -60,9 +60,10 @@ from ckptz.codec.plan import (
 from ckptz.codec.units import UNIT_TYPES, n_chunks_of, n_rows_of
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType, dtype_of_id
-from ckptz.entropy.frequency import parse_tables, slot_tables, write_tables
+from ckptz.entropy.frequency import parse_tables, write_tables
 from ckptz.entropy.streams import CoderId, read_embedded, take_embedded, write_embedded
 from ckptz.errors import ChecksumError, CorruptionError, UnsupportedError
+from ckptz.kernels import cpu
 
 FRAME_VERSION: Final = 1  # spec/versions.md
 MAX_DIMS: Final = 64
@@ -457,9 +458,14 @@ class FrameHeader:
         return tuple(itertools.accumulate((chunk.n_bytes for chunk in self.chunks), initial=0))
 
     @functools.cached_property
-    def slot_tables(self) -> tuple[NDArray[np.uint32], ...]:
-        """Decoding tables of each stream, made once."""
-        return tuple(slot_tables(stream.frequencies) for stream in self.plan.tables)
+    def _slots(self) -> dict[int, NDArray[np.uint32]]:
+        return {}
+
+    def slot_tables(self, stream: int) -> NDArray[np.uint32]:
+        """Give the decoding tables [n_tables, 4096] of a stream that uses the tensor's tables, made once."""
+        if stream not in self._slots:
+            self._slots[stream] = cpu().slot_tables(self.plan.tables[stream].frequencies)
+        return self._slots[stream]
 
     @functools.cached_property
     def value_table(self) -> ValueTable:

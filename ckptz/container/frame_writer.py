@@ -30,7 +30,8 @@ from ckptz.parallel import SMALL_UNITS, Workers
 from ckptz.roles import Role
 
 Progress = Callable[[int], None]
-BATCH_UNITS: Final = CHUNK_UNITS // 4
+LEAST_BATCH: Final = CHUNK_UNITS // 4  # units
+BATCHES: Final = 4  # of each thread at least, so that all have work to the end
 SMALL_UNITS_TOGETHER: Final = 1 << 13  # as `SMALL_UNITS`, where chunks of a batch are encoded together
 MOVED: Final = "moved"  # in records: the share of the moves of lost momentum that a weight was moved by
 MOST_IN_BATCH: Final = 64  # of tiny tensors, each of which has a header
@@ -197,12 +198,12 @@ def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iter
             yield name, source, draft, ChunkSources(begin, end, base, companions)
 
 
-def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
-    """Put small chunks together, up to the size of a large one: handing one to a thread costs as much."""
+def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
+    """Put small chunks together, up to `most` units: calls cost as much, and so do threads."""
     batch, total = list[_Chunk](), 0
     for chunk in chunks:
         n_units = chunk[-1].end - chunk[-1].begin
-        if batch and (total + n_units > BATCH_UNITS or len(batch) == MOST_IN_BATCH):
+        if batch and (total + n_units > most or len(batch) == MOST_IN_BATCH):
             yield batch
             batch, total = [], 0
         batch.append(chunk)
@@ -214,7 +215,8 @@ def _batches(chunks: Iterable[_Chunk]) -> Iterator[list[_Chunk]]:
 def _is_small(planning: _Planning, batch: Sequence[_Chunk]) -> bool:
     """Tell whether the chunks of a batch take more Python than arithmetic, by their units on average."""
     is_together = all(planning.alike(chunk) for chunk in batch)
-    return len(batch) > BATCH_UNITS // (SMALL_UNITS_TOGETHER if is_together else SMALL_UNITS)
+    n_units = sum(sources.end - sources.begin for *_, sources in batch)
+    return n_units < len(batch) * (SMALL_UNITS_TOGETHER if is_together else SMALL_UNITS)
 
 
 def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[Draft, EncodedChunk]]:
@@ -294,7 +296,8 @@ def write_frames(
     if contents.moves is not None:
         planning.move(contents.moves, workers.map)
     planning.measure(workers.map)
-    batches = _batches(_chunks(planning, fresh, workers))
+    share = sum(tensors[name].n_units for name in fresh) // (BATCHES * workers.jobs)
+    batches = _batches(_chunks(planning, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_UNITS))
     encode, is_small = functools.partial(_encode_all, planning), functools.partial(_is_small, planning)
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
     for name, source in planning.tensors.items():

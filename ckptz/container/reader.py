@@ -119,7 +119,7 @@ class FrameSource(TensorSource):
             plan = self.header.plan
             if only_codes and plan.quant_map is None:
                 return []
-            needed: list[Node] = [(self._companion(name), False) for name in self.companion_names]
+            needed: list[Node] = [(self._companion(name), False) for name in plan.companion_names]
             units = plan.reads_units(only_codes=only_codes)
             if (units or plan.reads_base_codes) and isinstance(base := self.base, FrameSource):
                 needed.append((base, not units))
@@ -202,7 +202,7 @@ class FrameSource(TensorSource):
     def _bounds(self, index: int) -> tuple[int, int]:
         """(begin, end) in units of chunk `index`."""
         begin = index * CHUNK_UNITS
-        return begin, min(begin + CHUNK_UNITS, self.header.n_units)
+        return begin, min(begin + CHUNK_UNITS, self.n_units)
 
     def payload(self, index: int) -> NDArray[np.uint8]:
         """Read the stored bytes of a chunk."""

@@ -6,7 +6,7 @@ longer than the arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,36 +15,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import xxh64, xxh64_of_parts
-from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels, Magnitude, labels_of, moved
+from ckptz.class_rules import N_MAGNITUDE_CLASSES, Labels, Magnitude, labels_of, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
-from ckptz.codec.plan import Plan, PlaneMode, Predictor, StreamTables, kernel_mode, planes_plan
+from ckptz.codec.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
 from ckptz.codec.units import ChunkSources, TensorSource
 from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
-from ckptz.encoding.draft import TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL, ClassCounts, Draft
+from ckptz.encoding.contexts import Contexts
+from ckptz.encoding.draft import Draft
 from ckptz.encoding.moved import unmoved
-from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
-from ckptz.entropy.streams import (
-    LANE_CHOICES,
-    CoderId,
-    Segments,
-    Stream,
-    cut,
-    encode_rans_streams,
-    encode_sparse,
-    encode_streams,
-    joined,
-    n_lanes_for,
-    pack_gaps,
-)
+from ckptz.encoding.run_contexts import encode_by_runs
+from ckptz.entropy.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.floats import Bytes, Counts, Units, widen_f64
+from ckptz.kernels.floats import RAW, Bytes, Counts, Units, widen_f64
 from ckptz.quant.quantizer import Quantizer
 
 FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
-MAX_LANE_BYTES = 1 + 4 * LANE_CHOICES[-1]
 # From bench/product/weight_sync.py: where more units change, a sparse chunk decodes no faster
 # than the dense one, which is smaller.
 MAX_SPARSE_SHARE = 0.25
@@ -85,85 +73,12 @@ class EncodedChunk:
         return b"".join(self.streams)
 
 
-@dataclass(frozen=True, slots=True)
-class Classed:
-    """A plane of tensors [m], one behind the other, as tables by class would code it.
-
-    Attributes:
-        totals: occurrences of each code in each tensor [m, 256].
-        n_bytes: of the stream of each, at most [m].
-        segments: a segment for each class that occurs in each tensor.
-        stream_segments: how many segments there are up to the end of each tensor [m].
-    """
-
-    totals: Counts
-    n_bytes: NDArray[np.float64]
-    segments: Segments
-    stream_segments: Counts
-
-    def encode(self, grouped: Bytes, begins: Counts, which: Sequence[int]) -> list[memoryview]:
-        """Code those tensors, by number, of a plane [n] in the order of tensors and classes."""
-        bounds = [0, *self.stream_segments.tolist()]
-        rows = np.concatenate([np.arange(bounds[k], bounds[k + 1]) for k in which])
-        own = Segments(self.segments.ends[rows], self.segments.table_of[rows], self.segments.tables)
-        stream_segments = np.cumsum([bounds[k + 1] - bounds[k] for k in which])
-        lanes = np.array([n_lanes_for(self.n_bytes[k]) for k in which])
-        return encode_rans_streams(grouped, begins[which], stream_segments, own, lanes, [b""] * len(which))
-
-
-def encode_by_classes(
-    planes: Sequence[Bytes], ends: Counts, labels: Labels, n_classes: int, classed: Sequence[Classed]
-) -> list[list[Stream]]:
-    """Code planes of tensors by tables that classes share, or by another coder where that is smaller.
-
-    Args:
-        planes: codes [n] of tensors [m], one behind the other.
-        ends: of each tensor [m].
-        labels: of each unit [n]; those of one tensor are below those of the next.
-        n_classes: of the labels.
-        classed: what tables make of each plane.
-
-    Returns:
-        Of each plane, the stream of each tensor.
-    """
-    sizes = np.diff(ends, prepend=0)
-    streams, left = list[list[Stream]](), list[list[int]]()
-    for plane, own in zip(planes, classed, strict=True):
-        parts = cut(plane, ends)
-        beats = (own.totals.max(axis=1) == sizes) | (row_entropy_bits(own.totals) / 8 < own.n_bytes)
-        found: list[Stream] = [(CoderId.STORED, part.data) for part in parts]
-        if at := np.flatnonzero(beats).tolist():
-            others = encode_streams([parts[k] for k in at], own.totals[at], beats=own.n_bytes[at].tolist())
-            for k, stream in zip(at, others, strict=True):
-                found[k] = stream
-        streams.append(found)
-        left.append([k for k, most in enumerate(own.n_bytes) if not beats[k] or len(found[k][1]) > most])
-    which = [j for j, of_plane in enumerate(left) if of_plane]
-    if not which:
-        return streams
-    grouped = moved([planes[j] for j in which], lambda units: cpu().group(units, labels, n_classes))
-    for j, codes in zip(which, grouped, strict=True):
-        for k, data in zip(left[j], classed[j].encode(codes, ends - sizes, left[j]), strict=True):
-            if len(data) < len(streams[j][k][1]):
-                streams[j][k] = CoderId.RANS_SHARED, data
-    return streams
-
-
-def _encode_codes(planes: Any, draft: Draft, labels: Labels | None) -> list[Stream]:
+def _encode_codes(codes: Units, draft: Draft, labels: Labels | None) -> list[Stream]:
+    """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
     if labels is None:
-        return encode_streams(planes)
-    n_classes, ends = draft.plan.n_classes, np.array([len(labels)])
-    counted = draft.counted or [ClassCounts.of(labels, plane, n_classes) for plane in planes]
-    classed = [
-        Classed(
-            found.total[None],
-            np.array([found.bytes_by(tables) + MAX_LANE_BYTES]),
-            tables.segments(found.classes, found.per_class),
-            np.array([len(found.classes)]),
-        )
-        for tables, found in zip(draft.plan.tables, counted, strict=True)
-    ]
-    return [stream for [stream] in encode_by_classes(planes, ends, labels, n_classes, classed)]
+        return encode_streams(cpu().split_planes(codes, codes, RAW))
+    contexts = Contexts(labels, np.array([len(labels)]), draft.plan.n_classes)
+    return contexts.sort(codes, draft.counted).encode_by(draft.plan.tables)
 
 
 def encode_values(units: Units) -> list[Stream]:
@@ -195,7 +110,7 @@ def _quantize(
 
 def _encode_quantized(draft: Draft, quantized: Quantized, labels: Labels | None) -> list[Stream]:
     codes, decoded, escaped = quantized
-    streams = _encode_codes(codes[None], draft, labels)
+    streams = _encode_codes(codes, draft, labels)
     if escaped is not None:
         streams += encode_values(decoded[escaped])
     return streams
@@ -250,7 +165,9 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
     is_lossless = plan.quant_map is None and draft.rounding is None
     exact = unmoved(source).units(sources.begin, sources.end)
     units = exact if is_lossless else source.units(sources.begin, sources.end)
-    labels = labels_of(plan.rules, sources, header.row_units) if plan.rules else None
+    runs = runs_of(plan.rules, sources.begin, sources.end, header.row_units)
+    runs = None if plan.quant_map is not None else runs
+    labels = labels_of(plan.rules, sources, header.row_units) if plan.rules and runs is None else None
     deviation, decoded = None, units
     if plan.quant_map is None:
         if draft.rounding is not None:
@@ -260,8 +177,13 @@ def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> E
         base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
         changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
         if changed is None:
-            planes = cpu().split_planes(decoded, base, kernel_mode(plan.mode, source.dtype))
-            changed = _encode_codes(planes, draft, labels)
+            mode = kernel_mode(plan.mode, source.dtype)
+            if labels is not None:
+                changed = _encode_codes(cpu().transform(decoded, base, mode), draft, labels)
+            elif runs is not None:
+                changed = encode_by_runs(cpu().split_planes(decoded, base, mode), runs, plan.tables)
+            else:
+                changed = encode_streams(cpu().split_planes(decoded, base, mode))
         streams = changed
     else:
         quantized = _quantize(header, draft.quantizer, units, sources, labels)
@@ -302,14 +224,16 @@ class Batch:
         self.dtype, self.units, self.bases = dtype, units, bases
 
     @cached_property
-    def flat(self) -> tuple[Units, Counts]:
-        """Units [n] of one tensor behind the other, and the end of each [m]."""
-        return joined(self.units)
+    def ends(self) -> Counts:
+        """End of each tensor [m], one behind the other."""
+        return np.cumsum([len(own) for own in self.units])
 
-    @cached_property
-    def flat_bases(self) -> Units:
-        """Units [n] of the bases; without bases those of the tensors."""
-        return joined(self.bases)[0] if self.bases else self.flat[0]
+    def _each(self, out: Any) -> Iterator[tuple[Units, Units, Any]]:
+        """Give units and base of each tensor, the units themselves without a base, and its part of `out`."""
+        begin = 0
+        for own, base in zip(self.units, self.bases or self.units, strict=True):
+            yield own, base, out[..., begin : begin + len(own)]
+            begin += len(own)
 
     def only(self, which: Sequence[int], most: int | None = None) -> Batch:
         """Give some of the tensors, in this order, and of each its first units, `most` or all."""
@@ -318,13 +242,31 @@ class Batch:
         units = [self.units[k][:most] for k in which]
         return Batch(self.dtype, units, [self.bases[k][:most] for k in which] if self.bases else ())
 
+    @cached_property
+    def by_magnitude(self) -> Contexts:
+        """Classes by the magnitude of the bases."""
+        labels = np.empty(self.ends[-1], np.uint8)
+        for _, base, out in self._each(labels):
+            cpu().magnitude_classes(base, out)
+        return Contexts(labels, self.ends, N_MAGNITUDE_CLASSES)
+
+    def transformed(self, mode: PlaneMode) -> Units:
+        """Give units [n] as a mode changes them, before they are split into planes."""
+        found = np.empty(self.ends[-1], self.units[0].dtype)
+        for own, base, out in self._each(found):
+            cpu().transform(own, base, kernel_mode(mode, self.dtype), out)
+        return found
+
     def planes(self, mode: PlaneMode) -> Bytes:
         """Split into planes [n_planes, n]."""
-        return cpu().split_planes(self.flat[0], self.flat_bases, kernel_mode(mode, self.dtype))
+        found = np.empty((self.dtype.unit_bytes, self.ends[-1]), np.uint8)
+        for own, base, out in self._each(found):
+            cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
+        return found
 
     def parts(self, planes: Bytes) -> list[Bytes]:
         """Cut planes [n_planes, n] into streams: all planes of one tensor, and then of the next."""
-        columns = [cut(plane, self.flat[1]) for plane in planes]
+        columns = [cut(plane, self.ends) for plane in planes]
         return [part for parts in zip(*columns, strict=True) for part in parts]
 
     def chunks(self, streams: Sequence[Stream]) -> list[EncodedChunk]:
@@ -341,73 +283,8 @@ def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
 
 def encode_classed(batch: Batch, mode: PlaneMode) -> list[Encoded]:
     """Encode deltas of a mode with classes by the base's magnitude, each with tables of its own."""
-    planes, (_, ends), n = batch.planes(mode), batch.flat, batch.dtype.unit_bytes
-    rows = Rows.of(cpu().magnitude_classes(batch.flat_bases), ends)
-    made = [_tables_by_class(plane, rows) for plane in planes]
-    streams = encode_by_classes([*planes], ends, rows.labels, rows.n_labels, [classed for classed, _ in made])
-    encoded = list[Encoded]()
-    for k, own in enumerate(batch.units):
-        plan = planes_plan(mode, (Magnitude(),), tuple([tables[k] for _, tables in made]))
-        encoded.append((Draft(plan), encoded_chunk([streams[j][k] for j in range(n)], own)))
-    return encoded
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """The classes by magnitude that occur in tensors [m], one behind the other.
-
-    Attributes:
-        labels: of each unit [n], below `n_labels`; those of one tensor are below those of the next.
-        n_labels: of all tensors.
-        used: labels that occur, ascending [n_rows].
-        n_units: units of each of those.
-        ends: how many of them there are up to the end of each tensor [m].
-        tables_of: for each tensor and class, the last of those that is not above it [m, n_classes].
-    """
-
-    labels: Labels
-    n_labels: int
-    used: Counts
-    n_units: Counts
-    ends: Counts
-    tables_of: Counts
-
-    @classmethod
-    def of(cls, classes: Bytes, ends: Counts) -> Rows:
-        """Find the classes in the class of each unit [n] and the end of each tensor [m]."""
-        m, labels = len(ends), classes
-        borders = N_MAGNITUDE_CLASSES * np.arange(1, m + 1)
-        if m > 1:
-            shift = np.repeat((borders - N_MAGNITUDE_CLASSES).astype(np.uint16), np.diff(ends, prepend=0))
-            labels = classes + shift
-        counts = cpu().class_counts(labels, int(borders[-1]))
-        used = np.flatnonzero(counts)
-        row_ends = np.searchsorted(used, borders)
-        before = np.searchsorted(used, np.arange(borders[-1]), side="right").reshape(m, -1) - 1
-        tables_of = np.maximum(before, np.concatenate(([0], row_ends[:-1]))[:, None])
-        n_units = counts[used]
-        if m > 1:  # most of the counts of codes would be zeros
-            row_of = np.zeros(borders[-1], np.uint16)
-            row_of[used] = np.arange(len(used))
-            labels, used = row_of[labels], np.arange(len(used))
-        return cls(labels, len(used) if m > 1 else int(borders[-1]), used, n_units, row_ends, tables_of)
-
-
-def _tables_by_class(plane: Bytes, rows: Rows) -> tuple[Classed, list[StreamTables]]:
-    """Make the tables that neighbouring classes share, of each tensor by itself."""
-    counts = cpu().class_histogram(rows.labels, plane, rows.n_labels)[rows.used]
-    table_of, sums, ends = planning().merge_rows(
-        counts, rows.ends, MAX_TABLES, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
-    )
-    begins, frequencies = np.concatenate(([0], ends[:-1])), normalise(sums)
-    row_begins = np.concatenate(([0], rows.ends[:-1]))
-    n_bytes = np.add.reduceat(row_cost_bits(sums, frequencies), begins) / 8 + MAX_LANE_BYTES
-    segments = Segments(np.cumsum(rows.n_units), table_of, frequencies)
-    classed = Classed(np.add.reduceat(counts, row_begins, axis=0), n_bytes, segments, rows.ends)
-    packed, packed_ends = pack_tables(frequencies)
-    heads = cut(packed, packed_ends[ends - 1])
-    tables = [
-        StreamTables(frequencies[i:j], table_of[own] - i, bytes((j - i,)) + head.tobytes())
-        for i, j, own, head in zip(begins.tolist(), ends.tolist(), rows.tables_of, heads, strict=True)
+    tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode()
+    return [
+        (Draft(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
+        for own, own_tables, own_streams in zip(batch.units, tables, streams, strict=True)
     ]
-    return classed, tables

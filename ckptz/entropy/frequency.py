@@ -9,7 +9,7 @@ table that sums to 4096 and has at least 1 for every symbol that occurs decodes.
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,21 +20,14 @@ from ckptz.kernels import cpu, plain
 from ckptz.kernels.floats import MAX_TABLE_ORDER, SCALE, SCALE_BITS, Bytes, Counts, Frequencies
 
 MAX_ORDER: Final = MAX_TABLE_ORDER
+FEW_TABLES: Final = 1 << 10  # of a process: numpy takes a tenth of a second for them
+_n_made: Final = [0]
 Reals = NDArray[np.float64]
 
-FEW_ROWS: Final = 16  # are sorted sooner than a compiled kernel is loaded
-
-_ORDERS: Final = np.arange(MAX_ORDER + 1)
 # Binary logarithms by libm: numpy's own differ in the last bit from processor to processor.
 _LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
 # Bits of a code of an occurrence under a frequency; logarithms in single precision, as files were written.
 _CODE_BITS: Final = SCALE_BITS - _LOGS.astype(np.float32).astype(np.float64)
-# Of frequencies plus a power of two, the place of the highest bit.
-_HIGHEST: Final = np.frexp(np.arange(1, (1 << MAX_ORDER) + SCALE + 1))[1] - 1
-# Bits that all frequencies but the last take under each order, [4097, orders].
-_GOLOMB_BITS: Final = (2 * _HIGHEST[np.arange(SCALE + 1)[:, None] + (1 << _ORDERS) - 1] - _ORDERS + 1).astype(
-    np.int64
-)
 
 
 def _logs(counts: Counts) -> Reals:
@@ -75,79 +68,28 @@ def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
     return float(row_cost_bits(counts[None], frequencies[None])[0])
 
 
+def _kernels_for(tables: NDArray[Any]) -> Any:
+    """Give kernels for tables [n, 256]: numpy makes the first ones sooner than others are compiled."""
+    _n_made[0] += len(tables)
+    return cpu() if _n_made[0] > FEW_TABLES else plain
+
+
+def leave_numpy() -> None:
+    """Make all further tables by compiled kernels."""
+    _n_made[0] += FEW_TABLES
+
+
 def normalise(counts: Counts) -> Frequencies:
     """Make frequencies [..., 256] that sum to 4096 of counts [..., 256], at least 1 for all that occur."""
     rows = counts.reshape(-1, 256)
-    used = rows > 0
-    rare, n_rare, common = np.zeros_like(used), np.zeros(len(rows)), rows.sum(axis=1)
-    # Symbols too rare for a share of their own get 1; the others divide what is left.
-    while True:
-        shares = rows * ((SCALE - n_rare) / np.maximum(common, 1))[:, None]
-        more = used & ~rare & (shares < 1)
-        if not more.any():
-            break
-        rare |= more
-        n_rare, common = n_rare + more.sum(axis=1), common - (rows * more).sum(axis=1)
-    frequencies = np.where(rare, 1, shares).astype(np.uint16)
-    missing = SCALE - frequencies.sum(axis=1, dtype=np.int64)
-    if missing.any():
-        # What rounding down left over goes where one more saves most, one to each.
-        gain = np.divide(rows, frequencies, out=np.full(rows.shape, -1.0), where=used)
-        ranked = np.sort(gain, axis=1)
-        at = np.arange(len(rows))
-        least = ranked[at, np.minimum(256 - missing, 255)]
-        # Where equals stand on both sides, the order of all decides between them.
-        is_tied = (missing > 0) & (ranked[at, 255 - missing] == least)
-        frequencies += (gain >= least[:, None]) & ((missing > 0) & ~is_tied)[:, None]
-        if is_tied.any():
-            tied = gain[is_tied]
-            order = (cpu() if len(tied) > FEW_ROWS else plain).ascending(tied)
-            is_given = np.arange(256) >= (256 - missing[is_tied])[:, None]
-            row = np.flatnonzero(is_tied).repeat(missing[is_tied])
-            frequencies[row, order[is_given]] += np.uint16(1)
-    return frequencies.reshape(counts.shape)
-
-
-def _coded(frequencies: Frequencies) -> tuple[Counts, Counts, NDArray[np.bool_], Counts, Counts]:
-    """First and last symbol of tables [n, 256], which symbols have a code, the best order, and its bits."""
-    used = frequencies > 0
-    first, last = used.argmax(axis=1), 255 - used[:, ::-1].argmax(axis=1)
-    place = np.arange(256)
-    is_coded = (place >= first[:, None]) & (place < last[:, None])
-    bits = np.zeros((len(frequencies), MAX_ORDER + 1), np.int64)
-    if has_codes := np.flatnonzero(last > first).tolist():
-        begins = np.cumsum(last - first) - (last - first)
-        bits[has_codes] = np.add.reduceat(_GOLOMB_BITS[frequencies[is_coded]], begins[has_codes], axis=0)
-    orders = bits.argmin(axis=1)
-    return first, last, is_coded, orders, np.take_along_axis(bits, orders[:, None], axis=1)[:, 0]
-
-
-def packed_bytes(frequencies: Frequencies) -> Counts:
-    """Count the bytes of each of tables [n, 256] as `pack_tables` writes them."""
-    return 3 + (_coded(frequencies)[-1] + 7) // 8
+    found: Frequencies = _kernels_for(rows).normalise(rows)
+    return found.reshape(counts.shape)
 
 
 def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
     """Write tables [n, 256] one after another: their bytes, and the end of each [n]."""
-    first, last, is_coded, orders, row_bits = _coded(frequencies)
-    # An Exp-Golomb code of u = value + 2^order of b bits is b - 1 - order zero bits, a one bit, then the
-    # b - 1 bits below the leading one of u, least significant first.
-    row = np.repeat(np.arange(len(frequencies)), last - first)
-    u = frequencies[is_coded] + (1 << orders[row])
-    n_low = _HIGHEST[u - 1]
-    n_bits = 2 * n_low - orders[row] + 1
-    ends = np.cumsum(3 + (row_bits + 7) // 8)
-    begins = np.concatenate(([0], ends[:-1]))
-    # Where each code begins, in bits: behind those of its row before it.
-    before = np.cumsum(n_bits) - n_bits
-    at = (8 * (begins + 3) - (np.cumsum(row_bits) - row_bits))[row] + before
-    codes = (1 | (u - (1 << n_low)) << 1) << (n_low - orders[row])
-    which = np.arange(int(n_bits.sum())) - np.repeat(before, n_bits)
-    bits = np.zeros(8 * int(ends[-1]), np.uint8)
-    bits[np.repeat(at, n_bits) + which] = np.repeat(codes, n_bits) >> which & 1
-    packed = np.packbits(bits, bitorder="little")
-    packed[begins], packed[begins + 1], packed[begins + 2] = first, last, orders
-    return packed, ends
+    found: tuple[Bytes, Counts] = _kernels_for(frequencies).pack_tables(frequencies)
+    return found
 
 
 def pack_table(frequencies: Frequencies) -> bytes:
@@ -228,13 +170,3 @@ def encoding_tables(frequencies: Frequencies) -> NDArray[np.uint64]:
     starts = np.cumsum(frequencies, axis=1, dtype=np.uint64) - frequencies
     starts[frequencies == 0] = 0
     return _ENTRIES[frequencies] | starts << np.uint64(32)
-
-
-def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
-    """Make decoding tables [n, 4096]: symbol | (frequency - 1) << 8 | (slot - start) << 20."""
-    wide = frequencies.astype(np.uint32)
-    starts = np.cumsum(wide, axis=1, dtype=np.uint32) - wide
-    entries = np.arange(256, dtype=np.uint32) | (wide - np.uint32(1)) << np.uint32(8)
-    entries -= starts << np.uint32(20)  # modulo 2^32; the slot makes up for it
-    slots = np.repeat(entries.reshape(-1), frequencies.reshape(-1)).reshape(-1, SCALE)
-    return slots + (np.arange(SCALE, dtype=np.uint32) << np.uint32(20))

@@ -24,13 +24,12 @@ from ckptz.entropy.frequency import (
     entropy_bits,
     normalise,
     pack_tables,
-    packed_bytes,
     parse_table,
     row_cost_bits,
-    slot_tables,
+    row_entropy_bits,
 )
 from ckptz.errors import CorruptionError, UnsupportedError
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, plain
 from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions
 
 
@@ -80,8 +79,8 @@ class Segments:
     slots: NDArray[np.uint32] | None = field(default=None, repr=False)
 
     def slot_tables(self) -> NDArray[np.uint32]:
-        """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or here."""
-        return slot_tables(self.tables) if self.slots is None else self.slots
+        """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or, if one, here."""
+        return plain.slot_tables(self.tables) if self.slots is None else self.slots
 
 
 class _Zstd(Protocol):
@@ -199,12 +198,24 @@ def pack_gaps(positions: Positions) -> Bytes:
 
     A gap has as many bytes 255 as it holds 255, then the rest.
     """
+    return _pack_gaps(positions, np.array([len(positions)]), np.zeros(1, np.int64))[0]
+
+
+def _pack_gaps(positions: Positions, ends: Counts, begins: Counts) -> tuple[Bytes, Counts]:
+    """Write the gaps of streams [m] that have their positions up to `ends`, and begin at positions `begins`.
+
+    Returns:
+        Gaps of all of them, and the end of each [m].
+    """
     gaps = np.diff(positions, prepend=-1) - 1
+    firsts = np.concatenate(([0], ends[:-1]))
+    is_used = firsts < ends
+    gaps[firsts[is_used]] = positions[firsts[is_used]] - begins[is_used]
     n_full = gaps // MAX_GAP_BYTE
-    ends = np.cumsum(n_full + 1)
-    packed = np.full(ends[-1] if len(ends) else 0, MAX_GAP_BYTE, np.uint8)
-    packed[ends - 1] = gaps - n_full * MAX_GAP_BYTE
-    return packed
+    packed_ends = np.cumsum(n_full + 1)
+    packed = np.full(packed_ends[-1] if len(gaps) else 0, MAX_GAP_BYTE, np.uint8)
+    packed[packed_ends - 1] = gaps - n_full * MAX_GAP_BYTE
+    return packed, np.concatenate(([0], packed_ends))[ends]
 
 
 def unpack_gaps(gaps: Bytes, n_positions: int, n: int) -> Positions:
@@ -308,9 +319,7 @@ def _encode_counted(
     symbols, ends = joined(parts)
     if counts is None:
         counts = cpu().count_streams(symbols, ends)
-    tables = normalise(counts)
-    rows = zip(parts, packed_bytes(tables).tolist(), row_cost_bits(counts, tables).tolist(), strict=True)
-    owns = [OwnTable.of(len(part), n_packed, own_bits) for part, n_packed, own_bits in rows]
+    tables, packed, owns = _own_tables([len(part) for part in parts], counts)
     sparse = {} if nested else _encode_sparse(parts, counts)
     least = _least_zstd([middle_of(part) for part in parts], owns)
     found = [
@@ -321,14 +330,31 @@ def _encode_counted(
     ]
     if at := [k for k, other in enumerate(found) if other is None]:
         own = tables[at]
-        packed = [table.tobytes() for table in cut(*pack_tables(own))]
         segments = Segments(ends[at], np.arange(len(at)), own)
         begins = np.concatenate(([0], ends[:-1]))
         lanes = np.array([n_lanes_for(owns[k].n_bytes) for k in at])
-        coded = encode_rans_streams(symbols, begins[at], np.arange(1, len(at) + 1), segments, lanes, packed)
+        coded = encode_rans_streams(
+            symbols, begins[at], np.arange(1, len(at) + 1), segments, lanes, [packed[k] for k in at]
+        )
         for k, stream in zip(at, coded, strict=True):
             found[k] = CoderId.RANS_OWN, stream
     return [stream for stream in found if stream is not None]
+
+
+def _own_tables(sizes: Sequence[int], counts: Counts) -> tuple[Frequencies, list[bytes], list[OwnTable]]:
+    """Make, pack and weigh a table for each stream of so many codes; none is made that cannot pay."""
+    # A frequency takes at least a bit, and there is one for each symbol from the first to the last.
+    used = counts > 0
+    n_packed = 3 + (255 - used.argmax(axis=1) - used[:, ::-1].argmax(axis=1)) // 8
+    weighed = zip(sizes, n_packed.tolist(), row_entropy_bits(counts).tolist(), strict=True)
+    owns = [OwnTable.of(*each) for each in weighed]
+    tables, packed = np.zeros(counts.shape, np.uint16), [b""] * len(owns)
+    if at := [k for k, own in enumerate(owns) if own.pays]:
+        tables[at] = normalise(counts[at])
+        tables_bits = row_cost_bits(counts[at], tables[at]).tolist()
+        for k, table, bits in zip(at, cut(*pack_tables(tables[at])), tables_bits, strict=True):
+            packed[k], owns[k] = table.tobytes(), OwnTable.of(sizes[k], len(table), bits)
+    return tables, packed, owns
 
 
 def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
@@ -337,10 +363,13 @@ def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
     at = [k for k, part in enumerate(parts) if SPARSE_MIN_SHARE * len(part) <= peaks[k] < len(part)]
     if not at:
         return {}
-    splits = list[Bytes]()
-    for k in at:
-        positions = np.flatnonzero(parts[k] != commons[k])
-        splits += pack_gaps(positions), parts[k][positions]
+    symbols, ends = joined([parts[k] for k in at])
+    sizes = np.diff(ends, prepend=0)
+    positions = np.flatnonzero(symbols != np.repeat(np.array([commons[k] for k in at], np.uint8), sizes))
+    value_ends = np.searchsorted(positions, ends)
+    gaps, gap_ends = _pack_gaps(positions, value_ends, ends - sizes)
+    pairs = zip(cut(gaps, gap_ends), cut(symbols[positions], value_ends), strict=True)
+    splits = [*itertools.chain.from_iterable(pairs)]
     coded = iter(zip(splits, encode_streams(splits, nested=True), strict=True))
     return {k: _packed_sparse(commons[k], (next(coded), next(coded))) for k in at}
 
@@ -366,7 +395,7 @@ def _by_another(
         return CoderId.CONSTANT, bytes((common,))
     plain = min(own.n_bytes if own.pays else n, beat)
     candidates: list[tuple[CoderId, bytes]] = [] if sparse is None else [(CoderId.SPARSE, sparse)]
-    if _zstd_promises(middle_of(symbols), n, plain, least):
+    if zstd_promises(middle_of(symbols), n, plain, least):
         candidates.append((CoderId.ZSTD, _zstd_compress(symbols)))
     coder, stream = min(candidates, key=lambda c: len(c[1]), default=(CoderId.STORED, b""))
     if candidates and len(stream) < plain:
@@ -409,7 +438,7 @@ def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
         return False
     sample = np.ascontiguousarray(spread).reshape(-1)
     is_even = entropy_bits(cpu().histogram(sample)[None]) > RANDOM_BITS * len(sample)
-    return is_even and not _zstd_promises(middle, n, n)
+    return is_even and not zstd_promises(middle, n, n)
 
 
 def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[float]:
@@ -426,7 +455,8 @@ def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[floa
     return least
 
 
-def _zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
+def zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
+    """Tell by a sample whether zstd takes clearly less of n codes than others; `least` bounds the sample."""
     other_bytes *= len(middle) / n
     if least > ZSTD_MAY_GAIN * other_bytes:
         return False

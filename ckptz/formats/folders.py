@@ -124,6 +124,11 @@ def open_folder(folder: Path) -> Input:
     )
 
 
+def carried_in(folder: Path) -> list[Carried]:
+    """List the files of a folder that go with its `.ckptz` files, as (path relative to it, where it is)."""
+    return _find_carried(folder, set())[0]
+
+
 def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
     """Find the only file that a folder was packed to; None if it holds shards, or several files of ours.
 

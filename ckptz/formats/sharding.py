@@ -151,7 +151,7 @@ def write_folder(
                 else:
                     own = {name: tensors[name] for name in shard.tensors}
                     write_plain(sink, plain_regions(own), shard.metadata, chunks(own))
-        _stage_carried(files, carried, folder)
+        stage_carried(files, carried, folder)
         if sharding.index_file is not None and sharding.index_text is not None:
             with files.file(folder / sharding.index_file, like) as sink:
                 sink.write(sharding.index_text.encode())
@@ -177,10 +177,11 @@ def torch_names(tree: Any, sharding: Sharding) -> list[str]:
 def copy_carried(carried: Sequence[Carried], folder: Path) -> None:
     """Copy the files that are no shards; one that is there already under this very path stays."""
     with publish_together() as files:
-        _stage_carried(files, carried, folder)
+        stage_carried(files, carried, folder)
 
 
-def _stage_carried(files: Publication, carried: Sequence[Carried], folder: Path) -> None:
+def stage_carried(files: Publication, carried: Sequence[Carried], folder: Path) -> None:
+    """Copy the files that are no shards with others; one that is there already under this very path stays."""
     for name, source in carried:
         target = folder / name
         if target.exists() and target.samefile(source):

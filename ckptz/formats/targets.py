@@ -15,6 +15,7 @@ from ckptz.container.publish import is_same, make_folder
 from ckptz.errors import ConfigError, UnsupportedError
 
 PathLike: TypeAlias = str | os.PathLike[str]
+FORCE: Final = "give --force (force=True) to replace it"
 INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -93,10 +94,10 @@ def _distinct_stems(sources: Sequence[Path]) -> list[str]:
     ]
 
 
-def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:
+def check_target(target: Path, read: Iterable[Path], *, force: bool, remedy: str = FORCE) -> None:
     """Refuse an output that is one of the files to be read, or that exists, or has no folder.
 
-    Pipes and devices are never replaced, nor links to nothing.
+    Pipes and devices are never replaced, nor links to nothing. `remedy` says what lets an existing one be.
 
     Raises:
         ConfigError: says which.
@@ -110,7 +111,7 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool) -> None:
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another output")
         if not force:
-            raise ConfigError(f"{target}: exists already; name another output, or give --force (force=True)")
+            raise ConfigError(f"{target}: exists already; name another output, or {remedy}")
     if not target.parent.is_dir():
         raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
 
@@ -128,7 +129,7 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
         if not force:
-            raise ConfigError(f"{target}: exists already; name another folder, or give --force (force=True)")
+            raise ConfigError(f"{target}: exists already; name another folder, or {FORCE}")
 
 
 @contextlib.contextmanager

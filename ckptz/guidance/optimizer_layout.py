@@ -159,9 +159,10 @@ def known_roles(
     ordered = {ref.name for ref in _refs(root)}
     if model_tree is not None:
         ordered |= {ref.name for ref in _refs(parse_tree(model_tree).root)}
+    parts = [{ref.name for ref in _refs(part)} for part in _children(root)]
     optimizers = [list(_entries(state, tensors)) for state in states]
     for entries in _labelled(optimizers, names):
-        found |= _join(entries, tensors, roles, inside, ordered, notes, names)
+        found |= _join(entries, tensors, roles, inside, ordered, parts, notes, names)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
     found = {name: role for name, role in found.items() if name not in given}
     found |= _lossless_states({**roles, **found}, inside, given, tensors, notes)
@@ -248,10 +249,15 @@ def _join(
     roles: Mapping[str, Role],
     inside: Collection[str],
     ordered: set[str],
+    parts: Sequence[Collection[str]],
     notes: list[str],
     names: ParameterNames,
 ) -> dict[str, Role]:
-    """Find the roles of one optimizer's state by the names of its parameters."""
+    """Find the roles of one optimizer's state by the names of its parameters.
+
+    A state may hold a model and averages of it. So where its weights together do not fit the optimizer, the
+    first of its parts that does is the model.
+    """
     if not any(entry.tensors for entry in entries):
         return {}
     weights = {
@@ -260,12 +266,12 @@ def _join(
         if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name)
     }
     # A safetensors file has its tensors in an order of its own.
-    known = list(weights.values())
-    if names.listed_in is not None:
-        _check_listed(entries, known, names.listed_in)
-    parameters, fault = _match(entries, known, is_ordered=ordered >= set(weights))
-    if fault:
-        parameters, fault = _match_by_model(entries, known, names) or (parameters, fault)
+    parameters, fault = _parameters(entries, list(weights.values()), ordered >= set(weights), names)
+    for part in parts if fault else ():
+        own = {name: weight for name, weight in weights.items() if name in part}
+        if own and not (of_part := _parameters(entries, list(own.values()), ordered >= set(own), names))[1]:
+            parameters, fault = of_part
+            break
     if fault and weights:
         unknown = next(n for e in entries if e.key not in parameters for n in e.tensors.values())
         notes.append(
@@ -280,6 +286,16 @@ def _join(
             role = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
             found[name] = role if entry.is_plain else replace(role, role="other")
     return found
+
+
+def _parameters(
+    entries: Sequence[_Entry], weights: Weights, is_ordered: bool, names: ParameterNames
+) -> tuple[dict[Any, str], str]:
+    """Find the parameter of each key; the text says why some were not found, or is empty."""
+    if names.listed_in is not None:
+        _check_listed(entries, weights, names.listed_in)
+    parameters, fault = _match(entries, weights, is_ordered=is_ordered)
+    return (fault and _match_by_model(entries, weights, names)) or (parameters, fault)
 
 
 def _check_listed(entries: Sequence[_Entry], weights: Weights, listed_in: Path) -> None:

@@ -251,6 +251,7 @@ class Chain:
             files.file(path) as sink,  # which is complete, and so gets its name, last
         ):
             written = write(sink, job, workers)
+            self.notes += written.notes
             if self.options.exact and written.n_lossy:
                 sink.flush()
                 place = residual_of(Path(sink.name), path)

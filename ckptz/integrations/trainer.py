@@ -14,6 +14,7 @@ docs/frameworks.md.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import warnings
 from collections.abc import Mapping
@@ -129,7 +130,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         folder, model = Path(output_dir), _unwrapped(self)
         make_folder(folder)
         processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        parts = [getattr(model, "config", None), getattr(model, "generation_config", None), processing]
+        parts = [_config_of(model), getattr(model, "generation_config", None), processing]
         parts += getattr(model, "peft_config", {}).values()
         for part in parts:
             if part is not None and hasattr(part, "save_pretrained"):
@@ -268,6 +269,15 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer that accelerate wraps."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
+
+
+def _config_of(model: Any) -> Any:
+    """The configuration as `save_pretrained` of a model writes it."""
+    config = copy.deepcopy(getattr(model, "config", None))
+    if isinstance(config, transformers.PreTrainedConfig) and isinstance(model, transformers.PreTrainedModel):
+        config.architectures = [type(model).__name__]
+        config.dtype = str(model.dtype).removeprefix("torch.")
+    return config
 
 
 def _rng_path(trainer: Any, folder: str) -> Path:

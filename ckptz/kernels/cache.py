@@ -37,7 +37,7 @@ events: Any = _event
 appdirs: Any = _appdirs
 SOURCES: Final = Path(__file__).parent
 NOTICE: Final = (
-    "ckptz: compiling kernels that were not needed here before, up to ten seconds in all "
+    "ckptz: compiling kernels that were not needed here before, up to 20 seconds of one core in all "
     "(ahead: ckptz warm-up)"
 )
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from ckptz.kernels.coding_cpu import (  # noqa: F401
-    ascending,
     count_streams,
     histogram,
+    normalise,
+    pack_tables,
     rans_decode,
     rans_encode,
     repeats,
+    slot_tables,
     table_unpack,
 )
 from ckptz.kernels.planes_cpu import (  # noqa: F401
@@ -17,7 +19,9 @@ from ckptz.kernels.planes_cpu import (  # noqa: F401
     group,
     magnitude_classes,
     merge_planes,
+    restore,
     split_planes,
+    transform,
     ungroup,
 )
 from ckptz.kernels.planning_cpu import (  # noqa: F401

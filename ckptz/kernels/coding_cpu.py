@@ -12,6 +12,7 @@ import numpy as np
 from numba import uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
+from ckptz.kernels import plain
 from ckptz.kernels.floats import (
     LAST_MIX,
     MAX_GOLOMB_BITS,
@@ -23,10 +24,9 @@ from ckptz.kernels.floats import (
     Bytes,
     Counts,
     Frequencies,
-    Reals,
 )
 from ckptz.kernels.lanes_cpu import decode_step, encode_step
-from ckptz.kernels.numba_base import inlined, kernel, part
+from ckptz.kernels.numba_base import ONE, inlined, kernel, part
 
 N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
 LOW_12 = np.uint64(0xFFF)
@@ -94,58 +94,6 @@ def repeats(symbols: Bytes, ends: Counts) -> Counts:
     if len(symbols):
         _repeats(symbols, ends, np.empty(N_LAST, np.uint32), found)
     return found
-
-
-@kernel
-def _sort_row(values: Any, order: Any, stack: Any) -> None:
-    low, high, depth = 0, len(order) - 1, 0
-    while True:
-        while high - low >= SMALL_PART:
-            middle = (low + high) >> 1
-            for step in range(3):
-                a = middle if step == 1 else low
-                b = high if step == 1 else middle
-                if values[order[b]] < values[order[a]]:
-                    order[a], order[b] = order[b], order[a]
-            pivot = values[order[middle]]
-            order[high], order[middle] = order[middle], order[high]
-            i, j = low, high - 1
-            while True:
-                while i < high and values[order[i]] < pivot:
-                    i += 1
-                while j >= low and pivot < values[order[j]]:
-                    j -= 1
-                if i >= j:
-                    break
-                order[i], order[j] = order[j], order[i]
-                i += 1
-                j -= 1
-            order[i], order[high] = order[high], order[i]
-            if high - i > i - low:
-                stack[depth], stack[depth + 1] = i + 1, high
-                high = i - 1
-            else:
-                stack[depth], stack[depth + 1] = low, i - 1
-                low = i + 1
-            depth += 2
-        for i in range(low + 1, high + 1):
-            k, j = order[i], i
-            while j > low and values[k] < values[order[j - 1]]:
-                order[j] = order[j - 1]
-                j -= 1
-            order[j] = k
-        if not depth:
-            return
-        depth -= 2
-        low, high = stack[depth], stack[depth + 1]
-
-
-def ascending(values: Reals) -> NDArray[np.int64]:
-    order = np.tile(np.arange(values.shape[1]), (len(values), 1))
-    stack = np.empty(128, np.int64)
-    for row, places in zip(values, order, strict=True):
-        _sort_row(row, places, stack)
-    return order
 
 
 # --- rANS ---------------------------------------------------------------------------------------
@@ -333,7 +281,177 @@ def rans_decode(
     )
 
 
+@kernel
+def _slot_tables(frequencies: Any, slots: Any) -> None:
+    for row in range(len(frequencies)):
+        start: Any = 0
+        for symbol in range(256):
+            n = np.int64(frequencies[row, symbol])
+            entry, here = uint32(symbol | (n - 1) << 8), slots[row, start : start + n]
+            for i in range(n):
+                here[i] = entry | uint32(i) << uint32(20)
+            start += n
+
+
+def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
+    slots = np.empty((len(frequencies), SCALE), np.uint32)
+    _slot_tables(frequencies, slots)
+    return slots
+
+
 # --- frequency tables ---------------------------------------------------------------------------
+
+
+@part
+def _sort_row(values: Any, order: Any, stack: Any) -> None:
+    for i in range(len(order)):
+        order[i] = i
+    low, high, depth = 0, len(order) - 1, 0
+    while True:
+        while high - low >= SMALL_PART:
+            middle = (low + high) >> 1
+            for step in range(3):
+                a = middle if step == 1 else low
+                b = high if step == 1 else middle
+                if values[order[b]] < values[order[a]]:
+                    order[a], order[b] = order[b], order[a]
+            pivot = values[order[middle]]
+            order[high], order[middle] = order[middle], order[high]
+            i, j = low, high - 1
+            while True:
+                while i < high and values[order[i]] < pivot:
+                    i += 1
+                while j >= low and pivot < values[order[j]]:
+                    j -= 1
+                if i >= j:
+                    break
+                order[i], order[j] = order[j], order[i]
+                i += 1
+                j -= 1
+            order[i], order[high] = order[high], order[i]
+            if high - i > i - low:
+                stack[depth], stack[depth + 1] = i + 1, high
+                high = i - 1
+            else:
+                stack[depth], stack[depth + 1] = low, i - 1
+                low = i + 1
+            depth += 2
+        for i in range(low + 1, high + 1):
+            k, j = order[i], i
+            while j > low and values[k] < values[order[j - 1]]:
+                order[j] = order[j - 1]
+                j -= 1
+            order[j] = k
+        if not depth:
+            return
+        depth -= 2
+        low, high = stack[depth], stack[depth + 1]
+
+
+@kernel
+def _normalise(counts: Any, gains: Any, order: Any, stack: Any, frequencies: Any) -> None:
+    for row in range(len(counts)):
+        common, n_rare, n_more = 0, 0, 1
+        for j in range(256):
+            common += counts[row, j]
+            frequencies[row, j] = 0
+        # Symbols too rare for a share of their own get 1; the others divide what is left.
+        factor = 0.0
+        while n_more:
+            factor = (SCALE - np.float64(n_rare)) / np.float64(common if common > 1 else 1)
+            n_more, n_taken = 0, 0
+            for j in range(256):
+                n = counts[row, j]
+                if n and not frequencies[row, j] and n * factor < 1.0:
+                    frequencies[row, j] = 1
+                    n_more += 1
+                    n_taken += n
+            n_rare += n_more
+            common -= n_taken
+        missing = SCALE
+        for j in range(256):
+            n = counts[row, j]
+            if n and not frequencies[row, j]:
+                frequencies[row, j] = np.int64(n * factor)
+            missing -= int(frequencies[row, j])
+            gains[j] = n / np.float64(frequencies[row, j]) if n else -1.0
+        # Most often some gain parts those that get one from the others; only equals need their whole order.
+        low, high = 0.0, 1.0
+        for j in range(256):
+            high = gains[j] if gains[j] > high else high
+        high += high
+        n_above, middle = 0, 0.0
+        while missing and n_above != missing:
+            middle = 0.5 * (low + high)
+            if middle <= low or middle >= high:
+                break
+            n_above = 0
+            for j in range(256):
+                n_above += gains[j] >= middle
+            if n_above > missing:
+                low = middle
+            else:
+                high = middle
+        if missing and n_above == missing:
+            for j in range(256):
+                frequencies[row, j] += gains[j] >= middle
+        elif missing:
+            _sort_row(gains, order, stack)
+            for j in range(256 - missing, 256):
+                frequencies[row, order[j]] += 1
+
+
+def normalise(counts: Counts) -> Frequencies:
+    frequencies = np.empty(counts.shape, np.uint16)
+    _normalise(counts, np.empty(256), np.empty(256, np.int64), np.empty(128, np.int64), frequencies)
+    return frequencies
+
+
+@kernel
+def _pack_tables(frequencies: Any, golomb_bits: Any, sums: Any, out: Any, ends: Any) -> None:
+    """`golomb_bits` are those of each frequency under each order, `sums` one number for each order."""
+    at = 0
+    for row in range(len(frequencies)):
+        first, last = 0, 255
+        while not frequencies[row, first]:
+            first += 1
+        while not frequencies[row, last]:
+            last -= 1
+        order = 0
+        for k in range(MAX_TABLE_ORDER + 1):
+            sums[k] = 0
+        for j in range(first, last):
+            for k in range(MAX_TABLE_ORDER + 1):
+                sums[k] += golomb_bits[frequencies[row, j], k]
+        for k in range(MAX_TABLE_ORDER + 1):
+            if sums[k] < sums[order]:
+                order = k
+        out[at], out[at + 1], out[at + 2] = first, last, order
+        at += 3
+        bits, n_bits = uint64(0), uint64(0)
+        for j in range(first, last):
+            value = uint64(frequencies[row, j]) + (ONE << uint64(order))
+            # Zeros, one more than which the code has low bits beside those of its order, a one, the low bits.
+            n_code = uint64(golomb_bits[frequencies[row, j], order])
+            n_low = (n_code + uint64(order) - ONE) >> ONE
+            code = ONE | (value ^ (ONE << n_low)) << ONE
+            bits |= code << (n_bits + n_low - uint64(order))
+            n_bits += n_code
+            while n_bits >= uint64(8):
+                out[at] = uint8(bits)
+                at += 1
+                bits >>= uint64(8)
+                n_bits -= uint64(8)
+        if n_bits:
+            out[at] = uint8(bits)
+            at += 1
+        ends[row] = at
+
+
+def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
+    out, ends = np.empty(512 * len(frequencies), np.uint8), np.empty(len(frequencies), np.int64)
+    _pack_tables(frequencies, plain.GOLOMB_BITS, np.empty(MAX_TABLE_ORDER + 1, np.int64), out, ends)
+    return out[: ends[-1]], ends
 
 
 @kernel

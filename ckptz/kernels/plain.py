@@ -31,6 +31,7 @@ from ckptz.kernels.floats import (
     XOR,
     Bytes,
     Counts,
+    Frequencies,
     Units,
     order,
 )
@@ -108,33 +109,54 @@ def _unzigzag(code: Units) -> Units:
     return (code >> one) ^ (_zeros(code) - (code & one))
 
 
-@_counted
-def split_planes(units: Units, base: Units, mode: int) -> Bytes:
-    """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first."""
+def transform(units: Units, base: Units, mode: int, out: Units | None = None) -> Units:
+    """Turn units [n] into what a plane mode splits, in `out` if given; spec/03-transforms.md#planes."""
+    found = units
     if mode == ROTATED:
-        units = _rotate(units, 1)
+        found = _rotate(units, 1)
     elif mode == XOR:
-        units = units ^ base
+        found = units ^ base
     elif mode == DIFFERENCE:
-        units = _zigzag(units - base)
+        found = _zigzag(units - base)
     elif mode == ORDERED_DIFFERENCE:
-        units = _zigzag(order(units) - order(base))
-    return np.ascontiguousarray(units.reshape(-1, 1).view(np.uint8).T)
+        found = _zigzag(order(units) - order(base))
+    if out is None:
+        return found
+    out[:] = found
+    return out
+
+
+def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
+    """Undo `transform`, into `out` [n], which may be `codes`."""
+    if mode == ROTATED:
+        out[:] = _rotate(codes, 8 * out.itemsize - 1)
+    elif mode == XOR:
+        np.bitwise_xor(codes, base, out)
+    elif mode == DIFFERENCE:
+        out[:] = base + _unzigzag(codes)
+    elif mode == ORDERED_DIFFERENCE:
+        out[:] = unorder(order(base) + _unzigzag(codes))
+    else:
+        out[:] = codes
+
+
+@_counted
+def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None) -> Bytes:
+    """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first.
+
+    They are in `out` if it is given.
+    """
+    planes = transform(units, base, mode).reshape(-1, 1).view(np.uint8).T
+    if out is None:
+        return np.ascontiguousarray(planes)
+    out[:] = planes
+    return out
 
 
 @_counted
 def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
     """Undo `split_planes`, into `out`; each plane is an array [n]."""
-    units = np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1)
-    if mode == ROTATED:
-        units = _rotate(units, 8 * out.itemsize - 1)
-    elif mode == XOR:
-        units = units ^ base
-    elif mode == DIFFERENCE:
-        units = base + _unzigzag(units)
-    elif mode == ORDERED_DIFFERENCE:
-        units = unorder(order(base) + _unzigzag(units))
-    out[:] = units
+    restore(np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1), base, mode, out)
 
 
 @_counted
@@ -271,6 +293,20 @@ def rans_decode(
     return p == len(words) and bool((state == STATE_LOW).all())
 
 
+@_counted
+def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
+    """Make decoding tables [n, 4096] of frequencies [n, 256], each row of which has the sum 4096.
+
+    Entries are symbol | (frequency - 1) << 8 | (slot - start) << 20.
+    """
+    wide = frequencies.astype(np.uint32)
+    starts = np.cumsum(wide, axis=1, dtype=np.uint32) - wide
+    entries = np.arange(256, dtype=np.uint32) | (wide - np.uint32(1)) << np.uint32(8)
+    entries -= starts << np.uint32(20)  # modulo 2^32; the slot makes up for it
+    slots = np.repeat(entries.reshape(-1), frequencies.reshape(-1)).reshape(-1, SCALE)
+    return slots + (np.arange(SCALE, dtype=np.uint32) << np.uint32(20))
+
+
 # --- Exp-Golomb codes ---------------------------------------------------------------------------
 
 
@@ -293,6 +329,53 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
             return -1
         out[i] = value
     return -1 if any(bits[position : -(-position // 8) * 8]) else -(-position // 8)
+
+
+_ORDERS: Final = np.arange(MAX_TABLE_ORDER + 1)
+# Of frequencies plus a power of two, the place of the highest bit.
+_HIGHEST: Final = np.frexp(np.arange(1, (1 << MAX_TABLE_ORDER) + SCALE + 1))[1] - 1
+# Bits of the code of a frequency under each order, [4097, orders].
+GOLOMB_BITS: Final = (2 * _HIGHEST[np.arange(SCALE + 1)[:, None] + (1 << _ORDERS) - 1] - _ORDERS + 1).astype(
+    np.int64
+)
+
+
+def _coded(frequencies: Frequencies) -> tuple[Counts, Counts, NDArray[np.bool_], Counts, Counts]:
+    """First and last symbol of tables [n, 256], which symbols have a code, the best order, and its bits."""
+    used = frequencies > 0
+    first, last = used.argmax(axis=1), 255 - used[:, ::-1].argmax(axis=1)
+    place = np.arange(256)
+    is_coded = (place >= first[:, None]) & (place < last[:, None])
+    bits = np.zeros((len(frequencies), MAX_TABLE_ORDER + 1), np.int64)
+    if has_codes := np.flatnonzero(last > first).tolist():
+        begins = np.cumsum(last - first) - (last - first)
+        bits[has_codes] = np.add.reduceat(GOLOMB_BITS[frequencies[is_coded]], begins[has_codes], axis=0)
+    orders = bits.argmin(axis=1)
+    return first, last, is_coded, orders, np.take_along_axis(bits, orders[:, None], axis=1)[:, 0]
+
+
+@_counted
+def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
+    """Write tables [n, 256] one after another: their bytes, and the end of each [n]."""
+    first, last, is_coded, orders, row_bits = _coded(frequencies)
+    # An Exp-Golomb code of u = value + 2^order of b bits is b - 1 - order zero bits, a one bit, then the
+    # b - 1 bits below the leading one of u, least significant first.
+    row = np.repeat(np.arange(len(frequencies)), last - first)
+    u = frequencies[is_coded] + (1 << orders[row])
+    n_low = _HIGHEST[u - 1]
+    n_bits = 2 * n_low - orders[row] + 1
+    ends = np.cumsum(3 + (row_bits + 7) // 8)
+    begins = np.concatenate(([0], ends[:-1]))
+    # Where each code begins, in bits: behind those of its row before it.
+    before = np.cumsum(n_bits) - n_bits
+    at = (8 * (begins + 3) - (np.cumsum(row_bits) - row_bits))[row] + before
+    codes = (1 | (u - (1 << n_low)) << 1) << (n_low - orders[row])
+    which = np.arange(int(n_bits.sum())) - np.repeat(before, n_bits)
+    bits = np.zeros(8 * int(ends[-1]), np.uint8)
+    bits[np.repeat(at, n_bits) + which] = np.repeat(codes, n_bits) >> which & 1
+    packed = np.packbits(bits, bitorder="little")
+    packed[begins], packed[begins + 1], packed[begins + 2] = first, last, orders
+    return packed, ends
 
 
 @_counted
@@ -322,7 +405,6 @@ def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
 # --- the encoder's choices ----------------------------------------------------------------------
 
 
-@_counted
 def ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
     """Sort indices of each row of values [n, m], [n, m], by a quicksort whose order of equals is a rule.
 
@@ -364,6 +446,41 @@ def _parted(values: list[float], found: list[int], low: int, high: int) -> int:
         i, j = i + 1, j - 1
     found[i], found[high] = found[high], found[i]
     return i
+
+
+@_counted
+def normalise(counts: Counts) -> Frequencies:
+    """Make frequencies [n, 256] that sum to 4096 of counts [n, 256], at least 1 for all that occur.
+
+    What rounding down left over goes where one more saves most, one to each.
+    """
+    used = counts > 0
+    rare, n_rare, common = np.zeros_like(used), np.zeros(len(counts)), counts.sum(axis=1)
+    # Symbols too rare for a share of their own get 1; the others divide what is left.
+    while True:
+        shares = counts * ((SCALE - n_rare) / np.maximum(common, 1))[:, None]
+        more = used & ~rare & (shares < 1)
+        if not more.any():
+            break
+        rare |= more
+        n_rare, common = n_rare + more.sum(axis=1), common - (counts * more).sum(axis=1)
+    frequencies = np.where(rare, 1, shares).astype(np.uint16)
+    missing = SCALE - frequencies.sum(axis=1, dtype=np.int64)
+    if missing.any():
+        gain = np.divide(counts, frequencies, out=np.full(counts.shape, -1.0), where=used)
+        ranked = np.sort(gain, axis=1)
+        at = np.arange(len(counts))
+        least = ranked[at, np.minimum(256 - missing, 255)]
+        # Where equals stand on both sides, the order of all decides between them.
+        is_tied = (missing > 0) & (ranked[at, 255 - missing] == least)
+        frequencies += (gain >= least[:, None]) & ((missing > 0) & ~is_tied)[:, None]
+        if is_tied.any():
+            tied = gain[is_tied]
+            order = ascending(tied)
+            is_given = np.arange(256) >= (256 - missing[is_tied])[:, None]
+            row = np.flatnonzero(is_tied).repeat(missing[is_tied])
+            frequencies[row, order[is_given]] += np.uint16(1)
+    return frequencies
 
 
 def count_streams(symbols: Bytes, ends: Counts) -> Counts:

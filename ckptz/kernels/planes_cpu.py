@@ -7,115 +7,60 @@ from typing import Any
 
 import numpy as np
 from numba import uint8, uint16, uint32, uint64
+from numpy.typing import NDArray
 
 from ckptz.kernels import plain
-from ckptz.kernels.floats import (
-    DIFFERENCE,
-    ORDERED_DIFFERENCE,
-    RAW,
-    ROTATED,
-    XOR,
-    Bytes,
-    Counts,
-    Units,
-)
-from ckptz.kernels.numba_base import BLOCK, ONE, kernel, part, sign_fill
+from ckptz.kernels.floats import ORDERED_DIFFERENCE, RAW, ROTATED, Bytes, Counts, Units
+from ckptz.kernels.numba_base import ONE, kernel, sign_fill
 
-# --- bit patterns -------------------------------------------------------------------------------
-
-
-@part
-def _transform(units: Any, base: Any, mode: int, width: int, out: Any) -> None:
-    shift = uint64(width - 1)
-    mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
-    top = ONE << shift
-    n = len(out)
-    if mode == ROTATED:
-        for i in range(n):
-            unit = uint64(units[i])
-            out[i] = (unit << ONE) | (unit >> shift)
-    elif mode == XOR:
-        for i in range(n):
-            out[i] = units[i] ^ base[i]
-    elif mode == DIFFERENCE:
-        for i in range(n):
-            d = (uint64(units[i]) - uint64(base[i])) & mask
-            out[i] = (d << ONE) ^ sign_fill(d, shift)
-    elif mode == ORDERED_DIFFERENCE:
-        for i in range(n):
-            a, b = uint64(units[i]), uint64(base[i])
-            d = ((a ^ (sign_fill(a, shift) | top)) - (b ^ (sign_fill(b, shift) | top))) & mask
-            out[i] = (d << ONE) ^ sign_fill(d, shift)
-    else:
-        for i in range(n):
-            out[i] = units[i]
-
-
-@part
-def _restore(units: Any, base: Any, mode: int, width: int, out: Any) -> None:
-    shift = uint64(width - 1)
-    mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
-    top = ONE << shift
-    n = len(out)
-    if mode == ROTATED:
-        for i in range(n):
-            unit = uint64(units[i])
-            out[i] = (unit >> ONE) | (unit << shift)
-    elif mode == XOR:
-        for i in range(n):
-            out[i] = units[i] ^ base[i]
-    elif mode == DIFFERENCE:
-        for i in range(n):
-            code = uint64(units[i])
-            out[i] = uint64(base[i]) + ((code >> ONE) ^ (uint64(0) - (code & ONE)))
-    elif mode == ORDERED_DIFFERENCE:
-        for i in range(n):
-            code, b = uint64(units[i]), uint64(base[i])
-            ordered = (b ^ (sign_fill(b, shift) | top)) + ((code >> ONE) ^ (uint64(0) - (code & ONE)))
-            ordered &= mask
-            out[i] = ordered ^ (((ordered >> shift) - ONE) | top)
-    else:
-        for i in range(n):
-            out[i] = units[i]
+# --- plane modes --------------------------------------------------------------------------------
 
 
 @kernel
-def _split_planes(units: Any, base: Any, mode: int, block: Any, planes: Any) -> None:
-    n, n_planes = len(units), len(planes)
-    for begin in range(0, n, BLOCK):
-        end = begin + BLOCK
-        if end > n:
-            end = n
-        here = block[: end - begin]
-        _transform(units[begin:end], base[begin:end], mode, 8 * n_planes, here)
-        for j in range(n_planes):
-            plane = planes[j, begin:end]
-            shift = uint64(8 * j)
-            for i in range(len(here)):
-                plane[i] = uint8(uint64(here[i]) >> shift)
+def _ordered_difference(units: Any, base: Any, width: int, out: Any) -> None:
+    shift = uint64(width - 1)
+    mask, top = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width), ONE << shift
+    for i in range(len(out)):
+        a, b = uint64(units[i]), uint64(base[i])
+        d = ((a ^ (sign_fill(a, shift) | top)) - (b ^ (sign_fill(b, shift) | top))) & mask
+        out[i] = (d << ONE) ^ sign_fill(d, shift)
 
 
 @kernel
-def _merge_planes(planes: Any, base: Any, mode: int, block: Any, out: Any) -> None:
-    n, n_planes = len(out), len(planes)
-    for begin in range(0, n, BLOCK):
-        end = begin + BLOCK
-        if end > n:
-            end = n
-        here = block[: end - begin]
-        for j in range(n_planes):
-            plane = planes[j][begin:end]
-            shift = uint64(8 * j)
-            if j == 0:
-                for i in range(len(here)):
-                    here[i] = plane[i]
-            else:
-                for i in range(len(here)):
-                    here[i] |= uint64(plane[i]) << shift
-        _restore(here, base[begin:end], mode, 8 * n_planes, out[begin:end])
+def _add_ordered(codes: Any, base: Any, width: int, out: Any) -> None:
+    shift = uint64(width - 1)
+    mask, top = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width), ONE << shift
+    for i in range(len(out)):
+        code, b = uint64(codes[i]), uint64(base[i])
+        ordered = (b ^ (sign_fill(b, shift) | top)) + ((code >> ONE) ^ (uint64(0) - (code & ONE)))
+        ordered &= mask
+        out[i] = ordered ^ (((ordered >> shift) - ONE) | top)
 
 
-# The two cases of every lossless float tensor, written out: a third of the time of the general loop.
+def transform(units: Units, base: Units, mode: int, out: Units | None = None) -> Units:
+    if mode != ORDERED_DIFFERENCE:
+        return plain.transform(units, base, mode, out)
+    out = np.empty_like(units) if out is None else out
+    _ordered_difference(units, base, 8 * units.itemsize, out)
+    return out
+
+
+def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
+    if mode == ORDERED_DIFFERENCE:
+        _add_ordered(codes, base, 8 * out.itemsize, out)
+    else:
+        plain.restore(codes, base, mode, out)
+
+
+# --- byte planes --------------------------------------------------------------------------------
+# Those of lossless float tensors are rotated on their way, by kernels of their own, as few need both kinds.
+
+
+@kernel
+def _split_2(units: Any, low: Any, high: Any) -> None:
+    for i in range(len(units)):
+        low[i] = uint8(units[i])
+        high[i] = uint8(units[i] >> uint16(8))
 
 
 @kernel
@@ -124,6 +69,15 @@ def _split_rotated_2(units: Any, low: Any, high: Any) -> None:
         unit = uint16(uint16(units[i] << uint16(1)) | uint16(units[i] >> uint16(15)))
         low[i] = uint8(unit)
         high[i] = uint8(unit >> uint16(8))
+
+
+@kernel
+def _split_4(units: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
+    for i in range(len(units)):
+        p0[i] = uint8(units[i])
+        p1[i] = uint8(units[i] >> uint32(8))
+        p2[i] = uint8(units[i] >> uint32(16))
+        p3[i] = uint8(units[i] >> uint32(24))
 
 
 @kernel
@@ -137,10 +91,23 @@ def _split_rotated_4(units: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
 
 
 @kernel
+def _merge_2(low: Any, high: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
+
+
+@kernel
 def _merge_rotated_2(low: Any, high: Any, out: Any) -> None:
     for i in range(len(out)):
         unit = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
         out[i] = uint16(unit >> uint16(1)) | uint16(unit << uint16(15))
+
+
+@kernel
+def _merge_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
+    for i in range(len(out)):
+        low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
+        out[i] = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
 
 
 @kernel
@@ -151,28 +118,43 @@ def _merge_rotated_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
         out[i] = uint32(unit >> uint32(1)) | uint32(unit << uint32(31))
 
 
-def split_planes(units: Units, base: Units, mode: int) -> Bytes:
-    if mode == RAW:
-        return plain.split_planes(units, base, mode)
-    planes = np.empty((units.itemsize, len(units)), np.uint8)
-    if mode == ROTATED and units.itemsize == 2:
-        _split_rotated_2(units, planes[0], planes[1])
-        return planes
-    if mode == ROTATED and units.itemsize == 4:
-        _split_rotated_4(units, planes[0], planes[1], planes[2], planes[3])
-        return planes
-    _split_planes(units, base, mode, np.empty(BLOCK, units.dtype), planes)
+def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None) -> Bytes:
+    width = units.itemsize
+    is_rotated = mode == ROTATED and width in (2, 4)
+    if mode != RAW and not is_rotated:
+        units = transform(units, base, mode)
+    planes = np.empty((width, len(units)), np.uint8) if out is None else out
+    if width == 1:
+        planes[0] = units
+    elif width == 2:
+        split = _split_rotated_2 if is_rotated else _split_2
+        split(units, planes[0], planes[1])
+    else:
+        split = _split_rotated_4 if is_rotated else _split_4
+        for j in range(0, width, 4):  # halves of eight bytes one after the other
+            half = units if width == 4 else np.ascontiguousarray(units.view(np.uint32)[j // 4 :: 2])
+            split(half, planes[j], planes[j + 1], planes[j + 2], planes[j + 3])
     return planes
 
 
 def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
-    if mode == ROTATED and out.itemsize == 2:
-        _merge_rotated_2(planes[0], planes[1], out)
-        return
-    if mode == ROTATED and out.itemsize == 4:
-        _merge_rotated_4(planes[0], planes[1], planes[2], planes[3], out)
-        return
-    _merge_planes(tuple(planes), base, mode, np.empty(BLOCK, out.dtype), out)
+    width = out.itemsize
+    is_rotated = mode == ROTATED and width in (2, 4)
+    codes = out if is_rotated or mode == RAW else np.empty_like(out)
+    if width == 1:
+        codes[:] = planes[0]
+    elif width == 2:
+        merge = _merge_rotated_2 if is_rotated else _merge_2
+        merge(planes[0], planes[1], codes)
+    else:
+        merge = _merge_rotated_4 if is_rotated else _merge_4
+        for j in range(0, width, 4):
+            half = codes if width == 4 else np.empty(len(out), np.uint32)
+            merge(planes[j], planes[j + 1], planes[j + 2], planes[j + 3], half)
+            if width == 8:
+                codes.view(np.uint32)[j // 4 :: 2] = half
+    if codes is not out:
+        restore(codes, base, mode, out)
 
 
 # --- classes ------------------------------------------------------------------------------------
@@ -184,8 +166,8 @@ def _magnitude_classes(units: Any, shift: int, mask: int, out: Any) -> None:
         out[i] = uint8((uint64(units[i]) >> uint64(shift)) & uint64(mask))
 
 
-def magnitude_classes(units: Units) -> Bytes:
-    out = np.empty(len(units), np.uint8)
+def magnitude_classes(units: Units, out: Bytes | None = None) -> Bytes:
+    out = np.empty(len(units), np.uint8) if out is None else out
     width = 8 * units.itemsize
     _magnitude_classes(units, max(width - 9, 0), 0xFF if width > 8 else 0x7F, out)
     return out
@@ -209,73 +191,101 @@ def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
     return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_classes, 256)
 
 
-@kernel
-def _class_counts(classes: Any, counts: Any) -> None:
-    """Count each class in each quarter: [4, n_classes].
-
-    Quarters are walked side by side, because equal neighbours would wait for each other's counter.
-    """
-    quarter = uint64(len(classes) // 4)
-    first, second, third, fourth = counts[0], counts[1], counts[2], counts[3]
-    for i in range(quarter):
-        first[uint64(classes[i])] += 1
-        second[uint64(classes[quarter + i])] += 1
-        third[uint64(classes[uint64(2) * quarter + i])] += 1
-        fourth[uint64(classes[uint64(3) * quarter + i])] += 1
-    for i in range(uint64(4) * quarter, uint64(len(classes))):
-        fourth[uint64(classes[i])] += 1
-
-
-def class_counts(classes: Units, n_classes: int) -> Counts:
-    counts = np.zeros((4, n_classes), np.int64)
-    _class_counts(classes, counts)
-    return counts.sum(axis=0)
-
-
-def _class_starts(classes: Units, n_classes: int) -> Counts:
-    """Where class k of quarter q begins in class order: [4, n_classes]."""
-    counts = np.zeros((4, n_classes), np.int64)
-    _class_counts(classes, counts)
-    return np.ascontiguousarray((np.cumsum(counts.T).reshape(-1, 4) - counts.T).T)
+# Quarters of a tensor are walked side by side, because equal neighbours would wait for each other's counter.
 
 
 @kernel
-def _group(symbols: Any, classes: Any, starts: Any, grouped: Any) -> None:
-    quarter, n = uint64(len(symbols) // 4), uint64(len(symbols))
-    for i in range(quarter):
-        for q in range(4):
-            j = uint64(q) * quarter + i
-            k = uint64(classes[j])
-            at = starts[q, k]
-            grouped[uint64(at)] = symbols[j]
-            starts[q, k] = at + 1
-    for i in range(uint64(4) * quarter, n):
-        k = uint64(classes[i])
-        grouped[starts[3, k]] = symbols[i]
-        starts[3, k] += 1
+def _class_counts(classes: Any, ends: Any, counts: Any) -> None:
+    begin = 0
+    for t in range(len(ends)):
+        quarter = uint64((ends[t] - begin) // 4)
+        first, second, third, fourth = counts[t, 0], counts[t, 1], counts[t, 2], counts[t, 3]
+        own = classes[begin : ends[t]]
+        own_1, own_2, own_3 = own[quarter:], own[2 * quarter :], own[3 * quarter :]
+        for i in range(quarter):
+            first[uint64(own[i])] += uint32(1)
+            second[uint64(own_1[i])] += uint32(1)
+            third[uint64(own_2[i])] += uint32(1)
+            fourth[uint64(own_3[i])] += uint32(1)
+        for i in range(quarter, uint64(len(own_3))):
+            fourth[uint64(own_3[i])] += uint32(1)
+        begin = ends[t]
 
 
-def group(symbols: Units, classes: Units, n_classes: int) -> Any:
-    grouped = np.empty_like(symbols)
-    _group(symbols, classes, _class_starts(classes, n_classes), grouped)
+def class_counts(classes: Units, ends: Counts, n_classes: int) -> NDArray[np.uint32]:
+    counts = np.zeros((len(ends), 4, n_classes), np.uint32)
+    _class_counts(classes, ends, counts)
+    return counts
+
+
+def _starts(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
+    """Say where each class of each quarter of each tensor begins in class order, as `counts`."""
+    ordered = counts.transpose(0, 2, 1).reshape(-1)
+    starts = np.cumsum(ordered, dtype=np.uint32) - ordered
+    return np.ascontiguousarray(starts.reshape(len(counts), -1, 4).transpose(0, 2, 1))
+
+
+@kernel
+def _group(units: Any, classes: Any, ends: Any, starts: Any, grouped: Any) -> None:
+    begin = 0
+    for t in range(len(ends)):
+        quarter = uint64((ends[t] - begin) // 4)
+        first, second, third, fourth = starts[t, 0], starts[t, 1], starts[t, 2], starts[t, 3]
+        own, there = classes[begin : ends[t]], units[begin : ends[t]]
+        own_1, own_2, own_3 = own[quarter:], own[2 * quarter :], own[3 * quarter :]
+        there_1, there_2, there_3 = there[quarter:], there[2 * quarter :], there[3 * quarter :]
+        for i in range(quarter):
+            k0, k1, k2, k3 = uint64(own[i]), uint64(own_1[i]), uint64(own_2[i]), uint64(own_3[i])
+            at = first[k0]
+            grouped[uint64(at)] = there[i]
+            first[k0] = at + uint32(1)
+            at = second[k1]
+            grouped[uint64(at)] = there_1[i]
+            second[k1] = at + uint32(1)
+            at = third[k2]
+            grouped[uint64(at)] = there_2[i]
+            third[k2] = at + uint32(1)
+            at = fourth[k3]
+            grouped[uint64(at)] = there_3[i]
+            fourth[k3] = at + uint32(1)
+        for i in range(quarter, uint64(len(own_3))):
+            k3 = uint64(own_3[i])
+            grouped[uint64(fourth[k3])] = there_3[i]
+            fourth[k3] += uint32(1)
+        begin = ends[t]
+
+
+def group(units: Units, classes: Units, ends: Counts, counts: NDArray[np.uint32]) -> Any:
+    grouped = np.empty_like(units)
+    _group(units, classes, ends, _starts(counts), grouped)
     return grouped
 
 
 @kernel
 def _ungroup(grouped: Any, classes: Any, starts: Any, out: Any) -> None:
-    quarter, n = uint64(len(out) // 4), uint64(len(out))
+    quarter = uint64(len(out) // 4)
+    first, second, third, fourth = starts[0], starts[1], starts[2], starts[3]
+    own_1, own_2, own_3 = classes[quarter:], classes[2 * quarter :], classes[3 * quarter :]
+    out_1, out_2, out_3 = out[quarter:], out[2 * quarter :], out[3 * quarter :]
     for i in range(quarter):
-        for q in range(4):
-            j = uint64(q) * quarter + i
-            k = uint64(classes[j])
-            at = starts[q, k]
-            out[j] = grouped[uint64(at)]
-            starts[q, k] = at + 1
-    for i in range(uint64(4) * quarter, n):
-        k = uint64(classes[i])
-        out[i] = grouped[starts[3, k]]
-        starts[3, k] += 1
+        k0, k1, k2, k3 = uint64(classes[i]), uint64(own_1[i]), uint64(own_2[i]), uint64(own_3[i])
+        at = first[k0]
+        out[i] = grouped[uint64(at)]
+        first[k0] = at + uint32(1)
+        at = second[k1]
+        out_1[i] = grouped[uint64(at)]
+        second[k1] = at + uint32(1)
+        at = third[k2]
+        out_2[i] = grouped[uint64(at)]
+        third[k2] = at + uint32(1)
+        at = fourth[k3]
+        out_3[i] = grouped[uint64(at)]
+        fourth[k3] = at + uint32(1)
+    for i in range(quarter, uint64(len(own_3))):
+        k3 = uint64(own_3[i])
+        out_3[i] = grouped[uint64(fourth[k3])]
+        fourth[k3] += uint32(1)
 
 
-def ungroup(grouped: Units, classes: Units, n_classes: int, out: Units) -> None:
-    _ungroup(grouped, classes, _class_starts(classes, n_classes), out)
+def ungroup(grouped: Units, classes: Units, counts: NDArray[np.uint32], out: Units) -> None:
+    _ungroup(grouped, classes, _starts(counts)[0], out)

@@ -15,6 +15,7 @@ from ckptz.kernels.numba_base import kernel, part, summing
 
 # Binary logarithms of small counts, which most are.
 _LOGS = np.array([0.0, *map(math.log2, range(1, 1 << 12))])
+SINGLE_BITS = 40.0  # of a table of one code, whose codes take no time
 NONE = np.int64(-1)  # typed: for a literal in its place numba would compile once more
 
 
@@ -35,6 +36,8 @@ def _row_bits(counts: Any, first: Any, second: Any, table_bits: float, symbol_bi
             bits -= n * (_LOGS[n] if n < len(_LOGS) else math.log2(n))
     if not total:
         return 0.0
+    if n_used == 1 and table_bits > SINGLE_BITS:
+        table_bits = SINGLE_BITS
     return bits + total * math.log2(total) + table_bits + symbol_bits * n_used
 
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
-from ckptz.codec.units import CHUNK_UNITS, TensorSource
+from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource
 from ckptz.dtypes import DType
-from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, Rows, encode_classed, encode_planes
+from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, encode_chunk, encode_classed, encode_planes
 from ckptz.encoding.draft import Draft, plane_counts, stream_tables
+from ckptz.encoding.run_contexts import plan_contexts
 from ckptz.encoding.subject import MapFunction, Subject, summed
 from ckptz.kernels import cpu, planning
 from ckptz.methods.method import Method, Recipe, Setting, register
@@ -29,6 +30,7 @@ from ckptz.roles import Role
 SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
+UNSURE_SHARE: Final = 0.95  # of the plain planes; classes save a few percent
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
 
 
@@ -104,7 +106,7 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     """Plan the smallest frame; `base` has the same dtype and shape, and `run` maps over chunks."""
     n_units = source.n_units
     if base is None or not n_units:
-        return Draft(exact_plan(source.dtype))
+        return plan_contexts(source, run) or Draft(exact_plan(source.dtype))
     begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_UNITS, n_units)
     [(mode, is_classed)] = _choose(
@@ -126,7 +128,7 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
     units, base_units = ([one.units(0, one.n_units) for one in tensors] for tensors in (sources, bases))
     batch = Batch(dtype, units, base_units)
     if not bases:
-        return encode_planes(batch, exact_plan(dtype))
+        return _encode_whole(sources, batch)
     choices, encoded = _choose(batch, [len(own) for own in units]), dict[int, Encoded]()
     for choice in dict.fromkeys(choices):
         which, (mode, is_classed) = [k for k, other in enumerate(choices) if other == choice], choice
@@ -136,26 +138,32 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
     return [encoded[k] for k in range(len(sources))]
 
 
+def _encode_whole(sources: Sequence[TensorSource], batch: Batch) -> list[Encoded]:
+    """Encode tensors without bases: those that contexts make smaller, and the others together."""
+    drafts = [plan_contexts(source) for source in sources]
+    plain = [k for k, draft in enumerate(drafts) if draft is None]
+    rest = iter(encode_planes(batch.only(plain), exact_plan(batch.dtype)) if plain else ())
+    return [
+        next(rest) if draft is None else (draft, encode_chunk(source, draft, ChunkSources(0, source.n_units)))
+        for source, draft in zip(sources, drafts, strict=True)
+    ]
+
+
 def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
     """Choose the mode of tensors of so many units, and whether they have classes, by their first units."""
     modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
     sample = batch.only(range(len(n_units)), SAMPLE_UNITS)
-    _, ends = sample.flat
-    rows = Rows.of(cpu().magnitude_classes(sample.flat_bases), ends)
-    begins, bits = np.concatenate(([0], rows.ends[:-1])), np.zeros((len(n_units), len(modes)))
-    for j, mode in enumerate(modes):
-        for plane in sample.planes(mode):
-            if j < len(_DELTA_MODES):
-                counts = cpu().class_histogram(rows.labels, plane, rows.n_labels)[rows.used]
-                bits[:, j] += np.add.reduceat(planning().entropies(counts), begins)
-            else:
-                bits[:, j] += planning().entropies(cpu().count_streams(plane, ends))
-    chosen = []
-    for n, (*own, plain) in zip(n_units, bits.tolist(), strict=True):
-        least = min(own)
-        if least > plain * PLAIN_BIAS and plain:
-            chosen.append((modes[-1], False))
-        else:
-            is_classed = n >= MIN_CLASSED_UNITS and (n > SAMPLE_UNITS or least > 0)
-            chosen.append((modes[own.index(least)], is_classed))
-    return chosen
+    counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
+    bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_units)).sum(axis=1)
+    own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
+    # Where the difference says little by itself, it may say more by classes.
+    for j, mode in enumerate(_DELTA_MODES):
+        if which := np.flatnonzero((own == j) & (least > UNSURE_SHARE * plain)).tolist():
+            unsure = sample.only(which)
+            ordered = unsure.by_magnitude.sort(unsure.transformed(mode))
+            least[which] = ordered.by_tensor(planning().entropies(ordered.counts))
+    is_plain = (least > plain * PLAIN_BIAS) & (plain > 0)
+    is_long = np.array(n_units) >= MIN_CLASSED_UNITS
+    is_classed = ~is_plain & is_long & ((np.array(n_units) > SAMPLE_UNITS) | (least > 0))
+    mode_of = np.where(is_plain, len(modes) - 1, own)
+    return [(modes[j], by_class) for j, by_class in zip(mode_of.tolist(), is_classed.tolist(), strict=True)]

@@ -335,7 +335,7 @@ def checked(config: object) -> Method:
         ConfigError: it is something else, or of a method that was not registered.
     """
     if not isinstance(config, Method):
-        raise ConfigError(f"config must be a configuration such as ckptz.LOSSLESS, got {config!r}")
+        raise ConfigError(f"config must be a configuration, ckptz.LOSSLESS or ckptz.Grid(), got {config!r}")
     if METHODS.get(config.name) is not type(config):
         raise ConfigError(f"method {config.name!r} is not registered; call ckptz.register")
     return config

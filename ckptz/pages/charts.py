@@ -99,7 +99,7 @@ def heat_map(title: str, about: str, items: Values, quotient: str) -> list[Chart
         "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"  # names differ at the end
     )
     order = [*sorted({item["layer"] for item in shown} - {"none"}, key=int), "none"]
-    depth: Spec = {"scale": {"type": "log", "range": [0.1, 1]}, "legend": {"format": ".2~r", "columns": 5}}
+    depth: Spec = {"scale": {"type": "log", "range": [0.1, 1]}, "legend": {"format": ".3~r", "columns": 5}}
     x: Spec = {"field": "layer", "type": "ordinal", "sort": order, "axis": {"orient": "top"}}
     y: Spec = {"field": "kind", "type": "nominal", "title": None, "sort": None}
     y["axis"] = {"minExtent": room, "labelExpr": label}

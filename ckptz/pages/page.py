@@ -275,6 +275,6 @@ def _histogram(h: OfReport) -> Chart:
     ends = [h.low + (h.high - h.low) * i / len(h.counts) for i in range(len(h.counts) + 1)]
     values = [{"from": a, "to": b, "values": n} for a, b, n in zip(ends, ends[1:], h.counts, strict=False)]
     about = f"{_last(h.file)}: {sum(h.counts):,} values from {h.low:.3g} to {h.high:.3g}{more}"
-    x = number("from", axis={"tickCount": 4, "title": None}, scale={"zero": False, "nice": False})
-    y = number("values", axis={"tickMinStep": 1, "format": ",", "tickCount": 4})  # whole numbers
+    x = number("from", bin="binned", axis={"tickCount": 4, "title": None}, scale={"nice": False})
+    y = number("values", axis={"tickMinStep": 1, "format": ",.0f", "tickCount": 4})  # whole numbers
     return draw(cut(h.tensor), about, values, ["bar"], y, x=x, x2={"field": "to"})

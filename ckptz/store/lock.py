@@ -87,6 +87,11 @@ def _refused(folder: str, text: bytes | None) -> ConfigError:
     who = "another process"
     if text is not None and (holder := Holder.parse(text)) is not None:
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
+        if (holder.pid, holder.host) == (os.getpid(), socket.gethostname()):
+            return ConfigError(
+                f"{folder}: a writer of this very process ({holder.pid}) is writing here already, since "
+                f"{since}: close() it first, or let its save end, as where a notebook's cell is run twice"
+            )
         who = f"process {holder.pid} on {holder.host} since {since}"
     return ConfigError(f"{folder}: {who} is writing here already; wait for it, or stop it")
 

@@ -129,6 +129,9 @@ class Checkpointer:
             or a file that one was saved to.
         extra: by name, what else the run needs: anything with `state_dict` and `load_state_dict`
             (scheduler, scaler, data loader), a dict of plain values and tensors, a `torch.Generator`.
+        extra_weights: what of `extra` holds weights, as averages of the model's do, or masters of them: names
+            such as "ema" or "ema.shadow_params.*". What `config` loses of weights it loses of these too, and
+            nothing of everything else in `extra`.
         trainable_only: leave out parameters that need no gradient, as beside adapters. Their content id
             stands in the metadata, and a restore wants the model to hold them.
         every: `maybe_save` saves steps that are multiples of this.
@@ -181,6 +184,7 @@ class Checkpointer:
         budget: Budget | Sequence[Budget] | None = None,
         calibration: CalibrationLike | None = None,
         extra: Mapping[str, Extra] | None = None,
+        extra_weights: str | Sequence[str] = (),
         trainable_only: bool = False,
         every: int | None = None,
         keep: KeepPolicy = KEEP_LAST,
@@ -206,6 +210,9 @@ class Checkpointer:
             raise ConfigError(f"restores must be at least 0, got {restores}")
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
+        self._extra_weights = (extra_weights,) if isinstance(extra_weights, str) else tuple(extra_weights)
+        if self._extra_weights and budget is not None:
+            raise ConfigError("a budget measures the model's weights, not extra_weights; leave these exact")
         self.restored: Restored | None = None
         self._search = None if budget is None else BudgetSearch(budget, config, restores or 0)
         self._config, self._keep = config, keep
@@ -392,7 +399,7 @@ class Checkpointer:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         frozen_id = None if self._frozen is None else self._frozen.of(frozen)
-        return StepState(self._snapshot.take(state), coded, frozen_id)
+        return StepState(self._snapshot.take(state), coded, frozen_id, extra_weights=self._extra_weights)
 
     def _state(self) -> dict[str, Any]:
         return {

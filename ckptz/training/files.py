@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
@@ -16,7 +17,7 @@ from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
 from ckptz.encoding.subject import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
-from ckptz.guidance.side_information import Calibrated, SideInformationFiles
+from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trail, Trained
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
@@ -36,6 +37,7 @@ from ckptz.store.step_files import (
     FileKind,
     StepFile,
 )
+from ckptz.training.copies import copied, named_in
 from ckptz.training.state import trained_weights
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -98,13 +100,19 @@ class StepState:
         coded: weights by name that are codes already, and so not in `state`.
         frozen: content id of weights that are left out, or None.
         prefix: what begins the names of weights in the file, and not those in the model.
+        extra_weights: what of the extras are weights, too; see `Checkpointer`.
 
     Attributes:
         metadata: of the first file, what to read it by.
         weights: of the first file.
         rest: of the second one.
         exact: by kind, what those that are in `state` hold, without codes.
+        copies: of tensors of extras that are weights, by name, the names in the model of those that they are
+            copies of; their own where there are none.
         roles: of weights and of optimizer state, by name. The state says what they are: names may mislead.
+
+    Raises:
+        ConfigError: one of `extra_weights` names no tensor.
     """
 
     def __init__(
@@ -113,8 +121,10 @@ class StepState:
         coded: Mapping[str, TensorSource] = MappingProxyType({}),
         frozen: str | None = None,
         prefix: str = f"{MODEL}.",
+        extra_weights: Sequence[str] = (),
     ) -> None:
         self._given = state, coded, frozen
+        self._extra_weights = extra_weights
         self.prefix = prefix
         self.metadata = {} if frozen is None else {FROZEN_KEY: frozen}
         self.metadata |= {} if prefix else {NAMES_KEY: "own"}
@@ -126,6 +136,12 @@ class StepState:
         self.roles = dict(_weight_roles(self.weights.tensors, prefix)) | dict(
             moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
+        own = {name.removeprefix(prefix): source for name, source in self.weights.tensors.items()}
+        named = named_in(self.rest.tensors, extra_weights)
+        self.copies = copied(named, own, [name for name in own if name in self.trained])
+        for name, parameter in self.copies.items():
+            layer_type = role_of(parameter, named[name].shape, True).layer_type
+            self.roles[name] = Role("weight", parameter, layer_type)
 
     def like(self, base: Checkpoint | None) -> StepState:
         """Give a snapshot whose weights are named as in a base, which may have the model's own names."""
@@ -134,7 +150,7 @@ class StepState:
         names = [name.removeprefix(self.prefix) for name in self.weights.tensors]
         n_found = {p: sum(f"{p}{name}" in base.tensors for name in names) for p in (f"{MODEL}.", "")}
         prefix = max(n_found, key=lambda p: n_found[p])
-        return self if prefix == self.prefix else StepState(*self._given, prefix)
+        return self if prefix == self.prefix else StepState(*self._given, prefix, self._extra_weights)
 
     @property
     def optimizer(self) -> dict[str, TensorSource]:
@@ -242,10 +258,25 @@ class StepEncoder:
         metadata = {POSITION_KEY: str(position)}
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
-        job = replace(
-            self._state.job(self._state.rest, method), guides=self._guides(), beside={}, quality=quality
-        )
-        return self._write("state", sink, job, base, _bases(base), metadata)
+        job = self._state.job(self._state.rest, method)
+        with contextlib.ExitStack() as held:
+            guides = {**self._guides(), **self._guides_of_copies(method, held)}
+            job = replace(job, guides=guides, beside={}, quality=quality)
+            return self._write("state", sink, job, base, _bases(base), metadata)
+
+    def _guides_of_copies(
+        self, method: WhatMayBeLost, held: contextlib.ExitStack
+    ) -> dict[str, SideInformation]:
+        """What is known of copies of weights, by their names: what is known of the weights."""
+        state = self._state
+        if not state.copies or not method.config.is_lossy:
+            return {}
+        files = SideInformationFiles(calibration=method.calibration)
+        live = {**state.weights.tensors, **state.optimizer}
+        roles = {name: state.roles.get(name) or role_of(name, one.shape, False) for name, one in live.items()}
+        guides, _ = guides_of(live, roles, method.config, files, held)
+        owned = {name: guides.get(f"{state.prefix}{parameter}") for name, parameter in state.copies.items()}
+        return {name: guide for name, guide in owned.items() if guide is not None}
 
     def _guides(self) -> dict[str, SideInformation]:
         """What is known of first moments, by their names."""

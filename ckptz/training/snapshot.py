@@ -13,6 +13,7 @@ import torch
 
 from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import ConfigError
+from ckptz.state.flatten import CODES
 from ckptz.state.torch import TorchTensors
 
 Key = tuple[object, ...]  # a key of a dict with its type, as 1 equals True, or a place in a list
@@ -66,7 +67,8 @@ class Snapshot:
         """Copy the tensors of a nested state, which keeps its form; those that are one stay one.
 
         Raises:
-            ConfigError: a tensor without memory of its own; the message names it.
+            ConfigError: a tensor without memory of its own, or of a type that files do not have; the message
+                names it.
         """
         copying = _Copying(self._buffers)
         try:
@@ -102,7 +104,12 @@ class _Copying:
         return value
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[tuple[type, Any], ...]) -> torch.Tensor:
-        check_dense(tensor, ".".join(str(key) for _, key in path))
+        name = ".".join(str(key) for _, key in path)
+        check_dense(tensor, name)
+        if _name_of(tensor.dtype) not in CODES:
+            raise ConfigError(
+                f"tensor {name!r} is of {tensor.dtype}, for which files have no name; view it as another type"
+            )
         identity, tensor = identity_of(tensor), tensor.detach()
         if identity not in self._copies:
             buffer = self._buffer(tensor, path)
@@ -153,13 +160,16 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
             f"tensor {name!r} is a {type(tensor).__name__}, made of other tensors; turn it into a plain one"
         )
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise ConfigError(f"tensor {name!r} has the layout {tensor.layout}; make it dense first")
+        kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
+        raise ConfigError(f"tensor {name!r} is {kind} ({tensor.layout}); make it a dense one first")
 
 
 def _pageable(like: torch.Tensor) -> torch.Tensor:
     """A CPU tensor of the same dtype and shape; a large one in huge pages, which are quick to touch."""
-    code = DTYPE_CODES.get(str(like.dtype).removeprefix("torch."))
-    if code in (None, "F4"):
-        return torch.empty(like.shape, dtype=like.dtype, device="cpu")
+    code = DTYPE_CODES[_name_of(like.dtype)]
     made: torch.Tensor = _HOST.allocate(dtype_of(code), tuple(like.shape))[0]
     return made
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -69,9 +69,14 @@ def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> 
         if isinstance(tensor, torch.Tensor):
             check_dense(tensor, name)
             wanted, found = _kind(tensor), _kind(saved[name])
-            if wanted != found:
-                what = f"{where}: {name!r} is {found}, and {wanted} in this model"
-                raise ConfigError(f"{what}; it is another model")
+            if wanted == found:
+                continue
+            what = "it is another model"
+            if wanted.partition(" ")[2] == found.partition(" ")[2]:
+                what = (
+                    f"the dtype differs: restore into model.to({saved[name].dtype}), and cast that afterwards"
+                )
+            raise ConfigError(f"{where}: {name!r} is {found}, and {wanted} in this model; {what}")
 
 
 def _kind(value: Any) -> str:

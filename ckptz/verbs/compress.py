@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +19,16 @@ from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
 from ckptz.formats.inputs import Input, checked_kind, join, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
-from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
+from ckptz.formats.targets import (
+    FORCE,
+    PathLike,
+    check_carried,
+    check_target,
+    naming_output,
+    paths,
+    places_for,
+    stem_of,
+)
 from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.guidance.trail import Momentum, Trail
@@ -39,6 +49,8 @@ from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref,
 from ckptz.store.runs import step_of
 from ckptz.store.step_files import checked_step
 
+RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"
+_IN_SERIES: Final = re.compile(r"(.*[^\d])(\d{1,18})", re.DOTALL)
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again
 
 
@@ -154,13 +166,14 @@ def compress(
     alone = "step" if step is not None else "optimizer" if optimizer is not None else ""
     if len(sources) > 1 and alone:
         raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
-    is_dry = search is not None and search.is_dry_run
+    is_dry, steps = search is not None and search.is_dry_run, _steps_of(sources)
     _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
     check_files(search.template if search else config, guides)
     reports = []
     with contextlib.ExitStack() as held:
         run = _Compression(
-            sources=_by_step(sources) if chain else sources,
+            sources=_by_step(sources, steps) if chain else sources,
+            steps=steps,
             config=config,
             chain=chain,
             resume=resume,
@@ -197,10 +210,23 @@ def _check_together(base: Path | None, *, chain: bool, is_dry: bool, resume: boo
         raise ConfigError("resume leaves outputs as they are; leave out force and dry_run, or resume")
 
 
-def _by_step(sources: list[Path]) -> list[Path]:
-    """Order inputs by the steps in their names; leave them in the given order if not all have one."""
-    steps = {step: source for source in sources if (step := step_of(source)) is not None}
-    return [steps[step] for step in sorted(steps)] if len(steps) == len(sources) else sources
+def _steps_of(sources: Sequence[Path]) -> dict[Path, int]:
+    """Find the steps in the names of inputs; of one series, name-0010 and name-0020, they are its numbers."""
+    found = {source: step for source in sources if (step := step_of(source)) is not None}
+    numbered = [match for source in sources if (match := _IN_SERIES.fullmatch(stem_of(source)))]
+    numbers = {int(match[2]) for match in numbered}
+    if found or len({match[1] for match in numbered}) != 1 or not 1 < len(numbers) == len(sources):
+        return found
+    return {source: int(match[2]) for source, match in zip(sources, numbered, strict=True)}
+
+
+def _by_step(sources: list[Path], steps: Mapping[Path, int]) -> list[Path]:
+    """Order inputs by their steps; leave them in the given order if not all have one of their own."""
+    return sorted(sources, key=lambda source: steps[source]) if _has_steps(sources, steps) else sources
+
+
+def _has_steps(sources: Sequence[Path], steps: Mapping[Path, int]) -> bool:
+    return len(set(steps.values())) == len(sources)
 
 
 def _path(given: PathLike | None) -> Path | None:
@@ -325,6 +351,7 @@ class _Compression:
     """One call of `compress`; the attributes are its checked arguments."""
 
     sources: list[Path]
+    steps: Mapping[Path, int]  # in their names
     config: Method
     chain: bool
     resume: bool
@@ -352,7 +379,7 @@ class _Compression:
         if len(sources) > 1 and not self.resume:  # outputs that are there are refused before the first write
             for source, place in zip(sources, places, strict=True):
                 if not source.is_dir():
-                    check_target(place, [source], force=self.force or self.is_dry)
+                    check_target(place, [source], force=self.force or self.is_dry, remedy=RESUME)
         base = None if base_path is None else _open_base(base_path, self.search_path)
         try:
             for source, place in zip(sources, places, strict=True):
@@ -407,8 +434,8 @@ class _Compression:
         """Check the target and copy the files beside a folder's shards; give notes on them for the user."""
         notes, force = list(opened.notes), self.force or self.is_dry
         sources = self.sources
-        n_steps = len({step_of(source) for source in sources} - {None})
-        if self.chain and opened.name == str(sources[0]) and n_steps < len(sources) > 1:
+        is_first = opened.name == str(sources[0])
+        if self.chain and is_first and len(sources) > 1 and not _has_steps(sources, self.steps):
             names = ", ".join(source.name for source in sources)
             what = "the names do not all have a step of their own, so the chain goes in the given order"
             notes.append(f"{what}: {names}")
@@ -416,12 +443,12 @@ class _Compression:
             notes.append(f"not carried over: {', '.join(opened.left_out)}")
         if target != place:
             make_folder(place, parents=False)
-            check_target(target, read, force=force)
+            check_target(target, read, force=force, remedy=RESUME)
             check_carried(opened.carried, place, force=force)
             if not self.is_dry:
                 copy_carried(opened.carried, place)
             return notes
-        check_target(place, read, force=force)
+        check_target(place, read, force=force, remedy=RESUME)
         if opened.carried:
             notes.append(
                 f"{len(opened.carried)} other files are not copied to {place.parent}; -o FOLDER does"
@@ -440,7 +467,9 @@ class _Compression:
         start, (stamps, like), search = working_seconds(), read, None
         container = opened.checkpoint.container if opened.checkpoint is not None else None
         recorded = container.index.step if container is not None and self.step is None else self.step
-        step = step_of(path_of(opened.name), recorded, opened.metadata)
+        source = path_of(opened.name)
+        step = step_of(source, recorded, opened.metadata)
+        step = self.steps.get(source) if step is None else step
         job = Job(
             tensors=opened.tensors,
             config=self.search.template if self.search else self.config,

@@ -22,6 +22,7 @@ from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, mis
 from ckptz.store.runs import holds_state, is_base_name, run_files, step_of
 from ckptz.store.step_files import EXACT_OF_KEY, METRIC_KEY, StepFile
 from ckptz.store.steps import number_of
+from ckptz.store.versions import Version, versions_in
 
 EntryKind = Literal["full", "delta", "exact", "rebased", "plain", "missing", "broken"]
 Holds = Literal["weights", "state", "weights and state"]
@@ -50,7 +51,8 @@ class LogEntry:
     quality: tuple[QualityRecord, ...] = ()  # what was promised and measured when it was written
     metric: float | None = None  # of its step, as given to the `save` of a Checkpointer
     note: str | None = None  # what is wrong or uncertain, or None
-    is_hidden: bool = False  # whether no keep rule holds its step: it is here because others need it
+    # whether it is here for others alone: no keep rule holds its step, or the step is beside it as a whole
+    is_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +106,10 @@ def log(
         _look(path, str(path), lambda error: None) for where in elsewhere for path in _files(where, SUFFIX)
     ]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
+    named = [
+        _look(path, path.name if path.parent == folder else str(path), lambda error: None) for path in plain
+    ]
+    others += [found for found in named if found.entry.content_id is not None]  # .ckptz by another name
     return _report(folder, own, _BaseTree(folder, [*own, *others], plain, tell).of(own))
 
 
@@ -141,9 +147,11 @@ def _look(path: Path, name: str, tell: Tell) -> _LoggedFile:
 
 
 def _marked(found: _LoggedFile) -> _LoggedFile:
-    """Tell of a file whether a marker hides it, or its name says that only others need it."""
-    file = StepFile.parse(found.path.name)
-    is_hidden = is_base_name(found.path) or (file is not None and (found.path.parent / file.marker).exists())
+    """Tell of a file whether it is here for others: by a marker, by its name, or beside all of its step."""
+    path, file = found.path, StepFile.parse(found.path.name)
+    is_hidden = is_base_name(path) or (file is not None and (path.parent / file.marker).exists())
+    for version in versions_in({path.name: 0}):  # a delta for followers of a step that is published whole
+        is_hidden |= version.base is not None and (path.parent / Version(version.step, None).name).exists()
     return replace(found, entry=replace(found.entry, is_hidden=is_hidden))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import time
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from ckptz.container.byte_source import open_bytes
 from ckptz.container.publish import abandoned
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError, whole
+from ckptz.kernels.clock import working_seconds
 from ckptz.store.needs import needs_of
 from ckptz.store.places import LocalFolder
 from ckptz.store.remote import place_of
@@ -153,7 +153,7 @@ def _bases_of(unit: _Unit, units: Sequence[_Unit]) -> list[_Unit]:
 
 
 def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool) -> PruneReport:
-    start, units = time.perf_counter(), _units_of(folder)
+    start, units = working_seconds(), _units_of(folder)
     if keep.weights is not None:
         raise ConfigError(f"{folder}: its files are whole checkpoints; leave out the rules for weights alone")
     steps = {u.step for u in units if u.step is not None and u.is_checkpoint}
@@ -192,7 +192,7 @@ def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool)
         kept_bytes=sizes[0],
         removed_bytes=sizes[1],
         dry_run=dry_run,
-        seconds=time.perf_counter() - start,
+        seconds=working_seconds() - start,
         notes=needs.notes,
     )
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from ckptz.api.read import decoded_chunks
 from ckptz.codec.units import tensor_bytes
@@ -31,15 +32,20 @@ from ckptz.formats.targets import (
     places_for,
     stem_of,
 )
+from ckptz.formats.trainer_folders import is_trainer_folder, open_trainer_folder, write_plain_trainer
 from ckptz.kernels.clock import working_seconds
 from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.state.flatten import tied_names
+from ckptz.state.skeleton import TensorRef, View, parse_tree
 from ckptz.state.unflatten import Chunks
 from ckptz.store.resolve import PLAIN_SUFFIX
-from ckptz.store.runs import weights_at
+from ckptz.store.runs import newest_checkpoint, weights_at
+from ckptz.store.step_files import StepFile
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
+_FROZEN: Final = "frozen weights are not in the checkpoint; the Trainer keeps those of the model it is given"
 RestoredKind = Literal["safetensors", "pt", "dcp", "folder"]
 
 
@@ -76,11 +82,12 @@ def restore(
 
     Args:
         path: a `.ckptz` file, the folder that was packed to one, or "DIR@STEP" for the weights of a step of a
-            run, exact if they are there; bases are looked for beside it.
+            run, exact if they are there; bases are looked for beside it. Of a folder `checkpoint-N` of
+            `CkptzTrainerMixin`, all is restored to what the Trainer of transformers itself writes.
         output: a file, or a folder if folders of shards were compressed, or to keep the name. By default
-            beside `path`; a step of a run needs one. A name that ends with a separator is a folder, and is
-            made.
-        to: what to write; by default what was compressed.
+            beside `path`; a step of a run needs one, and so does a checkpoint of the mixin. A name that ends
+            with a separator is a folder, and is made.
+        to: what to write; by default what the output is called after, else what was compressed.
         jobs: threads, all cores by default.
         force: replace an existing output.
         search_path: folders to look for bases in, after the file's own.
@@ -96,53 +103,117 @@ def restore(
         ConfigError: a plain file, or the output exists or would replace a file that is read.
         UnsupportedError: a folder whose file names this system cannot hold.
     """
-    start, path = working_seconds(), path_of(path)
+    path = path_of(path)
     weights = weights_at(path)
+    with contextlib.ExitStack() as held:
+        if weights is None and is_trainer_folder(path):
+            job = _of_trainer(path, output, to, paths(search_path), held, force=force)
+        else:
+            job = _of_input(path, weights, output, to, paths(search_path), held, force=force)
+        if job.kind != "safetensors" and any(one.tree is not None for one in job.inputs):
+            torch_files.require_torch(job.target)  # before the time is taken: loading it is not restoring
+        start, n_bytes = working_seconds(), sum(tensor_bytes(one.tensors) for one in job.inputs)
+        _check_size(job, n_bytes, max_decoded_bytes)
+        progress.start(job.name, n_bytes)
+        with Workers(jobs) as workers, naming_output(job.target):
+            job.write(lambda tensors: decoded_chunks(tensors, workers, progress))
+        checkpoints = [one.checkpoint for one in job.inputs if one.checkpoint is not None]
+        return RestoreReport(
+            input=job.name,
+            output=str(job.target),
+            kind=job.kind,
+            n_tensors=sum(len(one.tensors) for one in job.inputs),
+            tensor_bytes=n_bytes,
+            stored_bytes=sum(file.stored_bytes for one in checkpoints for file in one.files),
+            n_files=sum(len(one.files) for one in checkpoints),
+            content_id=checkpoints[0].content_id(),
+            depth=max(one.depth for one in checkpoints),
+            seconds=working_seconds() - start,
+            notes=job.notes,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What is read and what writes it: `write` is given what decodes tensors."""
+
+    name: str
+    inputs: Sequence[Input]
+    kind: RestoredKind
+    target: Path
+    write: Callable[[Chunks], None]
+    notes: tuple[str, ...]
+
+
+def _of_trainer(
+    path: Path,
+    output: PathLike | None,
+    to: OutputKind | None,
+    search_path: Sequence[Path],
+    held: contextlib.ExitStack,
+    *,
+    force: bool,
+) -> _Job:
+    """A checkpoint of our Trainer, which becomes the folder that the plain one writes."""
+    if output is None or to is not None:
+        raise ConfigError(
+            f"{path}: becomes a folder that the plain Trainer resumes from; name it with -o, without --to"
+        )
+    folder, trainer = Path(output), open_trainer_folder(path, search_path, held)
+    read = [file for one in trainer.inputs if one.checkpoint is not None for file in one.checkpoint.paths]
+    make_folder(folder, parents=False)
+    for file in trainer.written:
+        check_target(folder / file, read, force=force)
+    check_carried(trainer.carried, folder, force=force)
+    notes = (_FROZEN,) * trainer.lacks_frozen
+    write = partial(write_plain_trainer, folder, trainer, like=read[:1])
+    return _Job(str(path), trainer.inputs, "folder", folder, write, notes)
+
+
+def _of_input(
+    path: Path,
+    weights: Path | None,
+    output: PathLike | None,
+    to: OutputKind | None,
+    search_path: Sequence[Path],
+    held: contextlib.ExitStack,
+    *,
+    force: bool,
+) -> _Job:
+    """One file, or the folder that was packed to it."""
     if weights is not None and output is None:
         raise ConfigError(f"{path}: name an output (-o) for a step of a run, whose folder stays as it is")
     if weights is None and is_folder(path):
         # Files that the folder had beside its shards were copied along, plain ones too.
-        path = packed_in(path, with_plain=True) or path
-    read, named = (path, path) if weights is None else (exact_of(weights), weights)
-    with contextlib.closing(open_input(read, paths(search_path))) as opened:
-        checkpoint = opened.checkpoint
-        if opened.kind != "ckptz" or checkpoint is None:
-            if path.is_dir():
-                raise ConfigError(
-                    f"{path}: holds no .ckptz file, or several; name the one to restore, or DIR@STEP"
-                )
+        packed = packed_in(path, with_plain=True)
+        if packed is None and (newest := newest_checkpoint(path)) is not None:
             raise ConfigError(
-                f"{path}: is a plain file already, not a .ckptz file; there is nothing to restore"
+                f"{path}: a folder of checkpoints; name a step of it, {path}@STEP, as ckptz log lists them, "
+                f"or a file, such as {newest}"
             )
-        kind = _kind_of(opened, to)
-        target = _target_of(opened, named, output, kind, force=force)
-        n_bytes = tensor_bytes(opened.tensors)
-        _check_size(opened.name, n_bytes, target, kind, max_decoded_bytes)
-        progress.start(opened.name, n_bytes)
-        with Workers(jobs) as workers, naming_output(target):
-            _write(kind, target, opened, lambda tensors: decoded_chunks(tensors, workers, progress))
-        return RestoreReport(
-            input=opened.name,
-            output=str(target),
-            kind=kind,
-            n_tensors=len(opened.tensors),
-            tensor_bytes=n_bytes,
-            stored_bytes=sum(file.stored_bytes for file in checkpoint.files),
-            n_files=len(checkpoint.files),
-            content_id=checkpoint.content_id(),
-            depth=checkpoint.depth,
-            seconds=working_seconds() - start,
-            notes=_notes(opened, kind, beside_weights(weights) if weights else ()),
-        )
+        path = packed or path
+    read, named = (path, path) if weights is None else (exact_of(weights), weights)
+    opened = held.enter_context(contextlib.closing(open_input(read, search_path)))
+    if opened.kind != "ckptz" or opened.checkpoint is None:
+        what = "holds no .ckptz file" if path.is_dir() else "is a plain file already, not a .ckptz file"
+        raise ConfigError(f"{path}: {what}; there is nothing to restore")
+    kind = _kind_of(opened, to, output)
+    target = _target_of(opened, named, output, kind, force=force)
+    notes = tuple(_notes(opened, kind, weights))
+    return _Job(opened.name, [opened], kind, target, partial(_write, kind, target, opened), notes)
 
 
-def _kind_of(opened: Input, asked: OutputKind | None) -> RestoredKind:
+def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -> RestoredKind:
+    """Choose what is written: what is asked for, as the output is called, or what was compressed."""
     if asked in ("pt", "dcp") and opened.sharding is not None and opened.tree is not None:
         raise ConfigError(f"{opened.name}: was a folder of torch files; restore it without --to")
     if asked is not None:
         return asked
     if opened.sharding is not None:
         return "folder"
+    suffix = "" if output is None else Path(output).suffix
+    if suffix in (PLAIN_SUFFIX, *torch_files.TORCH_SUFFIXES):
+        return "safetensors" if suffix == PLAIN_SUFFIX else "pt"
     return "pt" if opened.tree is not None else "safetensors"
 
 
@@ -173,33 +244,43 @@ def _target_of(
     return folder
 
 
-def _check_size(
-    name: str, n_bytes: int, target: Path, kind: RestoredKind, max_decoded_bytes: int | None
-) -> None:
+def _check_size(job: _Job, n_bytes: int, max_decoded_bytes: int | None) -> None:
     """Refuse what is too large before the first byte is written: a small file may decode to terabytes."""
     if max_decoded_bytes is not None and n_bytes > real("max_decoded_bytes", max_decoded_bytes):
         raise LimitError(
-            f"{name}: decodes to {n_bytes} bytes, and {max_decoded_bytes} are allowed; "
+            f"{job.name}: decodes to {n_bytes} bytes, and {max_decoded_bytes} are allowed; "
             "allow more if you trust the file"
         )
-    folder = target if kind == "folder" else target.absolute().parent
-    needed, free = n_bytes * (2 if kind in ("pt", "dcp") else 1), shutil.disk_usage(folder).free
-    if needed > free:  # torch files are decoded to an unnamed file first
+    folder = job.target if job.kind == "folder" else job.target.absolute().parent
+    # What becomes torch files is decoded to an unnamed file first.
+    is_twice = job.kind in ("pt", "dcp") or (job.kind == "folder" and any(one.tree for one in job.inputs))
+    needed, free = n_bytes * (2 if is_twice else 1), shutil.disk_usage(folder).free
+    if needed > free:
         raise WriteError(
-            f"{name}: restoring takes {needed} bytes, and {folder} has {free} free; "
+            f"{job.name}: restoring takes {needed} bytes, and {folder} has {free} free; "
             "free some space, or restore elsewhere"
         )
 
 
-def _notes(opened: Input, kind: RestoredKind, others: Sequence[Path]) -> tuple[str, ...]:
-    if others:
+def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> Iterator[str]:
+    """Say what the user should know of what is left out."""
+    if weights is not None and (others := beside_weights(weights)):
         names = ", ".join(file.name for file in others)
-        return (f"these are the weights; what else belongs to the step is in {names}",)
+        folder = weights.parent
+        how = f"; ckptz restore {folder} -o DIR restores all" if is_trainer_folder(folder) else ""
+        is_prefixed = StepFile.parse(weights.name) and all(n.startswith("model.") for n in opened.tensors)
+        called = ", called model.NAME" if is_prefixed else ""
+        yield f"these are the weights{called}; what else belongs to the step is in {names}{how}"
     if kind == "folder" and opened.left_out:
-        return (f"files that belong to the folder were not found: {', '.join(opened.left_out)}",)
+        yield f"files that belong to the folder were not found: {', '.join(opened.left_out)}"
     if kind != "folder" and opened.sharding is not None:
-        return (f"was a folder of {len(opened.sharding.shards)} shards; this is one file",)
-    return ()
+        yield f"was a folder of {len(opened.sharding.shards)} shards; this is one file"
+    elif kind == "safetensors" and opened.tree is not None:
+        root = parse_tree(opened.tree).root
+        if not isinstance(root, dict) or set(map(type, root.values())) - {TensorRef, View}:
+            yield "holds the tensors alone, and not how they were nested; a torch file (--to pt) does"
+        elif tied := tied_names(opened.tree, opened.tensors):
+            yield f"of tensors that are tied one is stored: not {', '.join(sorted(tied)[:3])}"
 
 
 def _write(kind: RestoredKind, target: Path, opened: Input, chunks: Chunks) -> None:

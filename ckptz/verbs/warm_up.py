@@ -16,6 +16,7 @@ import numpy as np
 
 from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
 from ckptz.dtypes import dtype_of
+from ckptz.entropy.frequency import leave_numpy
 from ckptz.kernels import compiled, kept_in, silently
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
@@ -72,6 +73,7 @@ def warm_up(*, jobs: int | None = None) -> WarmUpReport:
 def _write_and_read(method: str) -> None:
     """Write and read a full file and a delta by a method, of weights and of whole states."""
     compiled()
+    leave_numpy()
     silently()
     config = CONFIGS[method]
     for whole in (False, True):

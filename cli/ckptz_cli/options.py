@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -23,7 +23,22 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 COUNT: Final = click.IntRange(min=1)
 jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
-NEXT: Final = "eval"  # the option that follows those of methods in the help
+NEXT: Final = "eval"  # the option that follows those of methods
+# Sections of the help; those of methods stand before the last, and what is in none after it.
+SECTIONS: Final[Mapping[str, Sequence[str]]] = {
+    "Common options": (
+        *("output", "base", "chain", "method", "eval", "max_drop", "budget", "proxy_error"),
+        *("jobs", "force"),
+    ),
+    "What is read and written": (
+        *("resume", "step", "optimizer", "param_names", "roles", "search_path"),
+        *("read_optimizer", "calibration", "sensitivity"),
+    ),
+    "With a search (--eval, --proxy-error)": (
+        *("resume_steps", "restores", "lower_is_better", "strategy", "eval_workers", "max_evaluations"),
+        *("dry_run", "plan", "save_plan", "verbose"),
+    ),
+}
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -171,6 +186,21 @@ class MethodCommand(click.Command):
         own = super().get_params(ctx)
         at = [param.name for param in own].index(NEXT)
         return [*own[:at], *_params(tuple(METHODS)), *own[at:]]
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options in sections."""
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        records = {option.name: option.get_help_record(ctx) for option in options}
+        common, files, search = SECTIONS.items()
+        methods: dict[str, list[str]] = {}
+        for keyword, (method, _) in options_of_methods().items():
+            methods.setdefault(f"With --method {method}", []).append(keyword)
+        sections = dict([common, files, *methods.items(), search])
+        named = {name for names in sections.values() for name in names}
+        sections["Every command has"] = [name for name in records if name is not None and name not in named]
+        for title, names in sections.items():
+            with formatter.section(title):
+                formatter.write_dl([record for name in names if (record := records[name])])
 
 
 def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,10 +99,10 @@ def total_line(reports: Sequence[CompressReport]) -> str:
 
 def restored_line(report: RestoreReport) -> str:
     """Say what was restored."""
-    chain = f" in a chain of {report.n_files} files" if report.n_files > 1 else ""
+    chain = f" in a chain of {report.n_files} files" if report.depth else f" in {report.n_files} files"
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} in {report.n_tensors} tensors from "
-        f"{size(report.stored_bytes)}{chain}, all checksums match, "
+        f"{size(report.stored_bytes)}{chain if report.n_files > 1 else ''}, all checksums match, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
 
@@ -122,13 +122,13 @@ def verified_line(report: VerifyReport) -> str:
 def pruned_text(report: PruneReport) -> str:
     """Say what a prune did, a line for each file that goes and one for all."""
     verb = "would remove" if report.dry_run else "removed"
-    counts = [f"{len(report.steps)} steps"]
+    counts = [plural(len(report.steps), "step")]
     if report.weights_only:
         counts.append(f"{len(report.weights_only)} more of which the weights stay")
     if report.exact:
         counts.append(f"{plural(len(report.exact), 'step')} exact beside lossy files")
     if report.hidden:
-        counts.append(f"{len(report.hidden)} hidden files that these are stored against")
+        counts.append(f"{plural(len(report.hidden), 'hidden file')} that these are stored against")
     # Folders are called after a step, and files have a suffix behind it.
     n_folders = sum(step_of_folder(Path(name)) is not None for name in report.removed)
     removed = ((n_folders, "folder"), (len(report.removed) - n_folders, "file"))

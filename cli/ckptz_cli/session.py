@@ -103,7 +103,7 @@ def streamed(is_output: bool, context: click.Context) -> Path:
         raise click.BadParameter(f"{stream} can stand for one file only")
     made = tempfile.TemporaryDirectory(prefix="ckptz-", ignore_cleanup_errors=True)
     folder = Path(context.with_resource(made))
-    suffix = ".safetensors" if context.command.name == "restore" else ".ckptz"
+    suffix = "" if context.command.name == "restore" else ".ckptz"
     file = folder / (f"out{suffix}" if is_output else "in")
     session.streams[str(file)] = stream
     if is_output:

@@ -168,6 +168,7 @@ Examples:
   ckptz restore model.ckptz                      writes model.safetensors beside it
   ckptz restore model.ckptz -o restored.safetensors
   ckptz restore packed/checkpoint-64 -o back     a folder, as the Trainer resumes from it
+  ckptz restore run/checkpoint-64 -o plain       the same, of CkptzTrainerMixin's own folder
   ckptz restore run@200 -o step-200.safetensors  the weights of a step, exact if they are there
   ckptz restore step-200.ckptz --search-path ../bases
   ckptz restore training.ckptz --to safetensors  a flat file of a torch checkpoint's tensors
@@ -191,8 +192,9 @@ def restore(
 ) -> None:
     """Write back what was compressed. From a lossless file every bit comes back.
 
-    A folder of shards comes back as a folder, a torch file as a torch file. All values are checked against
-    the checksums that the writer stored. DIR@STEP, with an output, gives the weights of a step of a run.
+    A folder of shards comes back as a folder, a torch file as a torch file, unless the name of the output
+    says otherwise. All values are checked against the checksums that the writer stored. DIR@STEP, with an
+    output, gives the weights of a step of a run.
     """
     import ckptz
     from ckptz_cli.render import restored_line

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 import ckptz.numpy as ckptz_numpy
+import ckptz.torch as ckptz_torch
 from ckptz import compress, restore
 from ckptz.container.index import FORMAT_VERSION
 from ckptz.dtypes import DTYPES
@@ -308,6 +311,23 @@ def test_a_plain_file_verifies_only_against_another(chain: Chain) -> None:
     ckptz("verify", chain.first, "--against", chain.anchor)
 
 
+def test_the_name_of_an_output_says_what_it_becomes(tmp_path: Path) -> None:
+    weight, nested = torch.randn(40, 30), {"a": {"b": torch.ones(3)}, "epoch": 3}
+    ckptz_torch.save_state({"wte": weight, "head": weight}, tmp_path / "tied.ckptz")
+    ckptz_torch.save_state(nested, tmp_path / "nested.ckptz")
+    report = restore(tmp_path / "tied.ckptz", tmp_path / "tied.safetensors")
+    assert list(load_file(tmp_path / "tied.safetensors")) == ["wte"]
+    assert report.notes == ("of tensors that are tied one is stored: not head",)
+    assert set(torch.load(restore(tmp_path / "tied.ckptz").output)) == {"wte", "head"}
+    report = restore(tmp_path / "nested.ckptz", tmp_path / "flat.safetensors")
+    assert list(load_file(tmp_path / "flat.safetensors")) == ["a.b"]
+    assert "not how they were nested" in report.notes[0]
+    ckptz_numpy.save_file({"x": np.ones(3)}, tmp_path / "plain.ckptz")
+    assert list(torch.load(restore(tmp_path / "plain.ckptz", tmp_path / "x.pt").output)) == ["x"]
+    restore(tmp_path / "tied.ckptz", tmp_path / "odd.pt", to="safetensors")
+    assert list(load_file(tmp_path / "odd.pt")) == ["wte"], "--to goes before"
+
+
 # --- the program ----------------------------------------------------------------------------------
 
 
@@ -316,6 +336,18 @@ def test_every_verb_explains_itself_with_examples(verb: str) -> None:
     text = ckptz(verb, "--help").stdout
     assert "Examples:" in text
     assert f"ckptz {verb} " in text
+
+
+def test_the_help_of_compress_has_each_option_once_and_the_common_ones_first() -> None:
+    text = ckptz("compress", "--help").stdout
+    titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
+    assert titles[:2] == ["Common options", "What is read and written"]
+    assert titles[-2:] == ["With a search (--eval, --proxy-error)", "Every command has"]
+    shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
+    verb = main.commands["compress"]
+    with click.Context(verb) as context:
+        options = [param.opts[-1] for param in verb.get_params(context) if isinstance(param, click.Option)]
+    assert sorted(shown) == sorted(options)
 
 
 def test_the_list_of_verbs_cuts_no_sentence() -> None:

@@ -208,6 +208,9 @@ def test_histograms_count_the_values_that_reading_gives(made: PageReport, run: P
     counts, edges = np.histogram(values, N_BINS)
     assert found.counts == tuple(counts)
     assert (found.low, found.high) == (edges[0], edges[-1])
+    bars = [e for e in charts(made.html)[found.tensor].iter() if e.get("aria-roledescription") == "bar"]
+    heights = np.array([float(str(e.get("d")).partition("v")[2].partition("h")[0]) for e in bars])
+    np.testing.assert_allclose(heights / heights.max(), counts / counts.max(), atol=1e-3)
 
 
 def test_what_is_not_finite_is_counted_apart(tmp_path: Path) -> None:

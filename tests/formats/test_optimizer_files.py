@@ -240,6 +240,21 @@ def test_numbers_of_a_file_beside_a_torch_model_follow_its_order(tmp_path: Path)
         assert torch.equal(both[name], weights[name])
 
 
+@pytest.mark.parametrize("kind", ["named", "listed"])
+def test_an_average_beside_the_model_is_not_taken_for_more_of_it(tmp_path: Path, kind: str) -> None:
+    net, optimizer = trained(adamw, 3)
+    state = net.state_dict()
+    ema: Any = {name: value.clone() for name, value in state.items()}
+    if kind == "listed":
+        ema = {"decay": 0.99, "shadow_params": [p.detach().clone() for p in net.parameters()]}
+    torch.save({"model": state, "ema": ema, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    roles, notes = roles_of(tmp_path / "x.pt")
+    assert not notes
+    for i, (name, _) in enumerate(net.named_parameters()):
+        role = roles[f"optimizer.state.{i}.exp_avg_sq"]
+        assert (role.role, role.parameter) == ("exp_avg_sq", name)
+
+
 def test_names_of_a_file_say_whose_moments_they_are(tmp_path: Path) -> None:
     model, optimizer = written(tmp_path, model="model.safetensors")
     names = [name for name, _ in Net().named_parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 import ckptz
-from ckptz import Grid
+from ckptz import LOSSLESS, Grid
+from ckptz.errors import ConfigError, CorruptionError
+from ckptz.integrations.linked import ChainOptions
 from ckptz.integrations.transformers import from_pretrained
-from ckptz.torch import load_file
-from tests.support.trainer_support import check_equal, checkpoints, final, trainer
-from tests.support.transformers_support import transformers
+from ckptz.torch import load_file, load_state, save_state
+from tests.support.trainer_support import Trainer, check_equal, checkpoints, final, tokens, trainer
+from tests.support.transformers_support import make, transformers
 
 pytestmark = pytest.mark.apps
 
@@ -65,6 +68,97 @@ def test_a_restored_folder_resumes_bit_for_bit(
     else:
         states = [torch.load(f / "pytorch_model.bin") for f in (source, tmp_path / "checkpoint-3b")]
         check_equal(states[1], states[0])
+
+
+def losses(run: Any) -> list[float]:
+    return [row["loss"] for row in run.state.log_history if "loss" in row]
+
+
+LOGGED = {"logging_strategy": "steps", "logging_steps": 1}
+
+
+@pytest.mark.parametrize("config", [LOSSLESS, Grid(min_elements=1)], ids=["lossless", "grid"])
+def test_the_plain_trainer_goes_on_from_a_restored_folder(
+    run: tuple[Path, dict[str, Any]], config: Any, tmp_path: Path
+) -> None:
+    options = ChainOptions(config=config, jobs=1)
+    ours = trainer(tmp_path / "ours", options=options, max_steps=3, **LOGGED)
+    ours.train()
+    ckptz.restore(tmp_path / "ours" / "checkpoint-3", tmp_path / "plain")
+    mine = json.loads((tmp_path / "plain" / "config.json").read_text())
+    theirs = json.loads((run[0] / "checkpoint-3" / "config.json").read_text())
+    assert mine == theirs
+    names = {path.name for path in (tmp_path / "plain").iterdir()}
+    assert names | {"training_args.bin"} == {path.name for path in (run[0] / "checkpoint-3").iterdir()}
+    plainly = plain(tmp_path / "on", 6, save_strategy="no", **LOGGED)
+    plainly.train(resume_from_checkpoint=str(tmp_path / "plain"))
+    ours = trainer(tmp_path / "ours", options=options, max_steps=6, **LOGGED)
+    ours.train(resume_from_checkpoint=True)
+    whole = plain(tmp_path / "whole", 6, save_strategy="no", **LOGGED)
+    whole.train()
+    assert losses(plainly) == losses(ours) == losses(whole)
+    check_equal(final(plainly), final(whole))
+
+
+def test_a_restored_adapter_goes_on_in_the_plain_trainer(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted(folder: str, kind: type, n_steps: int, **more: Any) -> Any:
+        settings = {"max_steps": n_steps, "save_total_limit": None, **LOGGED}
+        args = trainer(tmp_path / folder, transformers.Trainer, None, **settings).args
+        torch.manual_seed(1)
+        config = peft.LoraConfig(target_modules=["c_attn"], modules_to_save=["ln_f"], use_dora=True, r=2)
+        model = peft.get_peft_model(make("gpt2").train(), config)
+        return kind(model, args, train_dataset=tokens(), **more)
+
+    whole = adapted("ours", Trainer, 4, ckptz=ChainOptions(jobs=1), trainable_only=True)
+    whole.train()
+    report = ckptz.restore(tmp_path / "ours" / "checkpoint-2", tmp_path / "plain")
+    assert not report.notes
+    theirs = adapted("theirs", transformers.Trainer, 2)
+    theirs.train()
+    names = [
+        set(load_file(folder / "adapter_model.safetensors"))
+        for folder in (tmp_path / "plain", tmp_path / "theirs" / "checkpoint-2")
+    ]
+    assert names[0] == names[1]
+    resumed = adapted("on", transformers.Trainer, 4)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "plain"))
+    assert losses(resumed) == losses(whole)
+    check_equal(final(resumed), final(whole))
+
+
+def test_scalers_and_ranks_have_files_of_their_own(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1).train()
+    folder = tmp_path / "checkpoint-1"
+    state = load_state(folder / "state.ckptz")
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0).state_dict()
+    save_state({**state, "scaler": scaler}, folder / "state.ckptz")
+    shutil.copyfile(folder / "rng-00000.ckptz", folder / "rng-00001.ckptz")
+    ckptz.restore(folder, tmp_path / "plain")
+    assert torch.load(tmp_path / "plain" / "scaler.pt") == scaler
+    names = {path.name for path in (tmp_path / "plain").glob("rng*")}
+    assert names == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
+def test_what_a_plain_folder_needs_is_said(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1).train()
+    folder = tmp_path / "checkpoint-1"
+    with pytest.raises(ConfigError, match="name it with -o"):
+        ckptz.restore(folder)
+    ckptz.restore(folder, tmp_path / "plain")
+    with pytest.raises(ConfigError, match=r"model.safetensors: exists already"):
+        ckptz.restore(folder, tmp_path / "plain")
+    ckptz.restore(folder, tmp_path / "plain", force=True)
+    with pytest.raises(ConfigError, match=r"name a step of it, .*@STEP.* such as .*checkpoint-1.model.ckptz"):
+        ckptz.restore(tmp_path, tmp_path / "model.safetensors")
+    rest, tied = ckptz.restore(f"{tmp_path}@1", tmp_path / "model.safetensors").notes
+    assert f"ckptz restore {folder} -o DIR restores all" in rest
+    assert "one is stored: not lm_head.weight" in tied
+    ckptz.torch.save_file({"x": torch.ones(3)}, folder / "state.ckptz")
+    with pytest.raises(CorruptionError, match="CkptzTrainerMixin"):
+        ckptz.restore(folder, tmp_path / "other")
+    assert not list((tmp_path / "other").iterdir())
 
 
 def test_a_packed_folder_is_a_model(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -65,20 +65,22 @@ CHECKED = {
     "tile_values": "ckptz/wire/payload.py:tiled",
     "unpack_rows": "ckptz/wire/payload.py:tiled",
     # as many units in a base, or in a tensor that is named, as in the tensor
-    "_merge_planes": "ckptz/container/reader.py:base",
-    "_restore": "ckptz/container/reader.py:base",
+    "_add_ordered": "ckptz/container/reader.py:base",
     "_add_block": "ckptz/container/reader.py:base",
     "_magnitude_classes": "ckptz/container/reader.py:_companion",
     "_to_f32": "ckptz/container/reader.py:base",
     "_from_f32": "ckptz/container/reader.py:base",
-    "_merge_rotated_2": "ckptz/codec/decode.py:_plain",
-    "_merge_rotated_4": "ckptz/codec/decode.py:_plain",
+    **dict.fromkeys(
+        ("_merge_2", "_merge_4", "_merge_rotated_2", "_merge_rotated_4"), "ckptz/codec/decode.py:_plain"
+    ),
 }
 # Kernels that index by their own loops, by patterns of as many bits as the table has entries, or by what the
 # encoder made of tensors in memory.
 OWN = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
-    *("_transform", "_split_planes", "_split_rotated_2", "_split_rotated_4"),
+    *("_normalise", "_pack_tables"),
+    *("_ordered_difference", "_split_2", "_split_4", "_split_rotated_2", "_split_rotated_4"),
+    *("_slot_tables",),
     *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
     *("_pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),
     *("_deviation", "_thresholds"),
@@ -99,21 +101,21 @@ OWN = {
 CALLERS = {
     "rans_decode": {"entropy/streams.py"},
     "table_unpack": {"entropy/frequency.py"},
-    "group": {"encoding/chunk.py"},
+    "group": {"encoding/contexts.py"},
     "ungroup": {"codec/decode.py"},
-    "class_counts": {"codec/decode.py", "encoding/chunk.py"},
-    "class_histogram": {"encoding/chunk.py", "encoding/draft.py", "methods/lossless.py"},
+    "class_counts": {"codec/decode.py", "encoding/contexts.py"},
+    "class_histogram": {"encoding/draft.py"},
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},
     "add_bits": {"codec/values.py"},
     "outer_product": {"codec/plan.py", "quant/moment_codes.py"},
-    "merge_planes": {"codec/decode.py", "class_rules.py"},
+    "merge_planes": {"codec/decode.py"},
+    "restore": {"codec/decode.py"},
     "magnitude_classes": {
         "class_rules.py",
         "encoding/chunk.py",
         "methods/first_moment.py",
         "encoding/draft.py",
-        "methods/lossless.py",
     },
     "unpack_codes": {"encoding/coded.py"},
     "unpack": {"wire/payload.py", "wire/state.py"},

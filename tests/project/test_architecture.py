@@ -66,9 +66,10 @@ OWNERS = {
     "jinja2": (),
 }
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
-LATE = (  # what few runs need, for their start
+LATE = (  # what few runs of a command need, for its start
     ("ckptz.verbs.compress", "ckptz.search.run"),
     ("ckptz.guidance.side_information", "ckptz.formats.inputs"),
+    ("ckptz.formats.trainer_folders", "ckptz.state.plain_types"),
 )
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 

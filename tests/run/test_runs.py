@@ -91,6 +91,16 @@ def test_a_chain_goes_by_steps_though_shells_do_not(run: Path) -> None:
     ]
 
 
+def test_a_series_of_numbers_is_one_of_steps(tmp_path: Path) -> None:
+    states = {number: a_state(n=100) for number in ("0990", "1000", "0010")}
+    files = [write_plain(tmp_path / f"gpt-{number}.safetensors", state) for number, state in states.items()]
+    reports = compress(files, tmp_path / "run", chain=True)
+    assert [(report.step, report.depth) for report in reports] == [(10, 0), (990, 1), (1000, 2)]
+    assert not any("given order" in note for report in reports for note in report.notes)
+    [alone] = compress(files[1])
+    assert alone.step is None, "a number may be anything, as that of a version"
+
+
 @pytest.mark.parametrize("config", [library.LOSSLESS, library.KMeans(min_elements=1)], ids=lambda c: c.name)
 def test_a_chain_that_was_killed_goes_on_where_it_was(config: Any, tmp_path: Path) -> None:
     sources = plain(tmp_path, (1, 2, 3))

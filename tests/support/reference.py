@@ -40,11 +40,16 @@ from ckptz.kernels.plain import (  # noqa: F401
     golomb_unpack,
     histogram,
     merge_planes,
+    normalise,
+    pack_tables,
     rans_decode,
     rans_encode,
     repeats,
+    restore,
+    slot_tables,
     split_planes,
     table_unpack,
+    transform,
     unorder,
 )
 from ckptz.kernels.rounding_cpu import GOLDEN, MIX_1, MIX_2
@@ -69,20 +74,28 @@ def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
     return np.bincount(joint, minlength=n_classes * 256).astype(np.int64).reshape(n_classes, 256)
 
 
-def class_counts(classes: Units, n_classes: int) -> Counts:
-    """Count the units of each class: [n_classes]."""
-    return np.bincount(classes.astype(np.int64), minlength=n_classes).astype(np.int64)
+def class_counts(classes: Units, ends: Counts, n_classes: int) -> NDArray[np.uint32]:
+    """Count the units of each class in each quarter of tensors [m] that end there: [m, 4, n_classes].
+
+    The last quarter has what is left over.
+    """
+    counts = np.zeros((len(ends), 4, n_classes), np.uint32)
+    for t, own in enumerate(np.split(classes.astype(np.int64), ends[:-1])):
+        quarters = np.split(own, np.arange(1, 4) * (len(own) // 4))
+        counts[t] = [np.bincount(quarter, minlength=n_classes) for quarter in quarters]
+    return counts
 
 
-def group(symbols: Bytes, classes: Units, n_classes: int) -> Bytes:
-    """Sort symbols [n] in the order of their classes [n], stable within a class."""
-    del n_classes
-    return symbols[np.argsort(classes, kind="stable")]
+def group(symbols: Units, classes: Units, ends: Counts, counts: NDArray[np.uint32] | None = None) -> Units:
+    """Sort symbols [n] of tensors [m] in the order of their classes [n], stable within a class."""
+    del counts
+    parts = zip(np.split(symbols, ends[:-1]), np.split(classes, ends[:-1]), strict=True)
+    return np.concatenate([part[np.argsort(own, kind="stable")] for part, own in parts])
 
 
-def ungroup(grouped: Bytes, classes: Units, n_classes: int, out: Bytes) -> None:
-    """Undo `group`, into `out` [n]."""
-    del n_classes
+def ungroup(grouped: Units, classes: Units, counts: NDArray[np.uint32] | None, out: Units) -> None:
+    """Undo `group` of one tensor, into `out` [n]."""
+    del counts
     out[np.argsort(classes, kind="stable")] = grouped
 
 

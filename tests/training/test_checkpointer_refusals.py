@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module
 
-from ckptz import Checkpointer
+from ckptz import Checkpointer, Grid
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, UnsupportedError
 from ckptz.training.snapshot import Snapshot
 from tests.support.checkpointer_support import Run, linear, names_in, one_step, same, saved_run, state_of
@@ -90,6 +90,21 @@ def test_a_model_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> N
             checkpointer.restore(9)
     assert same(state_of(other), before)
     assert other.position == seen
+
+
+def test_a_model_of_another_dtype_is_told_how_to_be_cast(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, linear().bfloat16()) as checkpointer:
+        checkpointer.save(1)
+    model = linear()
+    with pytest.raises(ConfigError, match=r"the dtype differs: restore into model\.to\(torch\.bfloat16\)"):
+        Checkpointer(tmp_path, model).restore(1)
+    assert Checkpointer(tmp_path, model.to(torch.bfloat16)).restore(1) == 1
+
+
+@pytest.mark.parametrize("config", ["grid", Grid])
+def test_a_method_is_no_configuration(tmp_path: Path, config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ckptz\.Grid\(\), got"):
+        Checkpointer(tmp_path, linear(), config=config)
 
 
 @pytest.mark.parametrize(("saved", "live"), [(2, 3), (3, 2)])
@@ -195,8 +210,16 @@ def test_tensors_made_of_others_are_named() -> None:
 
 
 def test_sparse_tensors_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"'extra\.mask' has the layout torch\.sparse_coo"):
+    with pytest.raises(ConfigError, match=r"'extra\.mask' is sparse \(torch\.sparse_coo\)"):
         Snapshot().take({"extra": {"mask": torch.eye(3).to_sparse()}})
+
+
+def test_types_without_a_name_in_files_are_refused_when_they_are_saved(tmp_path: Path) -> None:
+    extra = {"position": {"x": torch.ones(4, dtype=torch.int32).view(torch.float4_e2m1fn_x2)}}
+    with pytest.raises(
+        ConfigError, match=r"step 1 was not saved: tensor 'extra\.position\.x' is of torch\.float4"
+    ):
+        Checkpointer(tmp_path, linear(), extra=extra).save(1)
 
 
 # --- damage ----------------------------------------------------------------------------------------

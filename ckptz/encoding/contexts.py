@@ -1,0 +1,184 @@
+"""Codes by context: sorted by classes that a decoder knows, and coded by tables that classes share.
+
+Tensors of one chunk are sorted, counted and coded together; each has tables of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
+from ckptz.codec.plan import StreamTables
+from ckptz.encoding.draft import ClassCounts
+from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
+from ckptz.entropy.streams import (
+    LANE_CHOICES,
+    CoderId,
+    Segments,
+    Stream,
+    cut,
+    encode_rans_streams,
+    encode_streams,
+    n_lanes_for,
+)
+from ckptz.kernels import cpu, planning
+from ckptz.kernels.floats import RAW, SCALE, Bytes, Counts, Frequencies, Reals, Units
+
+MAX_LANE_BYTES: Final = 1 + 4 * LANE_CHOICES[-1]
+# Bits that one more table of a delta must save. A table takes time to make, in the encoder and in every
+# decoder; from bench/product/lossless.py, where files are smallest from 100 to 400.
+TABLE_BITS: Final = 300.0
+TABLE_BITS_PER_SYMBOL: Final = 6.0
+
+
+# Of a stream that another coder takes: the shortest that a frame can have.
+NO_TABLES: Final = StreamTables(
+    np.eye(1, 256, dtype=np.uint16) * np.uint16(SCALE), np.zeros(N_MAGNITUDE_CLASSES, np.int64), b"\1\0\0\0"
+)
+
+
+class Contexts:
+    """The classes of tensors [m], one behind the other.
+
+    Attributes:
+        labels: class of each unit [n], below `n_classes`.
+        ends: of each tensor [m].
+        counts: units of each class, by tensor and quarter, as kernels need them.
+        classes: that occur, ascending, of one tensor behind the other [n_rows].
+        row_ends: end of each of those once units are sorted [n_rows].
+        tensor_rows: how many of them there are up to the end of each tensor [m].
+        rows_of: of each tensor and class [m, n_classes], which of the tensor's own rows has the class or, if
+            it does not occur, the one before it: that keeps runs of equal tables long.
+    """
+
+    def __init__(self, labels: Labels, ends: Counts, n_classes: int) -> None:
+        self.labels, self.ends, self.n_classes = labels, ends, n_classes
+        self.counts: NDArray[np.uint32] = cpu().class_counts(labels, ends, n_classes)
+        per_class = self.counts.sum(axis=1, dtype=np.int64)
+        tensor, self.classes = np.nonzero(per_class)
+        self.row_ends = np.cumsum(per_class[tensor, self.classes])
+        is_used = per_class > 0
+        self.tensor_rows = np.cumsum(np.count_nonzero(is_used, axis=1))
+        self.rows_of = np.maximum(np.cumsum(is_used, axis=1) - 1, 0)
+
+    def sort(self, codes: Units, counted: Sequence[ClassCounts] = ()) -> Sorted:
+        """Sort codes [n]; `counted` has how often each occurs in each class, by byte plane, where known."""
+        return Sorted(self, codes, counted)
+
+
+class Sorted:
+    """The byte planes of codes [n] of tensors [m] in the order of their contexts.
+
+    A part is one plane of one tensor; parts stand plane after plane.
+
+    Attributes:
+        planes: of the codes [k, n].
+        counts: occurrences of each code in each class of each plane [k * n_rows, 256].
+        part_rows: how many rows of `counts` there are up to the end of each part [k * m].
+    """
+
+    def __init__(self, contexts: Contexts, codes: Units, counted: Sequence[ClassCounts]) -> None:
+        self.contexts, self._codes = contexts, codes
+        grouped = cpu().group(codes, contexts.labels, contexts.ends, contexts.counts)
+        self.planes: Bytes = cpu().split_planes(grouped, grouped, RAW)
+        k, n_rows = codes.itemsize, len(contexts.classes)
+        plane = np.arange(k)[:, None]
+        self._row_ends = (plane * len(codes) + contexts.row_ends).reshape(-1)
+        self._part_ends = (plane * len(codes) + contexts.ends).reshape(-1)
+        self.part_rows = (plane * n_rows + contexts.tensor_rows).reshape(-1)
+        if counted:
+            self.counts: Counts = np.concatenate([found.counts for found in counted])
+        else:
+            self.counts = cpu().count_streams(self.planes.reshape(-1), self._row_ends)
+
+    @property
+    def _first_rows(self) -> Counts:
+        return np.concatenate(([0], self.part_rows[:-1]))
+
+    def by_tensor(self, rows: Reals) -> Reals:
+        """Add up a number for each row of `counts` over the planes and classes of each tensor [m]."""
+        parts = np.add.reduceat(rows, self._first_rows)
+        return parts.reshape(len(self.planes), -1).sum(axis=0)
+
+    def encode(self) -> tuple[list[list[StreamTables]], list[list[Stream]]]:
+        """Make tables and streams: of each tensor, one of each plane."""
+        table_of, sums, ends = planning().merge_rows(
+            self.counts, self.part_rows, MAX_TABLES, TABLE_BITS, TABLE_BITS_PER_SYMBOL
+        )
+        begins, frequencies = np.concatenate(([0], ends[:-1])), normalise(sums)
+        n_bytes = np.add.reduceat(row_cost_bits(sums, frequencies), begins) / 8
+        packed, packed_ends = pack_tables(frequencies)
+        heads = cut(packed, packed_ends[ends - 1])
+        m, rows_of = len(self.contexts.ends), self.contexts.rows_of
+        streams = self._coded(frequencies, table_of, n_bytes, np.add.reduceat(sums, begins, axis=0))
+        parts = zip(
+            begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, streams, strict=True
+        )
+        tables = [
+            StreamTables(frequencies[i:j], own[rows_of[part % m]] - i, bytes((j - i,)) + head.tobytes())
+            if coder is CoderId.RANS_SHARED
+            else NO_TABLES
+            for part, (i, j, own, head, (coder, _)) in enumerate(parts)
+        ]
+        return [tables[t::m] for t in range(m)], [streams[t::m] for t in range(m)]
+
+    def encode_by(self, tables: Sequence[StreamTables]) -> list[Stream]:
+        """Code one tensor by tables that are given for each plane."""
+        classes = self.contexts.classes
+        found = [ClassCounts(classes, counts) for counts in cut(self.counts, self.part_rows)]
+        n_bytes = np.array([one.bytes_by(own) for one, own in zip(found, tables, strict=True)])
+        firsts = np.cumsum([0, *(len(own.frequencies) for own in tables)])
+        table_of = np.concatenate(
+            [first + own.table_of[classes] for first, own in zip(firsts[:-1], tables, strict=True)]
+        )
+        totals = np.array([one.total for one in found])
+        return self._coded(np.concatenate([own.frequencies for own in tables]), table_of, n_bytes, totals)
+
+    @cached_property
+    def _parts(self) -> list[Bytes]:
+        """Each part in the order of its units."""
+        return cut(cpu().split_planes(self._codes, self._codes, RAW).reshape(-1), self._part_ends)
+
+    def _coded(
+        self, frequencies: Frequencies, table_of: Counts, n_bytes: Reals, totals: Counts
+    ) -> list[Stream]:
+        """Code each part by the table of each row, or by another coder where that is smaller.
+
+        Args:
+            frequencies: of all tables.
+            table_of: of each row of `counts`.
+            n_bytes: that the codes of each part take by them.
+            totals: occurrences of each code in each part.
+        """
+        sizes, most = totals.sum(axis=1), n_bytes + MAX_LANE_BYTES
+        is_constant = totals.max(axis=1) == sizes
+        streams: dict[int, Stream] = {
+            part: (CoderId.CONSTANT, bytes((int(totals[part].argmax()),)))
+            for part in np.flatnonzero(is_constant).tolist()
+        }
+        # No other coder takes less than the entropy without classes, repeats aside.
+        if at := np.flatnonzero(~is_constant & (row_entropy_bits(totals) / 8 < most)).tolist():
+            others = encode_streams([self._parts[part] for part in at], totals[at], beats=most[at].tolist())
+            streams |= zip(at, others, strict=True)
+        parts = range(len(totals))
+        left = [part for part in parts if part not in streams or len(streams[part][1]) > most[part]]
+        if left := [part for part in left if not is_constant[part]]:
+            begins, firsts = self._part_ends - sizes, self._first_rows
+            rows = np.concatenate([np.arange(firsts[part], self.part_rows[part]) for part in left])
+            segments = Segments(self._row_ends[rows], table_of[rows], frequencies)
+            stream_segments = np.cumsum(self.part_rows[left] - firsts[left])
+            lanes = np.array([n_lanes_for(most[part]) for part in left])
+            coded = encode_rans_streams(
+                self.planes.reshape(-1), begins[left], stream_segments, segments, lanes, [b""] * len(left)
+            )
+            for part, data in zip(left, coded, strict=True):
+                if len(data) < (len(streams[part][1]) if part in streams else sizes[part]):
+                    streams[part] = CoderId.RANS_SHARED, data
+                elif part not in streams:
+                    streams[part] = CoderId.STORED, self._parts[part].data
+        return [streams[part] for part in parts]

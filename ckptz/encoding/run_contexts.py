@@ -1,0 +1,189 @@
+"""Contexts of a tensor that has no base: its runs, such as rows, share tables by how large their values are.
+
+Rows of a weight differ in scale, so their exponents need other tables. Rows that were never trained may
+come from a narrower type, so the low bytes of their mantissas are zeros while those of others look random.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ckptz.class_rules import MIN_RUN, Block, Runs
+from ckptz.codec.plan import StreamTables, exact_plan, planes_plan
+from ckptz.codec.units import CHUNK_UNITS, MapFunction, TensorSource
+from ckptz.dtypes import DType
+from ckptz.encoding.draft import Draft
+from ckptz.entropy.frequency import entropy_bits, normalise, pack_tables, row_cost_bits, row_entropy_bits
+from ckptz.entropy.streams import (
+    CoderId,
+    Stream,
+    encode_rans,
+    encode_streams,
+    middle_of,
+    zstd_promises,
+)
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Frequencies, Units
+
+MIN_UNITS: Final = 1 << 18  # below, tables and labels take more time than they save bytes
+RUN_UNITS: Final = (128, 4096)  # of a run: fewer cost too much for their labels, more differ within
+FLAT_RUN: Final = 512  # units of a run where rows are too short or too long
+PER_OCTAVE: Final = 4  # classes of scale for each factor of two
+N_SCALES: Final = 16
+N_REFERENCE: Final = 512  # runs from the middle, whose median is the middle class
+N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
+MIN_GAIN: Final = 1 / 200  # of a plane's bits; below, decoding is slower for nothing
+_NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
+
+
+def plan_contexts(source: TensorSource, run: MapFunction = map) -> Draft | None:
+    """Plan a tensor whose runs of elements share tables by scale; None if that saves too little.
+
+    Args:
+        source: the tensor.
+        run: maps over parts of it.
+    """
+    n, size = source.n_units, _run_units(source)
+    if size is None:
+        return None
+    borders = [-(-begin // size) * size for begin, _ in source.chunk_bounds()]
+    bounds = [*itertools.pairwise((*borders, n))]
+    begin, end = bounds[len(bounds) // 2]
+    exponents = _exponents(source.units(begin, min(begin + size * N_REFERENCE, end)))
+    if zstd_promises(middle_of(exponents), len(exponents), entropy_bits(cpu().histogram(exponents)) / 8):
+        return None
+    reference = int(np.median(_levels(exponents, size)))
+    found = [*run(lambda part: _Measured.of(source.units(*part), size, reference).where_it_pays(), bounds)]
+    return _draft(source.dtype, size, functools.reduce(operator.add, found))
+
+
+def _run_units(source: TensorSource) -> int | None:
+    """Choose the units of a run whose pieces in chunks can be moved as a whole; None if there are none."""
+    dtype, shape, n = source.dtype, source.shape, source.n_units
+    if n < MIN_UNITS or not dtype.is_float or dtype.unit_bytes == 1 or len(shape) == 0:
+        return None
+    row = n // max(shape[0], 1)
+    size = row if RUN_UNITS[0] <= row <= RUN_UNITS[1] else FLAT_RUN
+    piece = math.gcd(size, n, CHUNK_UNITS if n > CHUNK_UNITS else n)
+    return size if piece >= MIN_RUN else None
+
+
+def _exponents(units: Units) -> Bytes:
+    """Take the eight bits below the sign, [n]."""
+    return (units >> units.dtype.type(8 * units.itemsize - 9)).astype(np.uint8)
+
+
+def _levels(exponents: Bytes, size: int) -> Counts:
+    """Give the mean exponent of each run of `size` units, in parts of an octave."""
+    sums = exponents.reshape(-1, size).sum(axis=1, dtype=np.uint32).astype(np.int64)
+    return (PER_OCTAVE * sums + size // 2) // size
+
+
+def _count(codes: Bytes, labels: Bytes, size: int, n_classes: int) -> Counts:
+    """Count codes [n] by the label of their run, [n_classes, 256]."""
+    runs = Runs(labels, size, n_classes)
+    counts: Counts = cpu().count_streams(runs.group(codes), np.cumsum(runs.per_class))
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Runs of a part of a tensor.
+
+    Attributes:
+        labels: the class of each run by scale, from N_SCALES on where its values are narrow [m].
+        scales: occurrences of each exponent in each class [2 * N_SCALES, 256].
+        planes: where runs are narrow and others are not, occurrences of each code of each plane but the
+            exponents' in those that are not and those that are [n_planes - 1, 2, 256].
+    """
+
+    labels: Bytes
+    scales: Counts
+    planes: Counts
+
+    @classmethod
+    def of(cls, units: Units, size: int, reference: int) -> _Measured:
+        """Measure units [m * size], with the middle class at a level of `reference`."""
+        exponents, n_planes = _exponents(units), units.itemsize
+        scale = np.clip(_levels(exponents, size) - reference + N_SCALES // 2, 0, N_SCALES - 1)
+        planes, is_narrow = np.zeros((n_planes - 1, 2, 256), np.int64), np.zeros(len(scale), np.bool_)
+        if n_planes > 2:  # of two bytes, the low one has bits of the mantissa that any value has
+            is_narrow = ~(units.reshape(-1, size)[:, :N_TESTED] & units.dtype.type(0x7F)).any(axis=1)
+            if is_narrow.any() and not is_narrow.all():
+                split = cpu().split_planes(units, units, ROTATED)
+                kinds = is_narrow.astype(np.uint8)
+                planes = np.array([_count(plane, kinds, size, 2) for plane in split[:-1]])
+        labels = (scale + N_SCALES * is_narrow).astype(np.uint8)
+        return cls(labels, _count(exponents, labels, size, 2 * N_SCALES), planes)
+
+    def where_it_pays(self) -> _Measured:
+        """Give runs that save too little by their classes the most frequent one, which needs no labels."""
+        total = self.scales.sum(axis=0)
+        bits = entropy_bits(total)
+        if self.planes.any() or bits - entropy_bits(self.scales) > MIN_GAIN * bits:
+            return self
+        most, scales = int(self.scales.sum(axis=1).argmax()), np.zeros_like(self.scales)
+        scales[most] = total > 0  # for the last run, which may reach into a chunk that uses classes
+        return _Measured(np.full_like(self.labels, most), scales, self.planes)
+
+    def __add__(self, other: _Measured) -> _Measured:
+        labels = np.concatenate((self.labels, other.labels))
+        return _Measured(labels, self.scales + other.scales, self.planes + other.planes)
+
+
+def _tables(counts: Counts) -> tuple[Frequencies, float]:
+    """Make a table for each row of counts [n, 256]; gives also the bits they save against a single one."""
+    frequencies = normalise(counts)
+    n_bits = 8 * int(pack_tables(frequencies)[1][-1]) + float(row_cost_bits(counts, frequencies).sum())
+    return frequencies, entropy_bits(counts.sum(axis=0)) - n_bits
+
+
+def _draft(dtype: DType, size: int, found: _Measured) -> Draft | None:
+    used = np.flatnonzero(found.scales.any(axis=1))
+    class_of = np.zeros(2 * N_SCALES, np.uint8)
+    class_of[used] = np.arange(len(used))
+    planes, saved = [], 0.0
+    for counts in found.planes:
+        own, gain = _tables(counts) if counts.any(axis=1).all() else (_NO_TABLE, 0)
+        if gain > 0:
+            planes.append(StreamTables(own, used // N_SCALES))
+            saved += gain
+        else:  # what names one table for all classes is coded without contexts
+            planes.append(StreamTables(_NO_TABLE, np.zeros(len(used), np.int64)))
+    scales = found.scales[used]
+    own, gain = _tables(scales)
+    saved += gain - entropy_bits(np.bincount(found.labels, minlength=256))
+    if saved < MIN_GAIN * entropy_bits(scales.sum(axis=0)):
+        return None
+    planes.append(StreamTables(own, np.arange(len(used))))
+    rule = Block(len(used), size, class_of[found.labels])
+    return Draft(planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes)))
+
+
+def encode_by_runs(planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables]) -> list[Stream]:
+    """Code planes of a chunk [n] by the tables of its runs, or by another coder where these save little."""
+    classes = np.flatnonzero(runs.per_class)
+    streams = list[Stream]()
+    for plane, own in zip(planes, tables, strict=True):
+        segments = own.segments(classes, runs.per_class[classes])
+        n_units = np.bincount(segments.table_of, weights=runs.per_class[classes])
+        if n_units.max() > (1 - MIN_GAIN) * len(plane):  # of one table, but for a run that reaches in
+            streams += encode_streams([plane])
+            continue
+        grouped = runs.group(plane)
+        counts = cpu().count_streams(grouped, segments.ends)
+        total = counts.sum(axis=0)[None]
+        n_bytes = row_cost_bits(counts, own.frequencies[segments.table_of]).sum() / 8
+        if n_bytes > (1 - MIN_GAIN) * row_entropy_bits(total)[0] / 8:
+            streams += encode_streams([plane], total)
+        else:
+            streams.append((CoderId.RANS_SHARED, encode_rans(grouped, segments, n_bytes)))
+    return streams

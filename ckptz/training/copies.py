@@ -1,0 +1,60 @@
+"""Copies of a model's weights among the extras of a run: averages (EMA), masters.
+
+A method treats them as the weights that they are copies of, so it has to be known which these are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Final
+
+from ckptz.codec.units import TensorSource
+from ckptz.errors import ConfigError
+
+EXTRA: Final = "extra"
+
+
+def named_in(tensors: Mapping[str, TensorSource], patterns: Sequence[str]) -> dict[str, TensorSource]:
+    """Give the tensors of floating point of the extras that patterns name, as `Checkpointer` takes them.
+
+    Raises:
+        ConfigError: a pattern names none.
+    """
+    floats = {
+        name: one for name, one in tensors.items() if name.startswith(f"{EXTRA}.") and one.dtype.is_float
+    }
+    found: dict[str, TensorSource] = {}
+    for pattern in patterns:
+        whole = [f"{EXTRA}.{pattern}", f"{EXTRA}.{pattern}.*"]
+        matched = {name: one for name, one in floats.items() if any(fnmatchcase(name, one) for one in whole)}
+        if not matched:
+            names = [name.removeprefix(f"{EXTRA}.") for name in floats][:3]
+            there = f"; there are {', '.join(names)}" if names else ""
+            raise ConfigError(f"extra_weights: {pattern!r} names no tensor of floating point in extra{there}")
+        found |= matched
+    return found
+
+
+def copied(
+    copies: Mapping[str, TensorSource], weights: Mapping[str, TensorSource], trained: Sequence[str]
+) -> dict[str, str]:
+    """Say which weights of a model others are copies of, by their names.
+
+    Names of copies end as those of the model, as in a `state_dict`; lists have the order of the model's
+    parameters, all of them or those that are trained. What is neither has its own name.
+    """
+    found = {}
+    lists: dict[str, list[str]] = {}
+    for name, copy in copies.items():
+        parts = name.split(".")
+        ends = (".".join(parts[i:]) for i in range(len(parts)))
+        found[name] = next((end for end in ends if end in weights and weights[end].shape == copy.shape), name)
+        if parts[-1].isdecimal():
+            lists.setdefault(".".join(parts[:-1]), []).append(name)
+    for names in lists.values():
+        for order in (list(weights), trained):
+            shapes = [weights[name].shape for name in order]
+            if shapes == [copies[name].shape for name in names]:
+                found |= zip(names, order, strict=True)
+    return found

@@ -1,0 +1,122 @@
+"""Averages of weights among the extras: a method takes them as weights where they are named as such."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ckptz
+from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans
+from ckptz.errors import ConfigError
+from ckptz.numpy import load_file
+from ckptz.state.flatten import flatten
+from ckptz.training.copies import copied
+
+
+class Diffusion:
+    """A small convolutional model that learns the noise in pictures of a spot, and its average."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        wide = nn.Conv2d(64, 64, 3, padding=1)
+        ends = nn.Conv2d(2, 64, 3, padding=1), nn.Conv2d(64, 1, 3, padding=1)
+        self.model = nn.Sequential(ends[0], nn.SiLU(), nn.GroupNorm(8, 64), wide, nn.SiLU(), ends[1])
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.ema = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.generator = torch.Generator().manual_seed(1)
+
+    def loss(self, model: nn.Module, generator: torch.Generator) -> torch.Tensor:
+        centre, at = torch.rand(16, 1, 2, generator=generator) * 8, torch.arange(8.0)
+        away = (at - centre[..., :1]).square()[:, :, :, None] + (at - centre[..., 1:]).square()[:, :, None]
+        share = torch.rand(16, 1, 1, 1, generator=generator)
+        noise = torch.randn(16, 1, 8, 8, generator=generator)
+        noisy = (1 - share) * torch.exp(-away / 4) + share * noise
+        found: torch.Tensor = model(torch.cat([noisy, share.expand_as(noisy)], 1)) - noise
+        return found.square().mean()
+
+    def train(self, checkpointer: Checkpointer, n_steps: int) -> None:
+        for step in range(1, n_steps + 1):
+            self.optimizer.zero_grad()
+            self.loss(self.model, self.generator).backward()
+            self.optimizer.step()
+            self.ema.update_parameters(self.model)
+            checkpointer.maybe_save(step)
+
+    def checkpointer(self, folder: Path, **options: Any) -> Checkpointer:
+        extra = {"ema": self.ema, "statistics": {"mean": torch.rand(64, 64)}}
+        return Checkpointer(folder, self.model, self.optimizer, extra=extra, every=10, jobs=1, **options)
+
+
+def ratio(tensors: list[Any]) -> float:
+    return sum(one.tensor_bytes for one in tensors) / sum(one.stored_bytes for one in tensors)
+
+
+@pytest.mark.parametrize("config", [Grid(), KMeans(levels=16)], ids=["grid", "kmeans"])
+def test_an_average_that_is_named_is_as_small_as_weights(tmp_path: Path, config: Any) -> None:
+    run = Diffusion()
+    keep = KeepPolicy(last=None, exact=1)
+    with run.checkpointer(tmp_path, config=config, keep=keep, extra_weights="ema") as checkpointer:
+        run.train(checkpointer, 40)
+        exact = {name: value.clone() for name, value in run.ema.state_dict().items()}
+        live = run.loss(run.ema, torch.Generator().manual_seed(2)).item()
+        checkpointer.restore(40)
+        assert checkpointer.restored is not None
+        assert checkpointer.restored.is_exact
+        assert all(torch.equal(value, exact[name]) for name, value in run.ema.state_dict().items())
+        for path in tmp_path.glob("*.exact.ckptz"):
+            path.unlink()
+        checkpointer.restore(40)
+        assert not checkpointer.restored.is_exact
+    lossy = run.loss(run.ema, torch.Generator().manual_seed(2)).item()
+    assert lossy == pytest.approx(live, rel=0.03)
+    weights = ckptz.inspect(tmp_path / "step-00000040.ckptz").tensors
+    state = ckptz.inspect(tmp_path / "step-00000040.state.ckptz").tensors
+    averages = [one for one in state if one.name.startswith("extra.ema.")]
+    assert ratio(averages) > 0.8 * ratio(list(weights))
+    [large] = [one for one in averages if one.name == "extra.ema.module.3.weight"]
+    assert (large.role, large.layer_type, large.lossy.method) == ("weight", "conv", config.name)
+    found = load_file(tmp_path / "step-00000040.state.ckptz")
+    assert found["extra.ema.n_averaged"] == exact["n_averaged"]
+    [other] = [one for one in state if one.name == "extra.statistics.mean"]
+    assert other.lossy is None
+
+
+def test_an_average_that_is_not_named_stays_exact(tmp_path: Path) -> None:
+    run = Diffusion()
+    with run.checkpointer(tmp_path, config=Grid(), keep=KeepPolicy(exact=0)) as checkpointer:
+        run.train(checkpointer, 20)
+    state = ckptz.inspect(tmp_path / "step-00000020.state.ckptz").tensors
+    assert not [one.name for one in state if one.name.startswith("extra.") and one.lossy is not None]
+    assert [one.name for one in state if one.lossy is not None]
+
+
+def test_names_of_nothing_are_refused_at_the_first_save(tmp_path: Path) -> None:
+    run = Diffusion()
+    checkpointer = run.checkpointer(tmp_path, extra_weights=["ema.shadow_params.*"])
+    with pytest.raises(ConfigError, match=r"'ema.shadow_params.\*' names no tensor .*there are ema.module"):
+        checkpointer.save(1)
+    with pytest.raises(ConfigError, match="a budget measures the model's weights"):
+        run.checkpointer(tmp_path, extra_weights="ema", budget=Budget(lambda state: [0.0], 0.01))
+
+
+def test_copies_are_known_by_the_ends_of_names_or_by_the_order_of_parameters() -> None:
+    def sources(**shapes: tuple[int, ...]) -> Any:
+        return flatten(
+            {name.replace("__", "."): torch.zeros(shape) for name, shape in shapes.items()}
+        ).tensors
+
+    weights = sources(a__weight=(2, 3), a__bias=(2,), b__weight=(2, 3), running_mean=(2,))
+    copies = sources(extra__e__a__weight=(2, 3), extra__e__b__weight=(3, 3), extra__x__0=(2, 3))
+    assert copied(copies, weights, []) == {
+        "extra.e.a.weight": "a.weight",
+        "extra.e.b.weight": "extra.e.b.weight",
+        "extra.x.0": "extra.x.0",
+    }
+    shadows = sources(extra__s__0=(2, 3), extra__s__1=(2,), extra__s__2=(2, 3))
+    trained = ["a.weight", "a.bias", "b.weight"]
+    assert list(copied(shadows, weights, trained).values()) == trained
