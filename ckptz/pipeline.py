@@ -17,6 +17,7 @@ from ckptz.container.writer import Written, write_container
 from ckptz.encoding.subject import SideInformation
 from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
+from ckptz.guidance.trail import Momentum, Trained
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers
@@ -42,6 +43,7 @@ class Job(FileRecord):
     guides: Mapping[str, SideInformation] | None = None  # what is known of them, by name; None to find it
     # tensors of another file that tell of these: optimizer state beside weights
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
+    momentum: Momentum | None = None  # by which weights are moved, where the file or another loses momentum
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class Prepared:
     job: Job  # what to write
     roles: Mapping[str, Role]  # what its tensors are, where that changes anything
     guides: Mapping[str, SideInformation]  # what is known of them, by name
+    trained: Mapping[str, Trained]  # weights that are moved, by parameter
     notes: tuple[str, ...]  # for the user
 
     def lossy(self, config: Method) -> list[str]:
@@ -60,7 +63,8 @@ class Prepared:
     def contents(self, config: Method, earlier: Earlier | None = None) -> Contents:
         """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`."""
         recipes = config.recipes(self.job.tensors, self.roles, self.job.trained)
-        return Contents(self.job, recipes, self.roles, self.guides, earlier)
+        moves = None if self.job.momentum is None else self.job.momentum.moves(self.trained)
+        return Contents(self.job, recipes, self.roles, self.guides, earlier, moves)
 
 
 @contextlib.contextmanager
@@ -73,16 +77,8 @@ def prepared(job: Job) -> Iterator[Prepared]:
         FileNotFoundError: a file is missing.
     """
     method = checked(job.config)
-    known, notes = dict(job.roles or {}), list[str]()
-    if method.is_lossy and job.roles is None:
-        known, notes = known_roles(
-            job.tensors, job.tree, job.role_rules, job.optimizer_names, names=job.parameter_names
-        )
+    roles, notes = _roles_of(job) if method.is_lossy else ({}, [])
     everything = {**job.tensors, **job.beside}
-    roles = {
-        name: known.get(name) or role_of(name, tuple(s.shape), s.dtype.is_float, job.role_rules)
-        for name, s in (everything.items() if method.is_lossy else ())
-    }
     with contextlib.ExitStack() as held:
         guides = job.guides
         if guides is None:
@@ -90,7 +86,31 @@ def prepared(job: Job) -> Iterator[Prepared]:
                 everything, roles, method, job.guide_files, held, tree=job.tree, rules=job.role_rules
             )
             notes = [*notes, *more]
-        yield Prepared(job, roles, guides, tuple(notes))
+        trained: Mapping[str, Trained] = {}
+        if job.momentum is not None:
+            trained = job.momentum.trained_in(job.tensors, job.tree, roles)
+            guides = {**guides, **job.momentum.guides(trained)}
+        yield Prepared(job, roles, guides, trained, tuple(notes))
+
+
+def _roles_of(job: Job) -> tuple[dict[str, Role], list[str]]:
+    """Find what the tensors of a job are, and notes for the user on it."""
+    known, notes = job.roles, list[str]()
+    if known is None:
+        known, notes = known_roles(
+            job.tensors, job.tree, job.role_rules, job.optimizer_names, names=job.parameter_names
+        )
+    return {
+        name: known.get(name) or role_of(name, tuple(s.shape), s.dtype.is_float, job.role_rules)
+        for name, s in {**job.tensors, **job.beside}.items()
+    }, notes
+
+
+def mark_restored(job: Job) -> None:
+    """Let the next file know the weights that a restore has left, which the job describes."""
+    if job.momentum is not None:
+        trained = job.momentum.trained_in(job.tensors, job.tree, _roles_of(job)[0])
+        job.momentum.trail.mark(trained, job.momentum.step, is_restored=True)
 
 
 def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None = None) -> Written:
@@ -101,4 +121,6 @@ def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None 
     """
     with prepared(job) as ready:
         written = write_container(sink, job.tensors, ready.contents(job.config), workers, progress)
+        if job.momentum is not None:
+            job.momentum.trail.mark(ready.trained, job.momentum.step, is_restored=False)
         return replace(written, notes=(*written.notes, *ready.notes))

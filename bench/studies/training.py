@@ -55,15 +55,20 @@ class Trainer:
     def _load(self, state: State) -> None:
         self.model.load_state_dict(weights_of(state))
         self.step = int(state["step"])
+        self._set_rate()
         for name, parameter in self.model.named_parameters():
             own = {m: state[f"optimizer.{name}.{m}"].clone() for m in self.task.moments}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **own}
 
+    def _set_rate(self) -> None:
+        """Give the optimizer the rate of its next step; saves go by it."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.task.rate(self.step)
+
     def train(self, n_steps: int) -> None:
         """Train on from where it stands."""
         for _ in range(n_steps):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.task.rate(self.step)
+            self._set_rate()
             self.optimizer.zero_grad()
             self.task.loss(self.model, self.task.batch(self.step)).backward()
             self.optimizer.step()

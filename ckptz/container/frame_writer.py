@@ -22,7 +22,7 @@ from ckptz.dtypes import DType
 from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
 from ckptz.encoding.draft import Draft
-from ckptz.encoding.moved import MovedSource, unmoved
+from ckptz.encoding.moved import MovedSource, Moves
 from ckptz.encoding.subject import NO_SIDE_INFORMATION, MapFunction, SideInformation, Subject
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe, Setting
@@ -83,6 +83,7 @@ class Contents:
     # what planners may know of tensors, by name
     guides: Mapping[str, SideInformation] = field(default_factory=dict)
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
+    moves: Moves | None = None  # how weights are moved before they are coded
 
 
 # A chunk to encode: of which tensor, its draft where it is planned already, its bounds and base.
@@ -99,12 +100,36 @@ class _Planning:
     """Plans the tensors of a file; those that others depend on are planned once for both."""
 
     def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
-        recipes = contents.recipes
-        self.tensors = {n: s if recipes[n].is_lossy else unmoved(s) for n, s in tensors.items()}
+        self.tensors, self.notes = dict(tensors), dict[str, str]()
         self._contents = contents
         self._chunks = HeldChunks()
         sources = (contents.recipes[name].companion for name in tensors)
         self._shared = DraftBook(name for name in sources if name is not None)
+        self._ahead: dict[str, Draft] = {}  # of first moments, which are a few vectors each
+        self._movement: float | None = None  # of all tensors whose plans depend on it
+
+    def measure(self, run: MapFunction) -> None:
+        """Measure what the plans of several tensors depend on together."""
+        recipes = self._contents.recipes
+        joint = [name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_units]
+        found = run(lambda name: recipes[name].movement(self._subject(name, self.base(name))), joint)
+        sizes = (self.tensors[name].n_units for name in joint)
+        pairs = [(moved, n) for moved, n in zip(found, sizes, strict=True) if moved is not None]
+        n_units = sum(n for _, n in pairs)
+        self._movement = sum(moved * n for moved, n in pairs) / n_units if n_units else None
+
+    def move(self, moves: Moves, run: MapFunction) -> None:
+        """Move the weights; the first moments that this depends on are planned for it."""
+        recipes = self._contents.recipes
+        names = [name for name in moves.moments if recipes[name].is_lossy]
+        self._ahead = dict(zip(names, run(self._alone, names), strict=True))
+        restored = {name: Restored(self.tensors[name], None, draft) for name, draft in self._ahead.items()}
+        moved, notes = moves.of(restored)
+        self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
+        self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
+
+    def _alone(self, name: str) -> Draft:
+        return self._planned(name, self.base(name), self.companions(name), map)
 
     def base(self, name: str) -> TensorSource | None:
         """Give what a tensor may be stored against; held where several passes will read it."""
@@ -126,6 +151,8 @@ class _Planning:
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
     ) -> Draft:
         """Plan a tensor."""
+        if name in self._ahead:
+            return self._ahead[name]
         make = functools.partial(self._planned, name, base, companions, run)
         return self._shared.draft(name, make) if name in self._shared else make()
 
@@ -136,12 +163,19 @@ class _Planning:
     def _planned(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction
     ) -> Draft:
+        recipe = self._contents.recipes[name] if self.tensors[name].n_units else EXACT
+        return recipe.plan(self._subject(name, base, companions, run))
+
+    def _subject(
+        self,
+        name: str,
+        base: TensorSource | None,
+        companions: Companions | None = None,
+        run: MapFunction = map,
+    ) -> Subject:
         guide, against = self._contents.guides.get(name, NO_SIDE_INFORMATION), self._contents.record.base
         seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
-        subject = Subject(self.tensors[name], base, guide, companions, run, seed)
-        recipe = self._contents.recipes[name]
-        is_empty = not subject.source.n_units
-        return (EXACT if is_empty else recipe).plan(subject)
+        return Subject(self.tensors[name], base, guide, companions, run, seed, self._movement)
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
         """Give the tensors that a tensor's classes depend on, as the file restores them."""
@@ -259,11 +293,14 @@ def write_frames(
     settled = earlier.settled(contents.recipes) if earlier is not None else {}
     fresh = [name for name in tensors if name not in settled]
     planning = _Planning(tensors, contents)
+    if contents.moves is not None:
+        planning.move(contents.moves, workers.map)
+    planning.measure(workers.map)
     share = sum(tensors[name].n_units for name in fresh) // (BATCHES * workers.jobs)
     batches = _batches(_chunks(planning, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_UNITS))
     encode, is_small = functools.partial(_encode_all, planning), functools.partial(_is_small, planning)
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
-    for name, source in tensors.items():
+    for name, source in planning.tensors.items():
         if name in settled:
             entry = copy_frame(sink, offset, settled[name])
             plan = settled[name].header.plan
@@ -280,7 +317,7 @@ def write_frames(
                 )
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
-            plan, note = draft.plan, draft.note
+            plan, note = draft.plan, draft.note or planning.notes.get(name, "")
         yield entry, plan, note
         offset += entry.n_bytes
 

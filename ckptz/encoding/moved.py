@@ -5,7 +5,9 @@ Encoder only. What the file records of errors compares with the weight itself; s
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckptz.codec.units import SourceOf, TensorSource
 from ckptz.kernels.floats import Units
@@ -26,6 +28,23 @@ class MovedSource(SourceOf):
 
     def units(self, begin: int, end: int) -> Units:
         return self.moved.units(begin, end)
+
+
+# weights as they are moved, and notes on those that should be and are not, by name
+MovedAndNotes: TypeAlias = tuple[Mapping[str, MovedSource], Mapping[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """The moves of the weights of a file.
+
+    Attributes:
+        moments: names of the first moments of the same file that moves depend on.
+        of: is given these as the file restores them, those that lose something, by name.
+    """
+
+    moments: tuple[str, ...]
+    of: Callable[[Mapping[str, TensorSource]], MovedAndNotes]
 
 
 def unmoved(source: TensorSource) -> TensorSource:

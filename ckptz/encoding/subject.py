@@ -112,6 +112,7 @@ class Subject:
     companions: Companions | None = None
     run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
     seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
+    movement: float | None = None  # of the file: see `Recipe.movement`; None where it is not known
 
 
 def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:

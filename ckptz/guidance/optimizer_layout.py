@@ -153,7 +153,7 @@ def known_roles(
     found: dict[str, Role] = {}
     notes: list[str] = []
     root = None if tree is None else parse_tree(tree).root
-    states = list(_optimizers(root))
+    states = list(optimizers_in(root))
     inside = {*own, *(ref.name for state in states for ref in _refs(state))}
     roles = {n: role_of(n, s.shape, s.dtype.is_float, rules) for n, s in tensors.items()}
     ordered = {ref.name for ref in _refs(root)}
@@ -188,14 +188,14 @@ def roles_beside(
     return known_roles({**weights, **read}, tree, rules, tuple(read), model_tree)
 
 
-def _optimizers(node: Any) -> Iterator[Mapping[Any, Any]]:
-    """The states of torch optimizers anywhere in a tree."""
+def optimizers_in(node: Any) -> Iterator[Mapping[Any, Any]]:
+    """Find the states of torch optimizers anywhere in the root of a tree."""
     is_mapping = isinstance(node, Mapping)
     if is_mapping and isinstance(node.get("state"), Mapping) and isinstance(node.get("param_groups"), list):
         yield node
         return
     for child in _children(node):
-        yield from _optimizers(child)
+        yield from optimizers_in(child)
 
 
 def _refs(node: Any) -> Iterator[TensorRef]:

@@ -10,6 +10,7 @@ from them. See docs/frameworks.md.
 from __future__ import annotations
 
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,10 +21,12 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAS
 
 from ckptz.api.safe_open import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.versions import warn_untested
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
+from ckptz.pipeline import Job, mark_restored
 from ckptz.state.plain_types import on_device
 
 TESTED: Final = (
@@ -77,6 +80,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
     ) -> None:
         options = ChainOptions(config=config, anchor_every=anchor_every, exact=exact, jobs=jobs, base=base)
         self._chain = Chain(options)
+        self._trail = Trail() if config.loses_state else None
         self._torch = TorchCheckpointIO()
 
     @property
@@ -101,8 +105,13 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         """
         if storage_options is not None:
             raise TypeError("CkptzIO takes no storage_options; leave them out of Trainer.save_checkpoint")
-        step = checkpoint.get("global_step")
-        self._chain.write(_local(path), job_of(checkpoint, step if isinstance(step, int) else None))
+        self._chain.write(_local(path), self._job(checkpoint))
+
+    def _job(self, checkpoint: dict[str, Any]) -> Job:
+        found = checkpoint.get("global_step")
+        step = found if isinstance(found, int) else None
+        momentum = None if self._trail is None else Momentum(self._trail, step)
+        return replace(job_of(checkpoint, step), momentum=momentum)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
@@ -127,6 +136,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
             return loaded
         checkpoint: dict[str, Any] = read_newest(place, self._chain.options.jobs)
         self._chain.go_on_from(place)
+        mark_restored(self._job(checkpoint))
         if map_location is None or isinstance(map_location, dict) or callable(map_location):
             return checkpoint
         moved: dict[str, Any] = on_device(checkpoint, map_location)

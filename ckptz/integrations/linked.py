@@ -167,6 +167,7 @@ class Chain:
                 make_folder(path.parent)
                 self._drop_residuals()
                 written = self._write(path, replace(job, config=self.options.config))
+                self.notes += written.notes
                 for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
                     sync_folder(above)
             except OSError as error:
@@ -302,6 +303,7 @@ def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
         base=base_ref(lossy, file),
         bases=residual_bases(lossy),
         guides={},
+        momentum=None,
     )
 
 

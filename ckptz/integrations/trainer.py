@@ -30,13 +30,8 @@ from ckptz.codec.values import KINDS
 from ckptz.container.publish import make_folder
 from ckptz.encoding.subject import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
-from ckptz.integrations.linked import (
-    DEFAULTS,
-    Chain,
-    ChainOptions,
-    job_of,
-    read_newest,
-)
+from ckptz.guidance.trail import Momentum, Trail
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
 from ckptz.pipeline import Job
@@ -44,7 +39,7 @@ from ckptz.roles import Rule
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.store.step_files import FROZEN_KEY, Kept
 from ckptz.torch import load_state
-from ckptz.training.files import moment_roles
+from ckptz.training.files import lossy_tensors, moment_roles
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.state import (
     check_optimizers_fit,
@@ -52,7 +47,9 @@ from ckptz.training.state import (
     load_optimizers,
     optimizer_state,
     random_state,
+    sampled_weights,
     set_random_state,
+    trained_weights,
 )
 
 if TYPE_CHECKING:
@@ -109,6 +106,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         super().__init__(*args, **kwargs)
         _check_plain(self, trainable_only)
         self._ckptz = ckptz
+        self._ckptz_trail = Trail() if ckptz.config.loses_state and not self.args.save_only_model else None
         self._ckptz_frozen = FrozenId() if trainable_only else None
         kept = _kept(self.args)
         self._ckptz_chains = {
@@ -142,12 +140,26 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         job = job_of(state, self.state.global_step)
         if self._ckptz_frozen is not None and (frozen_id := self._ckptz_frozen.of(frozen)) is not None:
             job = replace(job, metadata={FROZEN_KEY: frozen_id})
-        if self._ckptz.config.is_lossy:
-            job = replace(job, guides=_guides(job.tensors, _training_job(self).tensors))
-        self._ckptz_chains[MODEL_NAME].write(folder / MODEL_NAME, job)
+        chain, path = self._ckptz_chains[MODEL_NAME], folder / MODEL_NAME
+        if not self._ckptz.config.is_lossy:
+            chain.write(path, job)
+            return
+        training = _training_job(self)
+        job = replace(job, guides=_guides(job.tensors, training.tensors))
+        if self._ckptz_trail is None:
+            chain.write(path, job)
+            return
+        # What the state loses of momentum is known when it is written.
+        trained = trained_weights(_optimizers_of(self), job.tensors, training.tensors)
+        momentum = Momentum(self._ckptz_trail, self.state.global_step, trained)
+        training = replace(training, guides=momentum.guides(trained))
+        self._ckptz_chains[STATE_NAME].write(folder / STATE_NAME, training)
+        with contextlib.closing(open_checkpoint(folder / STATE_NAME)) as stored:
+            momentum = replace(momentum, restored=lossy_tensors(stored))
+            chain.write(path, replace(job, momentum=momentum))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.should_save:
+        if self.args.should_save and self._ckptz_trail is None:  # else it stands beside the weights already
             self._ckptz_chains[STATE_NAME].write(Path(output_dir) / STATE_NAME, _training_job(self))
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -187,6 +199,9 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if scaler is not None and state["scaler"] is not None:
             scaler.load_state_dict(state["scaler"])
         self._ckptz_chains[STATE_NAME].go_on_from(path)
+        if self._ckptz_trail is not None:  # the weights are there already
+            trained = trained_weights(_optimizers_of(self), sampled_weights(model.state_dict()))
+            self._ckptz_trail.mark(trained, self.state.global_step, is_restored=True)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / STATE_NAME).is_file():
@@ -269,11 +284,15 @@ def _rng_path(trainer: Any, folder: str) -> Path:
     return Path(folder) / f"rng-{trainer.args.process_index:05d}{SUFFIX}"
 
 
+def _optimizers_of(trainer: Any) -> dict[str, Any]:
+    return optimizer_state(_unwrapped(trainer), [_bare(trainer.optimizer)])
+
+
 def _training_job(trainer: Any) -> Job:
     """The file of the optimizer by parameter name, the scheduler and the scaler."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     state = {
-        **optimizer_state(_unwrapped(trainer), [_bare(trainer.optimizer)]),
+        **_optimizers_of(trainer),
         "scheduler": trainer.lr_scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }

@@ -113,8 +113,8 @@ PURPOSES: Final = ("auto", "resume", "ship")
 ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that restart
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
-LEAST_MOVING: Final = 1 / 16  # of elements; see `_GridTensor.after`
-MAX_HALVED: Final = 6
+LEAST_MOVING: Final = 0.05  # of elements; see `_GridTensor.after`
+FINEST: Final = 1 / 64  # of a step
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
 
@@ -135,9 +135,30 @@ class UniformGrid(Recipe):
     anchor_step: float | None = None
     name: ClassVar[str] = "grid"
 
+    is_joint: ClassVar[bool] = True
+
     def settings(self) -> dict[str, Setting]:
         chosen = {} if self.dead_zone is None else {"dead_zone": self.dead_zone}
         return {"step": self.step, **chosen}
+
+    def movement(self, subject: Subject) -> float | None:
+        """Measure in the chunk in the middle, in steps, by how much elements have moved, each at most one."""
+        source, base, guide = subject.source, subject.base, subject.guide
+        if base is None:
+            return None
+        begin, end = _middle(source)
+        found = Extent.of(source, base, guide, (begin, end))
+        if found.fault(source.dtype) or not found.power or found.residual_power >= found.power:
+            return None
+        row_units = source.n_units // n_rows_of(source.shape)
+        first, last = begin // row_units, (end - 1) // row_units
+        n_rows, sums = last + 1 - first, found.row_sums
+        squares = np.zeros(n_rows) if sums is None else sums[first : last + 1] * n_rows / (end - begin)
+        rows = row_steps(self.step, found.spread, squares, guide.energy)
+        at = sampled(begin, end)
+        steps = rows.steps[rows.labels[at // row_units - first]]
+        moved = (reals(source, begin, end) - reals(base, begin, end))[at - begin]
+        return float(np.minimum(np.abs(moved) / steps, 1.0).mean())
 
     def plan(self, subject: Subject) -> Draft:
         """Plan a weight, whose steps and rounding follow its base and its guide."""
@@ -172,7 +193,7 @@ class UniformGrid(Recipe):
         key = drawn if isinstance(drawn, int) else NEAREST
         grid = _GridTensor(subject.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
-            grid = grid.after(subject.seed, PEAK if kept else PEAK_TO_SHIP)
+            grid = grid.after(subject.seed, PEAK if kept else PEAK_TO_SHIP, subject.movement)
         counted = grid.counted(subject.run)
         most = largest_magnitude(counted.found.total)
         if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
@@ -332,6 +353,12 @@ class Grid(Method):
         return None if found is None else replace(self, step=found.step)
 
 
+def _middle(source: TensorSource) -> Bounds:
+    """Choose the chunk in the middle."""
+    bounds = list(chunk_bounds(source.n_units))
+    return bounds[len(bounds) // 2]
+
+
 def _row_steps(source: TensorSource, step: float, guide: SideInformation, found: Extent) -> RowSteps:
     """Steps of the rows; one for all of them where rows are too short or too many for labels."""
     n_rows = n_rows_of(tuple(source.shape))
@@ -396,17 +423,17 @@ class _GridTensor(OnGrid):
             return OnGrid.codes(self, begin, end, units)
         return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))
 
-    def after(self, new: int, peak: float) -> _GridTensor:
+    def after(self, new: int, peak: float, movement: float | None) -> _GridTensor:
         """Choose thresholds, and steps for them, by the chunk in the middle; `self.key` is the base's file's.
 
         Weights have a peak at zero. So of residuals whose base is within `peak` steps of it, many are small
         wherever they come from; the others decide.
 
-        Where few elements would move by a step, steps are halved while that stays so: what drawing adds to
-        the error of a file, the product of movement and step, halves each time for few bits.
+        Where few elements of a file would move by a step, steps are finer: what drawing adds to its error,
+        the product of movement and step, becomes less for few bits. Those of all its tensors are so by one
+        factor: bits and errors of a tensor are then in the same proportion as those of any other.
         """
-        all_bounds = list(chunk_bounds(self.source.n_units))
-        bounds = all_bounds[len(all_bounds) // 2]
+        bounds = _middle(self.source)
         values, base, steps, labels, row_units = self.inputs(*bounds, self.source.units(*bounds))
         at = sampled(*bounds)
         of_rows = steps[labels[at // row_units]]
@@ -416,9 +443,7 @@ class _GridTensor(OnGrid):
             is_far[:] = True
         drawn = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
         key = key_of(np.where(is_far, places, np.nan), drawn, self.key, new)
-        moving = np.minimum(np.abs(places), 1.0).mean()
-        n_halved = 0 if key == NEAREST or not moving else int(np.log2(LEAST_MOVING / moving))
-        share = 0.5 ** min(max(n_halved, 0), MAX_HALVED)
+        share = 1.0 if key == NEAREST or not movement else min(max(movement / LEAST_MOVING, FINEST), 1.0)
         return replace(self, key=key, rows=replace(self.rows, steps=self.rows.steps * share))
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:

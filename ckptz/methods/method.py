@@ -38,12 +38,14 @@ class Recipe:
         name: in the file's record of the tensor.
         is_lossy: whether the tensor may come back changed.
         may_be_low_rank: whether the tensor may become a sum of outer products, where a guide has its reach.
+        is_joint: whether plans depend on the movement of all such tensors of a file.
     """
 
     __slots__ = ()
     name: ClassVar[str]
     is_lossy: ClassVar[bool] = True
     may_be_low_rank: ClassVar[bool] = False
+    is_joint: ClassVar[bool] = False
 
     @property
     def prunes(self) -> bool:
@@ -62,6 +64,10 @@ class Recipe:
 
     def settings(self) -> dict[str, Setting]:
         """Give the settings that the file's record holds, by name."""
+        raise NotImplementedError
+
+    def movement(self, subject: Subject) -> float | None:
+        """Measure how far a tensor is from its base, in steps; None where it is not stored against it."""
         raise NotImplementedError
 
     def plan(self, subject: Subject) -> Draft:

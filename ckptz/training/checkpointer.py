@@ -19,6 +19,7 @@ from ckptz.container.byte_source import is_url
 from ckptz.container.caches import LastChunks
 from ckptz.encoding.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
+from ckptz.guidance.trail import Trail
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
 from ckptz.pages.words import Shown
@@ -40,7 +41,6 @@ from ckptz.training.budget_search import (
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
-from ckptz.training.moves import Trail
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
 from ckptz.training.snapshot import Snapshot
@@ -58,7 +58,9 @@ from ckptz.training.state import (
     model_state,
     optimizer_state,
     random_state,
+    sampled_weights,
     set_random_state,
+    trained_weights,
 )
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
@@ -314,7 +316,12 @@ class Checkpointer:
         """Be the folder's one writer from the first step on, and know where that has left the weights."""
         self._lock()
         if self._trail is not None and not self._trail.is_marked and self._writer.is_idle:
-            self._trail.mark(self._weights_and_optimizer(), step, is_restored=False)
+            self._mark(self._trail, step, is_restored=False)
+
+    def _mark(self, trail: Trail, step: int, *, is_restored: bool) -> None:
+        weights = sampled_weights(model_state(self.model))
+        trained = trained_weights(optimizer_state(self.model, self._optimizers), weights)
+        trail.mark(trained, step, is_restored=is_restored)
 
     def _lock(self) -> None:
         """Let a second writer be noticed at the first step; a save under way has unfinished files there."""
@@ -396,14 +403,12 @@ class Checkpointer:
 
     def _state(self) -> dict[str, Any]:
         return {
-            **self._weights_and_optimizer(),
+            MODEL: model_state(self.model),
+            **optimizer_state(self.model, self._optimizers),
             "extra": extra_state(self.extra),
             "rng": random_state(),
             **({RESTORES: self._n_restores} if self._n_restores else {}),
         }
-
-    def _weights_and_optimizer(self) -> dict[str, Any]:
-        return {MODEL: model_state(self.model), **optimizer_state(self.model, self._optimizers)}
 
     @property
     def _optimizers(self) -> list[Optimizer]:
@@ -418,8 +423,6 @@ class Checkpointer:
         start = time.perf_counter()
         self._snapshot.synchronize()
         written = self._written(taken, method, metric, begun.step)
-        if self._trail is not None:
-            self._trail.mark(taken.nested, begun.step, is_restored=False)
         try:
             pruned = prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
@@ -521,7 +524,7 @@ class Checkpointer:
             before = found if isinstance(found, int) and 0 <= found < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
             if self._trail is not None:
-                self._trail.mark(self._weights_and_optimizer(), step, is_restored=True)
+                self._mark(self._trail, step, is_restored=True)
         self.restored = restored
         return step
 

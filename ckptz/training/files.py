@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
@@ -17,8 +17,8 @@ from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
 from ckptz.encoding.subject import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
-from ckptz.guidance.moves import Course
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
+from ckptz.guidance.trail import Momentum, Trail, Trained
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
@@ -38,7 +38,7 @@ from ckptz.store.step_files import (
     StepFile,
 )
 from ckptz.training.copies import copied, named_in
-from ckptz.training.moves import UNKNOWN, Lost, Trail, can_move, moved
+from ckptz.training.state import trained_weights
 
 MODEL, OPTIMIZER = "model", "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against
@@ -163,34 +163,11 @@ class StepState:
         return frozenset(role.parameter for role in self.roles.values() if role.role in _MOMENTS)
 
     @property
-    def nested(self) -> Mapping[str, Any]:
-        """The snapshot as it was given."""
-        return self._given[0]
-
-    def momenta(self, courses: Iterable[tuple[str, Course]]) -> dict[str, Lost]:
-        """Give the first moments whose weights can be moved, by parameter, all of each as lost."""
-        found = {}
-        for parameter, course in courses:
-            weight = self.weights.tensors.get(f"{self.prefix}{parameter}")
-            moment = self.rest.tensors.get(f"{OPTIMIZER}.{parameter}.{course.moment}")
-            second = self.rest.tensors.get(f"{OPTIMIZER}.{parameter}.{course.second}")
-            given = [moment, *[second] * (course.second is not None)]
-            if not can_move(weight) or not all(map(can_move, given)):
-                continue
-            if weight is not None and moment is not None and weight.shape == moment.shape:
-                found[parameter] = Lost(course, moment, None, second)
-        return found
-
-    def lost(self, restored: Checkpoint, courses: Iterable[tuple[str, Course]]) -> dict[str, Lost]:
-        """Give what a file of this state loses of them."""
-        records = () if restored.container is None else restored.container.index.tensors
-        lossy = {one.name for one in records if one.lossy is not None}
-        found = {}
-        for parameter, one in self.momenta(courses).items():
-            name = f"{OPTIMIZER}.{parameter}.{one.course.moment}"
-            if name in lossy:
-                found[parameter] = replace(one, restored=restored.tensors[name])
-        return found
+    def with_optimizers(self) -> dict[str, Trained]:
+        """Weights, by parameter, with what the optimizers keep of them."""
+        n, weights = len(self.prefix), self.weights.tensors
+        by_parameter = {name[n:]: source for name, source in weights.items()}
+        return trained_weights(self._given[0], by_parameter, self.rest.tensors, self.prefix)
 
     def job(self, part: Part, method: WhatMayBeLost) -> Job:
         """Describe one of the two files.
@@ -271,8 +248,9 @@ class StepEncoder:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
         job = replace(state.job(state.weights, method), quality=method.quality)
-        if restored is not None and self._trail is not None:
-            job = replace(job, tensors={**job.tensors, **self._moved(state, restored, self._trail)})
+        if self._trail is not None:
+            momentum = Momentum(self._trail, self._step, state.with_optimizers, lossy_tensors(restored))
+            job = replace(job, momentum=momentum)
         return self._write("weights", sink, job, base, _bases(base), metadata)
 
     def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
@@ -282,7 +260,7 @@ class StepEncoder:
         quality = method.quality if method.config.loses_state else ()
         job = self._state.job(self._state.rest, method)
         with contextlib.ExitStack() as held:
-            guides = {**self._reaches(), **self._guides_of_copies(method, held)}
+            guides = {**self._guides(), **self._guides_of_copies(method, held)}
             job = replace(job, guides=guides, beside={}, quality=quality)
             return self._write("state", sink, job, base, _bases(base), metadata)
 
@@ -300,27 +278,12 @@ class StepEncoder:
         owned = {name: guides.get(f"{state.prefix}{parameter}") for name, parameter in state.copies.items()}
         return {name: guide for name, guide in owned.items() if guide is not None}
 
-    def _reaches(self) -> dict[str, SideInformation]:
+    def _guides(self) -> dict[str, SideInformation]:
         """What is known of first moments, by their names."""
         if self._trail is None:
             return {}
-        state, trail = self._state, self._trail
-        momenta = state.momenta(trail.courses(state.nested, self._step))
-        reaches = trail.reaches(state.nested, self._step, momenta)
-        return {
-            f"{OPTIMIZER}.{name}.{momenta[name].course.moment}": SideInformation(reach=reach)
-            for name, reach in reaches.items()
-        }
-
-    def _moved(self, state: StepState, restored: Checkpoint, trail: Trail) -> dict[str, TensorSource]:
-        """The weights, by name in the file, that are moved by momentum that the file of the state loses."""
-        lost = state.lost(restored, trail.courses(state.nested, self._step))
-        shares = trail.shares(state.nested, self._step, lost)
-        if unknown := [name for name in lost if name not in shares]:
-            first = f"first {state.prefix + unknown[0]!r}"
-            self._notes["weights"].append(f"weights: {len(unknown)}, {first}, {UNKNOWN}")
-        by_name = {name: state.weights.tensors[state.prefix + name] for name in shares}
-        return {state.prefix + name: source for name, source in moved(by_name, lost, shares).items()}
+        trained = self._state.with_optimizers
+        return Momentum(self._trail, self._step, trained).guides(trained)
 
     def exact(
         self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
@@ -366,6 +329,12 @@ class StepEncoder:
 
 def _bases(base: Checkpoint | None) -> dict[str, TensorSource]:
     return {} if base is None else remembering(base.tensors)
+
+
+def lossy_tensors(restored: Checkpoint | None) -> dict[str, TensorSource]:
+    """Give the tensors of an open file that lose something, by name; none of no file."""
+    records = () if restored is None or restored.container is None else restored.container.index.tensors
+    return {one.name: restored.tensors[one.name] for one in records if restored and one.lossy is not None}
 
 
 def residual_bases(lossy: Checkpoint) -> dict[str, TensorSource]:

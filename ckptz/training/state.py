@@ -12,6 +12,7 @@ import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -26,8 +27,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from ckptz.codec.units import TensorSource
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
+from ckptz.guidance.trail import Trained, stride_of
 from ckptz.state.plain_types import from_plain, to_plain
+from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]
@@ -338,6 +342,60 @@ def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -
                 raise
             raise ConfigError(what) from error
         changed.append(name)
+
+
+def trained_weights(
+    state: Mapping[str, Any],
+    weights: Mapping[str, TensorSource],
+    tensors: Mapping[str, TensorSource] = MappingProxyType({}),
+    prefix: str = "",
+) -> dict[str, Trained]:
+    """Find what optimizers keep of weights, by parameter.
+
+    Args:
+        state: as `optimizer_state` gives it.
+        weights: by parameter.
+        tensors: of the optimizers, by their names in a file; without them, numbers alone are given.
+        prefix: what begins the names of weights in their file.
+    """
+    found = {}
+    is_adamw = set(state["classes"]) == {"AdamW"}
+    for group in state["groups"]:
+        settings = {key: _number(value) for key, value in group.items() if key != "params"}
+        for parameter in group["params"]:
+            if parameter not in weights:
+                continue
+            own = {key: _number(value) for key, value in state["optimizer"].get(parameter, {}).items()}
+            names = {key: f"optimizer.{parameter}.{key}" for key in own if isinstance(own[key], torch.Tensor)}
+            own |= {key: tensors[name] for key, name in names.items() if name in tensors}
+            found[parameter] = Trained(
+                name=f"{prefix}{parameter}",
+                weight=weights[parameter],
+                settings=settings,
+                state=own,
+                names=names,
+                is_adamw=is_adamw,
+            )
+    return found
+
+
+def sampled_weights(model: Mapping[str, Any]) -> dict[str, TensorSource]:
+    """Copy the samples of a model's weights that a `Trail` marks, by name, from wherever they live."""
+    found = {}
+    for name, weight in model.items():
+        is_plain = isinstance(weight, torch.Tensor) and weight.layout == torch.strided
+        is_own = not (hasattr(weight, "full_tensor") or hasattr(weight, "__tensor_flatten__"))
+        if is_plain and is_own and weight.is_floating_point() and weight.device.type != "meta":
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: stride_of(flat.numel())].cpu().contiguous()
+            found[name] = source_of(name, sample)
+    return found
+
+
+def _number(value: Any) -> Any:
+    """Turn a tensor of one number into that number; everything else stays as it is."""
+    is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta"
+    return value.item() if is_number else value
 
 
 def _plain(value: Any) -> Any:

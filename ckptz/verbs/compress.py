@@ -31,6 +31,7 @@ from ckptz.formats.targets import (
 )
 from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
+from ckptz.guidance.trail import Momentum, Trail
 from ckptz.kernels.clock import working_seconds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
@@ -184,6 +185,7 @@ def compress(
             param_names=_path(param_names),
             guide_files=guides,
             search=search,
+            trail=Trail() if chain and config.loses_state else None,
             workers=held.enter_context(Workers(jobs)),
             progress=progress,
         )
@@ -361,6 +363,7 @@ class _Compression:
     param_names: Path | None
     guide_files: SideInformationFiles
     search: SearchOptions | None
+    trail: Trail | None
     workers: Workers
     progress: Progress
 
@@ -466,11 +469,12 @@ class _Compression:
         recorded = container.index.step if container is not None and self.step is None else self.step
         source = path_of(opened.name)
         step = step_of(source, recorded, opened.metadata)
+        step = self.steps.get(source) if step is None else step
         job = Job(
             tensors=opened.tensors,
             config=self.search.template if self.search else self.config,
             metadata=opened.metadata,
-            step=self.steps.get(source) if step is None else step,
+            step=step,
             sharding=opened.sharding,
             tree=opened.tree,
             base=base.ref if base else None,
@@ -480,6 +484,7 @@ class _Compression:
             optimizer_names=opened.optimizer_names,
             parameter_names=ParameterNames(self.param_names, Path(opened.name)),
             guide_files=self.guide_files,
+            momentum=None if self.trail is None else Momentum(self.trail, step),
         )
         self.progress.start(opened.name, tensor_bytes(opened.tensors))
         try:

@@ -326,9 +326,9 @@ def test_jobs_and_reruns_change_no_byte(tmp_path: Path, config: Method) -> None:
 
 
 @pytest.mark.parametrize(
-    ("movement", "halved"), [(0.2, 0), (0.05, 0), (0.03, 1), (0.015, 2), (0.001, 5), (0.0001, 6)]
+    ("movement", "share"), [(0.2, 1), (0.06, 1), (0.03, 0.6), (0.015, 0.3), (0.001, 0.02), (0.0001, 1 / 64)]
 )
-def test_steps_are_halved_where_little_moves(tmp_path: Path, movement: float, halved: int) -> None:
+def test_steps_are_finer_where_little_moves(tmp_path: Path, movement: float, share: float) -> None:
     config = Grid(purpose="resume")
     anchor = written(tmp_path, "0", state(), config)
     rng = np.random.default_rng(1)
@@ -336,7 +336,20 @@ def test_steps_are_halved_where_little_moves(tmp_path: Path, movement: float, ha
     later = anchor | {WEIGHT: (anchor[WEIGHT] + rng.choice([-1, 1], (160, 256)) * movement * step)}
     later[WEIGHT] = later[WEIGHT].astype(np.float32)
     written(tmp_path, "1", later, config, "0")
-    assert load_steps(tmp_path / "1.ckptz") == pytest.approx(step / 2**halved, rel=1e-6)
+    assert load_steps(tmp_path / "1.ckptz") == pytest.approx(step * share, rel=0.01)
+
+
+def test_steps_of_all_tensors_are_finer_together(tmp_path: Path) -> None:
+    names, config = [f"model.{i}.weight" for i in range(3)], Grid(purpose="resume")
+    anchor = written(tmp_path, "0", {n: state(i)[WEIGHT] for i, n in enumerate(names)}, config)
+    steps = 0.4 * np.array([anchor[name].std() for name in names])
+    movement = (0.0, 0.01, 0.02)  # in steps, of which one tensor is left alone
+    signs = np.random.default_rng(1).choice(np.float32([-1, 1]), (160, 256))
+    moves = zip(names, movement, steps, strict=True)
+    later = {n: (anchor[n] + signs * np.float32(m * step)).astype(np.float32) for n, m, step in moves}
+    written(tmp_path, "1", later, config, "0")
+    shares = [record_of(tmp_path, "1", name).settings["step"] for name in names[1:]]
+    assert shares[0] == shares[1] == pytest.approx(0.2, rel=0.1)
 
 
 def test_more_restores_than_usual_want_finer_steps() -> None:

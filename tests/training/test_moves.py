@@ -18,9 +18,9 @@ from ckptz import Budget, Checkpointer, Grid, KeepPolicy, inspect
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
+from ckptz.guidance.trail import Lost, Trail, Trained
 from ckptz.torch import load_file
-from ckptz.training.moves import Lost, Trail, courses_of
-from ckptz.training.state import model_state, optimizer_state
+from ckptz.training.state import model_state, optimizer_state, trained_weights
 from tests.support.checkpointer_support import LOSSY
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -58,8 +58,16 @@ class Run:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] + slope
 
-    def state(self) -> dict[str, Any]:
-        return {"model": model_state(self.model), **optimizer_state(self.model, [self.optimizer])}
+    def trained(self) -> dict[str, Trained]:
+        weights = {name: source(weight) for name, weight in model_state(self.model).items()}
+        state = optimizer_state(self.model, [self.optimizer])
+        tensors = {
+            f"optimizer.{name}.{key}": source(value)
+            for name, own in state["optimizer"].items()
+            for key, value in own.items()
+            if value.ndim
+        }
+        return trained_weights(state, weights, tensors)
 
     def moments(self, name: str = "weight") -> tuple[Tensor, Tensor | None]:
         own = self.optimizer.state[getattr(self.model, name)]
@@ -95,7 +103,12 @@ def lost_of(run: Run, course: Course) -> Lost:
 
 
 def courses(run: Run, before: Mapping[str, tuple[float, float]] | None = None) -> dict[str, Course]:
-    return dict(courses_of(run.state(), before or {}))
+    found = {}
+    for name, one in run.trained().items():
+        course = course_of(one.settings, one.state, is_adamw=one.is_adamw, before=(before or {}).get(name))
+        if course is not None:
+            found[name] = course
+    return found
 
 
 # --- the moves to come ----------------------------------------------------------------------------
@@ -211,7 +224,7 @@ def trail_of(run: Run, n: int = 15) -> Trail:
     """A run that has been saved and has trained on."""
     run.train(50)
     trail = Trail()
-    trail.mark(run.state(), 50, is_restored=False)
+    trail.mark(run.trained(), 50, is_restored=False)
     run.train(n)
     return trail
 
@@ -221,31 +234,31 @@ def test_decoupled_weight_decay_is_no_movement_of_training() -> None:
     with torch.no_grad():
         run.model.weight *= 100
     trail = trail_of(run)
-    lost = {"weight": lost_of(run, dict(trail.courses(run.state(), 65))["weight"])}
-    assert trail.shares(run.state(), 65, lost)["weight"] == pytest.approx(1, abs=0.1)
+    lost = {"weight": lost_of(run, trail.lost(run.trained(), 65)["weight"].course)}
+    assert trail.shares(run.trained(), 65, lost)["weight"] == pytest.approx(1, abs=0.1)
 
 
 def test_without_movement_the_share_is_the_last_one() -> None:
     run = Run(OPTIMIZERS["AdamW"], size=256)
     trail, step = trail_of(run), 65
     lost = {"weight": lost_of(run, courses(run)["weight"])}
-    measured = trail.shares(run.state(), step, lost)
+    measured = trail.shares(run.trained(), step, lost)
     assert measured["weight"] > 0.85
     for n_more in (0, 3):  # no update at all, and some with a rate of 0
-        trail.mark(run.state(), step, is_restored=False)
+        trail.mark(run.trained(), step, is_restored=False)
         for group in run.optimizer.param_groups:
             group["lr"] = 0.0
         run.train(n_more)
-        assert trail.shares(run.state(), step + n_more, lost) == measured
-    trail.mark(run.state(), step, is_restored=True)  # right after a restore nothing more is lost
-    assert trail.shares(run.state(), step, lost) == {"weight": 0.0}
+        assert trail.shares(run.trained(), step + n_more, lost) == measured
+    trail.mark(run.trained(), step, is_restored=True)  # right after a restore nothing more is lost
+    assert trail.shares(run.trained(), step, lost) == {"weight": 0.0}
 
 
 def test_optimizers_that_count_no_updates_are_measured_by_the_steps_of_saves() -> None:
     run = Run(OPTIMIZERS["SGD"], size=256)
     trail = trail_of(run)
-    course = dict(trail.courses(run.state(), 65))["weight"]
-    share = trail.shares(run.state(), 65, {"weight": lost_of(run, course)})["weight"]
+    course = trail.lost(run.trained(), 65)["weight"].course
+    share = trail.shares(run.trained(), 65, {"weight": lost_of(run, course)})["weight"]
     assert share == pytest.approx(1, abs=0.15)
 
 
@@ -457,11 +470,11 @@ def test_what_does_not_tell_is_not_taken_for_a_share() -> None:
     run = Run(OPTIMIZERS["AdamW"], size=128)
     run.train(20)
     trail = Trail()
-    trail.mark(run.state(), 20, is_restored=False)
+    trail.mark(run.trained(), 20, is_restored=False)
     with torch.no_grad():
         run.model.weight += 30 * torch.randn(128, 128)
     run.train(5)
-    assert trail.shares(run.state(), 25, {"weight": lost_of(run, courses(run)["weight"])}) == {}
+    assert trail.shares(run.trained(), 25, {"weight": lost_of(run, courses(run)["weight"])}) == {}
 
 
 def test_parameters_without_elements_are_left_alone(tmp_path: Path) -> None:

@@ -1,0 +1,373 @@
+"""What a save makes up for of the momentum that its files lose: weights are moved before they are coded.
+
+First moments that come back poorer move weights less than they would have. How much less cannot be told from
+them alone: gradients may undo a part of it. So the moves that lost momentum would still cause, P, are held
+against those that training has made, D, since the last save or restore: a sample of the live weights there is
+kept in memory for that. Weights are moved by <P, D> / <P, P> of P; see `ckptz.guidance.moves`. On three runs
+(bench/studies/momentum.py) that ends nearer to the uninterrupted run than moves by all of P or by none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.units import SourceOf, TensorSource
+from ckptz.codec.values import KINDS
+from ckptz.encoding.coded import CodedSource
+from ckptz.encoding.companions import HeldChunks
+from ckptz.encoding.moved import MovedSource, Moves
+from ckptz.encoding.subject import SideInformation
+from ckptz.guidance.moves import Course, Products, course_of, shares_of
+from ckptz.guidance.optimizer_layout import optimizers_in
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import Units
+from ckptz.quant.sensitivity import floats_of
+from ckptz.roles import Role
+from ckptz.state.skeleton import TensorRef, parse_tree
+
+SAMPLED: Final = 1 << 16  # elements of a weight, at most
+UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to have made where it is unknown
+Sample = NDArray[np.float32]
+UNKNOWN: Final = "not moved by the momentum that is lost: how much of it training follows is not known"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A weight, and what its optimizer says of it.
+
+    Attributes:
+        name: of the weight in its file.
+        weight: its values.
+        settings: of its parameter group, plain values.
+        state: of the parameter: tensors, and numbers, by what the optimizer calls them.
+        names: of these tensors in their file.
+        is_adamw: whether the optimizer is an AdamW, which older versions of torch do not tell from Adam.
+    """
+
+    name: str
+    weight: TensorSource
+    settings: Mapping[str, Any]
+    state: Mapping[str, Any]
+    names: Mapping[str, str]
+    is_adamw: bool = False
+
+    @property
+    def rate(self) -> float | None:
+        """Rate of the next update; None if it is not known."""
+        found = self.settings.get("lr")
+        return found if isinstance(found, int | float) else None
+
+    @property
+    def updates(self) -> float | None:
+        """Updates that it has had; None where its optimizer does not count them."""
+        found = self.state.get("step")
+        return float(found) if isinstance(found, int | float) else None
+
+    def lost(self, before: tuple[float, float] | None) -> Lost | None:
+        """Give all of the first moment as lost; None where its moves, or the weight's values, are not known.
+
+        Args:
+            before: its rate before and the updates since, where they are known.
+        """
+        course = course_of(self.settings, self.state, is_adamw=self.is_adamw, before=before)
+        if course is None or not can_move(self.weight):
+            return None
+        moment = self.state[course.moment]
+        second = None if course.second is None else self.state[course.second]
+        given = [one for one in (moment, second) if one is not None]
+        is_whole = all(isinstance(one, TensorSource) and can_move(one) for one in given)
+        return Lost(course, moment, None, second) if is_whole and moment.shape == self.weight.shape else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A weight when it was saved or restored.
+
+    Attributes:
+        sample: of its values.
+        updates: that it had had, or None where the optimizer does not count them.
+        step: of the save, or None where it is not known.
+        rate: of the next update.
+        is_restored: whether it was restored.
+    """
+
+    sample: Sample
+    updates: float | None
+    step: int | None
+    rate: float
+    is_restored: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The momentum of one weight that a file loses.
+
+    Attributes:
+        course: of the first moment.
+        moment: as it is.
+        restored: as the file restores it; None where all of it is lost.
+        second: the second moment, if moves depend on it.
+    """
+
+    course: Course
+    moment: TensorSource
+    restored: TensorSource | None
+    second: TensorSource | None
+
+    def moves(self, begin: int, end: int) -> Sample:
+        """Compute the moves that it would still have caused, float32 [end - begin]."""
+        lost = _values(self.moment, begin, end)
+        if self.restored is not None:
+            with np.errstate(all="ignore"):
+                lost = lost - _values(self.restored, begin, end)
+        squares = None if self.second is None else _values(self.second, begin, end)
+        return self.course.moves(lost, squares)
+
+    def sample(self) -> Sample:
+        """Compute the moves at the elements that `Trail` samples, float32 [n]."""
+        return _at_samples(self.moment, self.moves)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moved(SourceOf):
+    """A weight after its moves; what would not be finite is left as it is."""
+
+    lost: Lost
+    share: float
+
+    def units(self, begin: int, end: int) -> Units:
+        kind, units = KINDS[self.dtype.name], self.source.units(begin, end)
+        with np.errstate(all="ignore"):
+            values = floats_of(units, kind) + np.float32(self.share) * self.lost.moves(begin, end)
+        moved: Units = cpu().from_f32(values.view(np.uint32), kind)
+        return np.where(np.isfinite(floats_of(moved, kind)), moved, units)
+
+
+class Trail:
+    """Samples of the weights of a run as its last save or restore has left them."""
+
+    def __init__(self) -> None:
+        self._marks: dict[str, _Mark] = {}
+        self.is_marked = False  # whether there has been a save, a restore or a first step
+        self._shares: dict[str, float] = {}  # that were measured last
+
+    def mark(self, trained: Mapping[str, Trained], step: int | None, *, is_restored: bool) -> None:
+        """Sample the weights, by parameter, that a save has taken, or that a restore has left.
+
+        Args:
+            trained: by parameter. Samples of the weights, as `stride_of` has them, may stand for these.
+            step: of the run; None where it is not known.
+            is_restored: whether a restore has left them.
+        """
+        self._marks, self.is_marked = {}, True
+        for parameter, one in trained.items():
+            if one.rate is not None and can_move(one.weight):
+                self._marks[parameter] = _Mark(_sampled(one.weight), one.updates, step, one.rate, is_restored)
+
+    def lost(self, trained: Mapping[str, Trained], step: int | None) -> dict[str, Lost]:
+        """Give all of the first moments whose weights can be moved as lost, by parameter.
+
+        Their rates go on in the line that they have been on since the mark.
+        """
+        found = {}
+        for parameter, one in trained.items():
+            mark = self._marks.get(parameter)
+            before = None if mark is None else (mark.rate, _n_updates(mark, one, step))
+            if (lost := one.lost(before)) is not None:
+                found[parameter] = lost
+        return found
+
+    def reaches(self, trained: Mapping[str, Trained], step: int | None) -> dict[str, float]:
+        """Give `SideInformation.reach` of first moments, by their names, from what all of each would move.
+
+        Where training has moved less, as between frequent saves, they do not count for more than that.
+        """
+        found = {}
+        for parameter, lost in self.lost(trained, step).items():
+            one = trained[parameter]
+            moved, n_updates = self._moved(parameter, one, step, lost.course)
+            own = _rms(lost.sample())
+            size = UNKNOWN_SHARE * own if moved is None or not n_updates else max(_rms(moved), own)
+            if size:
+                found[one.names[lost.course.moment]] = lost.course.total / lost.course.root / size
+        return found
+
+    def _moved(
+        self, parameter: str, one: Trained, step: int | None, course: Course
+    ) -> tuple[Sample | None, float]:
+        """Measure what training has moved a weight's sample since the mark, and in how many updates.
+
+        None where there is no mark; no updates where it has not moved.
+        """
+        mark, now = self._marks.get(parameter), _sampled(one.weight)
+        if mark is None or now.shape != mark.sample.shape:
+            return None, 0.0
+        n_updates = max(_n_updates(mark, one, step), 0.0)
+        kept = (1 - (mark.rate + course.rate) / 2 * course.weight_decay) ** n_updates
+        is_moved = bool((now != mark.sample).any())
+        return now - np.float32(kept) * mark.sample, n_updates if is_moved else 0.0
+
+    def shares(
+        self, trained: Mapping[str, Trained], step: int | None, lost: Mapping[str, Lost]
+    ) -> dict[str, float]:
+        """Measure by which share of its moves each weight is to be moved, by parameter.
+
+        A share that cannot be measured now is the one that was measured last; without one it is left out.
+        """
+        found, known = {}, dict[str, float]()
+        for parameter, one in lost.items():
+            moved, n_updates = self._moved(parameter, trained[parameter], step, one.course)
+            if moved is None:
+                continue
+            if n_updates:
+                shape = one.moment.shape
+                n_free = min(math.prod(shape[:1]) + math.prod(shape[1:]), len(moved))
+                found[parameter] = Products.of(one.sample(), moved, one.course.in_noise(n_updates), n_free)
+            elif self._marks[parameter].is_restored:  # what the file loses was lost before
+                known[parameter] = 0.0
+        self._shares |= shares_of(found)
+        return {name: self._shares[name] for name in lost if name in self._shares} | known
+
+
+@dataclass(frozen=True, slots=True)
+class Momentum:
+    """The way of a run, by which the weights of a file are moved.
+
+    Attributes:
+        trail: of the run.
+        step: of the file; None where it is not known.
+        trained: its weights, by parameter; None to find them in the file, by the state of its optimizers.
+        restored: first moments as another file restores them, by their names there; None where they stand
+            in the same file.
+    """
+
+    trail: Trail
+    step: int | None
+    trained: Mapping[str, Trained] | None = None
+    restored: Mapping[str, TensorSource] | None = None
+
+    def trained_in(
+        self, tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
+    ) -> Mapping[str, Trained]:
+        """Give what is known already, or find it in a file; see `trained_in`."""
+        return trained_in(tensors, tree, roles) if self.trained is None else self.trained
+
+    def guides(self, trained: Mapping[str, Trained]) -> dict[str, SideInformation]:
+        """Give guides of the first moments that stand in the same file, by name."""
+        if self.restored is not None:
+            return {}
+        reaches = self.trail.reaches(trained, self.step)
+        return {name: SideInformation(reach=reach) for name, reach in reaches.items()}
+
+    def moves(self, trained: Mapping[str, Trained]) -> Moves:
+        """Give the moves of weights that are trained so, for the writer of their file."""
+        if self.restored is not None:
+            moved = self._moved(trained, self.restored)
+            return Moves((), lambda _: moved)
+        lost = self.trail.lost(trained, self.step)
+        names = tuple(trained[parameter].names[one.course.moment] for parameter, one in lost.items())
+        return Moves(names, lambda restored: self._moved(trained, restored))
+
+    def _moved(
+        self, trained: Mapping[str, Trained], restored: Mapping[str, TensorSource]
+    ) -> tuple[dict[str, MovedSource], dict[str, str]]:
+        """Move weights by what is lost of their first moments; give them, and notes on others, by name."""
+        lost = {
+            parameter: replace(one, restored=restored[name])
+            for parameter, one in self.trail.lost(trained, self.step).items()
+            if (name := trained[parameter].names[one.course.moment]) in restored
+        }
+        shares = self.trail.shares(trained, self.step, lost)
+        chunks = HeldChunks()
+        moved = {}
+        for parameter, share in shares.items():
+            name, weight = trained[parameter].name, trained[parameter].weight
+            if share > 0:
+                held = chunks.of(name, _Moved(weight, lost[parameter], share))
+                moved[name] = MovedSource(weight, held, share)
+        return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
+
+
+def can_move(weight: TensorSource) -> bool:
+    """Tell whether a weight has values here that can be moved."""
+    return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_units > 0
+
+
+def trained_in(
+    tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
+) -> dict[str, Trained]:
+    """Find the weights of a file that torch optimizers in it train, by parameter.
+
+    Args:
+        tensors: of the file.
+        tree: of the file, as in `Index.tree`.
+        roles: what its tensors are; those of numbered states have the names of their parameters.
+    """
+    found: dict[str, Trained] = {}
+    states = list(optimizers_in(None if tree is None else parse_tree(tree).root))
+    weights = {roles[name].parameter: name for name in tensors if roles[name].role == "weight"}
+    for state in states:
+        for group in state["param_groups"]:
+            settings = {key: _number(value, tensors) for key, value in group.items() if key != "params"}
+            for key in group.get("params", ()):
+                held = state["state"].get(key, {})
+                refs = {word: ref.name for word, ref in held.items() if isinstance(ref, TensorRef)}
+                owners = {roles[name].parameter for name in refs.values()} & weights.keys()
+                if len(owners) != 1:
+                    continue
+                parameter = owners.pop()
+                name = weights[parameter]
+                found[parameter] = Trained(
+                    name=name,
+                    weight=tensors[name],
+                    settings=settings,
+                    state={word: _number(value, tensors) for word, value in held.items()},
+                    names=refs,
+                )
+    return found
+
+
+def _number(value: Any, tensors: Mapping[str, TensorSource]) -> Any:
+    """Give a stored tensor of one number as that number, others as themselves; everything else as it is."""
+    if not isinstance(value, TensorRef):
+        return value
+    source = tensors[value.name]
+    if source.shape or source.dtype.name not in KINDS:
+        return source
+    return float(_values(source, 0, 1)[0])
+
+
+def _n_updates(mark: _Mark, one: Trained, step: int | None) -> float:
+    """Count the updates of a parameter since its mark; 0 where nobody does."""
+    if one.updates is not None:
+        return one.updates - (mark.updates or 0.0)
+    return 0.0 if step is None or mark.step is None else step - mark.step
+
+
+def stride_of(n: int) -> int:
+    """Give the distance of the elements that are sampled of n."""
+    return max(-(-n // SAMPLED), 1)
+
+
+def _sampled(source: TensorSource) -> Sample:
+    return _at_samples(source, lambda begin, end: _values(source, begin, end))
+
+
+def _at_samples(source: TensorSource, values: Callable[[int, int], Sample]) -> Sample:
+    """Take the sampled elements of values that are computed chunk by chunk."""
+    stride = stride_of(source.n_units)
+    return np.concatenate([values(b, e)[-b % stride :: stride] for b, e in source.chunk_bounds()])
+
+
+def _rms(sample: Sample) -> float:
+    return float(np.sqrt(np.square(sample, dtype=np.float64).mean())) if len(sample) else 0.0
+
+
+def _values(source: TensorSource, begin: int, end: int) -> Sample:
+    return floats_of(source.units(begin, end), KINDS[source.dtype.name])

@@ -1,0 +1,214 @@
+"""Adapters move weights by lost momentum as a Checkpointer does, where they know the optimizer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptz import Grid, compress, inspect, safe_open
+from ckptz.integrations.linked import ChainOptions
+from ckptz.torch import load_state
+
+pytestmark = pytest.mark.apps
+UNKNOWN = "training follows is not known"
+LOSSY = ChainOptions(config=Grid(), exact=0, jobs=1)
+
+
+def moves_in(path: Path) -> dict[str, float | None]:
+    """The share of each lossy weight."""
+    return {
+        tensor.name: tensor.lossy.settings.get("moved")  # type: ignore[misc]
+        for tensor in inspect(path).tensors
+        if tensor.lossy is not None and tensor.lossy.role == "weight"
+    }
+
+
+class Loop:
+    """A network and its optimizer, whose gradients are noise; states as Lightning and others save them."""
+
+    def __init__(self, rate: float = 1e-3) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Linear(128, 128))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), rate, weight_decay=0)
+        self._generator = torch.Generator().manual_seed(1)
+        self.step = 0
+
+    def train(self, n: int = 15) -> None:
+        for _ in range(n):
+            for parameter in self.model.parameters():
+                signs = torch.randint(2, parameter.shape, generator=self._generator) * 2 - 1
+                parameter.grad = signs * 0.01
+            self.optimizer.step()
+        self.step += n
+
+    def state(self) -> dict[str, Any]:
+        state = {"state_dict": self.model.state_dict(), "optimizer_states": [self.optimizer.state_dict()]}
+        return copy.deepcopy(state) | {"global_step": self.step}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["state_dict"])
+        self.optimizer.load_state_dict(state["optimizer_states"][0])
+
+
+def check_moved(path: Path, exact: dict[str, Any]) -> None:
+    """Weights have moved on against the momentum that the same file loses."""
+    shares, stored = moves_in(path), load_state(path)
+    assert len(shares) == 4
+    assert all(share is not None and 0.8 < share <= 1 for share in shares.values())
+    own, restored = (one["optimizer_states"][0]["state"][0] for one in (exact, stored))
+    made = stored["state_dict"]["0.weight"] - exact["state_dict"]["0.weight"]
+    lost = (restored["exp_avg"] - own["exp_avg"]) / own["exp_avg_sq"].sqrt()
+    along = float((made * lost).sum() / (lost * lost).sum())
+    # Rate, times the updates that a first moment lasts; what rounding adds is noise.
+    corrections = (1 - 0.999 ** exact["global_step"]) ** 0.5
+    assert along == pytest.approx(1e-3 * 9 * corrections, rel=0.2)
+
+
+# --- Lightning ------------------------------------------------------------------------------------
+
+
+def plugin(**options: Any) -> Any:
+    pytest.importorskip("lightning", reason="needs Lightning: pip install lightning")
+    from ckptz.integrations.lightning import CkptzIO
+
+    return CkptzIO(config=Grid(), jobs=1, **options)
+
+
+def test_lightning_moves_weights_from_its_second_checkpoint_on(tmp_path: Path) -> None:
+    loop, io = Loop(), plugin(exact=0)
+    for i in range(3):
+        loop.train()
+        state = loop.state()
+        io.save_checkpoint(state, tmp_path / f"{i}.ckpt")
+        assert bool([note for note in io.notes if UNKNOWN in note]) == (i == 0)
+        if i:
+            check_moved(tmp_path / f"{i}.ckpt", state)
+    assert set(moves_in(tmp_path / "0.ckpt").values()) == {None}
+
+
+def test_lightning_goes_on_from_what_it_restored(tmp_path: Path) -> None:
+    loop, io = Loop(), plugin(exact=0)
+    for i in range(2):
+        loop.train()
+        io.save_checkpoint(loop.state(), tmp_path / f"{i}.ckpt")
+    resumed, io = Loop(), plugin(exact=0)
+    resumed.load(io.load_checkpoint(tmp_path / "1.ckpt"))
+    resumed.step = loop.step
+    io.save_checkpoint(resumed.state(), tmp_path / "same.ckpt")
+    assert set(moves_in(tmp_path / "same.ckpt").values()) == {None}, "what is lost was lost before"
+    resumed.load(io.load_checkpoint(tmp_path / "1.ckpt"))
+    resumed.train()
+    io.save_checkpoint(resumed.state(), tmp_path / "2.ckpt")
+    shares = moves_in(tmp_path / "2.ckpt")
+    assert all(share is not None and share > 0.6 for share in shares.values())
+
+
+def test_lightnings_newest_checkpoint_is_as_it_was_saved(tmp_path: Path) -> None:
+    loop, io = Loop(), plugin()
+    for i in range(2):
+        loop.train()
+        io.save_checkpoint(loop.state(), tmp_path / f"{i}.ckpt")
+    assert None not in moves_in(tmp_path / "1.ckpt").values()
+    found, exact = io.load_checkpoint(tmp_path / "1.ckpt"), loop.state()
+    for name, tensor in exact["state_dict"].items():
+        assert torch.equal(found["state_dict"][name], tensor), name
+    with safe_open(tmp_path / "1.ckpt", "pt") as file:  # weights alone, from the lossy file
+        assert not torch.equal(file.get_tensor("state_dict.0.weight"), exact["state_dict"]["0.weight"])
+
+
+@pytest.mark.parametrize("lacking", ["lr", "betas", "optimizer", "zero"])
+def test_lightning_leaves_weights_where_nothing_is_known(tmp_path: Path, lacking: str) -> None:
+    loop, io = Loop(0.0 if lacking == "zero" else 1e-3), plugin(exact=0)
+    for i in range(2):
+        loop.train()
+        state = loop.state()
+        if lacking == "optimizer":
+            del state["optimizer_states"]
+        elif lacking != "zero":
+            del state["optimizer_states"][0]["param_groups"][0][lacking]
+        io.save_checkpoint(state, tmp_path / f"{i}.ckpt")
+    assert set(moves_in(tmp_path / "1.ckpt").values()) == {None}
+
+
+# --- the Trainer ----------------------------------------------------------------------------------
+
+
+def a_trainer(folder: Path, n_steps: int, options: ChainOptions = LOSSY, **settings: Any) -> Any:
+    from tests.support.trainer_support import trainer
+
+    return trainer(folder, options=options, max_steps=n_steps, save_steps=10, **settings)
+
+
+def test_the_trainer_moves_weights(tmp_path: Path) -> None:
+    run = a_trainer(tmp_path, 20)
+    run.train()
+    first, second = (moves_in(tmp_path / f"checkpoint-{step}" / "model.ckptz") for step in (10, 20))
+    assert set(first.values()) == {None}
+    assert all(share is not None and 0 < share <= 1 for share in second.values())
+    resumed = a_trainer(tmp_path, 30)
+    resumed.train(resume_from_checkpoint=True)
+    with safe_open(tmp_path / "checkpoint-20" / "model.ckptz", "pt") as file:
+        stored = file.get_tensors()
+    assert any(not torch.equal(run.model.state_dict()[name], tensor) for name, tensor in stored.items())
+    third = moves_in(tmp_path / "checkpoint-30" / "model.ckptz")
+    assert len([share for share in third.values() if share is not None]) > len(third) / 2
+
+
+def test_the_trainer_resumes_exactly_from_the_newest(tmp_path: Path) -> None:
+    from tests.support.trainer_support import OPTIONS, check_equal, final
+
+    whole = a_trainer(tmp_path / "whole", 30, OPTIONS)
+    whole.train()
+    lossy = ChainOptions(config=Grid(), jobs=1)
+    a_trainer(tmp_path / "run", 20, lossy).train()
+    assert None not in moves_in(tmp_path / "run" / "checkpoint-20" / "model.ckptz").values()
+    run = a_trainer(tmp_path / "run", 30, lossy)
+    run.train(resume_from_checkpoint=True)
+    check_equal(final(run), final(whole))
+
+
+def test_a_trainer_that_saves_models_only_moves_none(tmp_path: Path) -> None:
+    a_trainer(tmp_path, 20, save_only_model=True).train()
+    assert set(moves_in(tmp_path / "checkpoint-20" / "model.ckptz").values()) == {None}
+    assert not (tmp_path / "checkpoint-20" / "state.ckptz").exists()
+
+
+# --- accelerate, and the command line -------------------------------------------------------------
+
+
+def test_accelerate_keeps_momentum_so_that_weights_stay(tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    from ckptz.integrations.accelerate import register
+
+    accelerator, loop = accelerate.Accelerator(cpu=True), Loop()
+    model, optimizer = accelerator.prepare(loop.model, loop.optimizer)
+    register(accelerator, LOSSY)
+    for i in range(2):
+        loop.train()
+        accelerator.save_state(str(tmp_path / str(i)))
+    kept = loop.optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    assert set(moves_in(tmp_path / "1" / "model.ckptz").values()) == {None}
+    loop.train()
+    accelerator.load_state(str(tmp_path / "1"))
+    assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], kept)
+    assert model is not None
+
+
+def test_chains_of_whole_checkpoints_move_weights(tmp_path: Path) -> None:
+    loop, states = Loop(), list[Any]()
+    for _ in range(3):
+        loop.train()
+        states.append(loop.state())
+        torch.save(states[-1], tmp_path / f"step-{loop.step}.pt")
+    paths = sorted(tmp_path.glob("*.pt"))
+    first, *others = compress(paths, tmp_path / "out", chain=True, config=Grid(step=2**-6), jobs=1)
+    assert [note for note in first.notes if UNKNOWN in note]
+    for report, state in zip(others, states[1:], strict=True):
+        assert not [note for note in report.notes if UNKNOWN in note]
+        check_moved(Path(report.output), state)
+    alone = compress(paths[2], tmp_path / "alone.ckptz", config=Grid(), jobs=1)
+    assert set(moves_in(Path(alone[0].output)).values()) == {None}
