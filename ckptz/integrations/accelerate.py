@@ -67,6 +67,7 @@ class Registration:
         del models
         if self._accelerator.is_main_process:
             for i, state in enumerate(weights):
+                self.chain(i).settle()  # of the save before: nobody says when this one is complete
                 self.chain(i).write(_path(output_dir, i), job_of(dict(state)))
         weights.clear()
 

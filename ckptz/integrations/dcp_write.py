@@ -53,6 +53,7 @@ from ckptz.integrations.linked import (
     checked_options,
     drop_unneeded,
     residuals_of,
+    warn_of_no_gain,
 )
 from ckptz.integrations.run_files import RunFiles
 from ckptz.store.resolve import SUFFIX
@@ -109,7 +110,9 @@ class CkptzStorageWriter(InFolder, StorageWriter):
                 raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
             if base is not None:
                 raise ConfigError("with keep_last, steps are stored against the newest one; leave base out")
-            self._files = RunFiles(Kept(last=self._keep_last))
+            kept = Kept(last=self._keep_last)
+            self._files = RunFiles(kept)
+            warn_of_no_gain(options, kept)
         if options.config.fits_whole_tensors:
             options.config.of_parts()
             self._group = group or own_group(timeout)

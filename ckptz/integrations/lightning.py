@@ -103,6 +103,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
             raise TypeError("CkptzIO takes no storage_options; leave them out of Trainer.save_checkpoint")
         step = checkpoint.get("global_step")
         self._chain.write(_local(path), job_of(checkpoint, step if isinstance(step, int) else None))
+        self._chain.settle()
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None

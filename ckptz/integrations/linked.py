@@ -11,7 +11,8 @@ or the base lies on another one, the file is stored as an anchor.
 
 The newest lossy files come back exactly by their residuals. A residual is
 named by the digest of the very file that it belongs to, so one that is replaced is exact at every moment. It
-goes when a later save begins: what then is cut off leaves the file before it exact. Knows no framework.
+goes when a later step is complete and can be opened: what is cut off before leaves the step before it exact.
+Knows no framework.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from ckptz.store.resolve import (
     open_file,
 )
 from ckptz.store.runs import EXACT, LIGHTNING_SUFFIX
-from ckptz.store.step_files import EXACT_OF_KEY
+from ckptz.store.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
 from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
 from ckptz.training.files import memory_for_last, residual_bases
@@ -114,6 +115,12 @@ def checked_options(options: object) -> ChainOptions:
     return options
 
 
+def warn_of_no_gain(options: ChainOptions, kept: Kept) -> None:
+    """Warn where all files that stay are exact, too, so that what may be lost saves nothing."""
+    if options.config.is_lossy and kept.is_within(options.exact):
+        warnings.warn(ALL_EXACT, RuntimeWarning, stacklevel=3)
+
+
 T = TypeVar("T")
 
 
@@ -165,7 +172,6 @@ class Chain:
                 self._is_writing, self._writer = True, threading.get_ident()
             try:
                 make_folder(path.parent)
-                self._drop_residuals()
                 written = self._write(path, replace(job, config=self.options.config))
                 for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
                     sync_folder(above)
@@ -259,11 +265,21 @@ class Chain:
                     write(exact, _residual_job(job, base, path.name), workers)
             return written
 
-    def _drop_residuals(self) -> None:
-        """Delete the residuals of all but the newest files; one that cannot be deleted is tried again."""
-        with contextlib.suppress(OSError):
-            for path in self._saved[: max(0, len(self._saved) - max(1, self.options.exact))]:
+    def settle(self) -> None:
+        """Delete the residuals of all but the newest files, whose steps are complete now.
+
+        Nothing goes where one of the newest cannot be opened with all that it needs; see `notes`.
+        """
+        n_exact = max(1, self.options.exact)
+        newest, older = self._saved[-n_exact:], self._saved[:-n_exact]
+        try:
+            for path in newest if older else ():
+                residual = residual_of(path)
+                open_checkpoint(residual if residual.exists() else path).close()
+            for path in older:
                 _unlink_residuals(path)
+        except (OSError, CkptzError) as error:
+            self.notes += (f"older files stay exact until the next save: {error}",)
 
     def remove(self, path: Path) -> None:
         """Delete a file, and those bases of its folder that no file there needs any more.
@@ -310,9 +326,13 @@ def residuals_of(path: Path) -> list[Path]:
 
 
 def _unlink_residuals(path: Path, *, with_own: bool = True) -> None:
-    for residual in residuals_of(path):
-        if with_own or residual != residual_of(path):
+    """Delete residuals; their folder keeps its time, by which the Trainer tells old folders from new."""
+    gone = [residual for residual in residuals_of(path) if with_own or residual != residual_of(path)]
+    if gone:
+        before = path.parent.stat()
+        for residual in gone:
             residual.unlink(missing_ok=True)
+        os.utime(path.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def drop_unneeded(folder: Path) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ from ckptz.integrations.linked import (
     ChainOptions,
     job_of,
     read_newest,
+    warn_of_no_gain,
 )
 from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
@@ -70,7 +71,7 @@ __all__ = ["ChainOptions", "CkptzTrainerMixin"]
 MODEL_NAME: Final = f"model{SUFFIX}"
 STATE_NAME: Final = f"state{SUFFIX}"
 _OVERRIDDEN: Final = (
-    *("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"),
+    *("save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"),
     *("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_load_scaler"),
     *("_load_rng_state", "_issue_warnings_after_load"),
 )
@@ -110,6 +111,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         self._ckptz = ckptz
         self._ckptz_frozen = FrozenId() if trainable_only else None
         kept = _kept(self.args)
+        warn_of_no_gain(ckptz, kept)
         self._ckptz_chains = {
             MODEL_NAME: Chain(ckptz, RunFiles(kept)),
             STATE_NAME: Chain(replace(ckptz, base=None), RunFiles(kept)),
@@ -144,6 +146,11 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if self._ckptz.config.is_lossy:
             job = replace(job, guides=_guides(job.tensors, _training_job(self).tensors))
         self._ckptz_chains[MODEL_NAME].write(folder / MODEL_NAME, job)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        for chain in self._ckptz_chains.values():  # the step is complete
+            chain.settle()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save:

@@ -25,6 +25,10 @@ MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # saves: for ever
 _NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact)?\.ckptz")
 _HIDDEN: Final = ".hidden"
+ALL_EXACT: Final = (
+    "all steps that stay are kept exact, so files that may lose something take more room than without loss: "
+    "keep more steps, or exact=0"
+)
 
 
 def checked_step(step: SupportsIndex) -> int:
@@ -79,6 +83,12 @@ class Kept:
         for i in range(interval - 1, n_saves if self.best else 0, interval):
             stays[i] = max(stays[i], i + self.last + self.best * interval)
         return stays
+
+    def is_within(self, exact: int | None) -> bool:
+        """Tell whether the files that stay are no more than those that stay exact, None for all."""
+        if self.every or self.best:
+            return False
+        return exact is None or (self.last is not None and self.last <= exact)
 
     def _is_multiple(self, step: int) -> bool:
         return any(step % n == 0 for n in self.every)

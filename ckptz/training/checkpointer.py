@@ -27,7 +27,7 @@ from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchReport
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
-from ckptz.store.step_files import MAX_STEP, ChainRule, StepFile, checked_step
+from ckptz.store.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.store.steps import StepStore, WrittenStep
 from ckptz.training.background import Background, Turns
 from ckptz.training.budget_search import (
@@ -229,6 +229,8 @@ class Checkpointer:
         self._trail = Trail() if config.loses_state and budget is None else None
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
+        is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
+        self._note_on_keep = (ALL_EXACT,) * is_all_exact
         self._at: int | None = None
         self._last: SaveReport | None = None
 
@@ -423,7 +425,7 @@ class Checkpointer:
             stored_bytes=written.stored_bytes,
             exact_bytes=written.exact_bytes,
             tensor_bytes=written.tensor_bytes,
-            notes=(*begun.notes, *written.notes, *pruned),
+            notes=(*begun.notes, *written.notes, *pruned, *self._note_on_keep),
         )
         if self._is_background:  # else training has waited longer when this has returned
             self._tell(report)
