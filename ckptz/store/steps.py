@@ -55,10 +55,11 @@ from ckptz.store.step_files import (
     ChainRule,
     FileFacts,
     FileKind,
+    Kept,
     Listing,
     StepFile,
 )
-from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
+from ckptz.store.weigh import N_REMEMBERED, base_of_next, files_of_kind
 
 ABANDONED_SECONDS: Final = 3600.0
 MOVED: Final = (
@@ -431,15 +432,13 @@ class StepStore:
         if not steps:
             return None, 0
         newest = StepFile(steps[-1], kind)
-        position = self.facts(newest, listing.sizes[newest]).position + 1
-        rule = weighed_in_folder(kind, rule, listing, self._known(listing), self._written[kind])
-        wanted = rule.base_of(position)
-        if wanted is None:
-            return None, 0
-        for file in self.chain(newest, listing.sizes):
-            if file in listing.sizes and self.facts(file, listing.sizes[file]).position <= wanted:
-                return file, position
-        return newest, position
+        plain = self.facts(newest, listing.sizes[newest]).tensor_bytes
+        kept = Kept() if rule.kept is None else rule.kept[kind]
+        files = files_of_kind(kind, kept, listing, self._known(listing))
+        rest = sum(n for file, n in listing.sizes.items() if file.kind == kind and file.is_exact)
+        sizes = self._written[kind], plain, rest
+        base = base_of_next(files, rule, None if rule.kept is None else kept, steps, sizes)
+        return base, 0 if base is None else files[newest].position + 1
 
     def _known(self, listing: Listing) -> dict[StepFile, FileFacts]:
         """What those files say of themselves that can be read."""

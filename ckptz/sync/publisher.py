@@ -25,7 +25,7 @@ from ckptz.pipeline import Job, write
 from ckptz.store.needs import needs_of
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
-from ckptz.store.step_files import checked_step
+from ckptz.store.step_files import ChainRule, checked_step
 from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
 Snapshot = dict[str, ArraySource]
@@ -115,7 +115,7 @@ class Publisher:
         if keep_anchors is not None and keep_anchors < 1:
             raise ConfigError(f"keep_anchors must be at least 1, or None to keep all, got {keep_anchors}")
         self._place = place_of(folder_or_url)
-        self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
+        self._rule, self._keep_anchors = ChainRule(anchor_every, is_forked=False), keep_anchors
         self._config: Method = LOSSLESS if smallest else SPARSE
         self._jobs = jobs_of(jobs)
         self._base: _Last | None = None
@@ -222,7 +222,7 @@ class Publisher:
         if base is None or not anchors or base.ref.depth > MAX_DEPTH:
             return True
         n_since = len({version.step for version in versions if version.step > anchors[-1].step})
-        return n_since + 1 >= self._anchor_every
+        return self._rule.base_of(n_since + 1) is None
 
     def _write(
         self, job: Job, base: _Last | None, with_anchor: bool, workers: Workers
