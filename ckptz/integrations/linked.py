@@ -47,8 +47,8 @@ from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
+from ckptz.store.keep import what_stays
 from ckptz.store.links import BASE_PREFIX, link_chain, link_origin, residual_of
-from ckptz.store.needs import needs_of
 from ckptz.store.resolve import (
     MAX_DEPTH,
     SUFFIX,
@@ -352,10 +352,10 @@ def drop_unneeded(folder: Path) -> tuple[str, ...]:
     bases = {path for path in files if path.name.startswith(BASE_PREFIX) and path.name.endswith(SUFFIX)}
     if not bases:
         return ()
-    needs = needs_of(files - bases, lambda path: _bases_of(path, files), lambda _: bases)
-    for path in bases - needs.known - needs.doubtful:
+    stays = what_stays(bases, files - bases, lambda path: _bases_of(path, files), lambda _: bases)
+    for path in stays.may_go:
         path.unlink(missing_ok=True)
-    return needs.notes
+    return stays.notes
 
 
 def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:

@@ -22,7 +22,7 @@ from ckptz.methods.lossless import LOSSLESS, Lossless
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
-from ckptz.store.needs import needs_of
+from ckptz.store.keep import KeepRules, what_stays
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
 from ckptz.store.step_files import ChainRule, checked_step
@@ -267,17 +267,19 @@ class Publisher:
             versions = versions_in(self._place.sizes())
         except Exception as error:  # stores behind URLs have errors of their own
             return (f"what is older stays until the next step: {error}",)
-        anchors = anchors_of(versions)
-        if self._keep_anchors is None or len(anchors) <= self._keep_anchors:
+        anchors = {anchor.step: anchor for anchor in anchors_of(versions)}
+        steps = KeepRules(last=self._keep_anchors).kept(anchors, {})
+        if len(steps) == len(anchors):
             return ()
-        oldest = anchors[-self._keep_anchors]
+        kept = [anchors[step] for step in sorted(steps)]
         # The delta that leads to the oldest anchor loses its base; what stays can be restored.
-        needs = needs_of(anchors[-self._keep_anchors :], self._checked, lambda one: _before(one, versions))
-        for version in _before(oldest, versions):
-            if version not in needs.doubtful:
-                with contextlib.suppress(Exception):
-                    self._place.remove(version.name)
-        return needs.notes
+        stays = what_stays(
+            _before(kept[0], versions), kept, self._checked, lambda one: _before(one, versions)
+        )
+        for version in sorted(stays.may_go, key=lambda one: (one.step, one.base is None)):
+            with contextlib.suppress(Exception):
+                self._place.remove(version.name)
+        return stays.notes
 
     def _checked(self, anchor: Version) -> tuple[Version, ...]:
         """Require that the header of an anchor can be read; it needs no other file."""

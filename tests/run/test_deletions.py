@@ -1,6 +1,6 @@
 """Whoever deletes files of users, while the system fails: nothing is lost that was reported as saved.
 
-The rule is that of `ckptz.store.needs`: what cannot be read keeps everything that it might need. `DELETES` in
+The rule is that of `ckptz.store.keep`: what cannot be read keeps everything that it might need. `DELETES` in
 test_architecture.py names every module that deletes anything, what, and what that rests on. Of stores of
 steps, test_retention_faults.py and test_store_remote.py have the tests, and test_kills.py those of kills.
 """

@@ -22,9 +22,10 @@ from safetensors.numpy import save_file
 from ckptz import KeepPolicy, KeepRules, compress
 from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import ConfigError, WriteError
+from ckptz.store.keep import KEEP_ALL, keep_policy
 from ckptz.store.lock import FileLock, Holder, Lease, Spool
 from ckptz.store.places import LocalFolder
-from ckptz.store.retention import KEEP_ALL, _decide, keep_policy, prune_folder
+from ckptz.store.retention import _decide, prune_folder
 from ckptz.store.step_files import KINDS, ChainRule, FileFacts, Listing, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.sync import Publisher

@@ -19,8 +19,9 @@ import pytest
 from ckptz import LOSSLESS, rebase
 from ckptz.container import publish
 from ckptz.methods.method import Method
+from ckptz.store.keep import KeepPolicy
 from ckptz.store.lock import LOCK_NAME
-from ckptz.store.retention import KeepPolicy, prune, prune_folder
+from ckptz.store.retention import prune, prune_folder
 from ckptz.store.step_files import FileKind, Listing, StepFile
 from ckptz.store.steps import StepStore
 from ckptz.training.state import random_state, set_random_state
