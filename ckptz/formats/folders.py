@@ -31,8 +31,8 @@ from ckptz.errors import (
 from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
 from ckptz.formats.targets import Spellings, clashes
 from ckptz.formats.torch_files import can_share, is_torch_file, load_state
+from ckptz.run.names import is_base_name
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
-from ckptz.store.runs import is_base_name
 from ckptz.tree.flatten import flatten
 
 InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]

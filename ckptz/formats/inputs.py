@@ -22,10 +22,10 @@ from ckptz.formats.sharding import Carried, check_sharding
 from ckptz.formats.targets import stem_of
 from ckptz.formats.torch_files import TORCH_SUFFIXES, read
 from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC
-from ckptz.store.links import residual_of
+from ckptz.run.links import residual_of
+from ckptz.run.names import newest_checkpoint, weights_at
+from ckptz.run.step_files import EXACT_OF_KEY, StepFile
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint, open_file
-from ckptz.store.runs import newest_checkpoint, weights_at
-from ckptz.store.step_files import EXACT_OF_KEY, StepFile
 
 ACCEPTED: Final = (
     "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "

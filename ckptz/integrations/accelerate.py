@@ -23,10 +23,10 @@ from accelerate.utils import DistributedType
 
 from ckptz.errors import UnsupportedError
 from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, checked_options, job_of, read_newest
-from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
+from ckptz.run.linked_files import RunFiles
+from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
-from ckptz.store.step_files import Kept
 
 TESTED: Final = (
     (1, 15),

@@ -16,9 +16,9 @@ from ckptz.api.safe_open import PathLike
 from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import ConfigError
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
-from ckptz.store.keep import KeepPolicy, what_stays
+from ckptz.run.keep import KeepPolicy, what_stays
+from ckptz.run.names import EXACT, step_of_folder
 from ckptz.store.resolve import SUFFIX
-from ckptz.store.runs import EXACT, step_of_folder
 
 
 def latest(run: PathLike) -> Path | None:

@@ -55,9 +55,9 @@ from ckptz.integrations.linked import (
     residuals_of,
     warn_of_no_gain,
 )
-from ckptz.integrations.run_files import RunFiles
+from ckptz.run.linked_files import RunFiles
+from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
-from ckptz.store.step_files import Kept
 
 SHARD_PREFIX: Final = "shard-"
 

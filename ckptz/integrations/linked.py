@@ -41,14 +41,17 @@ from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
 from ckptz.formats.torch_records import ZIP_MAGIC
 from ckptz.frameworks.plain_types import to_plain
-from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
-from ckptz.store.keep import what_stays
-from ckptz.store.links import BASE_PREFIX, link_chain, link_origin, residual_of
+from ckptz.run.folder import ABANDONED_SECONDS
+from ckptz.run.keep import what_stays
+from ckptz.run.linked_files import RunFiles
+from ckptz.run.links import BASE_PREFIX, link_chain, link_origin, residual_of
+from ckptz.run.names import EXACT, LIGHTNING_SUFFIX
+from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
 from ckptz.store.resolve import (
     MAX_DEPTH,
     SUFFIX,
@@ -59,9 +62,6 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
-from ckptz.store.runs import EXACT, LIGHTNING_SUFFIX
-from ckptz.store.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
-from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
 from ckptz.training.files import memory_for_last, residual_bases
 from ckptz.training.snapshot import check_dense, identity_of

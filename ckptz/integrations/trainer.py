@@ -37,12 +37,12 @@ from ckptz.integrations.linked import (
     read_newest,
     warn_of_no_gain,
 )
-from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
 from ckptz.pipeline import Job
 from ckptz.roles import Rule
+from ckptz.run.linked_files import RunFiles
+from ckptz.run.step_files import FROZEN_KEY, Kept
 from ckptz.store.resolve import SUFFIX, open_checkpoint
-from ckptz.store.step_files import FROZEN_KEY, Kept
 from ckptz.torch import load_state
 from ckptz.training.files import moment_roles
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen

@@ -22,11 +22,11 @@ from ckptz.methods.lossless import LOSSLESS, Lossless
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
-from ckptz.store.keep import KeepRules, what_stays
+from ckptz.run.keep import KeepRules, what_stays
+from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
-from ckptz.store.step_files import ChainRule, checked_step
-from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
+from ckptz.sync.versions import Version, anchors_of, newest_step, route, versions_in
 
 Snapshot = dict[str, ArraySource]
 SPARSE: Final = Lossless(sparse=True)

@@ -23,13 +23,13 @@ from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers, jobs_of
+from ckptz.run.folder import StepStore, WrittenStep
+from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
+from ckptz.run.prune import prune
+from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search_run.run import SearchReport
-from ckptz.store.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
 from ckptz.store.resolve import MAX_DEPTH, Path_
-from ckptz.store.retention import prune
-from ckptz.store.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
-from ckptz.store.steps import StepStore, WrittenStep
 from ckptz.training.background import Background, Turns
 from ckptz.training.budget_search import (
     BudgetSearch,

@@ -31,12 +31,12 @@ from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
+from ckptz.run.links import link_chain
+from ckptz.run.names import step_of
+from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search_run.options import SearchOptions, SearchReport
-from ckptz.store.links import link_chain
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
-from ckptz.store.runs import step_of
-from ckptz.store.step_files import ChainRule, checked_step
 from ckptz.tree.skeleton import parse_tree
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again

@@ -26,8 +26,8 @@ from ckptz.kernels.floats import Units
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.run.names import EXACT
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
-from ckptz.store.runs import EXACT
 from ckptz.tree.leaves import TensorRef, View
 from ckptz.tree.skeleton import label, parse_tree
 

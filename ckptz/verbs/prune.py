@@ -16,14 +16,14 @@ from ckptz.container.byte_source import open_bytes
 from ckptz.container.publish import abandoned
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError, whole
-from ckptz.store.keep import KEEP_ALL, KeepPolicy, what_stays
-from ckptz.store.places import LocalFolder
+from ckptz.run.folder import number_of
+from ckptz.run.keep import KEEP_ALL, KeepPolicy, what_stays
+from ckptz.run.names import EXACT, inode_of, is_base_name, run_files, step_of
+from ckptz.run.prune import PruneReport, check_best, prune_folder
+from ckptz.run.step_files import METRIC_KEY, StepFile
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import Path_, open_file
-from ckptz.store.retention import PruneReport, check_best, prune_folder
-from ckptz.store.runs import EXACT, inode_of, is_base_name, run_files, step_of
-from ckptz.store.step_files import METRIC_KEY, StepFile
-from ckptz.store.steps import number_of
+from ckptz.store.storage import LocalFolder
 
 # Files that are written into a step's folder last: without them it was not written to its end.
 LAST_FILES: Final = ("ckptz-index.json", "trainer_state.json")

@@ -35,8 +35,8 @@ from ckptz.kernels.clock import working_seconds
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.run.names import weights_at
 from ckptz.store.resolve import PLAIN_SUFFIX
-from ckptz.store.runs import weights_at
 from ckptz.tree.unflatten import Chunks
 
 OutputKind = Literal["safetensors", "pt", "dcp"]

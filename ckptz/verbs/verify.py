@@ -24,8 +24,8 @@ from ckptz.kernels.floats import Units
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.run.names import weights_at
 from ckptz.store.resolve import Checkpoint, open_checkpoint
-from ckptz.store.runs import weights_at
 
 Tensors = Mapping[str, TensorSource]
 

@@ -11,8 +11,8 @@ import torch
 
 from ckptz import KeepPolicy
 from ckptz.integrations.lightning import CkptzIO
-from ckptz.store.step_files import ENDLESS, ChainRule, Kept
-from ckptz.store.weigh import ChainFile, Estimate, weighed
+from ckptz.run.chain import ChainFile, Estimate, weighed
+from ckptz.run.step_files import ENDLESS, ChainRule, Kept
 from tests.support.checkpointer_support import Run
 from tests.support.disk_simulation import PLAIN, cases, moments
 

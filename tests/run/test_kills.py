@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
+from ckptz.sync.versions import versions_in
 from ckptz.torch import load_state
 from tests.support.checkpointer_support import in_child
 from tests.support.kills import PATIENCE, Reported, kill_again_and_again

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptz import KeepPolicy
-from ckptz.store.retention import _decide
-from ckptz.store.step_files import ChainRule, FileFacts, FileKind, Listing, StepFile
-from ckptz.store.weigh import N_REMEMBERED, base_of_next, files_of_kind
+from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
+from ckptz.run.prune import _decide
+from ckptz.run.step_files import ChainRule, FileFacts, FileKind, Listing, StepFile
 
 PLAIN: Final = 10_000  # bytes of a whole file, uncompressed
 KIND: Final[FileKind] = "weights"

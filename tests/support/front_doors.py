@@ -21,8 +21,8 @@ from safetensors.torch import save as save_plain
 import ckptz
 from ckptz import Checkpointer, Grid, KeepPolicy
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
-from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
+from ckptz.sync.versions import versions_in
 from ckptz.torch import load_file, load_state, save_file
 
 Report = Callable[[int], None]

@@ -14,8 +14,8 @@ import torch
 
 from ckptz.errors import MissingBaseError
 from ckptz.store import patch
-from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
+from ckptz.sync.versions import versions_in
 from ckptz.torch import apply_
 from tests.support.sync_support import State, cloned, moved, same
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Final, Generic, TypeVar
 
-from ckptz.store.step_files import ChainRule, FileFacts, FileKind, Kept, Listing, StepFile
+from ckptz.run.step_files import ChainRule, FileFacts, FileKind, Kept, Listing, StepFile
 
 N_REMEMBERED: Final = 64  # written files whose sizes count
 N_AHEAD: Final = 32  # saves that are played through; more where anchors are further apart

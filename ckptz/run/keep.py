@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from ckptz.errors import ConfigError, own_numbers
-from ckptz.store.step_files import FileKind, Kept
+from ckptz.run.step_files import FileKind, Kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(frozen=True, slots=True)
 class Stays(Generic[T]):
-    """What must not be deleted beside what the rules keep, and what may be."""
+    """Files that stay beside those that the rules keep, and those that may be deleted."""
 
     needed: frozenset[T]  # what those that stay are decoded from, through whole chains
     doubtful: frozenset[T]  # what those that cannot be read may be decoded from

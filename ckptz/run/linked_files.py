@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptz.container.writer import Written
+from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
+from ckptz.run.names import Inode, inode_of
+from ckptz.run.step_files import ChainRule, Kept
 from ckptz.store.resolve import Checkpoint
-from ckptz.store.runs import Inode, inode_of
-from ckptz.store.step_files import ChainRule, Kept
-from ckptz.store.weigh import N_REMEMBERED, ChainFile, base_of_next
 
 
 class RunFiles:

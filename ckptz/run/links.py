@@ -16,8 +16,8 @@ from ckptz.container.envelope import read_envelope
 from ckptz.container.index import KEY_DIGEST
 from ckptz.container.reader import Container
 from ckptz.errors import MissingBaseError
+from ckptz.run.names import EXACT
 from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name
-from ckptz.store.runs import EXACT
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name

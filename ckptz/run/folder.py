@@ -8,7 +8,7 @@
     base-4f1c0a9b-model.safetensors  a second name of the weights that the run began from, if it was told them
     .ckptz-lock                      see lock.py
 
-Weights and state are chains of their own, so that retention can drop the state of a step and keep its
+Weights and state are chains of their own, so that a prune can drop the state of a step and keep its
 weights without rewriting a byte. Nothing is stored against a residual, so one may go at any time. A step
 exists when its weights do: they get their name last. Files never change and never change names, so anyone
 may read while one process writes. Knows no torch.
@@ -40,12 +40,9 @@ from ckptz.errors import (
     TruncatedError,
     WriteError,
 )
-from ckptz.store.links import link_origin
-from ckptz.store.lock import Lock, Spool, acquire
-from ckptz.store.places import LocalFolder
-from ckptz.store.remote import UploadFolder, place_of
-from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
-from ckptz.store.step_files import (
+from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
+from ckptz.run.links import link_origin
+from ckptz.run.step_files import (
     EXACT_OF_KEY,
     KINDS,
     METRIC_KEY,
@@ -59,7 +56,10 @@ from ckptz.store.step_files import (
     Listing,
     StepFile,
 )
-from ckptz.store.weigh import N_REMEMBERED, base_of_next, files_of_kind
+from ckptz.store.lock import Lock, Spool, acquire
+from ckptz.store.remote import UploadFolder, place_of
+from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
+from ckptz.store.storage import LocalFolder
 
 ABANDONED_SECONDS: Final = 3600.0
 MOVED: Final = (
@@ -342,6 +342,8 @@ class StepStore:
         with self.base(kind, rule, notes) as (base, position):
             try:
                 written = encode(sink, base, position)
+                for path in () if base is None else base.paths:
+                    path.stat()  # others may have deleted it meanwhile
                 reach = position and (0 if base is None else position - _position_of(base))
                 self._written[kind].append((reach, written.stored_bytes))
                 return written
@@ -464,7 +466,7 @@ class StepStore:
             chains = [self.chain(file, sizes) for file in files if not file.is_exact]
             self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
 
-    # --- retention's tools ----------------------------------------------------------------------
+    # --- tools of a prune ----------------------------------------------------------------------
 
     def check_lock(self) -> None:
         """Require to be the folder's one writer.

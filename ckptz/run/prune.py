@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.pages.shown import Shown
-from ckptz.store.keep import KeepPolicy, what_stays
-from ckptz.store.links import BASE_PREFIX
+from ckptz.run.folder import StepStore
+from ckptz.run.keep import KeepPolicy, what_stays
+from ckptz.run.links import BASE_PREFIX
+from ckptz.run.step_files import FileFacts, Listing, StepFile
 from ckptz.store.resolve import Path_
-from ckptz.store.step_files import FileFacts, Listing, StepFile
-from ckptz.store.steps import StepStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
