@@ -40,9 +40,10 @@ from ckptz.frameworks.torch import torch_dtype
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.integrations.dcp_run import latest
 from ckptz.integrations.dcp_write import CkptzStorageWriter
-from ckptz.integrations.linked import ChainOptions, as_exactly_as_may_be
+from ckptz.integrations.linked import ChainOptions
 from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
+from ckptz.run.exact import as_exactly_as_may_be
 from ckptz.store.resolve import open_checkpoint
 from ckptz.tree.skeleton import parse_tree
 from ckptz.tree.unflatten import unflatten

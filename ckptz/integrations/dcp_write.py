@@ -52,9 +52,9 @@ from ckptz.integrations.linked import (
     ChainOptions,
     checked_options,
     drop_unneeded,
-    residuals_of,
     warn_of_no_gain,
 )
+from ckptz.run.exact import residuals_of
 from ckptz.run.linked_files import RunFiles
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX

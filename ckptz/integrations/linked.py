@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -46,11 +45,12 @@ from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
+from ckptz.run.exact import as_exactly_as_may_be, residual_of, unlink_residuals
 from ckptz.run.folder import ABANDONED_SECONDS
 from ckptz.run.keep import what_stays
 from ckptz.run.linked_files import RunFiles
-from ckptz.run.links import BASE_PREFIX, link_chain, link_origin, residual_of
-from ckptz.run.names import EXACT, LIGHTNING_SUFFIX
+from ckptz.run.links import BASE_PREFIX, link_chain, link_origin
+from ckptz.run.names import LIGHTNING_SUFFIX
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
 from ckptz.store.resolve import (
     MAX_DEPTH,
@@ -121,9 +121,6 @@ def warn_of_no_gain(options: ChainOptions, kept: Kept) -> None:
         warnings.warn(ALL_EXACT, RuntimeWarning, stacklevel=3)
 
 
-T = TypeVar("T")
-
-
 def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:
     """Describe the file of a nested state, whose memory on the CPU is shared."""
     flat = flatten(on_host(state))
@@ -184,7 +181,7 @@ class Chain:
             with self._tidying:  # what was asked for before is not meant for this file
                 self._unwanted = [other for other in self._unwanted if other != path.absolute()]
             try:
-                _unlink_residuals(path, with_own=False)
+                unlink_residuals(path, with_own=False)
                 self._tidy()
             except OSError as error:
                 self.notes += (f"what is not wanted any more stays: {error}",)
@@ -277,7 +274,7 @@ class Chain:
                 residual = residual_of(path)
                 open_checkpoint(residual if residual.exists() else path).close()
             for path in older:
-                _unlink_residuals(path)
+                unlink_residuals(path)
         except (OSError, CkptzError) as error:
             self.notes += (f"older files stay exact until the next save: {error}",)
 
@@ -302,7 +299,7 @@ class Chain:
             gone = [path for path in self._unwanted if path not in spared]
             self._unwanted = [path for path in self._unwanted if path in spared]
             for path in gone:
-                _unlink_residuals(path)
+                unlink_residuals(path)
                 path.unlink(missing_ok=True)
             for folder in dict.fromkeys(path.parent for path in gone):
                 self.notes += drop_unneeded(folder)
@@ -318,21 +315,6 @@ def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
         bases=residual_bases(lossy),
         guides={},
     )
-
-
-def residuals_of(path: Path) -> list[Path]:
-    """List the residuals of a file, and of others that had its name."""
-    return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
-
-
-def _unlink_residuals(path: Path, *, with_own: bool = True) -> None:
-    """Delete residuals; their folder keeps its time, by which the Trainer tells old folders from new."""
-    gone = [residual for residual in residuals_of(path) if with_own or residual != residual_of(path)]
-    if gone:
-        before = path.parent.stat()
-        for residual in gone:
-            residual.unlink(missing_ok=True)
-        os.utime(path.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def drop_unneeded(folder: Path) -> tuple[str, ...]:
@@ -401,21 +383,6 @@ def on_host(state: Any) -> Any:
         return copies[key]
 
     return to_plain(state, tensor)
-
-
-def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
-    """Read a file that a `Chain` wrote by its residual, or as it is if there is none.
-
-    A residual that fails a check is a warning, and `read` is called again with the file itself.
-    """
-    residual = residual_of(path)
-    if residual.exists():
-        try:
-            return read(residual)
-        except (FormatError, MissingBaseError, FileNotFoundError) as error:
-            what = f"{path}: is restored with what it loses: {error}"
-            warnings.warn(what, RuntimeWarning, stacklevel=3)
-    return read(path)
 
 
 def read_newest(path: Path, jobs: int | None = None) -> Any:

@@ -18,7 +18,7 @@ from ckptz.errors import ConfigError, LimitError, WriteError, real
 from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
 from ckptz.formats.folders import packed_in
-from ckptz.formats.inputs import Input, beside_weights, exact_of, open_input
+from ckptz.formats.inputs import Input, beside_weights, open_input
 from ckptz.formats.sharding import write_folder, written_files
 from ckptz.formats.targets import (
     PathLike,
@@ -35,6 +35,7 @@ from ckptz.kernels.clock import working_seconds
 from ckptz.pages.shown import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.run.exact import exact_of
 from ckptz.run.names import weights_at
 from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.tree.unflatten import Chunks

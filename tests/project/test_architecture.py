@@ -234,6 +234,7 @@ DELETES = {
     "ckptz.run.folder": "leftovers of killed writers, under the lock; what a prune tells it to",
     "ckptz.run.prune": "steps that no rule keeps: needs of those that stay were read",
     "ckptz.verbs.prune": "checkpoints that no rule keeps, where no store does it: needs were read",
+    "ckptz.run.exact": "residuals of files that need not be exact any more, as `linked` tells it to",
     "ckptz.integrations.linked": "what a framework does not want, and bases: needs of what stays were read",
     "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
     "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",
