@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ckptz.run.keep import KeepPolicy, KeepRules
     from ckptz.search.budget import Budget
     from ckptz.search.measures import Agreement, ResumeProbe
-    from ckptz.search_run.options import SearchOptions
+    from ckptz.search.options import SearchOptions
     from ckptz.training.checkpointer import Checkpointer
     from ckptz.verbs.compress import compress
     from ckptz.verbs.diff import diff
@@ -79,7 +79,7 @@ _HOMES: Final = {
     "Agreement": "search.measures",
     "Budget": "search.budget",
     "ResumeProbe": "search.measures",
-    "SearchOptions": "search_run.options",
+    "SearchOptions": "search.options",
     "CkptzError": "errors",
     "Checkpointer": "training.checkpointer",
     "KeepPolicy": "run.keep",

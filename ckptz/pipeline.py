@@ -14,9 +14,9 @@ from typing import BinaryIO
 from ckptz.codec.units import TensorSource
 from ckptz.container.frame_writer import Contents, Earlier, FileRecord, Progress
 from ckptz.container.writer import Written, write_container
-from ckptz.encoding.subject import Guide
-from ckptz.guidance.guides import NO_FILES, GuideFiles, guides_of
-from ckptz.guidance.owners import NO_NAMES, ParameterNames, known_roles
+from ckptz.encoding.subject import SideInformation
+from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
+from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers
@@ -38,8 +38,8 @@ class Job(FileRecord):
     # parameters whose moments stand in another file, so that their one-dimensional weights are as exact as
     # they would be beside them
     trained: Collection[str] = ()
-    guide_files: GuideFiles = NO_FILES  # where more is known of the tensors
-    guides: Mapping[str, Guide] | None = None  # what is known of them, by name; None to find it
+    guide_files: SideInformationFiles = NO_FILES  # where more is known of the tensors
+    guides: Mapping[str, SideInformation] | None = None  # what is known of them, by name; None to find it
     # tensors of another file that tell of these: optimizer state beside weights
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
 
@@ -50,7 +50,7 @@ class Prepared:
 
     job: Job  # what to write
     roles: Mapping[str, Role]  # what its tensors are, where that changes anything
-    guides: Mapping[str, Guide]  # what is known of them, by name
+    guides: Mapping[str, SideInformation]  # what is known of them, by name
     notes: tuple[str, ...]  # for the user
 
     def lossy(self, config: Method) -> list[str]:

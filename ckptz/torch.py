@@ -25,15 +25,15 @@ from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units, tensor_bytes
 from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
-from ckptz.frameworks.plain_types import Mover, from_plain, on_device, to_plain
-from ckptz.frameworks.torch import stored_type
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
+from ckptz.state.flatten import flatten, geometry_of
+from ckptz.state.plain_types import Mover, from_plain, on_device, to_plain
+from ckptz.state.torch import stored_type
+from ckptz.state.unflatten import unflatten
 from ckptz.store.resolve import SUFFIX, open_checkpoint
-from ckptz.tree.flatten import flatten, geometry_of
-from ckptz.tree.unflatten import unflatten
 from ckptz.wire.policy import LinkPolicy, check_policy
 
 Tensors = dict[str, torch.Tensor]

@@ -19,7 +19,7 @@ from rich.table import Table
 from bench.demo.methods import GRID, Storage
 from bench.demo.training import N_CALIBRATION_BATCHES, Resumption
 from ckptz._version import __version__
-from ckptz.search.judgement import Limit, Reading, judge
+from ckptz.search.budget import Limit, Reading, judge
 
 MB = 1e6
 

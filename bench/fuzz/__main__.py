@@ -28,7 +28,7 @@ MAX_RSS_MB: Final = 2048
 # Not the compiled kernels: instrumented code is not what numba compiles.
 INSTRUMENTED: Final = (
     *("ckptz.bits", "ckptz.container", "ckptz.codec", "ckptz.entropy", "ckptz.quant", "ckptz.class_rules"),
-    *("ckptz.tree.skeleton", "ckptz.tree.leaves", "ckptz.tree.skeleton", "ckptz.store", "ckptz.wire"),
+    *("ckptz.state.skeleton", "ckptz.store", "ckptz.wire"),
 )
 
 

@@ -28,11 +28,11 @@ from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.roles import load_rules
-from ckptz.search_run.plans import load_plan, save_plan
+from ckptz.search.options import load_plan, save_plan
+from ckptz.state.flatten import flatten
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_state
 from ckptz.training.state import check_training, random_state, set_random_state
-from ckptz.tree.flatten import flatten
 
 
 @dataclass(frozen=True)
@@ -189,13 +189,11 @@ def _calibration(folder: Path) -> Target:
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        with CalibrationFile.open(path) as file:
+        with CalibrationFile(path) as file:
             file.match({"1.weight": (2, 3)})
-            for one in file.sums:
-                file.read(one)
-            for recorded in file.values():
-                for moments in recorded.moments.values():
-                    moments.read()
+            for recorded in file.recorded.values():
+                for covariance in recorded.covariances.values():
+                    covariance.read()
 
     return Target([path.read_bytes()], read)
 
@@ -211,9 +209,9 @@ def _sensitivity(folder: Path) -> Target:
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        with SensitivityFile.open(path) as file:
+        with SensitivityFile(path) as file:
             file.match({"weight": (2, 3)})
-            for average in file.values():
+            for average in file.recorded.values():
                 average.read()
 
     return Target([path.read_bytes()], read)

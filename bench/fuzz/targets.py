@@ -24,8 +24,8 @@ from ckptz.container.envelope import strict_json
 from ckptz.container.index import parse_index
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError
+from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import open_source
-from ckptz.tree.skeleton import parse_tree
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader
 from ckptz.wire.policy import LinkPolicy

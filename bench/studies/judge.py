@@ -3,7 +3,7 @@
     python -m bench.studies.judge
 
 Files of the weights of the first cached checkpoints, at fixed settings from mild to aggressive. Both numbers
-of `ckptz.search.judgement` are measured for the losses of single answers.
+of `ckptz.search.budget` are measured for the losses of single answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bench.studies.tasks import HELD_OUT, SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, weights_of
 from ckptz import Grid, KMeans
 from ckptz.methods.method import Method
-from ckptz.search.judgement import Judgement, Limit, Reading, judge
+from ckptz.search.budget import Judgement, Limit, Reading, judge
 from ckptz.torch import load_file
 
 ONE_PERCENT: Final = Limit(0.01, True)

@@ -25,8 +25,8 @@ from bench.core.report import finish
 from bench.studies.tasks import SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, folder_of, remembered, weights_of
 from ckptz import Budget, KMeans
-from ckptz.search.judgement import Judgement
-from ckptz.search_run.run import SearchOptions
+from ckptz.search.budget import share_used
+from ckptz.search.run import SearchOptions
 
 BUDGETS: Final = (0.05, 0.01)
 REDUCED: Final = 1  # batches of the evaluation set that every setting is measured on
@@ -81,8 +81,13 @@ def trials(task: Task, strategy: str, budget: float) -> dict[str, Any]:
 
 def least(searched: Mapping[str, Any], budget: float) -> int:
     """Bytes of the smallest trial within a budget, which may be another than the search was made for."""
-    trials = searched["trials"]
-    return min(t["n_bytes"] for t in trials if Judgement(**t["judgement"]).within(budget).is_kept)
+    return min(t["n_bytes"] for t in searched["trials"] if keeps(t["judgement"], budget))
+
+
+def keeps(judgement: Mapping[str, Any], budget: float) -> bool:
+    """Whether a trial keeps a budget; what is not finite keeps none."""
+    numbers = [judgement[name] for name in ("change", "error", "changes")]
+    return None not in numbers and share_used(*numbers, budget) <= 1
 
 
 def rows_of(task: Task) -> Iterator[Row]:

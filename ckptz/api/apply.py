@@ -22,10 +22,10 @@ from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.reader import Container
 from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, FormatError
-from ckptz.frameworks.torch import stored_type
 from ckptz.kernels.floats import Units
 from ckptz.kernels.torch import bytes_of
 from ckptz.parallel import Workers
+from ckptz.state.torch import stored_type
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
 from ckptz.store.resolve import open_file
 

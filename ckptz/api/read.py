@@ -17,11 +17,11 @@ from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds, n_chunks_
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError, real
-from ckptz.frameworks import Framework, Selection
-from ckptz.frameworks.window import Piece
 from ckptz.kernels.floats import Units
 from ckptz.parallel import SMALL_UNITS, Workers, jobs_of
 from ckptz.progress import SILENT, Progress
+from ckptz.state.arrays import Framework, Selection
+from ckptz.state.window import WindowPart
 
 try:
     import resource as _resource
@@ -30,7 +30,7 @@ except ImportError:  # Windows
 else:
     resource = _resource
 
-Group = tuple[int, list[Piece]]  # a chunk, and what is wanted of it
+Group = tuple[int, list[WindowPart]]  # a chunk, and what is wanted of it
 
 CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
@@ -162,14 +162,14 @@ def read_selection(source: FrameSource, selection: Selection, framework: Framewo
     return framework.finish(tensor if selection.then is None else selection.then(tensor))
 
 
-def _pieces(selection: Selection) -> Iterator[Piece]:
+def _pieces(selection: Selection) -> Iterator[WindowPart]:
     at = 0
     for window in selection.windows:
         yield from window.pieces(at)
         at += window.n_units
 
 
-def _fill(source: FrameSource, chunk: int, pieces: Iterable[Piece], out: Units) -> None:
+def _fill(source: FrameSource, chunk: int, pieces: Iterable[WindowPart], out: Units) -> None:
     """Bring the units of one chunk to their places."""
     first, *more = pieces
     n_units = min(CHUNK_UNITS, source.n_units - chunk * CHUNK_UNITS)

@@ -167,7 +167,7 @@ def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
     if metadata is not None and not is_text_map(metadata):
         raise CorruptionError("header: __metadata__ is not a map of strings")
     try:
-        rows = msgspec.convert(raw, dict[str, _Row])
+        rows = msgspec.convert(raw, dict[str, _HeaderEntry])
     except msgspec.ValidationError:
         raise _malformed(raw) from None
     regions = sorted((_region(name, row) for name, row in rows.items()), key=lambda r: (r.begin, r.end))
@@ -188,7 +188,7 @@ def is_text_map(value: Any) -> bool:
     return isinstance(value, dict) and set(map(type, value.values())) <= {str}
 
 
-class _Row(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """An entry of the header."""
 
     dtype: str
@@ -198,7 +198,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 def _is_row(row: Any) -> bool:
     try:
-        return bool(msgspec.convert(row, _Row))
+        return bool(msgspec.convert(row, _HeaderEntry))
     except msgspec.ValidationError:
         return False
 
@@ -206,12 +206,12 @@ def _is_row(row: Any) -> bool:
 def _malformed(raw: Mapping[str, Any]) -> CorruptionError:
     """Make the error for the first entry that is not one."""
     name, row = next((name, row) for name, row in raw.items() if not _is_row(row))
-    has_fields = isinstance(row, dict) and row.keys() == set(_Row.__struct_fields__)
+    has_fields = isinstance(row, dict) and row.keys() == set(_HeaderEntry.__struct_fields__)
     what = "is malformed" if has_fields else "must have the fields dtype, shape and data_offsets"
     return CorruptionError(f"tensor {name!r}: its header entry {what}")
 
 
-def _region(name: str, row: _Row) -> Region:
+def _region(name: str, row: _HeaderEntry) -> Region:
     dtype, (begin, end) = dtype_of(row.dtype), row.data_offsets
     if end - begin != dtype.n_bytes(row.shape):
         raise CorruptionError(

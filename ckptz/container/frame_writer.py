@@ -23,7 +23,7 @@ from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
 from ckptz.encoding.draft import Draft
 from ckptz.encoding.moved import MovedSource, unmoved
-from ckptz.encoding.subject import NO_GUIDE, Guide, MapFunction, Subject
+from ckptz.encoding.subject import NO_SIDE_INFORMATION, MapFunction, SideInformation, Subject
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe, Setting
 from ckptz.parallel import SMALL_UNITS, Workers
@@ -79,7 +79,8 @@ class Contents:
     record: FileRecord
     recipes: Mapping[str, Recipe]  # what becomes of each tensor, by name
     roles: Mapping[str, Role] = field(default_factory=dict)  # what those are that may become lossy
-    guides: Mapping[str, Guide] = field(default_factory=dict)  # what planners may know of tensors, by name
+    # what planners may know of tensors, by name
+    guides: Mapping[str, SideInformation] = field(default_factory=dict)
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
 
 
@@ -134,7 +135,7 @@ class _Planning:
     def _planned(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction
     ) -> Draft:
-        guide, against = self._contents.guides.get(name, NO_GUIDE), self._contents.record.base
+        guide, against = self._contents.guides.get(name, NO_SIDE_INFORMATION), self._contents.record.base
         seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
         subject = Subject(self.tensors[name], base, guide, companions, run, seed)
         recipe = self._contents.recipes[name]

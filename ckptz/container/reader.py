@@ -148,12 +148,14 @@ class FrameSource(TensorSource):
     def _sources(self, begin: int, end: int, held: Held) -> ChunkSources:
         plan, base, ref = self.header.plan, self.base, self._container.outer_base
         if isinstance(base, FrameSource):
-            base = _Held(base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None))
+            base = _DecodedChunk(
+                base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None)
+            )
         both = plan.reads_base_units and plan.reads_base_codes
 
         def companion(name: str) -> TensorSource:
             found = self._companion(name)
-            return _Held(found, held[found, False])
+            return _DecodedChunk(found, held[found, False])
 
         return ChunkSources(begin, end, base, companion, both, f", {ref.title}" if ref else "")
 
@@ -329,7 +331,7 @@ class FrameSource(TensorSource):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held(ViewOf):
+class _DecodedChunk(ViewOf):
     """One chunk of a frame that was decoded already, as a source."""
 
     chunk: Decoded

@@ -45,7 +45,7 @@ from ckptz.container.index import (
 )
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.subject import NO_GUIDE
+from ckptz.encoding.subject import NO_SIDE_INFORMATION
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.parallel import Workers
 
@@ -198,7 +198,7 @@ def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) 
 def _features(contents: Contents) -> list[str]:
     is_lossy = any(recipe.is_lossy for recipe in contents.recipes.values())
     may_be_low = any(
-        recipe.may_be_low_rank and contents.guides.get(name, NO_GUIDE).reach is not None
+        recipe.may_be_low_rank and contents.guides.get(name, NO_SIDE_INFORMATION).reach is not None
         for name, recipe in contents.recipes.items()
     )
     deltas = ["delta"] * (contents.record.base is not None)

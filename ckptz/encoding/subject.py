@@ -22,8 +22,8 @@ from ckptz.codec.units import MapFunction as MapFunction
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, rounding
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.sensitivity import Floats, floats_of
-from ckptz.quant.sketch import Sketch
 
 T = TypeVar("T")
 MIN_SPREAD: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
@@ -34,7 +34,7 @@ Reals = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InputMoments:
+class InputCovariance:
     """Second moments of a layer's inputs, sum(x x^T): how errors of a weight's columns add up."""
 
     # of the weight, that the matrix belongs to: 1 for [out, in, ...] (convolutions: all dimensions behind the
@@ -51,15 +51,15 @@ def _floats(source: TensorSource, begin: int, end: int) -> Floats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guide:
+class SideInformation:
     """Side knowledge of one tensor; its sources have the tensor's shape."""
 
     # average of its gradients, for sensitivity |g*w|; if there is none, the root of `second_moment` stands in
     gradient: TensorSource | None = None
     second_moment: TensorSource | None = None  # the exact average of squared gradients, Adam's exp_avg_sq
-    inputs: InputMoments | None = None  # second moments of the inputs that it is multiplied with
+    inputs: InputCovariance | None = None  # second moments of the inputs that it is multiplied with
     # of the whole tensor where this is a shard of it, so that all shards get one map
-    sketch: Sketch | None = None
+    histogram: Histogram | None = None
     # of a first moment whose moves are proportional to it: how far its weight will move, in all, for a first
     # moment of one root of the second (of one, without a second), in root mean squares of what training moves
     # that weight from one save to the next
@@ -69,7 +69,7 @@ class Guide:
     energy: float | None = None
 
 
-NO_GUIDE: Final = Guide()
+NO_SIDE_INFORMATION: Final = SideInformation()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class GuidedSensitivities:
             return self.gradients_of(begin, end) * np.abs(floats_of(units, self.kind))
 
 
-def sensitivities_of(source: TensorSource, guide: Guide) -> GuidedSensitivities | None:
+def sensitivities_of(source: TensorSource, guide: SideInformation) -> GuidedSensitivities | None:
     """Find the sensitivities of a tensor's units; None if no gradient is known in a type that has values."""
     for gradients, is_squared in ((guide.gradient, False), (guide.second_moment, True)):
         if gradients is not None and gradients.dtype.name in KINDS:
@@ -107,7 +107,7 @@ class Subject:
     source: TensorSource  # the tensor
     # the restored tensor that a delta is made from, of the same dtype and shape, or None
     base: TensorSource | None = None
-    guide: Guide = NO_GUIDE  # what else is known of it
+    guide: SideInformation = NO_SIDE_INFORMATION  # what else is known of it
     # other tensors of the file as it restores them, where the recipe names one
     companions: Companions | None = None
     run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
@@ -132,12 +132,16 @@ class Extent:
     is_measured: bool  # whether all second moments are finite and not negative
 
     @classmethod
-    def whole(cls, source: TensorSource, base: TensorSource | None, guide: Guide, run: MapFunction) -> Extent:
+    def whole(
+        cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, run: MapFunction
+    ) -> Extent:
         """Measure a tensor that is not empty; `run` maps over chunks."""
         return summed(run, lambda b: cls.of(source, base, guide, b), source)
 
     @classmethod
-    def of(cls, source: TensorSource, base: TensorSource | None, guide: Guide, bounds: Bounds) -> Extent:
+    def of(
+        cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, bounds: Bounds
+    ) -> Extent:
         """Measure one chunk, with its base and its guide."""
         kind = KINDS[source.dtype.name]
         values = floats_of(source.units(*bounds), kind)

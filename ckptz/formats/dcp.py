@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,14 +32,13 @@ from ckptz.errors import (
     named,
     naming,
 )
-from ckptz.formats.pickled import MAX_BYTES, Record, Unpickler, record
+from ckptz.formats.pickled import MAX_BYTES, PickledObject, Unpickler, record
 from ckptz.formats.sharding import is_file_name
-from ckptz.formats.torch_files import load_part, require_torch
-from ckptz.formats.torch_records import MAX_DIMS
+from ckptz.formats.torch_files import MAX_DIMS, load_part, require_torch
 from ckptz.parallel import Recent
-from ckptz.tree.flatten import CODES
-from ckptz.tree.skeleton import MAX_DEPTH, MAX_NODES, is_number, pack_node, refuse_leaf
-from ckptz.tree.unflatten import Chunks, unflatten
+from ckptz.state.flatten import CODES
+from ckptz.state.skeleton import MAX_DEPTH, MAX_NODES, TensorRef, is_number, pack_node
+from ckptz.state.unflatten import Chunks, unflatten
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 MAX_CELLS: Final = 1 << 26  # of a grid whose lines are the edges of all parts
@@ -54,13 +53,11 @@ _METADATA: Final = (
     *("metadata.TensorStorageMetadata", "metadata.BytesStorageMetadata", "metadata.ChunkStorageMetadata"),
     *("metadata.TensorProperties", "metadata._MEM_FORMAT_ENCODING"),
 )
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
 _OTHERS: Final = (
     *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
     *("pathlib.WindowsPath", "pathlib._local.WindowsPath"),
-    *(
-        f"torch.distributed._shard.sharded_tensor.metadata.{name}"
-        for name in ("TensorProperties", "MEM_FORMAT_ENCODING")
-    ),
+    *(f"{_SHARDED}.TensorProperties", f"{_SHARDED}.MEM_FORMAT_ENCODING"),
 )
 
 
@@ -120,23 +117,65 @@ def dcp_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _StoredPart:
-    """A stored part of a tensor or object, `offset` is None for the latter: bytes of a file."""
+    """A stored part of a tensor, or an object, whose offset is None: bytes of a file."""
 
     name: str
     offset: Numbers | None
     shape: Numbers
-    file: str
+    path: Path
     begin: int
     n_bytes: int
 
+    def load(self) -> Any:
+        """Load what torch wrote there."""
+        try:
+            if not self.n_bytes or self.begin + self.n_bytes > self.path.stat().st_size:
+                raise TruncatedError(f"{self.path}: is cut; copy the folder whole")
+            with self.path.open("rb") as file:
+                file.seek(self.begin)
+                return load_part(file.read(self.n_bytes))
+        except FileNotFoundError:
+            raise FormatError(f"{self.path}: is missing, and {METADATA_FILE} names it") from None
+        except CkptzError as error:
+            raise named(error, repr(self.name)) from None
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A tensor as the metadata describe it."""
 
-    dtype: str
+class DcpTensor(TensorSource):
+    """A tensor of the folder, read as a whole; `kept` are those that were read last."""
+
+    dtype: DType
     shape: Numbers
-    parts: tuple[_StoredPart, ...]
+
+    def __init__(
+        self, name: str, dtype: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Units]
+    ) -> None:
+        if dtype not in CODES:
+            raise UnsupportedError(
+                f"tensor {name!r} has the element type {dtype!r}, which ckptz does not have"
+            )
+        self.dtype, self.shape = dtype_of(CODES[dtype]), shape
+        self._name, self._type, self._parts, self._kept = name, dtype, parts, kept
+        paths = {part.path for part in parts}  # one that is missing is said when it is read
+        if all(map(Path.is_file, paths)) and self.n_bytes > sum(path.stat().st_size for path in paths):
+            raise TruncatedError(f"tensor {name!r}: the shards are smaller than it; copy the folder whole")
+
+    def units(self, begin: int, end: int) -> Units:
+        return self._kept.get(self._name, self._read)[begin:end]
+
+    def _read(self) -> Units:
+        import torch
+
+        # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
+        target = torch.empty(self.shape, dtype=getattr(torch, self._type))
+        for part in self._parts:
+            found = part.load()
+            if type(found) is not torch.Tensor or str(found.dtype) != f"torch.{self._type}":
+                raise CorruptionError(f"{part.name!r} is of another type than {METADATA_FILE} says")
+            if tuple(found.shape) != part.shape:
+                raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
+            ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
+            target[tuple(map(slice, part.offset or (), ends))] = found.detach()
+        return target.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[self.dtype.unit_bytes])
 
 
 def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
@@ -149,31 +188,25 @@ def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
     """
     require_torch(folder)
     with naming(str(folder)):
-        wholes, objects, paths = _parse(read_metadata(folder / METADATA_FILE))
-        reader = _Reader(folder)
-        tensors: dict[str, TensorSource] = {n: _tensor(n, whole, reader) for n, whole in wholes.items()}
-        leaves: dict[str, Any] = {name: _Leaf(name) for name in wholes}
-        leaves |= {name: _Object(reader.object(part)) for name, part in objects.items()}
-        state = _nested(leaves, paths)
-        tree = {"root": pack_node(state, _pack_leaf), "storages": []}
-    return tensors, tree
+        tensors, objects, paths = _parse(read_metadata(folder / METADATA_FILE), folder)
+        leaves: dict[str, Any] = {name: TensorRef(name) for name in tensors}
+        leaves |= {name: _Object(_loaded(part)) for name, part in objects.items()}
+        return tensors, {"root": pack_node(_nested(leaves, paths)), "storages": []}
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """Stands for a tensor in a nested state."""
-
-    name: str
-
-
-def _pack_leaf(value: Any, path: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(value, _Leaf):
-        refuse_leaf(value, path)
-    return {"tensor": value.name}
+def _loaded(part: _StoredPart) -> Any:
+    """Load a value that is not a tensor."""
+    try:
+        return part.load()
+    except UnsupportedError:
+        raise UnsupportedError(
+            f"{part.name!r} cannot be read without running code from the folder; load it with torch and "
+            "save it as plain Python values and tensors"
+        ) from None
 
 
 def _nested(leaves: Mapping[str, Any], paths: Any) -> Any:
-    """The state that torch's planner flattened: text means a dict, a number a list."""
+    """Nest the state that torch's planner flattened: text in a path means a dict, a number a list."""
     if not isinstance(paths, dict):
         return _Lists().made(dict(leaves))
     root: dict[Any, Any] = {}
@@ -202,7 +235,7 @@ class _Object:
 
 
 class _Lists:
-    """Makes dicts into the lists that they stand for, which together are no longer than a tree may be."""
+    """Turns dicts with numbers as keys into lists, which together are no longer than a tree may be."""
 
     def __init__(self) -> None:
         self._left = MAX_NODES
@@ -218,87 +251,6 @@ class _Lists:
             raise CorruptionError("a list of the state has no such position")
         # torch leaves empty dicts and lists out, and puts None in their places in a list, as is done here.
         return [made.get(i) for i in range(max(made) + 1)]
-
-
-def _tensor(name: str, whole: _Whole, reader: _Reader) -> _Tensor:
-    if whole.dtype not in CODES:
-        raise UnsupportedError(
-            f"tensor {name!r} has the element type {whole.dtype!r}, which ckptz does not have"
-        )
-    dtype = dtype_of(CODES[whole.dtype])
-    with naming(f"tensor {name!r}"):
-        reader.check_room(whole, dtype.n_bytes(whole.shape))
-    return _Tensor(name, whole, dtype, reader)
-
-
-class _Tensor(TensorSource):
-    """A tensor of the folder as a source of units."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-
-    def __init__(self, name: str, whole: _Whole, dtype: DType, reader: _Reader) -> None:
-        self.dtype, self.shape = dtype, whole.shape
-        self._name, self._whole, self._reader = name, whole, reader
-
-    def units(self, begin: int, end: int) -> Units:
-        return self._reader.tensor(self._name, self._whole, self.dtype)[begin:end]
-
-
-@dataclass(slots=True)
-class _Reader:
-    """The shards, and the tensors that were read last."""
-
-    folder: Path
-    _kept: Recent[Units] = field(default_factory=lambda: Recent(KEPT_TENSORS, lambda _: 1))
-
-    def tensor(self, name: str, whole: _Whole, dtype: DType) -> Units:
-        """Read all units of a tensor."""
-        return self._kept.get(name, lambda: self._read(whole, dtype))
-
-    def _read(self, whole: _Whole, dtype: DType) -> Units:
-        import torch
-
-        # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
-        target = torch.empty(whole.shape, dtype=getattr(torch, whole.dtype))
-        for part in whole.parts:
-            found = self._load(part)
-            if type(found) is not torch.Tensor or str(found.dtype) != f"torch.{whole.dtype}":
-                raise CorruptionError(f"{part.name!r} is of another type than {METADATA_FILE} says")
-            if tuple(found.shape) != part.shape:
-                raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
-            ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
-            target[tuple(map(slice, part.offset or (), ends))] = found.detach()
-        return target.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
-
-    def object(self, part: _StoredPart) -> Any:
-        """Read a value that is not a tensor."""
-        try:
-            return self._load(part)
-        except UnsupportedError:
-            raise UnsupportedError(
-                f"{part.name!r} cannot be read without running code from the folder; load it with torch and "
-                "save it as plain Python values and tensors"
-            ) from None
-
-    def _load(self, part: _StoredPart) -> Any:
-        path = self.folder / part.file
-        try:
-            if not part.n_bytes or part.begin + part.n_bytes > path.stat().st_size:
-                raise TruncatedError(f"{path}: is cut; copy the folder whole")
-            with path.open("rb") as file:
-                file.seek(part.begin)
-                return load_part(file.read(part.n_bytes))
-        except FileNotFoundError:
-            raise FormatError(f"{path}: is missing, and {METADATA_FILE} names it") from None
-        except CkptzError as error:
-            raise named(error, repr(part.name)) from None
-
-    def check_room(self, whole: _Whole, n_bytes: int) -> None:
-        """Require that as many bytes are stored as a tensor takes; a shard that is missing is said later."""
-        paths = [self.folder / file for file in {part.file for part in whole.parts}]
-        if all(path.is_file() for path in paths) and n_bytes > sum(path.stat().st_size for path in paths):
-            raise TruncatedError("the shards are smaller than the tensor; copy the folder whole")
 
 
 # --- the metadata -------------------------------------------------------------------------------------
@@ -321,36 +273,33 @@ def read_metadata(path: Path) -> Any:
         return Unpickler(file, {name: record(name) for name in known}).read_all()
 
 
-def _parse(raw: Any) -> tuple[dict[str, _Whole], dict[str, _StoredPart], Any]:
+def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _StoredPart], Any]:
     """(tensors, objects, how the state was flattened)."""
     top = _attributes(raw, "Metadata")
     places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
-    wholes, objects = {}, {}
+    kept: Recent[Units] = Recent(KEPT_TENSORS, lambda _: 1)
+    tensors: dict[str, TensorSource] = {}
+    objects = {}
     for name, entry in _dict(top, "state_dict_metadata"):
         if type(name) is not str:
             raise CorruptionError(f"{METADATA_FILE}: a name is no text")
-        if isinstance(entry, Record) and entry.kind == "BytesStorageMetadata":
-            objects[name] = _part(places, name, None, ())
-        else:
-            wholes[name] = _whole(name, entry, places)
-    return wholes, objects, top.get("planner_data")
-
-
-def _whole(name: str, entry: Any, places: Mapping[Any, Any]) -> _Whole:
-    found = _attributes(entry, "TensorStorageMetadata")
-    shape, parts = _numbers(found.get("size")), []
-    chunks = found.get("chunks")
-    for chunk in chunks if isinstance(chunks, list | tuple) else ():
-        box = _attributes(chunk, "ChunkStorageMetadata")
-        offset, sizes = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
-        parts.append(_part(places, name, offset, sizes))
-    if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
-        raise CorruptionError(f"tensor {name!r}: {problem}")
-    return _Whole(_dtype(found.get("properties"), name), shape, tuple(parts))
+        if isinstance(entry, PickledObject) and entry.kind == "BytesStorageMetadata":
+            objects[name] = _part(folder, places, name, None, ())
+            continue
+        found = _attributes(entry, "TensorStorageMetadata")
+        shape, chunks, parts = _numbers(found.get("size")), found.get("chunks"), []
+        for chunk in chunks if isinstance(chunks, list | tuple) else ():
+            box = _attributes(chunk, "ChunkStorageMetadata")
+            offset, sizes = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
+            parts.append(_part(folder, places, name, offset, sizes))
+        if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
+            raise CorruptionError(f"tensor {name!r}: {problem}")
+        tensors[name] = DcpTensor(name, _dtype(found.get("properties"), name), shape, parts, kept)
+    return tensors, objects, top.get("planner_data")
 
 
 def _dtype(properties: Any, name: str) -> str:
-    state = properties.state if isinstance(properties, Record) else None
+    state = properties.state if isinstance(properties, PickledObject) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, type) or dtype.__module__ != "torch":
         raise CorruptionError(f"tensor {name!r} has no element type")
@@ -358,7 +307,7 @@ def _dtype(properties: Any, name: str) -> str:
 
 
 def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(value, Record) or value.kind != kind:
+    if not isinstance(value, PickledObject) or value.kind != kind:
         raise CorruptionError(f"{METADATA_FILE}: a {kind} is missing")
     return value.attributes()
 
@@ -372,7 +321,9 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 
 def _numbers(value: Any) -> Numbers:
     """The numbers of a `torch.Size`."""
-    items = value.args[0] if isinstance(value, Record) and value.kind == "Size" and value.args else None
+    items = (
+        value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
+    )
     if not isinstance(items, tuple) or not all(map(is_number, items)):
         raise CorruptionError(f"{METADATA_FILE}: a size is not made of numbers")
     if len(items) > MAX_DIMS:
@@ -388,7 +339,9 @@ def _index_of(key: Any) -> tuple[str, Numbers | None]:
     return name, None if offset is None else _numbers(offset)
 
 
-def _part(places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers) -> _StoredPart:
+def _part(
+    folder: Path, places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers
+) -> _StoredPart:
     """A part and where it is stored."""
     info = places.get((name, offset))
     if info is None:
@@ -400,7 +353,7 @@ def _part(places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: N
         raise CorruptionError(f"{METADATA_FILE}: {name!r} is nowhere in its shard")
     if info.get("transform_descriptors"):
         raise UnsupportedError(f"{name!r} went through an extension of torch's writer; load it with torch")
-    return _StoredPart(name, offset, shape, file, begin, n_bytes)
+    return _StoredPart(name, offset, shape, folder / file, begin, n_bytes)
 
 
 # --- writing ------------------------------------------------------------------------------------------
@@ -446,7 +399,7 @@ def write_dcp(
 
 
 def _file_system(mode: int) -> Any:
-    """Torch's own, which makes files of this mode; its writer opens whatever it writes through it."""
+    """Make a file system for torch's writer that creates files with this mode."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     class Files(FileSystem):

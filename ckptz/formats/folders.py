@@ -29,11 +29,10 @@ from ckptz.errors import (
     naming,
 )
 from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
-from ckptz.formats.targets import Spellings, clashes
-from ckptz.formats.torch_files import can_share, is_torch_file, load_state
+from ckptz.formats.torch_files import is_torch_file, load_state
 from ckptz.run.names import is_base_name
+from ckptz.state.flatten import flatten
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
-from ckptz.tree.flatten import flatten
 
 InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 INDEX_SUFFIX: Final = ".index.json"
@@ -76,10 +75,6 @@ class _Layout:
     places: Mapping[str, str] | None = None
 
     @property
-    def is_torch(self) -> bool:
-        return not self.files[0].endswith(PLAIN_SUFFIX)
-
-    @property
     def stem(self) -> str:
         if self.index_file is not None:
             return Path(self.index_file.removesuffix(INDEX_SUFFIX)).stem
@@ -97,11 +92,13 @@ def open_folder(folder: Path) -> Input:
         FormatError: a shard is damaged, or index and shards disagree.
     """
     layout = _find_layout(folder)
-    _check_names(folder, layout)
+    index = [] if layout.index_file is None else [layout.index_file]
+    for file in (*layout.files, *index):
+        if not (is_shard_name(file) or (file in index and is_relative_path(file))):
+            raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
     with ExitStack() as opened:
-        shards = _Shards.of_torch if layout.is_torch else _Shards.of_safetensors
         states, notes = _states_beside(folder, layout)
-        found = shards(folder, layout, opened, states)
+        found = _read_shards(folder, layout, opened, states)
         _check_places(folder, layout, found.homes)
         carried, left_out = _find_carried(folder, {*layout.files, layout.index_file, *states})
         sharding = Sharding(
@@ -142,7 +139,7 @@ def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
 
 
 def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[str]]:
-    """The states of other torch files of the folder, by name, as far as a tree can hold them; notes."""
+    """Load the other torch files of the folder that a tree can hold; gives states by name, and notes."""
     found, notes, root = {}, [], folder.resolve()
     for file in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
         path = folder / file
@@ -154,7 +151,7 @@ def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[
             continue
         try:
             state = load_state(path)
-            flatten(state, can_share=can_share)
+            flatten(state)
             found[file] = state
         except (UnsupportedError, ConfigError) as error:  # small ones are: training_args.bin, rng_state.pth
             if path.stat().st_size > NOTED_BYTES:
@@ -189,17 +186,6 @@ def _find_layout(folder: Path) -> _Layout:
         f"{folder}: no tensors in this folder: no *{PLAIN_SUFFIX}, no *model*{TORCH_SUFFIX}, no index of "
         "such; name the files themselves, or the folder that they are in"
     )
-
-
-def _check_names(folder: Path, layout: _Layout) -> None:
-    """Require that the shards and their index can be restored on every system."""
-    files = [*layout.files, *([] if layout.index_file is None else [layout.index_file])]
-    for file in files:
-        is_named = is_relative_path(file) if file == layout.index_file else is_shard_name(file)
-        if not is_named:
-            raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
-    for one, other in clashes(files):
-        raise ConfigError(f"{folder}: {one!r} and {other!r} are one name on some systems; rename one of them")
 
 
 def _read_index(folder: Path, index_file: str) -> _Layout:
@@ -245,37 +231,31 @@ class _Shards:
     homes: Mapping[str, str]
     tree: Any = None
 
-    @classmethod
-    def of_safetensors(
-        cls, folder: Path, layout: _Layout, opened: ExitStack, beside: Mapping[str, Any]
-    ) -> _Shards:
-        shards, tensors, homes = [], dict[str, TensorSource](), dict[str, str]()
-        for file in layout.files:
+
+def _read_shards(folder: Path, layout: _Layout, opened: ExitStack, beside: Mapping[str, Any]) -> _Shards:
+    """Open the shards of a layout, and put the states `beside` the model to their tensors."""
+    shards, tensors = list[Shard](), dict[str, TensorSource]()
+    states, homes = dict[str, Any](), dict[str, str]()
+    for file in layout.files:
+        if file.endswith(PLAIN_SUFFIX):
             checkpoint = _open_shard(folder / file)
             opened.callback(checkpoint.close)
             _claim(folder, layout, file, checkpoint.tensors, homes)
             tensors |= checkpoint.tensors
             metadata = None if checkpoint.metadata is None else dict(checkpoint.metadata)
             shards.append(Shard(file, tuple(checkpoint.tensors), metadata))
-        if not beside:
-            return cls(tuple(shards), tensors, homes)
-        flat = flatten(dict(beside), n_outer=1, can_share=can_share, taken=tensors)
-        shards += [Shard(file, flat.names_under(file)) for file in beside]
-        return cls(tuple(shards), {**tensors, **flat.tensors}, homes, flat.tree)
-
-    @classmethod
-    def of_torch(cls, folder: Path, layout: _Layout, _: ExitStack, beside: Mapping[str, Any]) -> _Shards:
-        states, homes = dict[str, Any](), dict[str, str]()
-        for file in layout.files:
-            states[file] = load_state(folder / file)
-            if not isinstance(states[file], dict):
-                raise FormatError(f"{folder / file}: not a dict of tensors by name")
-            _claim(folder, layout, file, states[file], homes)
-        states |= beside
-        with naming(str(folder)):
-            flat = flatten(states, n_outer=1, can_share=can_share)
-        shards = tuple(Shard(file, flat.names_under(file)) for file in states)
-        return cls(shards, flat.tensors, homes, flat.tree)
+            continue
+        states[file] = load_state(folder / file)
+        if not isinstance(states[file], dict):
+            raise FormatError(f"{folder / file}: not a dict of tensors by name")
+        _claim(folder, layout, file, states[file], homes)
+    states |= beside
+    if not states:
+        return _Shards(tuple(shards), tensors, homes)
+    with naming(str(folder)):
+        flat = flatten(states, n_outer=1, taken=tensors)
+    shards += [Shard(file, flat.names_under(file)) for file in states]
+    return _Shards(tuple(shards), {**tensors, **flat.tensors}, homes, flat.tree)
 
 
 def _open_shard(path: Path) -> Checkpoint:
@@ -305,15 +285,12 @@ def _find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], 
 
     Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
     the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
-    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written, and
-    files that not every system could hold beside those before them. Names in `taken` are at the folder's top,
-    and looked after elsewhere.
+    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written. Names in
+    `taken` are at the folder's top, and looked after elsewhere.
     """
     carried: list[Carried] = []
     left_out: list[str] = []
-    root, spellings = folder.resolve(), Spellings()
-    for name in sorted(filter(None, taken)):
-        spellings.clash(name)
+    root = folder.resolve()
     for where, folders, files in os.walk(folder):
         here = Path(where).relative_to(folder)
         hidden = [name for name in folders if name.startswith(".") or (Path(where) / name).is_symlink()]
@@ -325,7 +302,7 @@ def _find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], 
                 continue
             is_output = here == Path() and file.endswith(SUFFIX)
             is_safe = is_relative_path(name) and is_within(Path(where) / file, root)
-            if is_safe and not is_output and spellings.clash(name) is None:
+            if is_safe and not is_output:
                 carried.append((name, Path(where) / file))
             else:
                 left_out.append(name)

@@ -6,21 +6,21 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from errno import ENOENT
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ckptz.container.byte_source import is_folder, is_url, local_copy, path_of
 from ckptz.container.envelope import MAX_HEADER_BYTES
-from ckptz.container.index import Sharding
+from ckptz.container.index import Shard, Sharding
 from ckptz.errors import CkptzError, ConfigError, named
 from ckptz.formats.dcp import is_dcp, open_dcp
 from ckptz.formats.folders import Input as Input
 from ckptz.formats.folders import is_within, open_folder, packed_in
-from ckptz.formats.sharding import Carried, check_sharding
+from ckptz.formats.sharding import SHARD_SUFFIXES, check_sharding, is_shard_name
 from ckptz.formats.targets import stem_of
-from ckptz.formats.torch_files import TORCH_SUFFIXES, read
-from ckptz.formats.torch_records import LEGACY_MAGIC, ZIP_MAGIC
+from ckptz.formats.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, weights_at
 from ckptz.run.step_files import StepFile
@@ -134,7 +134,8 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
     except CkptzError as error:
         checkpoint.close()
         raise named(error, str(path)) from None
-    carried = _carried_beside(path, sharding)
+    listed, folder = sharding.carried if sharding else (), path.absolute().parent
+    carried = [(name, folder / name) for name in listed if is_within(folder / name, folder.resolve())]
     return Input(
         name=str(path),
         kind="ckptz" if index else "safetensors",
@@ -144,14 +145,87 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
         sharding=sharding,
         tree=index.tree if index else None,
         carried=tuple(carried),
-        left_out=tuple(sorted(set(sharding.carried if sharding else ()) - {name for name, _ in carried})),
+        left_out=tuple(sorted(set(listed) - {name for name, _ in carried})),
         checkpoint=checkpoint,
         close=checkpoint.close,
     )
 
 
-def _carried_beside(path: Path, sharding: Sharding | None) -> list[Carried]:
-    """The files that the record lists and that stand beside the `.ckptz` file."""
-    folder = path.absolute().parent
-    listed = [(name, folder / name) for name in (sharding.carried if sharding else ())]
-    return [(name, file) for name, file in listed if is_within(file, folder.resolve())]
+# --- a model and its optimizer ------------------------------------------------------------------
+
+
+def join(model: Input, optimizer: Input) -> Input:
+    """Make one checkpoint of a model and its optimizer, which restores to both under their own names.
+
+    Raises:
+        ConfigError: they cannot stand in one file; the message says why.
+    """
+    parts = [_part_of(model), _part_of(optimizer)]
+    if optimizer.kind == "folder":
+        raise ConfigError(f"{optimizer.name}: --optimizer takes a file, and this is a folder; name the file")
+    shards = [shard for part in parts for shard in part.shards]
+    for shard in parts[1].shards:
+        if any(shard.file == other.file for other in parts[0].shards):
+            both = f"{model.name} and {optimizer.name}"
+            raise ConfigError(f"{both}: both are called {shard.file}; rename one of them")
+    for name in optimizer.tensors:
+        if name in model.tensors:
+            raise ConfigError(
+                f"{optimizer.name}: tensor {name!r} is in {model.name} too; "
+                "give the optimizer's state alone, under names of its own"
+            )
+    sharding = model.sharding or Sharding(())
+    return replace(
+        model,
+        kind="folder",
+        tensors={**model.tensors, **optimizer.tensors},
+        sharding=Sharding(tuple(shards), sharding.index_file, sharding.index_text, sharding.carried),
+        tree=_joint_tree(parts),
+        checkpoint=None,
+        optimizer_names=model.optimizer_names | frozenset(optimizer.tensors),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Shards of one input; `states` are the JSON nodes of those that are torch files, by file."""
+
+    shards: tuple[Shard, ...]
+    states: list[Any]
+    storages: list[Any]
+
+
+def _part_of(opened: Input) -> _Joined:
+    if opened.kind == "ckptz":
+        raise ConfigError(f"{opened.name}: is a .ckptz file already; restore it first")
+    tree = opened.tree or {"root": {"dict": []}, "storages": []}
+    if opened.sharding is not None:
+        return _Joined(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
+    file = Path(opened.name).name
+    if not is_shard_name(file):
+        raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
+    if opened.tree is None and not file.endswith(PLAIN_SUFFIX):
+        raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")
+    metadata = None if opened.metadata is None else dict(opened.metadata)
+    states = [] if opened.tree is None else [[file, tree["root"]]]
+    return _Joined((Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"])
+
+
+def _joint_tree(parts: Sequence[_Joined]) -> dict[str, Any] | None:
+    states: list[Any] = []
+    storages: list[Any] = []
+    for part in parts:
+        states += _renumbered(part.states, len(storages))
+        storages += part.storages
+    return {"root": {"dict": states}, "storages": storages} if states else None
+
+
+def _renumbered(node: Any, n_before: int) -> Any:
+    """A node of a tree behind `n_before` storages of another one."""
+    if isinstance(node, list):
+        return [_renumbered(item, n_before) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "view" in node:
+        return {**node, "view": node["view"] + n_before}
+    return {key: _renumbered(value, n_before) for key, value in node.items()}

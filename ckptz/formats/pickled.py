@@ -1,4 +1,4 @@
-"""Pickles that strangers wrote, read with the names that they may use and with limits.
+"""A restricted unpickler: it knows a fixed list of names, and has limits.
 
 A plain unpickler imports whatever a stream names, and makes whatever it asks for: keys whose hash takes for
 ever, more objects than there is memory. This one stands in for both Python's and torch's.
@@ -12,51 +12,31 @@ from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, Final
 
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
-from ckptz.tree.skeleton import MAX_EQUAL_HASHES
+from ckptz.state.skeleton import MAX_EQUAL_HASHES
 
 MAX_BYTES: Final = 1 << 28
 MAX_OPERATIONS: Final = 1 << 25  # each takes at most some hundred bytes of memory, so 3.5 GB
 MAX_KEY_PARTS: Final = 64  # of a key that is a tuple, with all tuples in it
 
 _OPERATIONS: Final = (
-    *(
-        "PROTO",
-        "FRAME",
-        "STOP",
-        "NONE",
-        "NEWTRUE",
-        "NEWFALSE",
-        "BININT",
-        "BININT1",
-        "BININT2",
-        "LONG1",
-        "BINFLOAT",
-    ),
+    *("PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES"),
     *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "MARK", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *(
-        "APPEND",
-        "APPENDS",
-        "SETITEM",
-        "SETITEMS",
-        "MEMOIZE",
-        "BINPUT",
-        "LONG_BINPUT",
-        "BINGET",
-        "LONG_BINGET",
-    ),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+    *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
     *("GLOBAL", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD", "BINPERSID"),
 )
 
 
-class Record:
+class PickledObject:
     """An object of a pickle: the arguments that it was made with, and its state."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: Any) -> PickledObject:
         """Keep the arguments."""
         made = super().__new__(cls)
         made.args, made.state = args, None
@@ -74,10 +54,10 @@ class Record:
         return self.state
 
 
-def record(name: str) -> type[Record]:
+def record(name: str) -> type[PickledObject]:
     """Make what stands for a class or a function of this full name."""
     module, _, last = name.rpartition(".")
-    return type(last, (Record,), {"__slots__": (), "__module__": module})
+    return type(last, (PickledObject,), {"__slots__": (), "__module__": module})
 
 
 class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be replaced
@@ -131,7 +111,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
 
     def _build(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, PickledObject):
             target.state = state
         elif type(target) is OrderedDict and type(state) is dict and all(type(key) is str for key in state):
             vars(target).update(state)
@@ -159,7 +139,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
 
 
 def _is_bounded_key(key: Any) -> bool:
-    """Tell whether a value can be hashed in no time: shared tuples in tuples may take for ever."""
+    """Tell whether a value is hashed quickly: shared tuples in tuples may take for ever."""
     todo, n_parts = [key], 0
     while todo:
         value = todo.pop()

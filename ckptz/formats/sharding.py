@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import plain_regions, strict_json, write_plain
-from ckptz.container.index import Shard, Sharding
+from ckptz.container.index import Sharding
 from ckptz.container.publish import Publication, make_folder, publish_together
 from ckptz.errors import CorruptionError, named
 from ckptz.formats.torch_files import dump_state
+from ckptz.state.skeleton import parse_tree
+from ckptz.state.unflatten import Chunks, read_chunks, unflatten
 from ckptz.store.resolve import PLAIN_SUFFIX
-from ckptz.tree.skeleton import parse_tree
-from ckptz.tree.unflatten import Chunks, read_chunks, unflatten
 
 MAX_NAME_BYTES: Final = 255  # of most file systems
 MAX_DEPTH: Final = 32  # folders within the folder
@@ -141,55 +140,38 @@ def write_folder(
     """
     check_sharding(sharding, tensors)
     make_folder(folder)
+    names, states = torch_names(tree, sharding), {}
+    if tree is not None:
+        states = unflatten({name: tensors[name] for name in names}, tree, folder, chunks)
     with publish_together() as files:
-        for file, write in _shard_writers(folder, tensors, sharding, tree, chunks):
-            with files.file(folder / file, like) as sink:
-                write(sink)
+        for shard in sharding.shards:
+            with files.file(folder / shard.file, like) as sink:
+                if shard.file in states:
+                    dump_state(sink, states[shard.file], folder / shard.file)
+                else:
+                    own = {name: tensors[name] for name in shard.tensors}
+                    write_plain(sink, plain_regions(own), shard.metadata, chunks(own))
         _stage_carried(files, carried, folder)
         if sharding.index_file is not None and sharding.index_text is not None:
             with files.file(folder / sharding.index_file, like) as sink:
                 sink.write(sharding.index_text.encode())
 
 
-def _shard_writers(
-    folder: Path, tensors: Mapping[str, TensorSource], sharding: Sharding, tree: Any, chunks: Chunks
-) -> Iterator[tuple[str, Callable[[BinaryIO], None]]]:
-    """The name of each shard, and what writes it."""
-    files, names = _torch_files(tree, sharding), torch_names(tree, sharding)
-    states = unflatten({name: tensors[name] for name in names}, tree, folder, chunks) if files else {}
-    for shard in sharding.shards:
-        if shard.file in files:
-            yield shard.file, partial(dump_state, state=states[shard.file], path=folder / shard.file)
-        else:
-            yield shard.file, partial(_write_shard, shard=shard, tensors=tensors, chunks=chunks)
+def torch_names(tree: Any, sharding: Sharding) -> list[str]:
+    """Name the tensors of the shards that were torch files: those that the tree has a state of.
 
-
-def _torch_files(tree: Any, sharding: Sharding) -> set[str]:
-    """The shards that were torch files: those that the tree has a state of."""
+    Raises:
+        CorruptionError: the tree does not hold the states of shards.
+    """
     if tree is None:
-        return set()
+        return []
     root = parse_tree(tree).root
     others = {shard.file for shard in sharding.shards}
     if not isinstance(root, dict) or not set(root) <= others:
         raise CorruptionError("tree: its root does not hold states of shards")
     if not all(file.endswith(PLAIN_SUFFIX) for file in others - set(root)):
         raise CorruptionError("tree: its root does not hold one state for each shard of torch")
-    return set(root)
-
-
-def torch_names(tree: Any, sharding: Sharding) -> list[str]:
-    """Name the tensors of the shards that were torch files.
-
-    Raises:
-        CorruptionError: the tree does not hold the states of shards.
-    """
-    files = _torch_files(tree, sharding)
-    return [name for shard in sharding.shards if shard.file in files for name in shard.tensors]
-
-
-def _write_shard(sink: BinaryIO, shard: Shard, tensors: Mapping[str, TensorSource], chunks: Chunks) -> None:
-    own = {name: tensors[name] for name in shard.tensors}
-    write_plain(sink, plain_regions(own), shard.metadata, chunks(own))
+    return [name for shard in sharding.shards if shard.file in root for name in shard.tensors]
 
 
 def copy_carried(carried: Sequence[Carried], folder: Path) -> None:

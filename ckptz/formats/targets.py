@@ -1,16 +1,10 @@
-"""Where a conversion writes: names of outputs, those that some systems take for one, and what is not
-overwritten.
-
-A folder that is packed here may be restored anywhere: file systems of macOS and Windows tell neither `A`
-from `a` nor the forms of Unicode apart.
-"""
+"""Where a conversion writes: names of outputs, and what is not overwritten."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -139,7 +133,7 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
 
 @contextlib.contextmanager
 def naming_output(target: Path) -> Iterator[None]:
-    """Write errors that name no file, as a full disk gives, name `target`."""
+    """Name `target` in errors of writing that name no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -148,51 +142,23 @@ def naming_output(target: Path) -> Iterator[None]:
         raise
 
 
-class Spellings:
-    """Relative paths so far, to find those that some system takes for one of them, or for its folder."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, str] = {}
-
-    def clash(self, path: str) -> str | None:
-        """Add `path`, and return the path or folder that it, or a folder of it, is only spelled unlike."""
-        parts = path.split("/")
-        for n in range(1, len(parts) + 1):
-            part = "/".join(parts[:n])
-            if (known := self._known.setdefault(_folded(part), part)) != part:
-                return known
-        return None
-
-
-def _folded(path: str) -> str:
-    return unicodedata.normalize("NFC", unicodedata.normalize("NFD", path).casefold())
-
-
-def clashes(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Find pairs of paths, or folders of such, that some systems take for one."""
-    known = Spellings()
-    for path in paths:
-        if (other := known.clash(path)) is not None:
-            yield other, path
-
-
 def check_holds(folder: Path, paths: Iterable[str]) -> None:
     """Require that a folder can hold files with these relative paths, each as a file of its own.
 
+    File systems of macOS and Windows take names for one that others tell apart, such as `A` and `a`. So the
+    file system itself is asked, with empty files.
+
     Raises:
-        UnsupportedError: names two that would become one.
+        UnsupportedError: names one that would replace another.
     """
-    for one, other in clashes(paths):
-        if _takes_as_one(folder, one, other):
-            raise UnsupportedError(
-                f"{folder}: {one!r} and {other!r} are one name on this disk; "
-                "restore it on another system, or into one file with --to"
-            )
-
-
-def _takes_as_one(folder: Path, one: str, other: str) -> bool:
-    """Ask the file system itself."""
-    n = one.count("/")  # `one` may be a folder of the other path
     with tempfile.TemporaryDirectory(dir=folder) as probe:
-        (Path(probe) / one.split("/")[n]).touch()
-        return (Path(probe) / other.split("/")[n]).exists()
+        for path in paths:
+            place = Path(probe) / path
+            try:
+                make_folder(place.parent)
+                place.touch(exist_ok=False)
+            except FileExistsError:
+                raise UnsupportedError(
+                    f"{folder}: {path!r} and a file before it are one name on this disk; "
+                    "restore it on another system, or into one file with --to"
+                ) from None

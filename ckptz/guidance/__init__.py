@@ -1,1 +1,1 @@
-"""What is known of tensors beside their values, and where it comes from: moments, gradients, layer inputs."""
+"""Side information that guides an encoder, and where it comes from: moments, gradients, layer inputs."""

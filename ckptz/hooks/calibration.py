@@ -1,48 +1,43 @@
-"""Second moments of what layers see: how errors of a weight's columns add up in a layer's output."""
+"""Covariances of what layers see: how errors of a weight's columns add up in a layer's output."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
-from ckptz.encoding.subject import InputMoments
 from ckptz.errors import CalibrationError, ConfigError, real
 from ckptz.guidance.files import (
-    WEIGHT_AXIS,
     CalibrationContent,
     CalibrationFile,
     InputRow,
     LayerKind,
     ModuleRow,
-    RecordedCalibration,
     RecordedInputs,
+    Recordings,
     guide_metadata,
+    inputs_by_weight,
 )
-from ckptz.hooks.inputs import Gather, gather_of
-from ckptz.hooks.parameters import Named, fingerprint_of, named_parameters, save_tensors, unwrapped
-from ckptz.hooks.sums import Recorder, Sum, Sums, Users
+from ckptz.hooks.covariance import Gather, Recorder, Sum, Sums, Users, gather_of
+from ckptz.hooks.parameters import ModelParameter, fingerprint_of, named_parameters, save_tensors, unwrapped
 
 MEMORY_CAP: Final = 2 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class _RecordedLayer:
     """A layer whose inputs are recorded."""
 
     name: str
     module: nn.Module
     kind: LayerKind
     gather: Gather
-    weight: Named
+    weight: ModelParameter
 
 
 class Calibration:
@@ -72,7 +67,7 @@ class Calibration:
         >>> with calibration:
         ...     _ = model(torch.tensor([[1.0, 2.0]]))
         ...     _ = model(torch.tensor([[0.0, 1.0]]))
-        >>> calibration.moments("")
+        >>> calibration.covariance("")
         tensor([[1., 2.],
                 [2., 5.]])
     """
@@ -83,14 +78,14 @@ class Calibration:
         self._model = unwrapped(model)
         named = named_parameters(self._model)
         self._fingerprint = fingerprint_of(named)
-        self._layers: dict[str, _Layer] = {}
+        self._layers: dict[str, _RecordedLayer] = {}
         self._unfit: dict[str, str] = {}
         self._find_layers({id(one.parameter): one for one in named})
         self._recorder = Recorder(memory_cap)
         self._is_in_forward = False
         self._active: contextlib.ExitStack | None = None
 
-    def _find_layers(self, named: dict[int, Named]) -> None:
+    def _find_layers(self, named: dict[int, ModelParameter]) -> None:
         for name, module in self._model.named_modules():
             found = gather_of(module)
             if found is None:
@@ -101,7 +96,7 @@ class Calibration:
             elif not weight.parameter.is_floating_point():
                 self._unfit[name] = f"its weight is {weight.parameter.dtype}"
             else:
-                self._layers[name] = _Layer(name, module, *found, weight)
+                self._layers[name] = _RecordedLayer(name, module, *found, weight)
 
     def __enter__(self) -> Self:
         """Record until the block ends; may be entered again, and goes on."""
@@ -137,7 +132,9 @@ class Calibration:
         self._is_in_forward = False
         self._commit()
 
-    def _record(self, layer: _Layer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(
+        self, layer: _RecordedLayer, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         tensor = args[0] if args else next(iter(kwargs.values()))
         self._recorder.record(layer.name, layer.gather, tensor)
 
@@ -150,7 +147,7 @@ class Calibration:
                 "the batch was left out: check the model and the batch"
             )
 
-    def moments(self, layer: str) -> torch.Tensor:
+    def covariance(self, layer: str) -> torch.Tensor:
         """Give a layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
 
         Raises:
@@ -191,39 +188,31 @@ class Calibration:
     def _ordered(self, users: Users) -> tuple[str, ...]:
         return tuple(name for name in self._layers if name in users)
 
-    def recorded(self) -> RecordedCalibration:
+    def recorded(self) -> Recordings[RecordedInputs]:
         """Give what encoders want to know, in host memory: a copy, which later batches do not change.
 
         Raises:
             CalibrationError: nothing was recorded.
         """
-        self._check_recorded("calibration")
-        copies = {
-            users: _mirrored(one.total).to("cpu", copy=True).numpy()
-            for users, one in self._recorder.kept.by_users.items()
-        }
-        weights = {id(layer.weight): layer.weight for layer in self._layers.values()}
-        found: dict[int, dict[LayerKind, list[tuple[NDArray[Any], int]]]] = {}
-        for layer in self._layers.values():
-            for users, one in self._recorder.kept.of(layer.name):
-                kinds = found.setdefault(id(layer.weight), {})
-                kinds.setdefault(layer.kind, []).append((copies[users], one.n_samples))
-        return RecordedCalibration(
-            {
-                weights[key].names[0]: RecordedInputs(
-                    names=weights[key].names,
-                    shape=tuple(weights[key].parameter.shape),
-                    moments={kind: _input_moments(kind, parts) for kind, parts in kinds.items()},
-                )
-                for key, kinds in found.items()
-            }
-        )
+        rows, sums = self._rows("calibration")
+        copies = {name: _mirrored(one.total).to("cpu", copy=True).numpy() for name, one in sums.items()}
+        return Recordings("calibration", inputs_by_weight(rows, lambda name: copies[name].copy()))
 
-    def _check_recorded(self, where: str | os.PathLike[str]) -> None:
-        if not self._recorder.kept.by_users:
+    def _rows(self, where: str | os.PathLike[str]) -> tuple[tuple[ModuleRow, ...], dict[str, Sum]]:
+        """Give a row for each layer that was called, and the sums by the names that their tensors get."""
+        kept = self._recorder.kept
+        if not kept.by_users:
             raise CalibrationError(
                 f"{where}: no input was recorded; call the model, not compiled, in `with calibration:`"
             )
+        names = {users: "+".join(self._ordered(users)) for users in kept.by_users}
+        rows = []
+        for layer in self._layers.values():
+            inputs = tuple(InputRow(names[users], one.n_samples) for users, one in kept.of(layer.name))
+            if inputs:
+                shape = tuple(layer.weight.parameter.shape)
+                rows.append(ModuleRow(layer.name, layer.kind, layer.weight.names, shape, inputs))
+        return tuple(rows), {names[users]: one for users, one in kept.by_users.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the sums to a safetensors file, which appears whole or not at all.
@@ -231,28 +220,12 @@ class Calibration:
         Raises:
             CalibrationError: nothing was recorded.
         """
-        self._check_recorded(path)
-        tensor_of = {
-            users: "+".join(self._ordered(users))
-            for layer in self._layers
-            for users, _ in self._recorder.kept.of(layer)
-        }
-        modules = tuple(row for layer in self._layers.values() if (row := self._row(layer, tensor_of)))
-        content = CalibrationContent(self._fingerprint, modules, self.skipped)
-        for one in self._recorder.kept.by_users.values():
+        rows, sums = self._rows(path)
+        content = CalibrationContent(self._fingerprint, rows, self.skipped)
+        for one in sums.values():
             one.total.copy_(_mirrored(one.total))  # one at a time, so that no second copy of all is made
-        sums = self._recorder.kept.by_users
-        tensors = {name: sums[users].total for users, name in tensor_of.items()}
-        save_tensors(path, tensors, guide_metadata("calibration", content))
-
-    def _row(self, layer: _Layer, tensor_of: dict[Users, str]) -> ModuleRow | None:
-        inputs = [
-            InputRow(tensor_of[users], one.n_samples) for users, one in self._recorder.kept.of(layer.name)
-        ]
-        if not inputs:
-            return None
-        shape = tuple(layer.weight.parameter.shape)
-        return ModuleRow(layer.name, layer.kind, layer.weight.names, shape, tuple(inputs))
+        order = dict.fromkeys(one.tensor for row in rows for one in row.inputs)
+        save_tensors(path, {name: sums[name].total for name in order}, guide_metadata(content))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Take over what `save` wrote, instead of what was recorded.
@@ -261,13 +234,17 @@ class Calibration:
             CalibrationError: it belongs to another model, or is damaged.
             FileNotFoundError: no such file.
         """
-        with CalibrationFile.open(path) as file:
+        with CalibrationFile(path) as file:
             self._check_owner(file)
+            users: dict[InputRow, list[str]] = {}
+            for row in file.content.modules:
+                for one in row.inputs:
+                    users.setdefault(one, []).append(row.module)
             sums = Sums()
-            for one in file.sums:
-                device = self._layers[one.modules[0]].weight.parameter.device
-                total = torch.from_numpy(file.read(one)).to(device)
-                sums.add(frozenset(one.modules), Sum(total, one.n_samples))
+            for one, modules in users.items():
+                device = self._layers[modules[0]].weight.parameter.device
+                total = torch.from_numpy(file.read(one.tensor)).to(device)
+                sums.add(frozenset(modules), Sum(total, one.n_samples))
             skipped = {name: why for name, why in file.content.skipped.items() if name in self._layers}
         self._recorder.take_over(sums, skipped)
 
@@ -277,21 +254,9 @@ class Calibration:
             for row in file.content.modules
         )
         if not is_ours:
-            raise file.file.error("is of another model; load it with the model it was recorded with")
+            raise file.error("is of another model; load it with the model it was recorded with")
 
 
 def _mirrored(total: torch.Tensor) -> torch.Tensor:
     """A matrix with its upper triangle in both: matrix products are not symmetric to the last bit."""
     return total if total.ndim == 1 else total.triu() + total.triu(1).mT
-
-
-def _input_moments(kind: LayerKind, parts: Sequence[tuple[NDArray[Any], int]]) -> InputMoments:
-    """Moments of (sum in host memory, number of vectors)."""
-
-    def read() -> NDArray[Any]:
-        total: NDArray[Any] = parts[0][0].astype(np.float64 if kind == "embedding" else np.float32)
-        for part, _ in parts[1:]:
-            np.add(total, part, out=total)
-        return total
-
-    return InputMoments(axis=WEIGHT_AXIS[kind], n_samples=sum(n for _, n in parts), read=read)

@@ -15,11 +15,11 @@ from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
 from ckptz.guidance.files import shape_fingerprint
-from ckptz.tree.unflatten import read_chunks
+from ckptz.state.unflatten import read_chunks
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ModelParameter:
     """A parameter and all its names in the model; several where it is tied."""
 
     parameter: nn.Parameter
@@ -37,17 +37,17 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def named_parameters(model: nn.Module) -> list[Named]:
+def named_parameters(model: nn.Module) -> list[ModelParameter]:
     """Name the parameters of a model without wrappers, tied ones once.
 
     Raises:
         ConfigError: a parameter has no shape yet, or this process holds only a part of it.
     """
-    found: dict[int, Named] = {}
+    found: dict[int, ModelParameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         _check_parameter(name, parameter)
-        one = found.get(id(parameter), Named(parameter, ()))
-        found[id(parameter)] = Named(parameter, (*one.names, name))
+        one = found.get(id(parameter), ModelParameter(parameter, ()))
+        found[id(parameter)] = ModelParameter(parameter, (*one.names, name))
     return list(found.values())
 
 
@@ -61,7 +61,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def fingerprint_of(parameters: Iterable[Named]) -> str:
+def fingerprint_of(parameters: Iterable[ModelParameter]) -> str:
     """Give the `shape_fingerprint` of parameters."""
     return shape_fingerprint({one.names[0]: tuple(one.parameter.shape) for one in parameters})
 

@@ -168,7 +168,7 @@ class SensitivityTracker:
                 )
         parameters = tuple(self._names[name] for name in self._averages)
         content = SensitivityContent(self._fingerprint, self.beta, parameters)
-        save_tensors(path, self._averages, guide_metadata("sensitivity", content))
+        save_tensors(path, self._averages, guide_metadata(content))
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Load the averages that `save` wrote.
@@ -177,10 +177,10 @@ class SensitivityTracker:
             CalibrationError: it belongs to another model, or is damaged.
             FileNotFoundError: no such file.
         """
-        with SensitivityFile.open(path) as file:
-            self._check_owner(str(path), file.content.fingerprint, file)
+        with SensitivityFile(path) as file:
+            self._check_owner(str(path), file.content.fingerprint, file.recorded)
             self._averages = {
-                name: self._placed(name, torch.from_numpy(one.read())) for name, one in file.items()
+                name: self._placed(name, torch.from_numpy(one.read())) for name, one in file.recorded.items()
             }
             self.beta = file.content.beta
 

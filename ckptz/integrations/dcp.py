@@ -35,8 +35,6 @@ from torch.futures import Future
 from ckptz.api.safe_open import PathLike, safe_open
 from ckptz.dtypes import dtype_of
 from ckptz.errors import CorruptionError, naming
-from ckptz.frameworks.plain_types import from_plain
-from ckptz.frameworks.torch import torch_dtype
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.integrations.dcp_run import latest
 from ckptz.integrations.dcp_write import CkptzStorageWriter
@@ -44,9 +42,11 @@ from ckptz.integrations.linked import ChainOptions
 from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
 from ckptz.run.exact import as_exactly_as_may_be
+from ckptz.state.plain_types import from_plain
+from ckptz.state.skeleton import parse_tree
+from ckptz.state.torch import torch_dtype
+from ckptz.state.unflatten import unflatten
 from ckptz.store.resolve import open_checkpoint
-from ckptz.tree.skeleton import parse_tree
-from ckptz.tree.unflatten import unflatten
 
 TESTED: Final = ((2, 13), (2, 13))  # first and last torch that its tests ran with
 __all__ = ["ChainOptions", "CkptzStorageReader", "CkptzStorageWriter", "latest"]

@@ -1,6 +1,6 @@
 """What each rank holds of a state that `torch.distributed.checkpoint` saves, and what ranks tell each other.
 
-Sketches of tensors that are split over ranks are merged, so that all shards get one quantization map. All
+Histograms of tensors that are split over ranks are merged, so that all shards get one quantization map. All
 ranks run the same collectives in the same order, on a gloo group of their own; a rank without a shard takes
 part with zeros, and one that fails takes part before it says so.
 """
@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DTYPE_CODES
-from ckptz.encoding.subject import Guide
+from ckptz.encoding.subject import SideInformation
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.integrations.linked import on_host
 from ckptz.pipeline import Job
-from ckptz.quant.sketch import Sketch
+from ckptz.quant.histogram import Histogram
 from ckptz.roles import Rule
+from ckptz.state.flatten import flatten
 from ckptz.torch import source_of
-from ckptz.tree.flatten import flatten
 
 SHARDS_KEY: Final = "ckptz.shards"  # in a file's metadata: offset and whole shape of each tensor
 RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved
@@ -151,7 +151,7 @@ class Gathered:
         self.tensors |= flat.tensors
         self._trees[name] = flat.tree
 
-    def job(self, orders: Orders, guides: Mapping[str, Guide]) -> Job:
+    def job(self, orders: Orders, guides: Mapping[str, SideInformation]) -> Job:
         """Describe the rank's file."""
         exact = [key for key, record in self._records.items() if record["tensor"] in orders.exact]
         globs = ["".join(f"[{c}]" if c in "*?[" else c for c in key) for key in exact]
@@ -202,8 +202,8 @@ def merged_guides(
     shards: Mapping[str, Sequence[TensorSource]],
     kinds: Mapping[str, str],
     group: dist.ProcessGroup | None,
-) -> dict[str, Guide]:
-    """Make guides with the sketch of each whole tensor.
+) -> dict[str, SideInformation]:
+    """Make guides with the histogram of each whole tensor.
 
     Args:
         names: the tensors that are split, the same on all ranks in the same order.
@@ -212,7 +212,7 @@ def merged_guides(
         group: of the ranks; None if there is one.
 
     Raises:
-        Exception: what a sketch of this rank raised, after all collectives are done.
+        Exception: what a histogram of this rank raised, after all collectives are done.
     """
     guides, failure = {}, None
     for name in names:
@@ -220,19 +220,19 @@ def merged_guides(
         counts = torch.zeros(1 << 16, dtype=torch.int64)
         try:
             if name in shards:
-                counts = torch.from_numpy(_sketch(shards[name], kind).counts)
+                counts = torch.from_numpy(_histogram(shards[name], kind).counts)
         except Exception as error:  # the others must not wait for a rank that failed
             failure = failure or error
         if group is not None:
             dist.all_reduce(counts, group=group)
         if name in shards:
-            guides[name] = Guide(sketch=Sketch(kind, counts.numpy()))
+            guides[name] = SideInformation(histogram=Histogram(kind, counts.numpy()))
     if failure is not None:
         raise failure
     return guides
 
 
-def _sketch(pieces: Sequence[TensorSource], kind: int) -> Sketch:
-    empty = Sketch(kind, torch.zeros(1 << 16, dtype=torch.int64).numpy())
+def _histogram(pieces: Sequence[TensorSource], kind: int) -> Histogram:
+    empty = Histogram(kind, torch.zeros(1 << 16, dtype=torch.int64).numpy())
     chunks = ((s, bounds) for s in pieces for bounds in s.chunk_bounds())
-    return reduce(add, (Sketch.of(source.units(*bounds), kind) for source, bounds in chunks), empty)
+    return reduce(add, (Histogram.of(source.units(*bounds), kind) for source, bounds in chunks), empty)

@@ -65,8 +65,8 @@ SHARD_PREFIX: Final = "shard-"
 class CkptzStorageWriter(InFolder, StorageWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint`.
 
-    With `KMeans` the sketches of split tensors are summed over the ranks, so that all shards get one map and
-    restore to what the whole tensor would. That takes a gloo group, which the constructor makes unless it
+    With `KMeans` the histograms of split tensors are summed over the ranks, so that all shards get one map
+    and restore to what the whole tensor would. That takes a gloo group, which the constructor makes unless it
     is given one: construct on all ranks at the same point. A failing rank fails the save on all.
 
     Args:
@@ -77,7 +77,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         keep_last: one writer saves a whole run, each step to a folder that is called after it, as
             run/step-100, and against the newest beside it. So many newest ones stay. None leaves all folders
             as they are.
-        group: gloo group for the sketches; used by nothing else at the same time.
+        group: gloo group for the histograms; used by nothing else at the same time.
         timeout: of the group that the constructor makes.
 
     Raises:

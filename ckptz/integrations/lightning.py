@@ -20,11 +20,11 @@ from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAS
 
 from ckptz.api.safe_open import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.frameworks.plain_types import on_device
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.versions import warn_untested
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
+from ckptz.state.plain_types import on_device
 
 TESTED: Final = (
     (2, 6),

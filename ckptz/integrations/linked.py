@@ -38,8 +38,7 @@ from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_toget
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
-from ckptz.formats.torch_records import ZIP_MAGIC
-from ckptz.frameworks.plain_types import to_plain
+from ckptz.formats.torch_files import ZIP_MAGIC
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
@@ -52,6 +51,8 @@ from ckptz.run.linked_files import RunFiles
 from ckptz.run.links import BASE_PREFIX, link_chain, link_origin
 from ckptz.run.names import LIGHTNING_SUFFIX
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
+from ckptz.state.flatten import flatten
+from ckptz.state.plain_types import to_plain
 from ckptz.store.resolve import (
     MAX_DEPTH,
     SUFFIX,
@@ -65,7 +66,6 @@ from ckptz.store.resolve import (
 from ckptz.torch import load_state
 from ckptz.training.files import memory_for_last, residual_bases
 from ckptz.training.snapshot import check_dense, identity_of
-from ckptz.tree.flatten import flatten
 
 N_REMEMBERED: Final = 8  # files of which one may become the next base
 

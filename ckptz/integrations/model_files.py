@@ -20,10 +20,9 @@ from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.folders import is_model_file
 from ckptz.formats.sharding import torch_names
-from ckptz.frameworks.torch import torch_dtype
+from ckptz.state.skeleton import TensorRef, parse_tree
+from ckptz.state.torch import torch_dtype
 from ckptz.store.resolve import SUFFIX, open_file
-from ckptz.tree.leaves import TensorRef
-from ckptz.tree.skeleton import parse_tree
 
 _STEMS: Final = ("model", "pytorch_model")  # the names by which transformers knows weights
 

@@ -27,7 +27,7 @@ import transformers
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.container.publish import make_folder
-from ckptz.encoding.subject import Guide, moments_energy
+from ckptz.encoding.subject import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
 from ckptz.integrations.linked import (
     DEFAULTS,
@@ -278,7 +278,9 @@ def _training_job(trainer: Any) -> Job:
     return replace(job, roles=dict(moment_roles(state["optimizer"], job.tensors)))
 
 
-def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]) -> dict[str, Guide]:
+def _guides(
+    weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]
+) -> dict[str, SideInformation]:
     """Second moments, where Adam has one of each weight's shape."""
     moments = {name: state.get(f"optimizer.{name}.exp_avg_sq") for name in weights}
     found = {
@@ -287,7 +289,7 @@ def _guides(weights: Mapping[str, TensorSource], state: Mapping[str, TensorSourc
         if moment is not None and moment.shape == weights[name].shape and moment.dtype.name in KINDS
     }
     energy = moments_energy((weights[n], m) for n, m in found.items() if weights[n].dtype.name in KINDS)
-    return {name: Guide(second_moment=moment, energy=energy) for name, moment in found.items()}
+    return {name: SideInformation(second_moment=moment, energy=energy) for name, moment in found.items()}
 
 
 def _load_weights(trainer: Any, path: Path, model: Any) -> None:

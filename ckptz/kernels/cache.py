@@ -141,7 +141,7 @@ def _name_runtime() -> None:
         binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 
 
-class Kept(caching.FunctionCache):  # type: ignore[misc]
+class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
     """Kernels of one function that are kept, in every folder."""
 
     _impl_class = _Names

@@ -13,7 +13,7 @@ import numba
 import numpy as np
 from numba import uint64
 
-from ckptz.kernels.cache import Kept
+from ckptz.kernels.cache import CachedKernels
 
 
 def _compiled(**options: Any) -> Callable[[Any], Any]:
@@ -22,7 +22,7 @@ def _compiled(**options: Any) -> Callable[[Any], Any]:
 
     def of(function: Any) -> Any:
         found: Any = numba.njit(**options)(function)
-        found._cache = Kept(function)  # numba's own belongs to the time and place of files
+        found._cache = CachedKernels(function)  # numba's own belongs to the time and place of files
         return found
 
     return of

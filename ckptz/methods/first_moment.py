@@ -31,7 +31,7 @@ from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
 from ckptz.methods.method import Recipe, Setting
-from ckptz.methods.small import exact_with_note, sketch_of, sums_by
+from ckptz.methods.small import exact_with_note, histogram_of, sums_by
 from ckptz.quant.low_rank import low_rank
 from ckptz.quant.moment_codes import Labels, StepClasses, StepQuantizer, values_of
 from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, class_roots, first_map, row_labels
@@ -79,7 +79,7 @@ class FirstMoment(Recipe):
         n_units = source.dtype.n_units(source.shape)
         if n_units < MIN_LOSSY_UNITS:
             return plan_lossless(source, subject.base, run)
-        if not sketch_of(source, run).is_finite:
+        if not histogram_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
         if subject.guide.reach is not None:
             return _low_rank_plan(subject, second, subject.guide.reach, self.step)

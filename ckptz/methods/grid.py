@@ -33,7 +33,7 @@ from ckptz.codec.plan import Domain, LinearTable, Plan, Predictor, QuantizationM
 from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bounds, n_rows_of
 from ckptz.dtypes import DType
 from ckptz.encoding.draft import ClassCounts, Draft, stream_tables
-from ckptz.encoding.subject import Bounds, Extent, Guide, MapFunction, Subject, reals, summed
+from ckptz.encoding.subject import Bounds, Extent, MapFunction, SideInformation, Subject, reals, summed
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
 from ckptz.kernels import rounding
@@ -113,7 +113,7 @@ PURPOSES: Final = ("auto", "resume", "ship")
 ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that restart
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
-LEAST_MOVING: Final = 1 / 16  # of elements; see `_Grid.after`
+LEAST_MOVING: Final = 1 / 16  # of elements; see `_GridTensor.after`
 MAX_HALVED: Final = 6
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
@@ -170,7 +170,7 @@ class UniformGrid(Recipe):
         rows = kept or rows
         drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
         key = drawn if isinstance(drawn, int) else NEAREST
-        grid = _Grid(subject.source, base, rows, self.dead_zone or 0.0, key)
+        grid = _GridTensor(subject.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
             grid = grid.after(subject.seed, PEAK if kept else PEAK_TO_SHIP)
         counted = grid.counted(subject.run)
@@ -187,7 +187,7 @@ class UniformGrid(Recipe):
     def _standing(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
         """Plan a weight that is only evaluated: smallest at an equal error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
-        grid = _Grid(subject.source, base, rows, dead_zone, fits_levels=True)
+        grid = _GridTensor(subject.source, base, rows, dead_zone, fits_levels=True)
         counted = grid.counted(subject.run)
         most, levels = grid.fit(counted)
         if (layer := _Layer.of(grid, subject.guide)) is not None:
@@ -332,7 +332,7 @@ class Grid(Method):
         return None if found is None else replace(self, step=found.step)
 
 
-def _row_steps(source: TensorSource, step: float, guide: Guide, found: Extent) -> RowSteps:
+def _row_steps(source: TensorSource, step: float, guide: SideInformation, found: Extent) -> RowSteps:
     """Steps of the rows; one for all of them where rows are too short or too many for labels."""
     n_rows = n_rows_of(tuple(source.shape))
     row_units = found.n_units // n_rows
@@ -360,7 +360,7 @@ class _Counted:
 
 
 @dataclass(frozen=True, slots=True)
-class _Grid(OnGrid):
+class _GridTensor(OnGrid):
     """A tensor on its grid, while it is planned.
 
     Attributes:
@@ -396,7 +396,7 @@ class _Grid(OnGrid):
             return OnGrid.codes(self, begin, end, units)
         return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))
 
-    def after(self, new: int, peak: float) -> _Grid:
+    def after(self, new: int, peak: float) -> _GridTensor:
         """Choose thresholds, and steps for them, by the chunk in the middle; `self.key` is the base's file's.
 
         Weights have a peak at zero. So of residuals whose base is within `peak` steps of it, many are small
@@ -467,13 +467,13 @@ class _Layer:
         feedbacks: of the inputs of each group.
     """
 
-    grid: _Grid
+    grid: _GridTensor
     residual: NDArray[np.float32]
     is_transposed: bool
     feedbacks: tuple[Feedback, ...]
 
     @classmethod
-    def of(cls, grid: _Grid, guide: Guide) -> _Layer | None:
+    def of(cls, grid: _GridTensor, guide: SideInformation) -> _Layer | None:
         """With the moments of inputs [n, n], or by group [n_groups, n, n]; None where they are not known."""
         moments = None if guide.inputs is None else guide.inputs.read()
         if guide.inputs is None or moments is None or moments.ndim < 2:
@@ -525,7 +525,7 @@ class _Layer:
         return ColumnGrid(steps, labels, levels.expand().view(np.float32), self.grid.dead_zone, most)
 
 
-def _draft_of(grid: _Grid, counted: _Counted, most: int, levels: LinearTable) -> Draft:
+def _draft_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> Draft:
     """Make the plan, once all codes are counted."""
     by_row = _merged(counted.found, grid.n_base_codes)
     has_escape = bool(counted.found.total[2 * most + 1 :].any())
@@ -550,7 +550,7 @@ def _draft_of(grid: _Grid, counted: _Counted, most: int, levels: LinearTable) ->
 Candidate = tuple[tuple[ClassRule, ...], ClassCounts]
 
 
-def _candidates(grid: _Grid, by_row: ClassCounts, by_both: ClassCounts) -> Iterator[Candidate]:
+def _candidates(grid: _GridTensor, by_row: ClassCounts, by_both: ClassCounts) -> Iterator[Candidate]:
     """Class rules that may pay, with the codes counted by them; steps need the rows in any case."""
     yield grid.rules(1), by_row
     if grid.n_base_codes > 1:

@@ -1,4 +1,4 @@
-"""Plans k-means maps: sketch, fit, and whether the base's codes are worth grouping by."""
+"""Plans k-means maps: histogram, fit, and whether the base's codes are worth grouping by."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.draft import Draft, stream_tables
-from ckptz.encoding.subject import Guide, GuidedSensitivities, MapFunction, Subject, sensitivities_of, summed
+from ckptz.encoding.subject import (
+    GuidedSensitivities,
+    MapFunction,
+    SideInformation,
+    Subject,
+    sensitivities_of,
+    summed,
+)
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.errors import ConfigError, real
 from ckptz.kernels import rounding
@@ -38,11 +45,11 @@ from ckptz.methods.method import (
     settings_of,
     usual_setting,
 )
-from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of
+from ckptz.methods.small import counts_by_base, exact_with_note, histogram_of
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.partitions import Cut, Partitions, fit_partitions
 from ckptz.quant.quantizer import LEAST_OF_CLUSTERS, Quantizer, key_of, sampled
-from ckptz.quant.sensitivity import SensitivitySketch, floats_of
-from ckptz.quant.sketch import Sketch
+from ckptz.quant.sensitivity import SensitivityHistogram, floats_of
 from ckptz.roles import LAYER_TYPES, Role
 
 NO_GRADIENT: Final = "has no average of gradients; ranked by magnitude"
@@ -147,17 +154,17 @@ class Clusters(Recipe):
         if isinstance(source, CodedSource):
             plan = Plan(quant_map=source.quant_map, domain=Domain.LINEAR)
             return _regrouped(subject, Draft(plan, source.quantizer))
-        sketch = subject.guide.sketch or sketch_of(source, run)
-        if not sketch.is_finite:
+        histogram = subject.guide.histogram or histogram_of(source, run)
+        if not histogram.is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
-        if (moving := self._moving(subject, sketch)) is not None:
+        if (moving := self._moving(subject, histogram)) is not None:
             return _regrouped(subject, moving)
         ranked, note = rank(source, subject.guide, self.wanted, run)
-        quant_map, quantizer = _fit(source, sketch, self.wanted, ranked, run)
+        quant_map, quantizer = _fit(source, histogram, self.wanted, ranked, run)
         plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
         return _regrouped(subject, Draft(plan, quantizer, note))
 
-    def _moving(self, subject: Subject, sketch: Sketch) -> Draft | None:
+    def _moving(self, subject: Subject, histogram: Histogram) -> Draft | None:
         """Plan a weight that training has gone on with since it was restored; None for any other.
 
         Its values lie near the base's levels, and rounding to the nearest would take back all that they
@@ -176,7 +183,7 @@ class Clusters(Recipe):
             return None
         levels = old.table.expand()[0][: old.escape_code].view(np.float32)
         ceiling = (
-            Cut.of(self.wanted.by_magnitude(), sketch).ceiling if old.escape_code is not None else np.inf
+            Cut.of(self.wanted.by_magnitude(), histogram).ceiling if old.escape_code is not None else np.inf
         )
         quantizer = LevelQuantizer(
             levels,
@@ -427,14 +434,14 @@ def _regrouped(subject: Subject, draft: Draft) -> Draft:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Sensitivities of a tensor, and the sketch of them all."""
+    """Sensitivities of a tensor, and the histogram of them all."""
 
     sensitivities: GuidedSensitivities
-    sketch: SensitivitySketch
+    histogram: SensitivityHistogram
 
 
 def rank(
-    source: TensorSource, guide: Guide, wanted: Partitions, run: MapFunction = map
+    source: TensorSource, guide: SideInformation, wanted: Partitions, run: MapFunction = map
 ) -> tuple[Ranked | None, str]:
     """Rank by sensitivity where that is wanted and known; gives a note where it is only wanted."""
     if not wanted.needs_sensitivity:
@@ -443,27 +450,27 @@ def rank(
     if found is None:
         return None, NO_GRADIENT
 
-    def sketch(bounds: tuple[int, int]) -> SensitivitySketch:
+    def histogram(bounds: tuple[int, int]) -> SensitivityHistogram:
         units = source.units(*bounds)
-        return SensitivitySketch.of(found(*bounds, units), units, found.kind)
+        return SensitivityHistogram.of(found(*bounds, units), units, found.kind)
 
-    ranks = summed(run, sketch, source)
+    ranks = summed(run, histogram, source)
     return (Ranked(found, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
 
 
 def _fit(
-    source: TensorSource, sketch: Sketch, wanted: Partitions, ranked: Ranked | None, run: MapFunction
+    source: TensorSource, histogram: Histogram, wanted: Partitions, ranked: Ranked | None, run: MapFunction
 ) -> tuple[QuantizationMap, Quantizer]:
     """The map; for what sensitivity leaves, it takes one more pass."""
     if ranked is None:
-        return fit_partitions(sketch, wanted.by_magnitude())
-    cut = Cut.of(wanted, sketch, ranked.sketch)
+        return fit_partitions(histogram, wanted.by_magnitude())
+    cut = Cut.of(wanted, histogram, ranked.histogram)
 
-    def left_in(bounds: tuple[int, int]) -> Sketch:
+    def left_in(bounds: tuple[int, int]) -> Histogram:
         units = source.units(*bounds)
-        magnitudes = np.abs(floats_of(units, sketch.kind))
+        magnitudes = np.abs(floats_of(units, histogram.kind))
         stays = cut.by_sensitivity.leaves(ranked.sensitivities(*bounds, units), magnitudes)
-        return Sketch.of(units[stays], sketch.kind)
+        return Histogram.of(units[stays], histogram.kind)
 
     left = summed(run, left_in, source)
     return fit_partitions(left, wanted, cut, ranked.sensitivities)

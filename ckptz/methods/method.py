@@ -52,7 +52,7 @@ class Recipe:
 
     @property
     def partitions(self) -> Partitions | None:
-        """Levels and shares, where one sketch of the values is all that the codes follow from; else None."""
+        """Levels and shares, where the codes follow from one histogram of the values alone; else None."""
         return None
 
     @property
@@ -129,7 +129,7 @@ class Method:
         axes: settings that a search over a cube tries, each from the mildest to the most aggressive value.
         cube_names: of the cubes that a search can be kept to, where there are several.
         is_scalable: whether one multiplier scales all its steps, which a search turns; see `scaled`.
-        fits_whole_tensors: whether the parts of a tensor that is split over ranks need a sketch of the whole.
+        fits_whole_tensors: whether the parts of a tensor that is split over ranks need one histogram.
     """
 
     name: ClassVar[str]

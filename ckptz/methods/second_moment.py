@@ -25,10 +25,10 @@ from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
-from ckptz.methods.small import counts_by_base, exact_with_note, sketch_of, sums_by
+from ckptz.methods.small import counts_by_base, exact_with_note, histogram_of, sums_by
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.moment_codes import LadderQuantizer, LadderSums, Prediction
 from ckptz.quant.moments import Ladder, LogSums, best_ladder, bits_of, ladder_step, second_map
-from ckptz.quant.sketch import Sketch
 
 Bounds = tuple[int, int]
 
@@ -38,11 +38,11 @@ SAMPLE_UNITS: Final = 1 << 16  # decides between predictions
 BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
 
 
-def _fault_of_second(sketch: Sketch) -> str:
+def _fault_of_second(histogram: Histogram) -> str:
     """Why a tensor is no second moment, or nothing."""
-    if not sketch.is_finite:
+    if not histogram.is_finite:
         return "holds NaN or infinity"
-    if sketch.counts[len(sketch.counts) // 2 :].any():
+    if histogram.counts[len(histogram.counts) // 2 :].any():
         return "holds negative second moments"
     return ""
 
@@ -68,7 +68,7 @@ class SecondMoment(Recipe):
         n_units, kind = source.dtype.n_units(source.shape), KINDS[source.dtype.name]
         if n_units < MIN_LOSSY_UNITS:
             return plan_lossless(source, subject.base, subject.run)
-        if fault := _fault_of_second(sketch_of(source, subject.run)):
+        if fault := _fault_of_second(histogram_of(source, subject.run)):
             return exact_with_note(subject, fault)
         sample = _Sample.of(source, subject.base)
         step = ladder_step(self.step, kind)

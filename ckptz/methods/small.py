@@ -19,16 +19,16 @@ from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Units
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.moment_codes import LadderQuantizer, StepQuantizer
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
 from ckptz.quant.quantizer import Quantizer, key_of
-from ckptz.quant.sketch import Sketch
 
 
-def sketch_of(source: TensorSource, run: MapFunction) -> Sketch:
+def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
     """Make the histogram of a whole tensor, of a dtype in `KINDS`."""
     kind = KINDS[source.dtype.name]
-    return summed(run, lambda b: Sketch.of(source.units(*b), kind), source)
+    return summed(run, lambda b: Histogram.of(source.units(*b), kind), source)
 
 
 def sums_by(quantizer: LadderQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
@@ -95,7 +95,7 @@ class Rounding(Recipe):
     def plan(self, subject: Subject) -> Draft:
         """Plan byte planes of rounded values: a map of that many levels would outweigh a small tensor."""
         source, run = subject.source, subject.run
-        if not sketch_of(source, run).is_finite:
+        if not histogram_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
         chosen = self if subject.base is None else replace(self, key=self._key_after(source, subject.seed))
         exact = plan_lossless(RoundedSource(source, chosen), subject.base, run)

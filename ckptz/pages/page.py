@@ -16,8 +16,7 @@ import msgspec
 from ckptz._version import __version__
 from ckptz.pages import words
 from ckptz.pages.charts import BYTES, COLOURS, LINES, LOGARITHMIC, NAMES, Chart, draw, heat_map, number
-from ckptz.pages.shown import facts_of, fields_of
-from ckptz.pages.words import ROLES, cut, field_text, percent, size, smaller
+from ckptz.pages.words import ROLES, cut, facts_of, field_text, fields_of, percent, size, smaller
 
 if TYPE_CHECKING:
     from ckptz.api.describe import InspectReport, TensorReport

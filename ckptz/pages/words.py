@@ -1,7 +1,9 @@
-"""Numbers and names as people read them."""
+"""Numbers and names as people read them, and the short table that notebooks show of a report."""
 
 from __future__ import annotations
 
+from dataclasses import fields
+from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
@@ -112,6 +114,35 @@ def _number_text(name: str, value: float) -> str:
     if isinstance(value, int):
         return str(value) if name == "step" else f"{value:,}"
     return f"{value:.4g}"
+
+
+# --- reports -------------------------------------------------------------------------------------
+
+
+def fields_of(report: Any) -> dict[str, Any]:
+    """Give the fields of a report."""
+    return {field.name: getattr(report, field.name) for field in fields(report)}
+
+
+def facts_of(report: Any) -> dict[str, str]:
+    """Say what the fields of a report are that have a value; of lists of records how many there are."""
+    facts: dict[str, str] = {}
+    for name, value in fields_of(report).items():
+        if value not in (None, ()):
+            facts.setdefault(heading(name), field_text(name, value))
+    return facts
+
+
+class Shown:
+    """Reports, which are dataclasses, that notebooks show as a short table."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        """Give the report as a table in HTML."""
+        facts = facts_of(self).items()
+        cells = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts)
+        return f"<table>{''.join(cells)}</table>"
 
 
 # --- qualities that were measured ---------------------------------------------------------------

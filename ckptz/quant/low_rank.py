@@ -137,7 +137,7 @@ def low_rank(
     Args:
         source: finite first moments.
         second: the second moments that their moves are divided by the root of, or None.
-        reach: see `ckptz.encoding.subject.Guide`.
+        reach: see `ckptz.encoding.subject.SideInformation`.
         warm: terms of the file before.
         seed: of the vectors that are drawn.
         step: of the codes, beside the usual one; fewer terms are worth their bits the larger it is.

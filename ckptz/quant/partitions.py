@@ -2,8 +2,8 @@
 
 Values are cut into regions by ascending boundaries; each region has a code. From below: protected,
 quantized, pruned around zero, quantized, protected. Levels are weighted k-means in one dimension, exact by
-dynamic programming over buckets of a sketch. A bucket weighs sigma * frequency + (1 - sigma) * |magnitude|,
-both normalised to sum to 1.
+dynamic programming over buckets of a histogram. A bucket weighs sigma * frequency + (1 - sigma) *
+|magnitude|, both normalised to sum to 1.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from ckptz.codec.plan import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, floats, planning
 from ckptz.kernels.floats import Units
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.quantizer import Quantizer
-from ckptz.quant.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivitySketch, floats_of
-from ckptz.quant.sketch import Sketch
+from ckptz.quant.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivityHistogram, floats_of
 
 SIGMA: Final = 0.2  # the paper's; 0.1 to 0.4 works as well
 
@@ -152,15 +152,15 @@ class Cut:
     by_sensitivity: SensitivityCut = NO_CUT  # what is pruned and protected by sensitivity
 
     @classmethod
-    def of(cls, wanted: Partitions, sketch: Sketch, ranks: SensitivitySketch | None = None) -> Cut:
-        """Find thresholds for the wanted shares of a tensor with a finite sketch that is not empty.
+    def of(cls, wanted: Partitions, histogram: Histogram, ranks: SensitivityHistogram | None = None) -> Cut:
+        """Find thresholds for the wanted shares of a tensor with a finite histogram that is not empty.
 
-        Shares by sensitivity need `ranks`, the sketch of its sensitivities.
+        Shares by sensitivity need `ranks`, the histogram of its sensitivities.
         """
         prune = wanted.prune - wanted.prunes_by_sensitivity
         protect = wanted.protect if wanted.protect_by != "sensitivity" else 0.0
-        floor = sketch.magnitude_quantile(prune) if prune else -1.0
-        ceiling = sketch.magnitude_quantile(1 - protect) if protect else np.inf
+        floor = histogram.magnitude_quantile(prune) if prune else -1.0
+        ceiling = histogram.magnitude_quantile(1 - protect) if protect else np.inf
         if ranks is None:
             return cls(floor, ceiling)
         return cls(floor, ceiling, ranks.cut(wanted.prunes_by_sensitivity, wanted.protects_by_sensitivity))
@@ -196,12 +196,15 @@ def fit_levels(
 
 
 def fit_partitions(
-    sketch: Sketch, wanted: Partitions, cut: Cut | None = None, sensitivities: Sensitivities | None = None
+    histogram: Histogram,
+    wanted: Partitions,
+    cut: Cut | None = None,
+    sensitivities: Sensitivities | None = None,
 ) -> tuple[QuantizationMap, RegionQuantizer | SensitivityQuantizer]:
     """Fit the map of one tensor.
 
     Args:
-        sketch: of the tensor, without the elements that sensitivity takes; finite.
+        histogram: of the tensor, without the elements that sensitivity takes; finite.
         wanted: levels and shares.
         cut: where the tensor is cut; by default as wanted, by magnitude.
         sensitivities: of its units; None if magnitude decides alone.
@@ -209,9 +212,9 @@ def fit_partitions(
     Returns:
         The map (linear domain, one row) and the quantizer that makes its codes.
     """
-    cut = Cut.of(wanted, sketch) if cut is None else cut
-    levels = fit_levels(*sketch.occupied(), wanted, cut)
-    kind, escape = sketch.kind, len(levels) if cut.protects else None
+    cut = Cut.of(wanted, histogram) if cut is None else cut
+    levels = fit_levels(*histogram.occupied(), wanted, cut)
+    kind, escape = histogram.kind, len(levels) if cut.protects else None
     entries = np.append(levels, 0.0) if cut.protects else levels
     table = ExplicitTable(floats.round_f64(entries).reshape(1, -1))
     quant_map = QuantizationMap(table, np.zeros(1, np.int64), escape_code=escape)

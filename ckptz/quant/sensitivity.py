@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Floats as Floats
 from ckptz.kernels.floats import Units
-from ckptz.quant.sketch import Sketch
+from ckptz.quant.histogram import Histogram
 
 Sensitivities = Callable[[int, int, Units], Floats]  # of units begin..end
 
@@ -56,17 +56,17 @@ NO_CUT: Final = SensitivityCut()
 
 
 @dataclass(frozen=True, slots=True)
-class SensitivitySketch:
-    """Sensitivities, and the magnitudes of the elements that have none; sketches of parts add up."""
+class SensitivityHistogram:
+    """Sensitivities, and the magnitudes of the elements that have none; histograms of parts add up."""
 
-    sensitivities: Sketch
-    at_zero: Sketch
+    sensitivities: Histogram
+    at_zero: Histogram
 
     @classmethod
     def of(cls, sensitivities: Floats, units: Units, kind: int) -> Self:
-        """Sketch the sensitivities [n] of units [n] of kind F32, BF16 or F16."""
+        """Count the sensitivities [n] of units [n] of kind F32, BF16 or F16."""
         patterns = np.ascontiguousarray(sensitivities).view(np.uint32)
-        return cls(Sketch.of(patterns, floats.F32), Sketch.of(units[sensitivities == 0], kind))
+        return cls(Histogram.of(patterns, floats.F32), Histogram.of(units[sensitivities == 0], kind))
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.sensitivities + other.sensitivities, self.at_zero + other.at_zero)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ckptz.errors import ConfigError, MissingBaseError
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.links import BASE_PREFIX

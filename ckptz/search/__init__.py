@@ -1,4 +1,1 @@
-"""From a quality budget to a configuration: budgets, spaces of settings, predicted sizes, strategies.
-
-Knows callables and configurations; no file, no framework.
-"""
+"""From a quality budget to a file: budgets, what is tried, how it is measured, and the best of it."""

@@ -1,7 +1,7 @@
-"""What budgets call: functions of a state, and those that compare a state with the exact one.
+"""Qualities that budgets call: functions of a state, and those that compare it with the exact state.
 
 A plain quality is a function of a state. One that compares has a method `against` instead: it sees the
-exact state once, and returns what is called with trials. Who decodes states is no concern of this page.
+exact state once, and returns what is called with trials. Who decodes states is no concern of this module.
 
 Agreement is that of a model with the exact one, from the logits of both on the same inputs:
 
@@ -37,19 +37,19 @@ from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.kernels.floats import Reals
-from ckptz.search.judgement import ANSWER
 
 State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, the callee's to change
 Quality: TypeAlias = Callable[[State], Any]
 Logits: TypeAlias = NDArray[np.float32]
 KL, TOP1 = "kl", "top1"
+ANSWER: Final = "answer"  # what one value is, where an evaluation does not say
 CHUNK_ENTRIES: Final = 1 << 18  # of a softmax in double precision at once: a few arrays of 2 MiB
 DISTURBANCE: Final = 0.01  # of the spread of a tensor: changes less than any budget is about
 METRIC: Final = "resume"
 HOW = "give package.module:function or file.py:function"
 
 
-class Exact(Protocol):
+class ExactState(Protocol):
     """The exact state, decoded as often as it is wanted."""
 
     def state(self) -> State:
@@ -62,7 +62,7 @@ class Exact(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Baseline:
     """A quality that has seen the exact state."""
 
     quality: Quality  # called with trials
@@ -74,15 +74,15 @@ class Prepared:
 class Comparing(Protocol):
     """A quality that needs the exact state before it can judge another."""
 
-    def against(self, exact: Exact) -> Prepared:
+    def against(self, exact: ExactState) -> Baseline:
         """Give what to call with trials, and the result of the exact state."""
         ...
 
 
-def prepare(quality: Quality | Comparing, exact: Exact) -> Prepared:
-    """Show a quality the exact state; what has no `against` is a function, and is called with it."""
+def prepare(quality: Quality | Comparing, exact: ExactState) -> Baseline:
+    """Measure the exact state: by `against`, or by calling a quality that has none."""
     if callable(quality) and not hasattr(quality, "against"):
-        return Prepared(quality, quality(exact.state()))
+        return Baseline(quality, quality(exact.state()))
     comparing: Comparing = quality
     return comparing.against(exact)
 
@@ -172,14 +172,14 @@ class Agreement:
         """A digest of the data, as `logits` gives it."""
         return digest_of(self.logits)
 
-    def against(self, exact: Exact) -> Prepared:
+    def against(self, exact: ExactState) -> Baseline:
         """Keep the logits of the exact state, for trials to be compared with."""
         kept = _rows_of(self.logits(exact.state()), self.metric).copy()  # theirs may be a buffer
         if not kept.size:
             raise ConfigError(f"{self.metric} returned no logits: shape {list(kept.shape)}")
         if not np.isfinite(kept.max(axis=1)).all():
             raise ConfigError(f"{self.metric}: logits of the exact tensors hold NaN or infinity")
-        return Prepared(_Compared(self.logits, kept), {KL: 0.0, TOP1: 1.0})
+        return Baseline(_Compared(self.logits, kept), {KL: 0.0, TOP1: 1.0})
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,18 +294,18 @@ class ResumeProbe:
         """A digest of the data, as `resume` gives it."""
         return digest_of(self.resume)
 
-    def against(self, exact: Exact) -> Prepared:
+    def against(self, exact: ExactState) -> Baseline:
         """Measure the exact state and the noise of the measurement, for trials to be compared with."""
         resumed = _Resumed(self.resume, self.n_steps)
         loss, noise = resumed(exact.state()), self.noise_floor
         if not math.isfinite(loss):
-            return Prepared(resumed, loss, noise or 0.0)
+            return Baseline(resumed, loss, noise or 0.0)
         if noise is None:
             others = (resumed(exact.state()), resumed(exact.disturbed(DISTURBANCE, seed=0)))
             apart = [abs(other - loss) for other in others]
             noise = max(one if math.isfinite(one) else math.inf for one in apart)
         gain = loss - replace(resumed, n_steps=2 * self.n_steps)(exact.state())
-        return Prepared(resumed, loss, noise, gain / self.n_steps if gain > noise else None)
+        return Baseline(resumed, loss, noise, gain / self.n_steps if gain > noise else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from ckptz.errors import ConfigError, FormatError, MissingBaseError
 from ckptz.guidance.files import Shapes
-from ckptz.guidance.guides import Calibrated, read_inputs
+from ckptz.guidance.side_information import Calibrated, read_inputs
 from ckptz.hooks.calibration import Calibration
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import CALIBRATION, Method
@@ -22,9 +22,9 @@ from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import OWNER, ChainRule, FileKind, StepFile
 from ckptz.search.budget import Budget
-from ckptz.search_run.plans import config_of, recorded_in
-from ckptz.search_run.quality import is_of_training
-from ckptz.search_run.run import SearchOptions, SearchReport, SearchRun, search_and_write
+from ckptz.search.evaluation import is_of_training
+from ckptz.search.options import config_of, recorded_in
+from ckptz.search.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.resolve import Checkpoint, base_ref
 from ckptz.training.files import StepState, WhatMayBeLost, id_of, remembering
 

@@ -21,14 +21,14 @@ from ckptz.encoding.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.folder import StepStore, WrittenStep
 from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
 from ckptz.run.prune import prune
 from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.search.budget import Budget
-from ckptz.search_run.run import SearchReport
+from ckptz.search.run import SearchReport
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.training.background import Background, Turns
 from ckptz.training.budget_search import (

@@ -22,8 +22,8 @@ from ckptz.kernels import torch as kernels
 from ckptz.kernels.torch import lives_elsewhere
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
-from ckptz.quant.sketch import Sketch
 from ckptz.roles import role_of
 
 SLAB_UNITS: Final = 16 * CHUNK_UNITS  # coded at once: torch's operations take 8 bytes a value or more aside
@@ -60,8 +60,8 @@ def code_where_they_live(
     # A model whose tensors share memory needs a tree, whose tensors are all of one kind.
     at = [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in weights.values()]
     tasks = tasks if all(at) and len(set(at)) == len(at) else []
-    sketches = [_sketch(task) for task in tasks]
-    fitted = workers.map(_fit, zip(tasks, sketches, strict=True))
+    histograms = [_histogram(task) for task in tasks]
+    fitted = workers.map(_fit, zip(tasks, histograms, strict=True))
     return {
         task.name: _coded(task, *found)
         for task, found in zip(tasks, fitted, strict=True)
@@ -83,17 +83,17 @@ def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode 
     return _WeightToCode(name, dtype, shape, flat, wanted)
 
 
-def _sketch(task: _WeightToCode) -> Sketch:
+def _histogram(task: _WeightToCode) -> Histogram:
     counts = sum(kernels.top_histogram(slab) for slab in torch.split(task.flat, SLAB_UNITS))
     assert isinstance(counts, torch.Tensor)
-    return Sketch(KINDS[task.dtype.name], counts.cpu().numpy())
+    return Histogram(KINDS[task.dtype.name], counts.cpu().numpy())
 
 
-def _fit(task: tuple[_WeightToCode, Sketch]) -> tuple[QuantizationMap, RegionQuantizer] | None:
-    tensor, sketch = task
-    if not sketch.is_finite:
+def _fit(task: tuple[_WeightToCode, Histogram]) -> tuple[QuantizationMap, RegionQuantizer] | None:
+    tensor, histogram = task
+    if not histogram.is_finite:
         return None
-    quant_map, quantizer = fit_partitions(sketch, tensor.wanted)
+    quant_map, quantizer = fit_partitions(histogram, tensor.wanted)
     assert isinstance(quantizer, RegionQuantizer)
     return quant_map, quantizer
 

@@ -14,11 +14,10 @@ from ckptz.codec.units import TensorSource, tensor_bytes
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
-from ckptz.encoding.subject import Guide
+from ckptz.encoding.subject import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
-from ckptz.frameworks.torch import TorchTensors, torch_dtype
-from ckptz.guidance.guides import Calibrated, GuideFiles
 from ckptz.guidance.moves import Course
+from ckptz.guidance.side_information import Calibrated, SideInformationFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
@@ -33,11 +32,11 @@ from ckptz.run.step_files import (
     FileKind,
     StepFile,
 )
+from ckptz.state.flatten import flatten
+from ckptz.state.skeleton import DTypeName, Size, TensorRef, parse_tree
+from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.training.moves import UNKNOWN, Lost, Trail, can_move, moved
-from ckptz.tree.flatten import flatten
-from ckptz.tree.leaves import DTypeName, Size, TensorRef
-from ckptz.tree.skeleton import parse_tree
 
 MODEL, OPTIMIZER = "model", "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against
@@ -191,7 +190,7 @@ class StepState:
             role_rules=_EXACT,
             roles=self.roles,
             trained=self.trained,
-            guide_files=GuideFiles(calibration=method.calibration),
+            guide_files=SideInformationFiles(calibration=method.calibration),
             beside=self.optimizer,
         )
 
@@ -270,7 +269,7 @@ class StepEncoder:
         )
         return self._write("state", sink, job, base, _bases(base), metadata)
 
-    def _reaches(self) -> dict[str, Guide]:
+    def _reaches(self) -> dict[str, SideInformation]:
         """What is known of first moments, by their names."""
         if self._trail is None:
             return {}
@@ -278,7 +277,7 @@ class StepEncoder:
         momenta = state.momenta(trail.courses(state.nested, self._step))
         reaches = trail.reaches(state.nested, self._step, momenta)
         return {
-            f"{OPTIMIZER}.{name}.{momenta[name].course.moment}": Guide(reach=reach)
+            f"{OPTIMIZER}.{name}.{momenta[name].course.moment}": SideInformation(reach=reach)
             for name, reach in reaches.items()
         }
 

@@ -132,7 +132,7 @@ class Trail:
         return step - mark.step if now is None else now - (mark.updates or 0.0)
 
     def reaches(self, state: Mapping[str, Any], step: int, whole: Mapping[str, Lost]) -> dict[str, float]:
-        """Give `Guide.reach` of first moments, by parameter, from what all of each would move.
+        """Give `SideInformation.reach` of first moments, by parameter, from what all of each would move.
 
         Where training has moved less, as between frequent saves, they do not count for more than that.
         """

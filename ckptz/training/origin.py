@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckptz.errors import ConfigError
-from ckptz.frameworks.torch import torch_dtype
+from ckptz.state.torch import torch_dtype
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Path_, open_checkpoint
 from ckptz.training.files import MODEL
 

@@ -13,7 +13,7 @@ import torch
 
 from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import ConfigError
-from ckptz.frameworks.torch import TorchTensors
+from ckptz.state.torch import TorchTensors
 
 Key = tuple[object, ...]  # a key of a dict with its type, as 1 equals True, or a place in a list
 _HOST: Final = TorchTensors("cpu", False)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
-from ckptz.frameworks.plain_types import from_plain, to_plain
+from ckptz.state.plain_types import from_plain, to_plain
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]

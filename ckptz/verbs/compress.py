@@ -16,17 +16,16 @@ from ckptz.container.index import BaseRef
 from ckptz.container.publish import abandoned, is_same, make_folder, publish
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.formats.dcp import dcp_files
-from ckptz.formats.inputs import Input, checked_kind, open_input
-from ckptz.formats.joined import join
+from ckptz.formats.inputs import Input, checked_kind, join, open_input
 from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
 from ckptz.formats.targets import PathLike, check_carried, check_target, naming_output, paths, places_for
-from ckptz.guidance.guides import GuideFiles, check_files
-from ckptz.guidance.owners import ParameterNames
+from ckptz.guidance.optimizer_layout import ParameterNames
+from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.kernels.clock import working_seconds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import REFERENCE
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
@@ -35,9 +34,9 @@ from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.search.budget import Budget
-from ckptz.search_run.options import SearchOptions, SearchReport
+from ckptz.search.options import SearchOptions, SearchReport
+from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
-from ckptz.tree.skeleton import parse_tree
 
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again
 CHAIN_RULE: Final = ChainRule(MAX_WRITTEN_DEPTH + 1, is_forked=False)
@@ -149,16 +148,17 @@ def compress(
     config, step = checked(config), None if step is None else checked_step(step)
     search = _search_of(search, budget, config)
     base, optimizer = _path(base), _path(optimizer)
-    guides, layer_inputs, gradients = map(_path, (read_optimizer, calibration, sensitivity))
+    guides = SideInformationFiles(
+        read_optimizer=_path(read_optimizer), calibration=_path(calibration), sensitivity=_path(sensitivity)
+    )
     alone = "step" if step is not None else "optimizer" if optimizer is not None else ""
     if len(sources) > 1 and alone:
         raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
     is_dry = search is not None and search.is_dry_run
     _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
-    check_files(search.template if search else config, guides, layer_inputs, gradients)
+    check_files(search.template if search else config, guides)
     reports = []
     with contextlib.ExitStack() as held:
-        read = None if guides is None else held.enter_context(contextlib.closing(open_input(guides)))
         run = _Compression(
             sources=_by_step(sources) if chain else sources,
             config=config,
@@ -170,7 +170,7 @@ def compress(
             role_rules=role_rules,
             optimizer=optimizer,
             param_names=_path(param_names),
-            guide_files=GuideFiles(read_optimizer=read, calibration=layer_inputs, sensitivity=gradients),
+            guide_files=guides,
             search=search,
             workers=held.enter_context(Workers(jobs)),
             progress=progress,
@@ -333,7 +333,7 @@ class _Compression:
     role_rules: Sequence[Rule]
     optimizer: Path | None
     param_names: Path | None
-    guide_files: GuideFiles
+    guide_files: SideInformationFiles
     search: SearchOptions | None
     workers: Workers
     progress: Progress
@@ -461,7 +461,7 @@ class _Compression:
                         written = write(sink, job, self.workers, self.progress.advance)
                         _check_unchanged(stamps)
                 else:
-                    from ckptz.search_run.run import SearchRun, search_and_write
+                    from ckptz.search.run import SearchRun, search_and_write
 
                     found = SearchRun(
                         workers=self.workers,

@@ -23,13 +23,12 @@ from ckptz.formats.inputs import MODEL, Input, open_whole
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Units
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.run.names import EXACT
+from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
-from ckptz.tree.leaves import TensorRef, View
-from ckptz.tree.skeleton import label, parse_tree
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Sort = Literal["change", "max", "share", "name"]

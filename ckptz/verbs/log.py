@@ -16,7 +16,7 @@ from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.roles import role_of
 from ckptz.run.folder import number_of
 from ckptz.run.names import holds_state, is_base_name, run_files, step_of

@@ -17,7 +17,7 @@ from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import checked_kind
 from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source

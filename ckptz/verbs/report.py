@@ -23,7 +23,7 @@ from ckptz.formats.inputs import open_input
 from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.pages.page import MARK, page
 from ckptz.progress import SILENT, Progress
-from ckptz.search_run.options import SearchReport
+from ckptz.search.options import SearchReport
 from ckptz.store.resolve import SUFFIX
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
 from ckptz.verbs.inspect import inspect
@@ -36,7 +36,7 @@ MAX_FILES, MAX_HISTOGRAMS, N_BINS = 8, 30, 60  # of a run's newest step, of a fi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Histogram:
+class TensorHistogram:
     """The spread of one tensor's values."""
 
     file: str  # that has the tensor
@@ -65,7 +65,7 @@ class PageReport:
     files: tuple[InspectReport, ...]  # of each file that was named, and of the newest step of each folder
     diff: DiffReport | None  # of two files
     searches: tuple[SearchedFile, ...]  # with trials
-    histograms: tuple[Histogram, ...]  # of the tensors that were asked for
+    histograms: tuple[TensorHistogram, ...]  # of the tensors that were asked for
     problems: tuple[str, ...]  # files that cannot be read, and bases that are missing
 
     @property
@@ -192,7 +192,9 @@ def _newest(folder: Path, run: LogReport) -> list[Path]:
 # --- how values are spread ----------------------------------------------------------------------
 
 
-def _histograms(names: Sequence[str], files: Sequence[Path], where: Sequence[Path]) -> Iterator[Histogram]:
+def _histograms(
+    names: Sequence[str], files: Sequence[Path], where: Sequence[Path]
+) -> Iterator[TensorHistogram]:
     """Count values of the tensors that were asked for.
 
     Raises:
@@ -209,7 +211,7 @@ def _histograms(names: Sequence[str], files: Sequence[Path], where: Sequence[Pat
         raise ConfigError(f"no tensor is named {' or '.join(names)}; ckptz inspect --tensors lists the names")
 
 
-def _spread(file: str, name: str, source: TensorSource) -> Iterator[Histogram]:
+def _spread(file: str, name: str, source: TensorSource) -> Iterator[TensorHistogram]:
     """Count the values of a tensor, chunk by chunk; nothing of one that has no numbers."""
     if source.dtype.name not in NUMBERS:
         return
@@ -224,7 +226,7 @@ def _spread(file: str, name: str, source: TensorSource) -> Iterator[Histogram]:
     for values in _finite_values(source):
         counts += np.histogram(values, N_BINS, (low, high))[0]
     n_not_finite, found = source.n_units - n_finite, tuple(counts.tolist())
-    yield Histogram(file=file, tensor=name, low=low, high=high, counts=found, n_not_finite=n_not_finite)
+    yield TensorHistogram(file=file, tensor=name, low=low, high=high, counts=found, n_not_finite=n_not_finite)
 
 
 def _finite_values(source: TensorSource) -> Iterator[NDArray[np.float64]]:

@@ -32,13 +32,13 @@ from ckptz.formats.targets import (
     stem_of,
 )
 from ckptz.kernels.clock import working_seconds
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.run.exact import exact_of
 from ckptz.run.names import weights_at
+from ckptz.state.unflatten import Chunks
 from ckptz.store.resolve import PLAIN_SUFFIX
-from ckptz.tree.unflatten import Chunks
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
 RestoredKind = Literal["safetensors", "pt", "dcp", "folder"]

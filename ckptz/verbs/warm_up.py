@@ -20,7 +20,7 @@ from ckptz.kernels import compiled, kept_in, silently
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 from ckptz.methods.table import METHODS
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint

@@ -21,13 +21,11 @@ if TYPE_CHECKING:
         PRESETS,
         LinkPolicy,
         PolicyWarning,
-        cap,
         check_policy,
         policy_metadata,
         policy_of,
     )
     from ckptz.wire.stage import CompressedPipelineStage
-    from ckptz.wire.state import describe_memory
 
 __all__ = [
     "PRESETS",
@@ -43,9 +41,7 @@ __all__ = [
     "Tiled",
     "TopK",
     "Uniform",
-    "cap",
     "check_policy",
-    "describe_memory",
     "loco_hook",
     "policy_metadata",
     "policy_of",
@@ -53,7 +49,7 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES: Final = ("policy", "codecs", "endpoint", "state")
+_HOMES: Final = ("policy", "codecs", "endpoint")
 _TORCH_HOMES: Final = ("link", "stage", "ddp")
 
 

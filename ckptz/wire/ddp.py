@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptz.errors import UnsupportedError, WireError
+from ckptz.errors import UnsupportedError
 from ckptz.wire.codecs import Codec, Tiled, Uniform
 from ckptz.wire.header import Direction
-from ckptz.wire.link import TensorLink, naming
+from ckptz.wire.link import TensorLink, load_state, naming, state_of
 from ckptz.wire.policy import LinkPolicy
 from ckptz.wire.state import Place
 
@@ -141,10 +141,7 @@ class LoCo:
     def state_dict(self) -> dict[str, Any]:
         """Give errors and counters, as numpy arrays: this rank's part of a checkpoint."""
         numbers = np.array(sorted(self._steps.items()), np.int64).reshape(-1, 2)
-        out: dict[str, Any] = {f"wire/loco/{self.rank}/{self.n_ranks}": numbers}
-        for link in self._links:
-            out |= link.link.state_dict()
-        return out
+        return state_of(f"wire/loco/{self.rank}/{self.n_ranks}", numbers, self._links)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave.
@@ -152,12 +149,8 @@ class LoCo:
         Raises:
             WireError: the state is of another rank, of another number of ranks, or incomplete.
         """
-        name = f"wire/loco/{self.rank}/{self.n_ranks}"
-        if name not in state:
-            raise WireError(f"wire state lacks {name}: it is of another rank, or number of ranks")
-        self._steps = {int(tensor): int(step) for tensor, step in np.asarray(state[name])}
-        for link in self._links:
-            link.link.load_state_dict(state)
+        numbers = load_state(f"wire/loco/{self.rank}/{self.n_ranks}", state, self._links)
+        self._steps = {int(tensor): int(step) for tensor, step in numbers}
 
 
 def loco_hook(

@@ -23,8 +23,8 @@ from ckptz.errors import CkptzError, ConfigError, WireError, whole
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
 from ckptz.wire.codecs import KINDS, RAW, TensorPlan
-from ckptz.wire.frames import Check, Frame, Truth, at_once, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
+from ckptz.wire.payload import Check, Payload, Truth, at_once, decode_payload, encode_payload
 from ckptz.wire.policy import LinkPolicy, policy_of
 from ckptz.wire.state import NOTHING, End, LinkState, Memory, Place
 
@@ -43,7 +43,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Message:
     """A tensor on its way: where it goes, its type, and which message it is."""
 
     direction: Direction
@@ -105,7 +105,7 @@ class Link:
             ConfigError: the units are not a tensor of this type and shape.
             WireError: the shape changed, or the positions to reuse are not there.
         """
-        tensor, k = _Tensor(direction, dtype, tuple(shape), place), self.state.kernels
+        tensor, k = _Message(direction, dtype, tuple(shape), place), self.state.kernels
         due = self.message_cap(direction, dtype, tensor.shape, place, "tx") if self._fixed else 0
         received, header, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
         payload = k.concat(frame.parts)
@@ -122,20 +122,20 @@ class Link:
         self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Array:
         """Give what `send` brings to the other end, without making the message; its bytes are counted."""
-        tensor = _Tensor(direction, dtype, tuple(shape), place)
+        tensor = _Message(direction, dtype, tuple(shape), place)
         decode, _, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
         received = decode()
         n_bytes = sum(-(-len(part) // 16) * 16 for part in frame.parts)
         self.sent_bytes[direction] += HEADER_BYTES + n_bytes
         return received
 
-    def _encode(self, tensor: _Tensor, units: Array) -> tuple[Callable[[], Array], LinkHeader, Frame]:
+    def _encode(self, tensor: _Message, units: Array) -> tuple[Callable[[], Array], LinkHeader, Payload]:
         direction, place, state = tensor.direction, tensor.place, self.state
         self._check_units(tensor, units)
         self._check_shape(tensor)
         memory, plan = state.memory("tx", direction, self._plan(tensor), place)
         if plan.codec == RAW:
-            frame = encode_frame(state.kernels, plan, units)
+            frame = encode_payload(state.kernels, plan, units)
             received = frame.decoded
             self._fill(plan, memory, units)
         else:
@@ -148,14 +148,14 @@ class Link:
         return received, header, frame
 
     def _encode_lossy(
-        self, tensor: _Tensor, plan: TensorPlan, units: Array, memory: Memory
-    ) -> tuple[Callable[[], Array], Frame]:
+        self, tensor: _Message, plan: TensorPlan, units: Array, memory: Memory
+    ) -> tuple[Callable[[], Array], Payload]:
         k = self.state.kernels
         values = k.to_f32(units, plan.kind)
         target = memory.target(k, values)
         mask = self.state.take_mask(plan, tensor.place) if plan.reuse else memory.mask(k, plan, values)
         seed = self._seed(tensor) if self.policy.rounding == "stochastic" else None
-        frame = encode_frame(k, plan, target, seed=seed, mask=mask, vary=not self._fixed)
+        frame = encode_payload(k, plan, target, seed=seed, mask=mask, vary=not self._fixed)
         if memory is NOTHING:
             return lambda: self._finished(plan, memory, frame.decoded()), frame
         decoded = frame.decoded()
@@ -184,10 +184,10 @@ class Link:
         Raises:
             WireError: the message is damaged, or another one than the one that is due.
         """
-        tensor = _Tensor(direction, dtype, tuple(shape), place)
+        tensor = _Message(direction, dtype, tuple(shape), place)
         return self._guarded(tensor, lambda: self._decode(tensor, message))
 
-    def _decode(self, tensor: _Tensor, message: Array) -> Array:
+    def _decode(self, tensor: _Message, message: Array) -> Array:
         k, state, place = self.state.kernels, self.state, tensor.place
         n_before = len(self._found)
         check: Check = at_once
@@ -203,7 +203,7 @@ class Link:
         if self._verify == "message" and int(k.checksum(payload)) & MASK_64 != header.checksum:
             _refuse("payload checksum", "the payload was changed on its way")
         known = state.take_mask(plan, place) if plan.reuse else None
-        decoded, mask = decode_frame(k, plan, payload, header.mode, not_finite, known, check)
+        decoded, mask = decode_payload(k, plan, payload, header.mode, not_finite, known, check)
         wrong = functools.reduce(operator.or_, (found for found, _ in self._found[n_before:]), False)
         received = self._accepted(plan, memory, decoded, not_finite | wrong)
         if self._verify == "step" and tensor.dtype.name in KINDS:
@@ -221,8 +221,8 @@ class Link:
         memory.keep(self.state.kernels, decoded, decoded, not_finite)
         return received
 
-    def _checked(self, tensor: _Tensor, head: bytes) -> tuple[LinkHeader, TensorPlan, Memory]:
-        """Hold a header against the message that is due."""
+    def _checked(self, tensor: _Message, head: bytes) -> tuple[LinkHeader, TensorPlan, Memory]:
+        """Compare a header with that of the message that is due."""
         header = LinkHeader.parse(head)
         due, plan, memory = self._due(tensor)
         due = dataclasses.replace(due, flags=due.flags | header.flags & Flag.NOT_FINITE)
@@ -235,7 +235,7 @@ class Link:
             )
         return header, plan, memory
 
-    def _due(self, tensor: _Tensor) -> tuple[LinkHeader, TensorPlan, Memory]:
+    def _due(self, tensor: _Message) -> tuple[LinkHeader, TensorPlan, Memory]:
         """The header of the message that is due, as a message of fixed size has it."""
         self._check_shape(tensor)
         memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor), tensor.place)
@@ -243,9 +243,9 @@ class Link:
         return dataclasses.replace(due, payload_bytes=plan.payload_cap), plan, memory
 
     def _checked_later(
-        self, tensor: _Tensor, message: Array
+        self, tensor: _Message, message: Array
     ) -> tuple[LinkHeader, TensorPlan, Memory, Truth, Check]:
-        """Compare a header on the device, and tell nothing of it yet."""
+        """Compare a header on the device; `check` tells later what was wrong."""
         k, name = self.state.kernels, self.name_of(tensor.direction, tensor.place)
         due, plan, memory = self._due(tensor)
         if len(message) < plan.cap:
@@ -291,7 +291,7 @@ class Link:
         The two ends agree on it before the message exists. With AQ-SGD that asks for one thing: a sample
         occurs at most once in a step.
         """
-        tensor = _Tensor(direction, dtype, tuple(shape), place)
+        tensor = _Message(direction, dtype, tuple(shape), place)
         plans = [self._plan(tensor)]
         if self.policy.feedback_of(direction) == "aqsgd":
             filled = self.state.memory(end, direction, plans[0], place)[1]
@@ -299,7 +299,7 @@ class Link:
             plans += [filled] if self._fixed else [raw]
         return max(plan.cap for plan in plans)
 
-    def _guarded(self, tensor: _Tensor, run: Callable[[], Any]) -> Any:
+    def _guarded(self, tensor: _Message, run: Callable[[], Any]) -> Any:
         """Name the message in whatever is found wrong with it."""
         try:
             return run()
@@ -316,7 +316,7 @@ class Link:
             f"microbatch {place.microbatch}, tensor {place.tensor}"
         )
 
-    def _check_units(self, tensor: _Tensor, units: Array) -> None:
+    def _check_units(self, tensor: _Message, units: Array) -> None:
         n_bytes = tensor.dtype.n_bytes(tensor.shape)
         found = len(units), len(self.state.kernels.as_bytes(units))
         if found != (n_bytes // tensor.dtype.unit_bytes, n_bytes):
@@ -326,8 +326,8 @@ class Link:
                 f"{list(tensor.shape)}: {n_bytes} bytes in units of {dtype.unit_bytes}"
             )
 
-    def _check_shape(self, tensor: _Tensor) -> None:
-        """A plan is agreed on once: the tensors of a cut keep their shape and type."""
+    def _check_shape(self, tensor: _Message) -> None:
+        """Refuse another shape or type than the first tensor of this cut had."""
         found = (tensor.dtype.name, tensor.shape)
         first = self._shapes.setdefault((tensor.direction, tensor.place.tensor), found)
         if self._same_shape and found != first:
@@ -339,13 +339,13 @@ class Link:
             return not self.policy.compresses_eval
         return place.is_raw or place.step < self.policy.warmup_steps
 
-    def _plan(self, tensor: _Tensor) -> TensorPlan:
+    def _plan(self, tensor: _Message) -> TensorPlan:
         raw = self.is_raw(tensor.place)
         if self.policy.reuse and tensor.direction is Direction.BACKWARD:
             raw = raw or self.state.lacks_mask(tensor.place)
         return self.policy.plan(tensor.direction, tensor.dtype, tensor.shape, raw=raw)
 
-    def _header(self, end: End, tensor: _Tensor, plan: TensorPlan, memory: Memory, mode: int) -> LinkHeader:
+    def _header(self, end: End, tensor: _Message, plan: TensorPlan, memory: Memory, mode: int) -> LinkHeader:
         """The header of a message of finite values, without size and checksums."""
         direction, place = tensor.direction, tensor.place
         flags = Flag.BACKWARD * direction | Flag.REUSE * plan.reuse | Flag.DELTA * (memory is not NOTHING)
@@ -359,7 +359,7 @@ class Link:
             *(plan.id ^ self.policy.digest, plan.n, plan.count, 0, batch, 0),
         )
 
-    def _seed(self, tensor: _Tensor) -> int:
+    def _seed(self, tensor: _Message) -> int:
         """64 bits that belong to this message alone; spec/08-wire.md#rounding."""
         place, seed = tensor.place, self.policy.seed & MASK_64
         where = (self.src, self.dst, tensor.direction, place.tensor, place.step, place.microbatch)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -210,6 +210,27 @@ def naming(name: str, what: str) -> Iterator[None]:
 def sample_ids_of(ids: Tensor | None) -> Any:
     """Give sample ids as the links take them, int64."""
     return None if ids is None else np.ascontiguousarray(ids.detach().cpu().numpy(), np.int64)
+
+
+def state_of(name: str, counters: Any, links: Iterable[TensorLink]) -> dict[str, Any]:
+    """Give counters under a name and the states of links, as numpy arrays: a part of a checkpoint."""
+    out: dict[str, Any] = {name: np.array(counters, np.int64)}
+    for link in links:
+        out |= link.link.state_dict()
+    return out
+
+
+def load_state(name: str, state: Mapping[str, Any], links: Iterable[TensorLink]) -> Any:
+    """Take over the states of links, and give the counters of this name.
+
+    Raises:
+        WireError: the state is of another stage or rank, or incomplete.
+    """
+    if name not in state:
+        raise WireError(f"wire state lacks {name}: it is of another stage, rank or number of ranks")
+    for link in links:
+        link.link.load_state_dict(state)
+    return np.asarray(state[name])
 
 
 class _Through(torch.autograd.Function):

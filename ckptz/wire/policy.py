@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from ckptz.bits import xxh64
-from ckptz.dtypes import DType, dtype_of
+from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.wire.codecs import (
     RAW,
@@ -180,21 +180,6 @@ def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
     if not isinstance(policy, str) or policy not in PRESETS:
         raise ConfigError(f"policy {policy!r} is not one of {', '.join(PRESETS)}")
     return PRESETS[policy]
-
-
-def cap(
-    policy: LinkPolicy | str, shape: tuple[int, ...], dtype: str, direction: Direction = Direction.FORWARD
-) -> int:
-    """Count the bytes of the greatest message for a tensor, which is what fixed-size transports send.
-
-    `dtype` is the safetensors code, "BF16"; the header is included.
-    """
-    policy = policy_of(policy)
-    plans = [policy.plan(direction, dtype_of(dtype), shape)]
-    fills = policy.feedback_of(direction) == "aqsgd"
-    if policy.warmup_steps > 0 or fills or not policy.compresses_eval:  # messages that may be raw
-        plans.append(policy.plan(direction, dtype_of(dtype), shape, raw=True))
-    return max(plan.cap for plan in plans)
 
 
 def policy_metadata(policy: LinkPolicy | str) -> dict[str, str]:

@@ -14,15 +14,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from ckptz.errors import UnsupportedError, WireError
+from ckptz.errors import UnsupportedError
 from ckptz.wire.header import Direction
-from ckptz.wire.link import TensorLink, naming, sample_ids_of
+from ckptz.wire.link import TensorLink, load_state, naming, sample_ids_of, state_of
 from ckptz.wire.policy import LinkPolicy, policy_metadata, policy_of
 from ckptz.wire.state import Place
 
@@ -30,7 +29,7 @@ NEEDS: Final = ("_retrieve_recv_activations", "_retrieve_recv_grads", "_get_grad
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
-class _Named:
+class _NamedOperation:
     """An `isend` or `irecv` whose failure, then or while it is waited for, names the message.
 
     It compares as what it stands for, because schedules ask whether all operations of a list are sends.
@@ -177,7 +176,7 @@ class CompressedPipelineStage(PipelineStage):
             else:
                 op.tensor = link.buffer(direction, op.tensor, place)
                 self._inbox.setdefault((direction, microbatch), []).append((index, op.tensor))
-            op.op = _Named(op.op, link.link.name_of(direction, place))
+            op.op = _NamedOperation(op.op, link.link.name_of(direction, place))
         return ops
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
@@ -196,13 +195,13 @@ class CompressedPipelineStage(PipelineStage):
             due, place = infos[index].buffer, self._place(microbatch, index)
             infos[index].buffer = link.receive(direction, message, due.dtype, tuple(due.shape), place)
 
+    @property
+    def _state_name(self) -> str:
+        return f"wire/stage/{self.stage_index}/steps"
+
     def wire_state_dict(self) -> dict[str, Any]:
         """Give the state of this stage's links, as numpy arrays: this rank's part of the checkpoint."""
-        counters = np.array([self._n_steps, self._n_evals], np.int64)
-        out: dict[str, Any] = {f"wire/stage/{self.stage_index}/steps": counters}
-        for link in self._links:
-            out |= link.link.state_dict()
-        return out
+        return state_of(self._state_name, [self._n_steps, self._n_evals], self._links)
 
     def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `wire_state_dict` gave.
@@ -210,12 +209,7 @@ class CompressedPipelineStage(PipelineStage):
         Raises:
             WireError: the state is of another stage, or incomplete.
         """
-        name = f"wire/stage/{self.stage_index}/steps"
-        if name not in state:
-            raise WireError(f"wire state lacks {name}: it belongs to another stage")
-        self._n_steps, self._n_evals = (int(n) for n in np.asarray(state[name]))
-        for link in self._links:
-            link.link.load_state_dict(state)
+        self._n_steps, self._n_evals = map(int, load_state(self._state_name, state, self._links))
 
     def wire_metadata(self) -> dict[str, str]:
         """Give what belongs into the checkpoint's metadata, so that a later load can be checked."""

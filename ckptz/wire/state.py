@@ -21,7 +21,7 @@ from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire as compiled
 from ckptz.wire.codecs import KINDS, RAW, TensorPlan
 from ckptz.wire.header import Direction
-from ckptz.wire.policy import Feedback, LinkPolicy
+from ckptz.wire.policy import LinkPolicy
 
 Array = Any
 TWO_SIDED = ("ef21", "aqsgd")  # the receiver has state too
@@ -162,40 +162,6 @@ class PerSample(Following):
             self._buffers.write(self._ids, k.host_bytes(k.as_bytes(values)).view(np.uint32))
 
 
-def state_bytes(
-    feedback: Feedback | None, shape: tuple[int, ...], n_microbatches: int, n_samples: int = 0
-) -> tuple[int, int]:
-    """Count the (sender's, receiver's) bytes of state for one tensor in one direction of one link.
-
-    EF and EF-mixed: microbatches x elements x 4 at the sender. EF21: the same at both ends. AQ-SGD:
-    samples x elements of a sample x 4 at both ends.
-    """
-    if feedback is None:
-        return 0, 0
-    n, of_sample = math.prod(shape), math.prod(shape) // max(shape[0], 1)
-    each = 4 * (n_samples * of_sample if feedback == "aqsgd" else n_microbatches * n)
-    return each, each if feedback in TWO_SIDED else 0
-
-
-def describe_memory(
-    policy: LinkPolicy, shape: tuple[int, ...], n_microbatches: int, n_samples: int = 0
-) -> str:
-    """Tell what a tensor of this shape in each microbatch will hold at both ends, one line a direction.
-
-    `n_samples`, of the data set, counts for AQ-SGD alone.
-    """
-    lines = []
-    for direction in Direction:
-        kind = policy.feedback_of(direction)
-        sender, receiver = state_bytes(kind, shape, n_microbatches, n_samples)
-        formula = f"{n_microbatches} microbatches x {math.prod(shape)} elements"
-        if kind == "aqsgd":
-            formula = f"{n_samples} samples x {math.prod(shape) // max(shape[0], 1)} elements"
-        held = f"{kind}, {formula} x 4 bytes: {sender} bytes at the sender, {receiver} at the receiver"
-        lines.append(f"{direction.word}: {'no state' if kind is None else held}")
-    return "\n".join(lines)
-
-
 NOTHING: Final = Memory()
 SENDERS: Final = Memory()  # the receiver's side of a direction whose state is the sender's alone
 
@@ -213,7 +179,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class Positions:
     """Positions of an activation, for its gradient."""
 
     packed: Array | None  # the mask as a bitmap, or None where the activation was sent without positions
@@ -249,7 +215,7 @@ class LinkState:
         self._kernels = kernels
         self._slots: dict[tuple[str, Direction, int, int], Slot] = {}
         self._buffers: dict[tuple[str, int], SampleBuffers] = {}
-        self.masks: dict[tuple[int, int], Kept] = {}
+        self.masks: dict[tuple[int, int], Positions] = {}
 
     @property
     def kernels(self) -> Any:
@@ -314,9 +280,9 @@ class LinkState:
         """Remember the positions of an activation for its gradient, as a bitmap."""
         if self._policy.reuse and not place.is_eval:
             packed, k = (None, 0) if mask is None else (self.kernels.pack(mask, 1), plan.k)
-            self.masks[place.microbatch, place.tensor] = Kept(packed, place.step, plan.shape, k)
+            self.masks[place.microbatch, place.tensor] = Positions(packed, place.step, plan.shape, k)
 
-    def _kept(self, place: Place) -> Kept | None:
+    def _kept(self, place: Place) -> Positions | None:
         """Give the mask that the activation of this step and microbatch left, or None."""
         kept = self.masks.get((place.microbatch, place.tensor))
         return kept if kept is not None and kept.step == place.step else None

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckptz.methods.method import Method
     from ckptz.search.budget import Budget
     from ckptz.search.measures import NamedFunction
-    from ckptz.search_run.run import SearchOptions, TrialReport
+    from ckptz.search.run import SearchOptions, TrialReport
     from ckptz.verbs.compress import CompressReport
     from ckptz_cli.session import Session
 
@@ -327,14 +327,14 @@ def choose(given: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
 
 
 def _planned(path: Path | None) -> Method | None:
-    from ckptz.search_run.plans import load_plan
+    from ckptz.search.options import load_plan
 
     return None if path is None else load_plan(path)
 
 
 def _search(given: Mapping[str, Any], method: dict[str, Any]) -> SearchOptions:
     from ckptz.errors import ConfigError
-    from ckptz.search_run.run import SearchOptions
+    from ckptz.search.run import SearchOptions
 
     parent = _planned(given["plan"])
     if parent is not None and not parent.is_lossy:
@@ -393,7 +393,7 @@ def save_plan(session: Session, path: Path | None, config: Method, reports: Sequ
     """Write the settings of the last file to `path`: `config`, or what its search found."""
     if path is None or not reports:
         return
-    from ckptz.search_run import plans
+    from ckptz.search import options as plans
 
     search = reports[-1].search
     if search is not None and search.config is None:

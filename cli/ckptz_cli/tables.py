@@ -25,7 +25,7 @@ from ckptz_cli.render import judged_text, plural, quality_text
 from ckptz_cli.session import is_terminal
 
 if TYPE_CHECKING:
-    from ckptz.search_run.run import TrialReport
+    from ckptz.search.run import TrialReport
 
 WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps
 LAST_SHOWN: Final = 12  # trials of a search

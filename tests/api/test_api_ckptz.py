@@ -23,9 +23,9 @@ from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
-from ckptz.frameworks.torch import TorchTensors
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
+from ckptz.state.torch import TorchTensors
 from tests.support.api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptz.errors import ConfigError
-from ckptz.frameworks import parse_backend, parse_device, parse_framework, window
-from ckptz.frameworks.torch import _select
-from ckptz.frameworks.window import Piece, Window
+from ckptz.state import window
+from ckptz.state.arrays import parse_backend, parse_device, parse_framework
+from ckptz.state.torch import _select
+from ckptz.state.window import Window, WindowPart
 
 CHUNK = 7
 
@@ -24,7 +25,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "CHUNK_UNITS", CHUNK)
 
 
-def gather(pieces: list[Piece], flat: np.ndarray, n_units: int) -> np.ndarray:
+def gather(pieces: list[WindowPart], flat: np.ndarray, n_units: int) -> np.ndarray:
     out = np.full(n_units, 255, np.uint8)
     for piece in pieces:
         chunk = flat[piece.chunk * CHUNK : (piece.chunk + 1) * CHUNK]

@@ -22,7 +22,7 @@ from ckptz.entropy.streams import CoderId
 from ckptz.errors import ConfigError, FormatError
 from ckptz.pages import words
 from ckptz.pages.page import MARK, MOST_ROWS
-from ckptz.pages.shown import Shown
+from ckptz.pages.words import Shown
 from ckptz.roles import ROLES
 from ckptz.verbs.report import N_BINS, PageReport
 from tests.support.checkpointer_support import Run

@@ -20,7 +20,7 @@ from ckptz.container.caches import Decoded
 from ckptz.container.envelope import PlainFile, plain_regions, write_plain
 from ckptz.container.index import BaseRef, QualityRecord, content_id_of
 from ckptz.container.inline_writer import NeededBase, write_inline
-from ckptz.container.reader import Container, FrameSource, _Held
+from ckptz.container.reader import Container, FrameSource, _DecodedChunk
 from ckptz.container.writer import Written, amend_metadata, amend_quality
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE
@@ -442,6 +442,6 @@ def test_a_file_that_needs_no_base_is_copied_without_one() -> None:
 def test_codes_of_a_base_come_without_the_units_that_nobody_asked_for() -> None:
     """A frame that reads values and codes of its base gives its own codes from the base's codes alone."""
     decoded = Decoded(None, np.array([1, 2], np.uint8))
-    units, codes = _Held(None, decoded).units_and_codes(0, 2)  # type: ignore[arg-type]  # no frame is asked
+    units, codes = _DecodedChunk(None, decoded).units_and_codes(0, 2)  # type: ignore[arg-type]  # no frame is asked
     assert units is None
     assert codes is decoded.codes

@@ -23,7 +23,7 @@ from ckptz.container.writer import Written, write_container
 from ckptz.methods.method import Method, Recipe
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
-from ckptz.search_run.run import SearchOptions
+from ckptz.search.run import SearchOptions
 from ckptz.torch import source_of
 from tests.support.search_support import model
 

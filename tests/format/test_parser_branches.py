@@ -250,7 +250,7 @@ def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -
 def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
     assert isinstance(source, FrameSource)
-    held = reader._Held(source, source.decoded(0, False, {}))
+    held = reader._DecodedChunk(source, source.decoded(0, False, {}))
     cached = reader.CachedFrame(source)
     assert source.decoded(0, True, {(source, False): held.chunk}) is held.chunk
     for one in (held, cached):

@@ -21,8 +21,8 @@ torch = pytest.importorskip("torch")
 from ckptz.codec.units import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.errors import ConfigError, UnsupportedError  # noqa: E402
 from ckptz.formats import torch_files  # noqa: E402
-from ckptz.tree import unflatten as spool  # noqa: E402
-from ckptz.tree.flatten import Flat, flatten, geometry_of  # noqa: E402
+from ckptz.state import unflatten as spool  # noqa: E402
+from ckptz.state.flatten import Flat, flatten, geometry_of  # noqa: E402
 
 # Quantized ones are refused, and those of less than a byte torch itself cannot save.
 NOT_SAVED = re.compile(r"torch\.(q|u?int[1-7]$)")

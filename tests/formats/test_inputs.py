@@ -23,7 +23,7 @@ from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedE
 from ckptz.formats.inputs import open_input
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
-from ckptz.tree.unflatten import read_chunks
+from ckptz.state.unflatten import read_chunks
 
 WEIGHTS = np.arange(12, dtype="f4").reshape(3, 4)
 

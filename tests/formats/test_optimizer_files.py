@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ckptz import compress, restore
 from ckptz.errors import ConfigError
 from ckptz.formats.inputs import open_input
-from ckptz.guidance.owners import Known, known_roles
+from ckptz.guidance.optimizer_layout import Known, known_roles
 from ckptz.methods.grid import Grid
 from ckptz.roles import Rule
 from ckptz.torch import load_file

@@ -20,7 +20,7 @@ from ckptz.codec.units import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.container.publish import TEMPORARY_SUFFIX  # noqa: E402
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError  # noqa: E402
 from ckptz.formats import torch_files  # noqa: E402
-from ckptz.tree.flatten import Flat, flatten  # noqa: E402
+from ckptz.state.flatten import Flat, flatten  # noqa: E402
 
 
 def values(flat: Flat, name: str) -> Any:
@@ -320,10 +320,10 @@ FULL_DISK = """
 import os, resource, signal, sys
 from pathlib import Path
 import torch
-from ckptz.tree import unflatten as spool  # noqa: E402
+from ckptz.state import unflatten as spool  # noqa: E402
 from ckptz.container.publish import publish
 from ckptz.formats import torch_files  # noqa: E402
-from ckptz.tree.flatten import flatten
+from ckptz.state.flatten import flatten
 folder = Path(sys.argv[1])
 flat = flatten({"w": torch.zeros(1 << 20)})
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

@@ -67,22 +67,22 @@ def test_what_is_loaded_equals_what_was_saved_to_the_bit(saved: Path) -> None:
     assert other.n_samples == calibration.n_samples
     assert other.shared == calibration.shared == [("linear", "gate")]
     for layer in calibration.n_samples:
-        assert torch.equal(other.moments(layer), calibration.moments(layer))
+        assert torch.equal(other.covariance(layer), calibration.covariance(layer))
     again = saved.with_name("again")
     other.save(again)
     assert again.read_bytes() == saved.read_bytes()
     with other, calibration:
         model(torch.tensor([[5, 5]]))
-    assert torch.equal(other.moments("conv"), calibration.moments("conv"))
+    assert torch.equal(other.covariance("conv"), calibration.covariance("conv"))
 
 
 def test_the_file_gives_an_encoder_what_it_needs(saved: Path) -> None:
     calibration = everything()[1]
-    with CalibrationFile.open(saved) as file:
+    with CalibrationFile(saved) as file:
         matched, unmatched = file.match(SHAPES)
         assert unmatched == []
         axes = {
-            name: {kind: one.axis for kind, one in what.moments.items()} for name, what in matched.items()
+            name: {kind: one.axis for kind, one in what.covariances.items()} for name, what in matched.items()
         }
         assert axes == {
             "embedding.weight": {"embedding": 0, "linear": 1},
@@ -98,28 +98,28 @@ def test_the_file_gives_an_encoder_what_it_needs(saved: Path) -> None:
             ("conv.weight", "conv", "conv"),
         ]
         for name, kind, layer in layers:
-            one = matched[name].moments[kind]
-            np.testing.assert_array_equal(one.read(), calibration.moments(layer).numpy())
+            one = matched[name].covariances[kind]
+            np.testing.assert_array_equal(one.read(), calibration.covariance(layer).numpy())
             assert one.n_samples == 8
             assert one.read().dtype == (np.float64 if kind == "embedding" else np.float32)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "module.", "model.module.", "_orig_mod.module."])
 def test_names_match_behind_the_prefixes_of_wrappers(saved: Path, prefix: str) -> None:
-    with CalibrationFile.open(saved) as file:
+    with CalibrationFile(saved) as file:
         matched, unmatched = file.match({f"{prefix}head.weight": (7, 6), f"{prefix}other": (1,)})
         assert list(matched) == [f"{prefix}head.weight"]
         assert unmatched == ["linear.weight", "conv.weight", "gate.weight"]
 
 
 def test_exact_names_go_before_prefixes(saved: Path) -> None:
-    with CalibrationFile.open(saved) as file:
+    with CalibrationFile(saved) as file:
         assert list(file.match({"model.gate.weight": (9,), "gate.weight": (6, 6)})[0]) == ["gate.weight"]
 
 
 def test_a_checkpoint_with_another_shape_is_refused(saved: Path) -> None:
     with (
-        CalibrationFile.open(saved) as file,
+        CalibrationFile(saved) as file,
         pytest.raises(CalibrationError, match=r"calibration: tensor 'conv\.weight' .*3, 5\].*3, 3\]"),
     ):
         file.match(SHAPES | {"conv.weight": (6, 3, 5)})
@@ -130,9 +130,9 @@ def test_layers_that_share_a_weight_are_summed_up(tmp_path: Path) -> None:
     model[1].weight = model[0].weight
     calibration = recorded(model, normal(5, 4))
     calibration.save(tmp_path / "calibration")
-    with CalibrationFile.open(tmp_path / "calibration") as file:
-        one = file["0.weight"].moments["linear"]
-        expected = calibration.moments("0") + calibration.moments("1")
+    with CalibrationFile(tmp_path / "calibration") as file:
+        one = file.recorded["0.weight"].covariances["linear"]
+        expected = calibration.covariance("0") + calibration.covariance("1")
         np.testing.assert_array_equal(one.read(), expected.numpy())
         assert one.n_samples == 10
 
@@ -147,7 +147,7 @@ def test_a_calibration_of_nothing_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CalibrationError, match="no input was recorded"):
         calibration.save(tmp_path / "calibration")
     with pytest.raises(CalibrationError, match="no input was recorded"):
-        calibration.moments("")
+        calibration.covariance("")
     assert os.listdir(tmp_path) == []
 
 
@@ -213,9 +213,9 @@ DAMAGED = {
 
 
 def read_all(path: Path) -> None:
-    with CalibrationFile.open(path) as file:
-        for weight in file.values():
-            for one in weight.moments.values():
+    with CalibrationFile(path) as file:
+        for weight in file.recorded.values():
+            for one in weight.covariances.values():
                 one.read()
 
 
@@ -231,10 +231,10 @@ def test_a_damaged_file_is_refused(saved: Path, case: str) -> None:
 
 def test_values_are_checked_only_when_they_are_read(saved: Path) -> None:
     rewrite(saved, spoil("conv", 0, np.nan))
-    with CalibrationFile.open(saved) as file:
-        file["linear.weight"].moments["linear"].read()
+    with CalibrationFile(saved) as file:
+        file.recorded["linear.weight"].covariances["linear"].read()
         with pytest.raises(CalibrationError, match="not finite"):
-            file["conv.weight"].moments["conv"].read()
+            file.recorded["conv.weight"].covariances["conv"].read()
 
 
 def test_newer_missing_and_cut_files_are_refused(saved: Path) -> None:
@@ -242,19 +242,19 @@ def test_newer_missing_and_cut_files_are_refused(saved: Path) -> None:
     for n_bytes in (0, 7, 200, len(whole) - 1):
         saved.write_bytes(whole[:n_bytes])
         with pytest.raises(CalibrationError, match="calibration: not a whole safetensors file"):
-            CalibrationFile.open(saved)
+            CalibrationFile(saved)
     saved.write_bytes(whole)
     rewrite(saved, lambda _, metadata: metadata.update({KEY_VERSION: "2"}))
     with pytest.raises(UnsupportedError, match="calibration: version '2'"):
-        CalibrationFile.open(saved)
+        CalibrationFile(saved)
     with pytest.raises(FileNotFoundError):
-        CalibrationFile.open(saved.with_name("none"))
+        CalibrationFile(saved.with_name("none"))
 
 
 def test_files_are_read_without_torch(saved: Path) -> None:
     code = (
         "import sys; from ckptz.guidance.files import CalibrationFile as File\n"
-        f"with File.open({str(saved)!r}) as file: print(file['conv.weight'].moments['conv'].read().shape)\n"
+        f"conv = File({str(saved)!r}).recorded['conv.weight']; print(conv.covariances['conv'].read().shape)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

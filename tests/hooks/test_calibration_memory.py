@@ -18,10 +18,10 @@ from tests.support.calibration_support import (
     Array,
     Attention,
     cap_for,
-    check_moments,
+    check_covariance,
+    covariance_of,
     normal,
     recorded,
-    second_moments,
     stack,
 )
 
@@ -30,7 +30,7 @@ from tests.support.calibration_support import (
 
 def expected_of(calls: Iterable[str], layer: str, batch: torch.Tensor) -> Array:
     inputs = [batch, batch + 1, batch]
-    return sum(second_moments(inputs[int(call[1])].numpy()) for call in calls if call[0] == layer) + np.zeros(
+    return sum(covariance_of(inputs[int(call[1])].numpy()) for call in calls if call[0] == layer) + np.zeros(
         (4, 4)
     )
 
@@ -39,12 +39,13 @@ def test_layers_with_the_same_input_share_one_matrix(tmp_path: Path) -> None:
     model, batch = Attention(["q0", "k0", "v0"]), normal(5, 4)
     calibration = recorded(model, batch, batch)
     assert calibration.shared == [("q", "k", "v")]
-    check_moments(calibration.moments("k"), 2 * second_moments(batch.numpy()))
+    check_covariance(calibration.covariance("k"), 2 * covariance_of(batch.numpy()))
     calibration.save(tmp_path / "calibration")
-    with CalibrationFile.open(tmp_path / "calibration") as file:
-        assert [(one.tensor, one.modules, one.n_samples) for one in file.sums] == [
-            ("q+k+v", ("q", "k", "v"), 10)
-        ]
+    with CalibrationFile(tmp_path / "calibration") as file:
+        rows = {
+            row.module: [(one.tensor, one.n_samples) for one in row.inputs] for row in file.content.modules
+        }
+        assert rows == {layer: [("q+k+v", 10)] for layer in "qkv"}
 
 
 def test_equal_tensors_are_not_the_same_tensor() -> None:
@@ -58,7 +59,7 @@ def test_any_order_of_calls_gives_every_layer_its_own_sum(n: int) -> None:
     for calls in itertools.product(choices, repeat=n):
         calibration = recorded(Attention(calls), batch)
         for layer in {call[0] for call in calls}:
-            check_moments(calibration.moments(layer), expected_of(calls, layer, batch))
+            check_covariance(calibration.covariance(layer), expected_of(calls, layer, batch))
         assert calibration.n_samples == {
             layer: 5 * sum(call[0] == layer for call in calls) for layer in "qk" if layer in "".join(calls)
         }
@@ -71,8 +72,8 @@ def test_layers_may_share_in_one_batch_and_not_in_the_next() -> None:
         model(batch)
         model.calls = ["q0", "k1"]
         model(batch)
-    check_moments(calibration.moments("q"), expected_of(["q0", "q0"], "q", batch))
-    check_moments(calibration.moments("k"), expected_of(["k0", "k1"], "k", batch))
+    check_covariance(calibration.covariance("q"), expected_of(["q0", "q0"], "q", batch))
+    check_covariance(calibration.covariance("k"), expected_of(["k0", "k1"], "k", batch))
 
 
 def test_a_tensor_that_is_changed_in_place_is_another_input() -> None:
@@ -84,10 +85,10 @@ def test_a_tensor_that_is_changed_in_place_is_another_input() -> None:
 
     batch = normal(5, 4)
     calibration = recorded(Changing([]), batch)
-    check_moments(calibration.moments("k"), second_moments(batch.relu().numpy()))
+    check_covariance(calibration.covariance("k"), covariance_of(batch.relu().numpy()))
     with torch.inference_mode():  # its tensors do not count their changes
         calibration = recorded(Changing([]), batch)
-    check_moments(calibration.moments("k"), second_moments(batch.relu().numpy()))
+    check_covariance(calibration.covariance("k"), covariance_of(batch.relu().numpy()))
 
 
 def test_convolutions_share_only_if_they_unfold_alike() -> None:
@@ -119,7 +120,7 @@ def test_a_layer_that_is_used_again_sums_all_its_calls() -> None:
     with torch.no_grad():
         states = [batch, model.layer(batch), model.layer(model.layer(batch))]
     calibration = recorded(model, batch)
-    check_moments(calibration.moments("layer"), second_moments(torch.cat(states).numpy()))
+    check_covariance(calibration.covariance("layer"), covariance_of(torch.cat(states).numpy()))
     assert calibration.n_samples == {"layer": 15}
 
 

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.guidance.files import CalibrationFile
 from ckptz.hooks import Calibration
-from ckptz.hooks import inputs as inputs_module
-from tests.support.calibration_support import Array, check_moments, normal, recorded, second_moments
+from ckptz.hooks import covariance as covariance_module
+from tests.support.calibration_support import Array, check_covariance, covariance_of, normal, recorded
 from tests.support.hooks_support import process_group
 
 # --- every kind of layer ---------------------------------------------------------------------------
@@ -29,20 +29,20 @@ def test_linear_layers_sum_the_vectors_of_the_last_dimension(shape: tuple[int, .
     batch = normal(*shape)
     calibration = recorded(nn.Linear(4, 3), batch)
     vectors = batch.reshape(-1, 4).numpy()
-    check_moments(calibration.moments(""), second_moments(vectors))
+    check_covariance(calibration.covariance(""), covariance_of(vectors))
     assert calibration.n_samples == {"": len(vectors)}
 
 
 def test_inputs_of_half_precision_are_summed_in_float32() -> None:
     model, batch = nn.Linear(4, 3).bfloat16(), normal(50, 4).bfloat16()
-    check_moments(recorded(model, batch).moments(""), second_moments(batch.float().numpy()))
+    check_covariance(recorded(model, batch).covariance(""), covariance_of(batch.float().numpy()))
 
 
 def test_autocast_does_not_reach_the_sums() -> None:
     model, batch = nn.Linear(4, 3), normal(50, 4)
     with torch.autocast("cpu", torch.bfloat16):
         calibration = recorded(model, batch)
-    check_moments(calibration.moments(""), second_moments(batch.numpy()))
+    check_covariance(calibration.covariance(""), covariance_of(batch.numpy()))
 
 
 def test_sums_of_any_mode_add_up_and_are_saved(tmp_path: Path) -> None:
@@ -58,8 +58,8 @@ def test_sums_of_any_mode_add_up_and_are_saved(tmp_path: Path) -> None:
     for mode in (torch.inference_mode, torch.no_grad, torch.inference_mode, torch.enable_grad):
         with calibration, mode():
             model(batch.clone())
-    assert not calibration.moments("inner").requires_grad
-    check_moments(calibration.moments("inner"), 4 * second_moments(batch.numpy()))
+    assert not calibration.covariance("inner").requires_grad
+    check_covariance(calibration.covariance("inner"), 4 * covariance_of(batch.numpy()))
     calibration.save(tmp_path / "calibration")
 
 
@@ -67,7 +67,7 @@ def test_a_model_in_a_wrapper_has_its_own_names() -> None:
     model = nn.Sequential(nn.Linear(4, 3))
     with process_group():
         calibration = recorded(DistributedDataParallel(model), normal(5, 4))
-    check_moments(calibration.moments("0"), second_moments(normal(5, 4).numpy()))
+    check_covariance(calibration.covariance("0"), covariance_of(normal(5, 4).numpy()))
 
 
 def patches_of(batch: torch.Tensor, conv: Any) -> list[Array]:
@@ -131,30 +131,32 @@ def test_convolutions_sum_what_lies_under_the_kernel(
     options: dict[str, Any],
     part: int,
 ) -> None:
-    monkeypatch.setattr(inputs_module, "PART_ELEMENTS", part)
+    monkeypatch.setattr(covariance_module, "PART_ELEMENTS", part)
     conv: Any = layer(6, 12, **{"kernel_size": 3} | options)
     batch = normal(*shape)
     calibration = recorded(conv, batch)
     groups = patches_of(batch, conv)
-    expected = np.stack([second_moments(vectors) for vectors in groups])
-    check_moments(calibration.moments(""), expected[0] if conv.groups == 1 else expected)
+    expected = np.stack([covariance_of(vectors) for vectors in groups])
+    check_covariance(calibration.covariance(""), expected[0] if conv.groups == 1 else expected)
     assert calibration.n_samples == {"": len(groups[0])}
 
 
-def test_a_convolutions_moments_predict_the_error_of_a_changed_weight() -> None:
+def test_a_convolutions_covariance_predicts_the_error_of_a_changed_weight() -> None:
     conv, batch = nn.Conv2d(4, 6, 3, padding=1, groups=2, bias=False), normal(2, 4, 5, 5)
-    moments = recorded(conv, batch).moments("").double()
+    covariance = recorded(conv, batch).covariance("").double()
     before, change = conv(batch), normal(6, 2, 3, 3, seed=1) * 0.1
     conv.weight.data += change
     error = (conv(batch) - before).double().square().sum()
     rows = change.double().flatten(1).view(2, 3, -1)
-    torch.testing.assert_close(torch.einsum("gon,gnm,gom->", rows, moments, rows), error, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        torch.einsum("gon,gnm,gom->", rows, covariance, rows), error, rtol=1e-5, atol=0.0
+    )
 
 
 def test_embeddings_count_tokens() -> None:
     tokens = torch.tensor([[0, 2, 2], [4, 2, 0]])
     calibration = recorded(nn.Embedding(5, 3, padding_idx=0), tokens, tokens[:1])
-    assert calibration.moments("").tolist() == [3, 0, 5, 0, 1]
+    assert calibration.covariance("").tolist() == [3, 0, 5, 0, 1]
     assert calibration.n_samples == {"": 9}
 
 
@@ -168,7 +170,7 @@ def test_inputs_given_by_name_are_recorded() -> None:
             result: torch.Tensor = self.layer(input=batch)
             return result
 
-    check_moments(recorded(Named(), normal(5, 4)).moments("layer"), second_moments(normal(5, 4).numpy()))
+    check_covariance(recorded(Named(), normal(5, 4)).covariance("layer"), covariance_of(normal(5, 4).numpy()))
 
 
 def test_the_fused_path_of_encoder_layers_is_not_taken() -> None:
@@ -190,8 +192,8 @@ def test_several_batches_are_as_one() -> None:
         for batch in batches[1:]:
             model(batch)
     for name in ("0", "2"):
-        torch.testing.assert_close(one.moments(name), several.moments(name))
-        assert torch.equal(twice.moments(name), several.moments(name))
+        torch.testing.assert_close(one.covariance(name), several.covariance(name))
+        assert torch.equal(twice.covariance(name), several.covariance(name))
     assert one.n_samples == several.n_samples == twice.n_samples == {"0": 48, "2": 8}
 
 
@@ -231,7 +233,7 @@ def test_a_batch_that_is_not_finite_is_left_out_as_a_whole(bad: float) -> None:
         broken(normal(2, 4))
     assert calibration.n_samples == {"0": 5, "2": 5}
     for name in ("0", "2"):
-        assert torch.equal(calibration.moments(name), good.moments(name))
+        assert torch.equal(calibration.covariance(name), good.covariance(name))
 
 
 def test_the_first_of_the_layers_that_got_bad_values_is_named() -> None:
@@ -313,20 +315,20 @@ def test_a_gpt2_is_recorded_whole(tmp_path: Path) -> None:
         handle.remove()
     assert len(seen) == 9
     for name, vectors in seen.items():
-        check_moments(calibration.moments(name), second_moments(vectors))
-    assert calibration.moments("transformer.wte").tolist() == [1] * 24 + [0] * 16
+        check_covariance(calibration.covariance(name), covariance_of(vectors))
+    assert calibration.covariance("transformer.wte").tolist() == [1] * 24 + [0] * 16
     assert calibration.missing() == []
     calibration.save(tmp_path / "calibration")
     model.save_pretrained(tmp_path)  # without the tied head
     shapes = {
         name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if "lm_head" not in name
     }
-    with CalibrationFile.open(tmp_path / "calibration") as file:
+    with CalibrationFile(tmp_path / "calibration") as file:
         matched, unmatched = file.match(shapes)
         assert unmatched == []
-        assert matched["transformer.h.1.mlp.c_proj.weight"].moments["conv1d_t"].axis == 0
-        assert matched["transformer.h.1.mlp.c_proj.weight"].moments["conv1d_t"].read().shape == (32, 32)
-        assert set(matched["transformer.wte.weight"].moments) == {"embedding", "linear"}
+        assert matched["transformer.h.1.mlp.c_proj.weight"].covariances["conv1d_t"].axis == 0
+        assert matched["transformer.h.1.mlp.c_proj.weight"].covariances["conv1d_t"].read().shape == (32, 32)
+        assert set(matched["transformer.wte.weight"].covariances) == {"embedding", "linear"}
 
 
 def test_a_llama_shares_the_inputs_of_its_projections() -> None:

@@ -41,9 +41,9 @@ from ckptz.errors import (
     UnsupportedError,
     WriteError,
 )
-from ckptz.frameworks import plain_types
 from ckptz.integrations import linked, versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
+from ckptz.state import plain_types
 from ckptz.store.resolve import open_checkpoint
 
 pytestmark = [pytest.mark.apps, pytest.mark.usefixtures("deltas_at_any_cost")]

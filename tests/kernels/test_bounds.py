@@ -46,14 +46,14 @@ CHECKED = {
     "_residual_sums": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
     "take": "ckptz/wire/state.py:take_mask",
-    "put": "ckptz/wire/frames.py:topk",
+    "put": "ckptz/wire/payload.py:topk",
     "_threshold": "ckptz/wire/codecs.py:k",
     "_find": "ckptz/wire/codecs.py:k",
     "top_mask": "ckptz/wire/codecs.py:k",
     # as many bytes as codes of so many bits take
-    "unpack_codes": "ckptz/wire/frames.py:unpacked",
-    "_unpack_tail": "ckptz/wire/frames.py:unpacked",
-    "dequantize": "ckptz/wire/frames.py:uniform",
+    "unpack_codes": "ckptz/wire/payload.py:unpacked",
+    "_unpack_tail": "ckptz/wire/payload.py:unpacked",
+    "dequantize": "ckptz/wire/payload.py:uniform",
     "_checksum": "ckptz/wire/endpoint.py:_checked",  # a multiple of 16 bytes
     "_quantize": "ckptz/wire/endpoint.py:_check_units",
     "_codes_nearest": "ckptz/wire/endpoint.py:_check_units",
@@ -62,8 +62,8 @@ CHECKED = {
     # as many elements in outer vectors as a tensor has rows and columns
     "_outer_rows": "ckptz/codec/frame.py:_parse_outer",
     # tiles of whole rows, and no more planes than there is room for
-    "tile_values": "ckptz/wire/frames.py:tiled",
-    "unpack_rows": "ckptz/wire/frames.py:tiled",
+    "tile_values": "ckptz/wire/payload.py:tiled",
+    "unpack_rows": "ckptz/wire/payload.py:tiled",
     # as many units in a base, or in a tensor that is named, as in the tensor
     "_merge_planes": "ckptz/container/reader.py:base",
     "_restore": "ckptz/container/reader.py:base",
@@ -116,16 +116,16 @@ CALLERS = {
         "methods/lossless.py",
     },
     "unpack_codes": {"encoding/coded.py"},
-    "unpack": {"wire/frames.py", "wire/state.py"},
-    "take": {"wire/frames.py"},
+    "unpack": {"wire/payload.py", "wire/state.py"},
+    "take": {"wire/payload.py"},
     "residual_codes": {"quant/grid.py", "quant/rounding.py"},
     "residual_sums": {"methods/grid.py"},
-    "put": {"wire/frames.py"},
-    "top_mask": {"wire/frames.py"},
-    "dequantize": {"wire/frames.py"},
-    "quantize": {"wire/frames.py"},
-    "tile_values": {"wire/frames.py"},
-    "unpack_rows": {"wire/frames.py"},
+    "put": {"wire/payload.py"},
+    "top_mask": {"wire/payload.py"},
+    "dequantize": {"wire/payload.py"},
+    "quantize": {"wire/payload.py"},
+    "tile_values": {"wire/payload.py"},
+    "unpack_rows": {"wire/payload.py"},
 }
 
 

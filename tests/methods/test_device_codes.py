@@ -15,8 +15,8 @@ from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
 from ckptz.encoding.coded import bits_for
 from ckptz.kernels import compiled as cpu
 from ckptz.parallel import Workers
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
-from ckptz.quant.sketch import Sketch
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_file
 from ckptz.training import device as coding
@@ -68,7 +68,7 @@ def test_codes_are_those_of_the_cpu_kernels(device: str, dtype: torch.dtype, con
     kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype]
     as_bf16 = config.protect_as == "bf16"
     wanted = Partitions(config.levels, config.prune, config.protect, as_bf16, config.sigma)
-    quant_map, quantizer = fit_partitions(Sketch.of(units, kind), wanted)
+    quant_map, quantizer = fit_partitions(Histogram.of(units, kind), wanted)
     assert isinstance(quantizer, RegionQuantizer)
     codes = quantizer.codes(0, len(units), units)
     packed = cpu().pack_codes(codes, bits_for(quant_map.n_codes))

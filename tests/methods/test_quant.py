@@ -1,4 +1,4 @@
-"""Sketch, k-means and partitions: exactness, error bounds, and what becomes of every value."""
+"""Histogram, k-means and partitions: exactness, error bounds, and what becomes of every value."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ckptz.errors import ConfigError
 from ckptz.kernels import floats
 from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.methods.lossless import EXACT, LOSSLESS
+from ckptz.quant.histogram import RELATIVE_ERROR, Histogram
 from ckptz.quant.partitions import Partitions, fit_centroids, fit_partitions, sample_weights
-from ckptz.quant.sketch import RELATIVE_ERROR, Sketch
 from ckptz.roles import Role, role_of
 
 WEIGHT = Role("weight", "a.weight", "linear")
 
 
-def f32_sketch(values: Any) -> Sketch:
-    return Sketch.of(np.asarray(values, np.float32).view(np.uint32), floats.F32)
+def f32_histogram(values: Any) -> Histogram:
+    return Histogram.of(np.asarray(values, np.float32).view(np.uint32), floats.F32)
 
 
 def gaussian(n: int, seed: int = 0) -> Any:
@@ -35,27 +35,27 @@ def gaussian(n: int, seed: int = 0) -> Any:
 def test_representatives_are_within_the_stated_relative_error() -> None:
     values = np.abs(gaussian(20_000)) * np.float32(10.0) ** np.random.default_rng(1).integers(-9, 9, 20_000)
     for value in values[:2000]:
-        middle = f32_sketch([value]).occupied()[0][0]
+        middle = f32_histogram([value]).occupied()[0][0]
         assert abs(middle - value) <= RELATIVE_ERROR * abs(value)
 
 
-def test_sketches_of_parts_add_up() -> None:
+def test_histograms_of_parts_add_up() -> None:
     values = gaussian(10_000)
-    whole, parts = f32_sketch(values), f32_sketch(values[:3000]) + f32_sketch(values[3000:])
+    whole, parts = f32_histogram(values), f32_histogram(values[:3000]) + f32_histogram(values[3000:])
     np.testing.assert_array_equal(whole.counts, parts.counts)
     assert whole.n_values == 10_000
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_sketch_sees_what_is_not_finite(value: float) -> None:
-    assert f32_sketch([1.0, 2.0]).is_finite
-    assert not f32_sketch([1.0, value]).is_finite
+def test_a_histogram_sees_what_is_not_finite(value: float) -> None:
+    assert f32_histogram([1.0, 2.0]).is_finite
+    assert not f32_histogram([1.0, value]).is_finite
 
 
 @pytest.mark.parametrize("kind", [floats.BF16, floats.F16])
-def test_sixteen_bit_sketches_are_exact(kind: int) -> None:
+def test_sixteen_bit_histograms_are_exact(kind: int) -> None:
     units = floats.from_f32(gaussian(5000).view(np.uint32), kind)
-    values, counts = Sketch.of(units, kind).occupied()
+    values, counts = Histogram.of(units, kind).occupied()
     exact, exact_counts = np.unique(floats.widen_f64(floats.to_f32(units, kind)), return_counts=True)
     np.testing.assert_array_equal(values, exact)
     np.testing.assert_array_equal(counts, exact_counts)
@@ -64,7 +64,7 @@ def test_sixteen_bit_sketches_are_exact(kind: int) -> None:
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5, 0.9])
 def test_quantiles_hold_their_share(share: float) -> None:
     values = gaussian(50_000)
-    limit = f32_sketch(values).magnitude_quantile(share)
+    limit = f32_histogram(values).magnitude_quantile(share)
     assert np.mean(np.abs(values) <= limit * (1 + 2 * RELATIVE_ERROR)) >= share
     assert np.mean(np.abs(values) < limit * (1 - 2 * RELATIVE_ERROR)) < share
 
@@ -96,18 +96,18 @@ def _means(values: Any, weights: Any, cuts: tuple[int, ...]) -> Any:
 
 
 @pytest.mark.parametrize("n_levels", [4, 16])
-def test_the_sketch_costs_less_than_one_percent_of_the_error(n_levels: int) -> None:
+def test_the_histogram_costs_less_than_one_percent_of_the_error(n_levels: int) -> None:
     values = gaussian(40_000)
     exact_values, counts = np.unique(values.astype(np.float64), return_counts=True)
     weights = sample_weights(exact_values, counts, 1.0)
     best = weighted_error(exact_values, weights, fit_centroids(exact_values, weights, n_levels))
-    buckets, bucket_counts = f32_sketch(values).occupied()
+    buckets, bucket_counts = f32_histogram(values).occupied()
     centroids = fit_centroids(buckets, sample_weights(buckets, bucket_counts, 1.0), n_levels)
     got = weighted_error(exact_values, weights, centroids)
     assert got <= 1.01 * best
     rms = float(np.sqrt(np.mean(values.astype(np.float64) ** 2)))
     # Representatives move the error of any centroids by at most RELATIVE_ERROR * rms (triangle inequality),
-    # once for choosing on the sketch and once for being judged on the values.
+    # once for choosing on the histogram and once for being judged on the values.
     assert np.sqrt(got) <= np.sqrt(best) + 2 * RELATIVE_ERROR * rms
 
 
@@ -132,7 +132,7 @@ def test_sample_weights_follow_the_paper() -> None:
 def test_every_value_lands_in_its_partition(wanted: Partitions, kind: int) -> None:
     units = floats.from_f32(gaussian(30_000).view(np.uint32), kind)
     values = floats.widen_f64(floats.to_f32(units, kind))
-    quant_map, quantizer = fit_partitions(Sketch.of(units, kind), wanted)
+    quant_map, quantizer = fit_partitions(Histogram.of(units, kind), wanted)
     codes = quantizer.codes(0, len(units), units)
     levels = floats.widen_f64(quant_map.table.expand()[0])
     has_escape = quant_map.escape_code is not None
@@ -154,8 +154,8 @@ def test_every_value_lands_in_its_partition(wanted: Partitions, kind: int) -> No
 
 def test_fewer_values_than_levels_are_kept_exactly() -> None:
     values = np.resize(np.array([-1.5, 0.25, 3.0], np.float32), 9000)
-    sketch = f32_sketch(values)
-    quant_map, quantizer = fit_partitions(sketch, Partitions(16))
+    histogram = f32_histogram(values)
+    quant_map, quantizer = fit_partitions(histogram, Partitions(16))
     assert quant_map.n_codes == 3
     codes = quantizer.codes(0, 9000, values.view(np.uint32))
     restored = floats.widen_f64(quant_map.table.expand()[0])[codes]
@@ -163,9 +163,9 @@ def test_fewer_values_than_levels_are_kept_exactly() -> None:
 
 
 def test_one_distinct_value_takes_one_code() -> None:
-    sketch = f32_sketch(np.full(5000, 0.5, np.float32))
-    assert fit_partitions(sketch, Partitions(16))[0].n_codes == 1
-    everything_pruned = fit_partitions(sketch, Partitions(16, prune=0.2))[0]
+    histogram = f32_histogram(np.full(5000, 0.5, np.float32))
+    assert fit_partitions(histogram, Partitions(16))[0].n_codes == 1
+    everything_pruned = fit_partitions(histogram, Partitions(16, prune=0.2))[0]
     assert everything_pruned.n_codes == 1
     assert everything_pruned.table.expand()[0][0] == 0
 
@@ -173,7 +173,7 @@ def test_one_distinct_value_takes_one_code() -> None:
 def test_protected_values_may_be_rounded_to_bf16() -> None:
     values = gaussian(20_000)
     wanted = Partitions(8, protect=0.01, protect_as_bf16=True)
-    quantizer = fit_partitions(f32_sketch(values), wanted)[1]
+    quantizer = fit_partitions(f32_histogram(values), wanted)[1]
     kept = quantizer.kept(0, values.view(np.uint32))
     assert (kept & np.uint32(0xFFFF) == 0).all()
     np.testing.assert_allclose(kept.view(np.float32), values, rtol=2.0**-8)

@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.subject import Guide, InputMoments, Subject
+from ckptz.encoding.subject import InputCovariance, SideInformation, Subject
 from ckptz.hooks import Calibration
 from ckptz.methods.grid import UniformGrid
 from ckptz.quant.grid import ESCAPE
@@ -295,7 +295,7 @@ def test_levels_are_centroids_of_what_is_rounded_to_them() -> None:
     # what is restored. Any common factor of the levels but about 1 loses more, by e H e^T after rounding.
     weight, moments = np.ascontiguousarray(weights(200, 300).T), inputs(200, 300)
     source = ArraySource.from_buffer(dtype_of("F32"), weight.shape, weight.tobytes())
-    guide = Guide(inputs=InputMoments(axis=1, n_samples=300, read=lambda: moments))
+    guide = SideInformation(inputs=InputCovariance(axis=1, n_samples=300, read=lambda: moments))
     plan = UniformGrid(4.0).plan(Subject(source, guide=guide)).plan
     assert plan.quant_map is not None
     values = plan.quant_map.table.expand().view(np.float32)
@@ -315,7 +315,7 @@ def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:
 
     def codes(array: Array, axis: int) -> Array:
         source = ArraySource.from_buffer(dtype_of("F32"), array.shape, array.tobytes())
-        guide = Guide(inputs=InputMoments(axis=axis, n_samples=500, read=lambda: moments))
+        guide = SideInformation(inputs=InputCovariance(axis=axis, n_samples=500, read=lambda: moments))
         draft = UniformGrid().plan(Subject(source, guide=guide))
         assert draft.quantizer is not None
         return draft.quantizer.codes(0, array.size, source.units(0, array.size)).reshape(array.shape)

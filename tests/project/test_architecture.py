@@ -30,13 +30,13 @@ FLOORS = (
     ("quant",),
     ("encoding",),
     ("methods",),
-    ("container", "wire", "frameworks"),
-    ("store", "search", "tree"),
+    ("container", "wire"),
+    ("store", "state"),
     ("run",),
     ("formats",),
     ("guidance",),
     ("pipeline",),
-    ("search_run",),
+    ("search",),
     ("api",),
     ("verbs", "numpy", "torch"),
     ("sync",),
@@ -57,8 +57,8 @@ OWNERS = {
     "rich": ("ckptz_cli",),
     "pickle": ("ckptz.formats.pickled", "ckptz.formats.torch_files"),  # with stand-ins; the name of an error
     "torch": (
-        *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.frameworks.torch"),
-        *("ckptz.torch", "ckptz.api.apply", "ckptz.frameworks.plain_types"),
+        *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.state.torch"),
+        *("ckptz.torch", "ckptz.api.apply", "ckptz.state.plain_types"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.stage", "ckptz.wire.ddp"),
     ),
@@ -67,7 +67,10 @@ OWNERS = {
     "jinja2": (),
 }
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
-LATE = (("ckptz.verbs.compress", "ckptz.search_run.run"),)  # what few runs of a command need, for its start
+LATE = (  # what few runs need, for their start
+    ("ckptz.verbs.compress", "ckptz.search.run"),
+    ("ckptz.guidance.side_information", "ckptz.formats.inputs"),
+)
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 
@@ -146,7 +149,7 @@ READERS = (
     *("ckptz.codec.decode", "ckptz.container.reader", "ckptz.container.envelope", "ckptz.store.resolve"),
     *("ckptz.api.read", "ckptz.api.safe_open", "ckptz.api.describe", "ckptz.store.patch"),
 )
-ENCODERS = ("quant", "encoding", "methods", "guidance", "pipeline", "search", "search_run")
+ENCODERS = ("quant", "encoding", "methods", "guidance", "pipeline", "search")
 
 
 def reached(modules: tuple[str, ...]) -> set[str]:

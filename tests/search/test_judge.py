@@ -14,10 +14,9 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
 from ckptz.errors import ConfigError
 from ckptz.methods.method import Method
-from ckptz.search.guided import Neighbourhood
-from ckptz.search.judgement import Judgement, Limit, Reading, judge
-from ckptz.search.one_knob import OneKnob
-from ckptz.search_run.run import SearchOptions
+from ckptz.search.budget import Judgement, Limit, Reading, judge
+from ckptz.search.run import SearchOptions
+from ckptz.search.strategies import Neighbourhood, OneKnob
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz

@@ -18,16 +18,19 @@ from ckptz import Budget, Grid, KMeans, compress
 from ckptz.errors import ConfigError
 from ckptz.methods.grid import MAX_SECOND_STEP
 from ckptz.methods.state import Moments
-from ckptz.search.one_knob import (
+from ckptz.search.run import SearchOptions
+from ckptz.search.strategies import (
     CLOSE_LATER,
     LARGEST,
     MAX_FIRST,
     MAX_LATER,
     SMALLEST,
     OneKnob,
+    Outcome,
+    Strategy,
+    best_of,
+    run_stages,
 )
-from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
-from ckptz.search_run.run import SearchOptions
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz

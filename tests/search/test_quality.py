@@ -16,10 +16,9 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Agreement, Budget, ResumeProbe
 from ckptz import compress as compress_files
 from ckptz.errors import ConfigError
-from ckptz.search.budget import check_consistent
-from ckptz.search.judgement import Reading
+from ckptz.search.budget import Reading, check_consistent
 from ckptz.search.measures import CHUNK_ENTRIES, DISTURBANCE, agreement_of, prepare
-from ckptz.search_run.run import SearchOptions
+from ckptz.search.run import SearchOptions
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz
@@ -450,11 +449,6 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
     assert "resume-gap" in ckptz("inspect", folder / "out.ckptz").stdout
 
 
-def test_a_probe_alone_takes_max_drop(folder: Path) -> None:
-    (report,) = run(folder, "--eval", "{f}:resume", "--max-drop", "5%", "--json").json["files"]
-    assert report["search"]["quality"][0]["promise"] == "resume-gap"
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -502,16 +496,3 @@ def test_a_budget_below_the_noise_exits_with_6_and_says_so(folder: Path) -> None
     assert "the noise floor" in found.stderr
     assert not load_plain(folder / "state.safetensors").keys() - load_file(folder / "out.ckptz").keys()
     ckptz("verify", folder / "out.ckptz", "--against", folder / "state.safetensors")
-
-
-def test_a_probe_that_diverges_on_a_trial_does_not_keep_the_budget(folder: Path) -> None:
-    exact = load_plain(folder / "state.safetensors")["head.weight"]
-
-    def resume(state: State, n_steps: int) -> float:
-        error = float((state["head.weight"] - exact).std() / exact.std())
-        return math.nan if error > 0.05 else 2.0 + 0.01 * error
-
-    report = compress(folder, Budget(ResumeProbe(resume), 0.01))
-    assert report.search is not None
-    assert report.search.is_met
-    assert any(trial.values == (None,) and not trial.is_feasible for trial in report.search.trials)

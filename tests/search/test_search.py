@@ -17,17 +17,25 @@ from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.subject import NO_GUIDE, Guide, Subject
+from ckptz.encoding.subject import NO_SIDE_INFORMATION, SideInformation, Subject
 from ckptz.errors import ConfigError
 from ckptz.kernels.floats import F32
 from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, prepared
-from ckptz.quant.sensitivity import SensitivitySketch
-from ckptz.search.guided import MAX_TRIALS, Exhaustive, Guided, Neighbourhood, dominates
-from ckptz.search.judgement import Limit, Reading, judge
-from ckptz.search.rate import SizeModel
-from ckptz.search.trials import Outcome, best_of, run_stages
+from ckptz.quant.sensitivity import SensitivityHistogram
+from ckptz.search.budget import Limit, Reading, judge
+from ckptz.search.predicted_sizes import predicted_sizes
+from ckptz.search.strategies import (
+    MAX_TRIALS,
+    Exhaustive,
+    Guided,
+    Neighbourhood,
+    Outcome,
+    best_of,
+    dominates,
+    run_stages,
+)
 from tests.support.search_support import BOTH, CUBE, TEMPLATE, landscape, model
 
 QUARTER = 216 // 4
@@ -267,7 +275,7 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
     for moment in moments.values():
         moment[: len(moment) // 3] = 0  # rows that training has not met
     squares = sources_of(moments)
-    guides = {n: Guide(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
+    guides = {n: SideInformation(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
     cube = BOTH[1] if ranked else replace(CUBE, template=KMeans())
     job = Job(tensors=tensors, config=cube.template, guides=guides if ranked else {})
     if is_delta:
@@ -275,12 +283,15 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
         base = Container(MemoryBytes(file_of(first)))
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:
-        known = {n: Subject(t, job.bases.get(n), ready.guides.get(n, NO_GUIDE)) for n, t in tensors.items()}
-        predict = SizeModel(known, ready.roles, [cube.config(point) for point in cube.points])
+        known = {
+            n: Subject(t, job.bases.get(n), ready.guides.get(n, NO_SIDE_INFORMATION))
+            for n, t in tensors.items()
+        }
+        sizes = predicted_sizes(known, ready.roles, [cube.config(point) for point in cube.points])
     for point in ((0, 0, 0, 0), (2, 1, 1, 1), (2, 3, 0, 1), (4, 5, 2, 1), (5, 2, 1, 0)):
         config = cube.config(point)
         n_bytes = len(file_of(replace(job, config=config)))
-        assert predict(config) == pytest.approx(n_bytes, rel=0.03), config
+        assert sizes[config] == pytest.approx(n_bytes, rel=0.03), config
 
 
 def test_what_training_has_not_met_is_pruned_by_as_large_a_share_as_the_rest() -> None:
@@ -289,7 +300,7 @@ def test_what_training_has_not_met_is_pruned_by_as_large_a_share_as_the_rest() -
     sensitivities = np.abs(values) * rng.uniform(0.5, 2, len(values)).astype(np.float32)
     is_met = np.arange(len(values)) % 3 > 0
     sensitivities[~is_met] = 0
-    cut = SensitivitySketch.of(sensitivities, values.view(np.uint32), F32).cut(0.3, 0.0)
+    cut = SensitivityHistogram.of(sensitivities, values.view(np.uint32), F32).cut(0.3, 0.0)
     pruned = cut.prunes(sensitivities, np.abs(values))
     assert pruned[is_met].mean() == pytest.approx(0.3, abs=0.02)
     assert pruned[~is_met].mean() == pytest.approx(0.3, abs=0.02)
@@ -300,6 +311,6 @@ def test_lossless_tensors_count_too() -> None:
     state = sources_of(model(0, moments=True))
     job = Job(tensors=state, config=KMeans(), guides={})
     with prepared(job) as ready:
-        predict = SizeModel({n: Subject(t) for n, t in state.items()}, ready.roles, [KMeans()])
+        sizes = predicted_sizes({n: Subject(t) for n, t in state.items()}, ready.roles, [KMeans()])
     n_bytes = len(file_of(job))
-    assert predict(KMeans()) == pytest.approx(n_bytes, rel=0.02)
+    assert sizes[KMeans()] == pytest.approx(n_bytes, rel=0.02)

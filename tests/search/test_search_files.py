@@ -22,8 +22,8 @@ from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, KMeans, compress
 from ckptz.errors import ConfigError
-from ckptz.search_run.plans import load_plan, save_plan
-from ckptz.search_run.run import SearchOptions, TrialReport
+from ckptz.search.options import load_plan, save_plan
+from ckptz.search.run import SearchOptions, TrialReport
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz
@@ -252,18 +252,6 @@ def test_two_processes_find_what_one_thread_finds(folder: Path) -> None:
 def test_a_closure_cannot_go_to_other_processes(folder: Path) -> None:
     with pytest.raises(ConfigError, match="function of a module"):
         search(folder / "exact.safetensors", folder / "out.ckptz", lambda state: 2.0, workers=2)
-
-
-def test_several_budgets_are_all_kept_and_a_shared_quality_is_called_once(folder: Path) -> None:
-    source = folder / "exact.safetensors"
-    quality = Quality(source)
-    budgets = (Budget(quality, 0.05), Budget(quality, 0.02, relative=False))
-    options = SearchOptions(budgets=budgets, template=TEMPLATE)
-    (report,) = compress([source], folder / "out.ckptz", jobs=1, search=options)
-    assert report.search is not None
-    assert len(quality.states) == 2 + len(report.search.trials)  # the exact tensors twice
-    assert [record.is_relative for record in report.search.quality] == [True, False]
-    assert all(record.measured <= 2.02 for record in report.search.quality)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -21,9 +21,18 @@ from hypothesis import strategies as st
 
 from ckptz.container.envelope import strict_json
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
-from ckptz.tree import skeleton as tree_module
-from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
-from ckptz.tree.skeleton import MAX_DEPTH, MAX_EQUAL_HASHES, MAX_KEY_INT, pack_node, parse_tree
+from ckptz.state import skeleton as tree_module
+from ckptz.state.skeleton import (
+    MAX_DEPTH,
+    MAX_EQUAL_HASHES,
+    MAX_KEY_INT,
+    DTypeName,
+    Size,
+    TensorRef,
+    View,
+    pack_node,
+    parse_tree,
+)
 
 SPEC = Path(__file__).parents[2] / "spec" / "09-tree.md"
 STORAGES = [["a", "b"], ["c"]]
@@ -381,7 +390,7 @@ def test_a_tree_must_name_the_tensors_of_its_file() -> None:
 
 def test_parsing_needs_no_torch() -> None:
     code = (
-        "import sys; from ckptz.tree.skeleton import parse_tree;"
+        "import sys; from ckptz.state.skeleton import parse_tree;"
         "parse_tree({'root': [{'Size': [1]}, {'dtype': 'int8'}, {'tensor': 'w'}], 'storages': []});"
         "sys.exit('torch' in sys.modules)"
     )

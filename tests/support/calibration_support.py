@@ -27,14 +27,14 @@ def recorded(model: nn.Module, *batches: torch.Tensor, memory_cap: int = 1 << 30
     return calibration
 
 
-def second_moments(vectors: Array) -> Array:
+def covariance_of(vectors: Array) -> Array:
     """sum(x x^T) of rows, in float64."""
     wide = np.asarray(vectors, np.float64)
     total: Array = wide.T @ wide
     return total
 
 
-def check_moments(found: torch.Tensor, expected: Array) -> None:
+def check_covariance(found: torch.Tensor, expected: Array) -> None:
     assert found.dtype == torch.float32
     assert torch.equal(found, found.mT)
     np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())

@@ -263,7 +263,7 @@ class _Unreadable(SourceOf):
 
 
 def saves_beside_training(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """Fifty saves with merged sketches while the ranks run collectives of their own."""
+    """Fifty saves with merged histograms while the ranks run collectives of their own."""
     state = sharded(whole(), n_ranks)
     group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     writer = CkptzStorageWriter(options=KMEANS, keep_last=1, group=group)

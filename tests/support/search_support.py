@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.method import Cube, Method
-from ckptz.search.trials import Outcome, Strategy, best_of, run_stages
+from ckptz.search.strategies import Outcome, Strategy, best_of, run_stages
 
 Array = np.ndarray[Any, Any]
 TEMPLATE = KMeans.reference()

@@ -18,8 +18,8 @@ from ckptz.errors import (
     UnsupportedError,
 )
 from ckptz.formats.sharding import check_sharding
+from ckptz.state.unflatten import unflatten
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
-from ckptz.tree.unflatten import unflatten
 from tests.support.spec_files import Files, read_all
 from tests.support.spec_support import SPEC
 

@@ -379,7 +379,7 @@ def test_a_calibration_guides_the_rounding_as_an_object_a_callable_and_a_file(
 def test_sums_are_those_of_the_time_of_the_save(tmp_path: Path) -> None:
     run = Training().trained(3)
     calibration = run.calibration()
-    recorded = calibration.recorded().weights["0.weight"].moments["linear"]
+    recorded = calibration.recorded().recorded["0.weight"].covariances["linear"]
     before = recorded.read()
     with calibration:
         run.model(torch.randn(4, WIDTH))
@@ -391,9 +391,9 @@ def test_sums_are_those_of_the_time_of_the_save(tmp_path: Path) -> None:
 def test_a_weight_that_two_layers_share_has_the_sum_of_their_inputs() -> None:
     run = Training()
     calibration = run.calibration()
-    [shared] = [one for one in calibration.recorded().weights.values() if len(one.names) == 2]
-    total = calibration.moments("1") + calibration.moments("2")
-    assert torch.from_numpy(shared.moments["linear"].read()).allclose(total)
+    [shared] = [one for one in calibration.recorded().recorded.values() if len(one.names) == 2]
+    total = calibration.covariance("1") + calibration.covariance("2")
+    assert torch.from_numpy(shared.covariances["linear"].read()).allclose(total)
 
 
 def test_a_budget_and_a_calibration_go_together(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from ckptz import Checkpointer
 from ckptz.errors import ConfigError
-from ckptz.store import lock, steps
+from ckptz.store import lock
 from ckptz.training import background, checkpointer
 from ckptz.training.background import Background
 from ckptz.training.checkpointer import SaveReport

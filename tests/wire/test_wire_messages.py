@@ -16,12 +16,12 @@ import bench.studies.paper_b.experimental  # noqa: F401 - EF mixed is sent there
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire_cpu, wire_torch
-from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform, cap
+from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
-from ckptz.wire.frames import BITMAP, decode_frame, encode_frame
 from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
-from ckptz.wire.state import MEMORIES, Place, SampleBuffers, describe_memory, state_bytes
+from ckptz.wire.payload import BITMAP, decode_payload, encode_payload
+from ckptz.wire.state import MEMORIES, Place, SampleBuffers
 from tests.support import wire_reference
 from tests.support.wire_support import (
     BACKWARD,
@@ -87,7 +87,7 @@ def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, 
             if step == 3:
                 units[7] = f32_units([np.inf], dtype)[0]
             message, received = across(pair, units, place, back=back, dtype=dtype)
-            assert len(message) <= cap(policy, SHAPE, dtype, direction)
+            assert len(message) <= alone.message_cap(direction, dtype_of(dtype), SHAPE, place)
             simulated = alone.simulate(direction, units, dtype_of(dtype), SHAPE, place)
             assert np.array_equal(simulated, received)
             assert np.isfinite(floats(received, dtype)).all() == (step != 3)
@@ -119,14 +119,15 @@ def test_bytes_per_element_of_a_million_floats(policy: LinkPolicy, back: bool, m
     if back:
         message = link.send(BACKWARD, units, dtype_of("F32"), shape, Place(0)).message
     assert len(message) / MILLION <= most
-    assert len(message) == cap(policy, shape, "F32", BACKWARD if back else FORWARD)
+    plan = policy.plan(BACKWARD if back else FORWARD, dtype_of("F32"), shape)
+    assert len(message) == plan.cap
 
 
 @pytest.mark.parametrize("share", [0.03, 0.02, 0.01, 0.003, 0.0005])
 def test_rice_gaps_are_within_three_percent_of_the_bound(share: float) -> None:
     plan = plan_of(TopK(share, 8, "rice"), dtype_of("F32"), (1, MILLION))
     values = f32_units(rng().standard_normal(MILLION))
-    frame = encode_frame(wire_cpu, plan, values)
+    frame = encode_payload(wire_cpu, plan, values)
     n_bits = 8 * sum(len(part) for part in frame.parts[:-2])
     bound = math.lgamma(MILLION + 1) - math.lgamma(plan.k + 1) - math.lgamma(MILLION - plan.k + 1)
     assert frame.mode != BITMAP
@@ -135,7 +136,7 @@ def test_rice_gaps_are_within_three_percent_of_the_bound(share: float) -> None:
 
 def test_a_bitmap_takes_one_bit_an_element() -> None:
     plan = plan_of(TopK(0.1, 8, "bitmap"), dtype_of("F32"), (1, MILLION))
-    frame = encode_frame(wire_cpu, plan, f32_units(rng().standard_normal(MILLION)))
+    frame = encode_payload(wire_cpu, plan, f32_units(rng().standard_normal(MILLION)))
     assert len(frame.parts[0]) * 8 == MILLION
 
 
@@ -145,7 +146,7 @@ def test_the_relative_error_does_not_depend_on_the_magnitude(bits: int) -> None:
     values = rng().standard_normal(MILLION // 8)
     for exponent in range(-12, 7):
         exact = (values * 10.0**exponent).astype(np.float32)
-        decoded = encode_frame(wire_cpu, plan, exact.view(np.uint32)).decoded().view(np.float32)
+        decoded = encode_payload(wire_cpu, plan, exact.view(np.uint32)).decoded().view(np.float32)
         errors.append(np.linalg.norm((decoded - exact).astype(float)) / np.linalg.norm(exact.astype(float)))
     assert max(errors) < 1.02 * min(errors)
 
@@ -173,7 +174,7 @@ def test_fixed_messages_have_the_size_that_was_announced() -> None:
             due = pair[1].message_cap(direction, dtype_of("F32"), SHAPE, place)
             message, _ = across(pair, f32_units(rng().standard_normal(N) ** 5), place, back=back)
             assert len(message) == due
-    assert due < cap(policy, SHAPE, "F32", BACKWARD)
+    assert due < policy.plan(BACKWARD, dtype_of("F32"), SHAPE, raw=True).cap
 
 
 def test_what_varies_is_shorter_where_it_may() -> None:
@@ -189,18 +190,18 @@ def error_of(codec: Codec, values: Any) -> float:
     """Root mean square error by codec, of float32 [rows, columns]."""
     plan = plan_of(codec, dtype_of("F32"), values.shape)
     assert plan.codec == codec
-    decoded = encode_frame(wire_cpu, plan, values.reshape(-1).view(np.uint32)).decoded().view(np.float32)
+    decoded = encode_payload(wire_cpu, plan, values.reshape(-1).view(np.uint32)).decoded().view(np.float32)
     return float(np.sqrt(np.mean((decoded.reshape(values.shape) - values) ** 2)))
 
 
 def test_rows_that_spread_wider_get_more_bits_within_the_budget() -> None:
     values = rng().standard_normal((64, 256)) * 2.0 ** (np.arange(64) % 4)[:, None]
     plan = plan_of(Tiled(4, 64), dtype_of("F32"), values.shape)
-    frame = encode_frame(wire_cpu, plan, f32_units(values))
+    frame = encode_payload(wire_cpu, plan, f32_units(values))
     widths = wire_cpu.unpack(frame.parts[1], 4, 64)
     assert widths.sum() == 4 * 64
     assert all(widths[i::4].mean() < widths[i + 1 :: 4].mean() - 0.8 for i in range(3))
-    equal = encode_frame(wire_cpu, plan, f32_units(np.ones((64, 256))))
+    equal = encode_payload(wire_cpu, plan, f32_units(np.ones((64, 256))))
     assert set(wire_cpu.unpack(equal.parts[1], 4, 64).tolist()) == {4}
 
 
@@ -431,25 +432,25 @@ def test_units_that_are_not_the_tensor_are_refused(units: Any) -> None:
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, TopK)] + [Uniform(4)], ids=str)
 def test_payloads_that_contradict_their_plan_are_refused(codec: Codec) -> None:
     plan = plan_of(codec, dtype_of("F32"), SHAPE)
-    frame = encode_frame(wire_cpu, plan, f32_units(rng().standard_normal(N)))
+    frame = encode_payload(wire_cpu, plan, f32_units(rng().standard_normal(N)))
     payload = wire_cpu.concat(frame.parts)
-    decode_frame(wire_cpu, plan, payload, frame.mode, False)
+    decode_payload(wire_cpu, plan, payload, frame.mode, False)
     for cut in (payload[:-16], np.concatenate([payload, np.zeros(16, np.uint8)]), payload[:0]):
         with pytest.raises(ValueError, match=r"needs|follow|raw"):
-            decode_frame(wire_cpu, plan, cut, frame.mode, False)
+            decode_payload(wire_cpu, plan, cut, frame.mode, False)
     for mode in (99, 18):
         with pytest.raises(ValueError, match=r"mode|gaps|needs|scales"):
-            decode_frame(wire_cpu, plan, payload, mode, False)
+            decode_payload(wire_cpu, plan, payload, mode, False)
     with pytest.raises(ValueError, match="flag"):
-        decode_frame(wire_cpu, plan, payload, frame.mode, True)
+        decode_payload(wire_cpu, plan, payload, frame.mode, True)
 
 
 def test_a_bitmap_with_another_number_of_ones_is_refused() -> None:
     plan = plan_of(TopK(0.1, 16, "bitmap"), dtype_of("F32"), SHAPE)
-    payload = wire_cpu.concat(encode_frame(wire_cpu, plan, f32_units(rng().standard_normal(N))).parts)
+    payload = wire_cpu.concat(encode_payload(wire_cpu, plan, f32_units(rng().standard_normal(N))).parts)
     payload[3] ^= 1
     with pytest.raises(ValueError, match="positions: a sample has not 111 values"):
-        decode_frame(wire_cpu, plan, payload, BITMAP, False)
+        decode_payload(wire_cpu, plan, payload, BITMAP, False)
 
 
 # --- state --------------------------------------------------------------------------------------
@@ -609,18 +610,15 @@ def test_aqsgd_needs_sample_ids() -> None:
         SampleBuffers(8, Path("unused"))
 
 
-def test_the_formula_for_memory_is_what_a_link_holds() -> None:
-    for feedback in (None, "ef", "ef21", "aqsgd"):
-        pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
+def test_links_hold_as_much_as_their_page_says() -> None:
+    for feedback, sender, receiver in ((None, 0, 0), ("ef", 1, 0), ("ef21", 1, 1), ("aqsgd", 1, 1)):
+        pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))  # type: ignore[arg-type]
         for microbatch in range(3):
-            units = f32_units(np.ones(N))
-            across(pair, units, Place(0, microbatch, 0, np.arange(5) + 5 * microbatch))
+            ids = np.arange(5) + 5 * microbatch
+            across(pair, f32_units(np.ones(N)), Place(0, microbatch, 0, ids))
         entries = [end.state_dict().items() for end in pair]
-        held = tuple(sum(a.nbytes for name, a in of if name.endswith(("state", "rows"))) for of in entries)
-        policy = LinkPolicy(forward=TopK(0.1), feedback=feedback)
-        words = describe_memory(policy, SHAPE, n_microbatches=3, n_samples=15).splitlines()[0]
-        assert ("no state" if feedback is None else f"{held[0]} bytes at the sender, {held[1]} at") in words
-        assert held == state_bytes(feedback, SHAPE, n_microbatches=3, n_samples=15)  # type: ignore[arg-type]
+        held = [sum(a.nbytes for name, a in of if name.endswith(("state", "rows"))) for of in entries]
+        assert held == [3 * N * 4 * sender, 3 * N * 4 * receiver]
 
 
 def test_a_message_of_another_level_is_refused_as_of_another_policy() -> None:

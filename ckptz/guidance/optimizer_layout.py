@@ -1,4 +1,4 @@
-"""Finds the parameters that an optimizer numbers.
+"""The layout of optimizer state: which parameter each of its numbers stands for.
 
 torch's optimizers number their state by the order of their parameter groups. The parameter of a number is
 found by the names that the user or newer groups give, by the order of the model where that is a torch state
@@ -14,15 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from ckptz.codec.units import TensorSource
 from ckptz.container.envelope import strict_json
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.methods.method import MOMENT_ROLES
 from ckptz.roles import BASES, Role, Rule, role_of
-from ckptz.tree.leaves import TensorRef
-from ckptz.tree.skeleton import parse_tree
+from ckptz.state.skeleton import TensorRef, parse_tree
 
 CONFIG_FILE: Final = "config.json"
 MAX_CONFIG_BYTES: Final = 1 << 20
@@ -92,7 +91,7 @@ def _orders(config: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def _is_bounded(config: Path) -> bool:
-    """Tell whether a model of this description is built in no time."""
+    """Tell whether a model of this description has few enough layers to be built quickly."""
     layers: list[Any] = []
 
     def look(node: Any, key: str = "") -> None:
@@ -124,9 +123,7 @@ class _Entry:
     is_plain: bool  # its moments are those of elements of the parameter
 
 
-class _Weight(NamedTuple):
-    parameter: str
-    shape: tuple[int, ...]
+Weights = Sequence[tuple[str, tuple[int, ...]]]  # parameters and their shapes, in order
 
 
 def known_roles(
@@ -167,7 +164,7 @@ def known_roles(
         found |= _join(entries, tensors, roles, inside, ordered, notes, names)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
     found = {name: role for name, role in found.items() if name not in given}
-    found |= _strangers({**roles, **found}, inside, given, tensors, notes)
+    found |= _lossless_states({**roles, **found}, inside, given, tensors, notes)
     return found, notes
 
 
@@ -258,12 +255,17 @@ def _join(
     if not any(entry.tensors for entry in entries):
         return {}
     weights = {
-        name: _Weight(roles[name].parameter, source.shape)
+        name: (roles[name].parameter, tuple(source.shape))
         for name, source in tensors.items()
         if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name)
     }
     # A safetensors file has its tensors in an order of its own.
-    parameters, fault = _parameters(entries, list(weights.values()), ordered >= set(weights), names)
+    known = list(weights.values())
+    if names.listed_in is not None:
+        _check_listed(entries, known, names.listed_in)
+    parameters, fault = _match(entries, known, is_ordered=ordered >= set(weights))
+    if fault:
+        parameters, fault = _match_by_model(entries, known, names) or (parameters, fault)
     if fault and weights:
         unknown = next(n for e in entries if e.key not in parameters for n in e.tensors.values())
         notes.append(
@@ -280,18 +282,8 @@ def _join(
     return found
 
 
-def _parameters(
-    entries: Sequence[_Entry], weights: Sequence[_Weight], is_ordered: bool, names: ParameterNames
-) -> tuple[dict[Any, str], str]:
-    """Find the parameter of each key; the text says why some were not found, or is empty."""
-    if names.listed_in is not None:
-        _check_listed(entries, weights, names.listed_in)
-    parameters, fault = _match(entries, weights, is_ordered=is_ordered)
-    return (fault and _match_by_model(entries, weights, names)) or (parameters, fault)
-
-
-def _check_listed(entries: Sequence[_Entry], weights: Sequence[_Weight], listed_in: Path) -> None:
-    shapes = {weight.parameter: weight.shape for weight in weights}
+def _check_listed(entries: Sequence[_Entry], weights: Weights, listed_in: Path) -> None:
+    shapes = dict(weights)
     for entry in entries:
         label = (entry.label or "").removeprefix("model.")
         if entry.tensors and label not in shapes:
@@ -303,11 +295,9 @@ def _check_listed(entries: Sequence[_Entry], weights: Sequence[_Weight], listed_
             )
 
 
-def _match(
-    entries: Sequence[_Entry], weights: Sequence[_Weight], *, is_ordered: bool
-) -> tuple[dict[Any, str], str]:
-    """Find the parameter of each key by labels, order or shapes in the checkpoint; see `_parameters`."""
-    shapes = {weight.parameter: weight.shape for weight in weights}
+def _match(entries: Sequence[_Entry], weights: Weights, *, is_ordered: bool) -> tuple[dict[Any, str], str]:
+    """Find the parameter of each key by labels, order or shapes in the checkpoint, or say what is wrong."""
+    shapes = dict(weights)
     labels = {entry.key: (entry.label or "").removeprefix("model.") for entry in entries}
     if all(label in shapes for label in labels.values()):
         unlike = [e for e in entries if e.shape not in (None, shapes[labels[e.key]])]
@@ -315,20 +305,20 @@ def _match(
         return ({}, fault) if unlike else (labels, "")
     pairs = list(zip(entries, weights, strict=False))
     is_whole = is_ordered and len(entries) == len(weights)
-    if is_whole and all(entry.shape in (None, weight.shape) for entry, weight in pairs):
-        return {entry.key: weight.parameter for entry, weight in pairs}, ""
+    if is_whole and all(entry.shape in (None, shape) for entry, (_, shape) in pairs):
+        return {entry.key: parameter for entry, (parameter, _) in pairs}, ""
     return _match_by_shape(entries, weights, is_ordered=is_ordered)
 
 
 def _match_by_model(
-    entries: Sequence[_Entry], weights: Sequence[_Weight], names: ParameterNames
+    entries: Sequence[_Entry], weights: Weights, names: ParameterNames
 ) -> tuple[dict[Any, str], str] | None:
     """Find parameters in the order of the model that a folder describes; None if no order fits, or two do."""
-    by_name = {weight.parameter: weight for weight in weights}
+    shapes = dict(weights)
     ways = []
     for order in names.orders():
         known = [name.removeprefix("model.") for name in order]
-        own = [by_name[name] for name in known if name in by_name]
+        own = [(name, shapes[name]) for name in known if name in shapes]
         parameters, fault = _match(entries, own, is_ordered=True)
         if not fault and parameters not in ways:
             ways.append(parameters)
@@ -336,13 +326,13 @@ def _match_by_model(
 
 
 def _match_by_shape(
-    entries: Sequence[_Entry], weights: Sequence[_Weight], *, is_ordered: bool
+    entries: Sequence[_Entry], weights: Weights, *, is_ordered: bool
 ) -> tuple[dict[Any, str], str]:
     parameters: dict[Any, str] = {}
     faults = []
     for shape in dict.fromkeys(entry.shape for entry in entries if entry.tensors):
         own = [entry for entry in entries if entry.shape == shape]
-        theirs = [weight for weight in weights if weight.shape == shape]
+        theirs = [parameter for parameter, found in weights if found == shape]
         is_one_group = len({entry.group for entry in own}) == 1
         if shape is None:
             faults.append(f"the state of {len(own)} parameters tells no shape")
@@ -351,12 +341,11 @@ def _match_by_shape(
         elif len(own) > 1 and not (is_ordered and is_one_group):
             faults.append(f"{len(own)} have shape {list(shape)}, and the order of the model is not known")
         else:
-            pairs = zip(own, theirs, strict=True)
-            parameters |= {entry.key: weight.parameter for entry, weight in pairs}
+            parameters |= {entry.key: parameter for entry, parameter in zip(own, theirs, strict=True)}
     return parameters, faults[0] if faults else ""
 
 
-def _strangers(
+def _lossless_states(
     roles: Mapping[str, Role],
     inside: Collection[str],
     given: Collection[str],
@@ -394,5 +383,5 @@ def _strangers(
 
 
 def _is_large(source: TensorSource) -> bool:
-    """Tell whether it holds numbers for elements of a parameter, and not a counter."""
+    """Tell whether a state has an element for each of a parameter's, and is no counter."""
     return source.dtype.is_float and source.n_units > 1

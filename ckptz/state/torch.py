@@ -20,9 +20,9 @@ import torch
 from ckptz.codec.units import UNIT_TYPES, Units
 from ckptz.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError
-from ckptz.frameworks import Selection, Shape, units_per_element
-from ckptz.frameworks.window import Window, row_major_strides
-from ckptz.frameworks.window import select as strict_select
+from ckptz.state.arrays import Selection, Shape, units_per_element
+from ckptz.state.window import Window, c_strides
+from ckptz.state.window import select as strict_select
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
 HUGE_BYTES: Final = 1 << 22
@@ -72,7 +72,7 @@ def _empty(dtype: torch.dtype, shape: Shape) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchTensors:
-    """Makes PyTorch tensors; see `ckptz.frameworks.Framework`.
+    """Makes PyTorch tensors; see `ckptz.state.arrays.Framework`.
 
     Attributes:
         device: where they end up.
@@ -118,11 +118,6 @@ class TorchTensors:
     def _try_device(self) -> None:
         if self.device != "cpu":
             torch.empty(0, device="cpu").to(self.device)  # refuses before anything is decoded
-
-
-def make(device: str | int, backend: str) -> TorchTensors:
-    """Give the framework of tensors on `device`; backend "pread" has safetensors' own index rules."""
-    return TorchTensors(device, backend == "pread")
 
 
 def _select(index: Any, shape: Shape) -> Selection:
@@ -173,7 +168,7 @@ def _row_numbers(item: Any) -> np.ndarray[Any, Any] | None:
 
 
 def _select_rows(rows: np.ndarray[Any, Any], items: tuple[Any, ...], shape: Shape) -> Selection:
-    strides = row_major_strides(shape)
+    strides = c_strides(shape)
     windows = (
         Window(begin * strides[0], (end - begin, *shape[1:]), strides) for begin, end in _runs(rows.tolist())
     )

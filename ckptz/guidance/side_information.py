@@ -1,4 +1,4 @@
-"""What planners may know of a checkpoint beside its values: second moments, gradients, layer inputs.
+"""Side information of a checkpoint, which guides an encoder: second moments, gradients, layer inputs.
 
 Nothing of it is stored, so it may come from files that are gone when the checkpoint is restored.
 """
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.subject import Guide, InputMoments, moments_energy
+from ckptz.encoding.subject import InputCovariance, SideInformation, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
-from ckptz.guidance.files import CalibrationFile, RecordedCalibration, SensitivityFile, Shapes
-from ckptz.guidance.owners import roles_beside
+from ckptz.guidance.files import CalibrationFile, RecordedInputs, Recordings, SensitivityFile, Shapes
+from ckptz.guidance.optimizer_layout import roles_beside
 from ckptz.methods.method import CALIBRATION, METHODS, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.roles import Role, Rule, role_of
 
@@ -25,36 +25,31 @@ if TYPE_CHECKING:
     from ckptz.formats.inputs import Input
 
 UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
-Calibrated: TypeAlias = Path | RecordedCalibration  # saved, or in memory
+Calibrated: TypeAlias = Path | Recordings[RecordedInputs]  # saved, or in memory
 # A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
 INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GuideFiles:
-    """Files that say more of a checkpoint than it does."""
+class SideInformationFiles:
+    """The files that side information is read from."""
 
-    read_optimizer: Input | None = None  # an open checkpoint with Adam's second moments
+    read_optimizer: Path | None = None  # a checkpoint with Adam's second moments
     calibration: Calibrated | None = None  # what `ckptz.hooks.Calibration` saved, or has in memory
     sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
 
 
-NO_FILES: Final = GuideFiles()
+NO_FILES: Final = SideInformationFiles()
 
 
-def check_files(
-    config: Method,
-    read_optimizer: Path | Input | None,
-    calibration: Calibrated | None,
-    sensitivity: Path | None,
-) -> None:
+def check_files(config: Method, files: SideInformationFiles) -> None:
     """Refuse files that a method would not read.
 
     Raises:
         ConfigError: names the file and the method.
     """
-    files = {READ_OPTIMIZER: read_optimizer, CALIBRATION: calibration, SENSITIVITY: sensitivity}
-    for name, given in files.items():
+    for name in (READ_OPTIMIZER, CALIBRATION, SENSITIVITY):
+        given = getattr(files, name)
         if given is None or name in config.reads:
             continue
         where = f"{given}: " if isinstance(given, Path) else ""
@@ -69,12 +64,12 @@ def guides_of(
     tensors: Mapping[str, TensorSource],
     roles: Mapping[str, Role],
     config: Method,
-    files: GuideFiles,
+    files: SideInformationFiles,
     held: contextlib.ExitStack,
     *,
     tree: dict[str, Any] | None = None,
     rules: Sequence[Rule] = (),
-) -> tuple[dict[str, Guide], list[str]]:
+) -> tuple[dict[str, SideInformation], list[str]]:
     """Find all that is known of the weights of a checkpoint, by name, and notes for the user on it.
 
     Args:
@@ -91,7 +86,7 @@ def guides_of(
         CalibrationError: the same, of a calibration or sensitivity file.
         FileNotFoundError: a file is missing.
     """
-    check_files(config, files.read_optimizer, files.calibration, files.sensitivity)
+    check_files(config, files)
     if not config.reads:
         return {}, []
     weights = {
@@ -102,11 +97,14 @@ def guides_of(
     notes: list[str] = []
     moments = _own_moments(tensors, weights, roles, notes)
     if files.read_optimizer is not None:
-        moments = _read_moments(files.read_optimizer, weights, roles, tree, rules, notes)
+        from ckptz.formats.inputs import open_input  # what saves and loads do without
+
+        opened = held.enter_context(contextlib.closing(open_input(files.read_optimizer)))
+        moments = _read_moments(opened, weights, roles, tree, rules, notes)
     gradients = {}
     if files.sensitivity is not None:
         gradients = _read_gradients(files.sensitivity, weights, held, notes)
-    inputs: dict[str, InputMoments] = {}
+    inputs: dict[str, InputCovariance] = {}
     if files.calibration is not None:
         inputs = read_inputs(files.calibration, _shapes(weights), held, notes)
     elif CALIBRATION in config.reads:
@@ -115,7 +113,9 @@ def guides_of(
     guides = {}
     for name in weights:
         gradient, moment = gradients.get(name), moments.get(name)
-        guides[name] = Guide(gradient=gradient, second_moment=moment, inputs=inputs.get(name), energy=energy)
+        guides[name] = SideInformation(
+            gradient=gradient, second_moment=moment, inputs=inputs.get(name), energy=energy
+        )
     return guides, notes
 
 
@@ -182,31 +182,28 @@ def _read_gradients(
     path: Path, weights: Mapping[str, TensorSource], held: contextlib.ExitStack, notes: list[str]
 ) -> dict[str, TensorSource]:
     """Averages of gradients by the names of weights."""
-    file = held.enter_context(SensitivityFile.open(path))
+    file = held.enter_context(SensitivityFile(path))
     matched, unmatched = file.match(_shapes(weights))
     if unmatched:
         notes.append(
-            f"{path}: {len(unmatched)} of its {len(file)} parameters are not in the checkpoint, "
+            f"{path}: {len(unmatched)} of its {len(file.recorded)} parameters are not in the checkpoint, "
             f"first {unmatched[0]!r}"
         )
-    return {name: file.file.region(one.names[0], ("F32",)) for name, one in matched.items()}
+    return {name: file.region(one.names[0], ("F32",)) for name, one in matched.items()}
 
 
 def read_inputs(
     calibration: Calibrated, shapes: Shapes, held: contextlib.ExitStack, notes: list[str]
-) -> dict[str, InputMoments]:
-    """Give second moments of the inputs of layers by the names of their weights.
+) -> dict[str, InputCovariance]:
+    """Read the input covariances of layers, by the names of their weights.
 
     Raises:
         CalibrationError: it is of another model.
     """
-    recorded: CalibrationFile | RecordedCalibration
     if isinstance(calibration, Path):
-        where, recorded = str(calibration), held.enter_context(CalibrationFile.open(calibration))
-    else:
-        where, recorded = "calibration", calibration
-    matched, unmatched = recorded.match(shapes)
-    n = len(recorded)
+        calibration = held.enter_context(CalibrationFile(calibration))
+    matched, unmatched = calibration.match(shapes)
+    where, n = calibration.where, len(calibration.recorded)
     if not matched:
         found = f", not even {unmatched[0]!r}" if unmatched else ""
         raise CalibrationError(
@@ -220,7 +217,7 @@ def read_inputs(
     if without:
         notes.append(f"{len(without)} weights are uncalibrated, first {without[0]!r}")
     return {
-        name: next(one.moments[kind] for kind in INPUT_KINDS if kind in one.moments)
+        name: next(one.covariances[kind] for kind in INPUT_KINDS if kind in one.covariances)
         for name, one in matched.items()
     }
 

@@ -1,4 +1,4 @@
-"""The size of a file for any configuration, predicted from sketches: nothing is encoded.
+"""The size of a file for any configuration, predicted from histograms: nothing is encoded.
 
 One pass counts how often each bucket of values occurs with each code of the base and in each band of
 sensitivities. Any map is a relabelling of these cells, so its frequencies, by class of the base too,
@@ -8,6 +8,7 @@ follow from the counts, and the size from the cost of the tables that the planne
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,8 +28,8 @@ from ckptz.kernels.floats import F32, Counts
 from ckptz.methods.kmeans import Ranked, rank
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import Method, Recipe
+from ckptz.quant.histogram import Histogram
 from ckptz.quant.partitions import Cut, Partitions, fit_levels, region_cuts
-from ckptz.quant.sketch import Sketch
 from ckptz.roles import Role
 
 FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables
@@ -39,7 +40,7 @@ CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
 class Profile:
     """The counts that the size of one lossy tensor is predicted from."""
 
-    sketch: Sketch  # of all values
+    histogram: Histogram  # of all values
     ranked: Ranked | None  # its sensitivities, or None
     bands: NDArray[np.float64]  # upper ends of the bands of sensitivity, ascending; the last band has none
     values: NDArray[np.float64]  # what stands for each bucket that occurs, ascending [n_buckets]
@@ -58,14 +59,14 @@ class Profile:
         left = parts.free.sum(axis=0)
         levels = fit_levels(self.values[left > 0], left[left > 0], wanted, cut)
         counts, kept = self._coded(parts, levels, cut)
-        n_bytes = _code_bytes(counts) + 4 * len(levels) + CHUNK_BYTES * n_chunks_of(self.sketch.n_values)
+        n_bytes = _code_bytes(counts) + 4 * len(levels) + CHUNK_BYTES * n_chunks_of(self.histogram.n_values)
         return n_bytes + self._kept_bytes(kept, wanted)
 
     def _cut(self, wanted: Partitions) -> tuple[Cut, _Parts]:
         """Find the thresholds that cut the tensor, and count its parts, whatever the number of levels."""
         shares = replace(wanted, levels=0)
         if shares not in self.cuts:
-            cut = Cut.of(wanted, self.sketch, self.ranked.sketch if self.ranked else None)
+            cut = Cut.of(wanted, self.histogram, self.ranked.histogram if self.ranked else None)
             self.cuts[shares] = cut, self._parts(cut)
         return self.cuts[shares]
 
@@ -153,32 +154,25 @@ def _code_bytes(counts: Counts) -> float:
     return cost_bits(found.total, table) / 8 + len(pack_table(table))
 
 
-class SizeModel:
-    """Predicts the size of the file that each of some configurations gives.
+def predicted_sizes(
+    subjects: Mapping[str, Subject],
+    roles: Mapping[str, Role],
+    configs: Iterable[Method],
+    run: MapFunction = map,
+) -> dict[Method, float]:
+    """Predict the bytes of the file that each of some configurations gives.
 
     Args:
         subjects: tensors with what the writer knows of each, by name.
         roles: what each of them is.
-        configs: what will be asked for.
+        configs: what is asked for.
         run: maps a function over tensors; what one takes is let go before the next.
     """
-
-    def __init__(
-        self,
-        subjects: Mapping[str, Subject],
-        roles: Mapping[str, Role],
-        configs: Iterable[Method],
-        run: MapFunction = map,
-    ) -> None:
-        wanted = list(dict.fromkeys(configs))
-        sizes = np.full(len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in subjects), float)
-        for found in run(lambda name: _sizes_of(subjects[name], roles[name], wanted), subjects):
-            sizes += found
-        self._sizes = dict(zip(wanted, sizes.tolist(), strict=True))
-
-    def __call__(self, config: Method) -> float:
-        """Give the predicted bytes of the file."""
-        return self._sizes[config]
+    wanted = list(dict.fromkeys(configs))
+    sizes = np.full(len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in subjects), float)
+    for found in run(lambda name: _sizes_of(subjects[name], roles[name], wanted), subjects):
+        sizes += found
+    return dict(zip(wanted, sizes.tolist(), strict=True))
 
 
 def _sizes_of(subject: Subject, role: Role, configs: Sequence[Method]) -> NDArray[np.float64]:
@@ -213,54 +207,52 @@ def _profile(subject: Subject, wanted: set[Partitions]) -> Profile | None:
     if not wanted or not n_units:
         return None
     kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_units))
-    sketch = functools.reduce(operator.add, (Sketch.of(source.units(*b), kind) for b in bounds))
-    if not sketch.is_finite:
+    histogram = functools.reduce(operator.add, (Histogram.of(source.units(*b), kind) for b in bounds))
+    if not histogram.is_finite:
         return None
     by_sensitivity = [method for method in wanted if method.needs_sensitivity]
     ranked = rank(source, subject.guide, by_sensitivity[0])[0] if by_sensitivity else None
     bands = _bands(by_sensitivity, ranked)
-    counter = _CellCounter(sketch, subject, ranked, bands)
-    cells = functools.reduce(operator.add, map(counter.count, bounds))
-    unit_bytes = source.dtype.unit_bytes
+    buckets, values = histogram.representatives()
+    place = np.zeros(len(histogram.counts), np.int64)
+    place[buckets] = np.arange(len(buckets))
+    cells = functools.reduce(operator.add, (_cells(subject, ranked, bands, place, b) for b in bounds))
     below = np.concatenate([np.zeros_like(cells[:, :1]), np.cumsum(cells, axis=1)], axis=1)
-    halves = np.zeros(len(counter.values))
+    halves = np.zeros(len(values))
     if kind == F32:
-        halves = 2.0 ** (np.frexp(counter.values)[1] - 9)  # of 2^7 buckets an octave
-    return Profile(sketch, ranked, bands, counter.values, halves, counter.buckets, below, unit_bytes)
+        halves = 2.0 ** (np.frexp(values)[1] - 9)  # of 2^7 buckets an octave
+    return Profile(histogram, ranked, bands, values, halves, buckets, below, source.dtype.unit_bytes)
 
 
 def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.float64]:
-    """All thresholds of sensitivity, and zero, where magnitude decides."""
+    """List all thresholds of sensitivity, and zero, from which on magnitude decides."""
     if ranked is None:
         return np.zeros(0)
-    cuts = [ranked.sketch.cut(w.prunes_by_sensitivity, w.protects_by_sensitivity) for w in wanted]
+    cuts = [ranked.histogram.cut(w.prunes_by_sensitivity, w.protects_by_sensitivity) for w in wanted]
     found = {cut.floor for cut in cuts} | {cut.ceiling for cut in cuts} | {0.0}
     return np.array(sorted(value for value in found if 0 <= value < np.inf))
 
 
-class _CellCounter:
-    """Counts the cells of one tensor, chunk by chunk."""
+def _cells(
+    subject: Subject,
+    ranked: Ranked | None,
+    bands: NDArray[np.float64],
+    place: NDArray[np.int64],
+    bounds: tuple[int, int],
+) -> Counts:
+    """Count occurrences [n_base_codes, n_bands, n_buckets] in units begin..end.
 
-    def __init__(
-        self, sketch: Sketch, subject: Subject, ranked: Ranked | None, bands: NDArray[np.float64]
-    ) -> None:
-        self._subject, self._ranked, self._bands = subject, ranked, bands
-        self.buckets, self.values = sketch.representatives()
-        self._place = np.zeros(len(sketch.counts), np.int64)
-        self._place[self.buckets] = np.arange(len(self.buckets))
-        self._shift = 8 * subject.source.dtype.unit_bytes - 16
-        self._n_base = 1 if subject.base is None else subject.base.n_codes or 1
-
-    def count(self, bounds: tuple[int, int]) -> Counts:
-        """Count occurrences [n_base_codes, n_bands, n_buckets] in one chunk of units begin..end."""
-        units: Any = self._subject.source.units(*bounds)
-        shape = (self._n_base, len(self._bands) + 1, len(self.buckets))
-        cell = self._place[units >> units.dtype.type(self._shift)]
-        if self._ranked is not None:
-            bands = self._bands.astype(np.float32)
-            cell += shape[2] * np.searchsorted(bands, self._ranked.sensitivities(*bounds, units), side="left")
-        if self._n_base > 1 and self._subject.base is not None:
-            labels = self._subject.base.codes(*bounds)
-            if labels is not None:
-                cell += shape[1] * shape[2] * labels.astype(np.int64)
-        return np.bincount(cell, minlength=shape[0] * shape[1] * shape[2]).reshape(shape)
+    `place` is the index, among the buckets that occur, of each bucket [2^16].
+    """
+    units: Any = subject.source.units(*bounds)
+    n_base = 1 if subject.base is None else subject.base.n_codes or 1
+    shape = (n_base, len(bands) + 1, int(place.max()) + 1)
+    cell = place[units >> units.dtype.type(8 * subject.source.dtype.unit_bytes - 16)]
+    if ranked is not None:
+        sensitivities = ranked.sensitivities(*bounds, units)
+        cell += shape[2] * np.searchsorted(bands.astype(np.float32), sensitivities, side="left")
+    if n_base > 1 and subject.base is not None:
+        labels = subject.base.codes(*bounds)
+        if labels is not None:
+            cell += shape[1] * shape[2] * labels.astype(np.int64)
+    return np.bincount(cell, minlength=math.prod(shape)).reshape(shape)

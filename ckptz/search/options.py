@@ -1,40 +1,41 @@
-"""What a search is asked for, and what it says of how it went."""
+"""What a search is asked for, what it says of how it went, and plans: settings in a small JSON file.
+
+A plan holds settings and nothing else: it never names code.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
+
+from ckptz.codec.units import TensorSource
+from ckptz.container.envelope import strict_json
 from ckptz.container.index import QualityRecord
-from ckptz.errors import ConfigError, own_numbers
-from ckptz.methods.method import Method
-from ckptz.methods.table import REFERENCE
-from ckptz.pages.shown import Shown
-from ckptz.search.budget import Budget
-from ckptz.search.judgement import Judgement
+from ckptz.container.publish import publish
+from ckptz.container.reader import FrameSource
+from ckptz.errors import CkptzError, ConfigError, own_numbers
+from ckptz.methods.method import Method, checked
+from ckptz.methods.table import METHODS, REFERENCE
+from ckptz.pages.words import Shown
+from ckptz.search.budget import Budget, Judgement
 
 MAX_WORKERS: Final = 1024  # processes, which all start with the first evaluation
 StrategyName = Literal["auto", "one-knob", "guided", "neighbourhood", "exhaustive"]
+CUBE_STRATEGIES: Final = ("guided", "neighbourhood", "exhaustive")  # of methods with several settings
+PLAN_VERSION: Final = 1
 
 
-def strategies_of(method: Method) -> tuple[StrategyName, ...]:
-    """Name the strategies that a method can be searched by; none if it has nothing to turn."""
-    if method.is_scalable:
-        return ("auto", "one-knob")
-    return ("auto", "guided", "neighbourhood", "exhaustive") if method.axes else ()
-
-
-def check_strategy(strategy: str, template: Method, parent: Method | None) -> None:
-    """Refuse a strategy or a parent of another method.
-
-    Raises:
-        ConfigError: names it.
-    """
-    known = strategies_of(template)
-    if not known:
+def _check_strategy(strategy: str, template: Method, parent: Method | None) -> None:
+    """Refuse a strategy or a parent of another method."""
+    if not (template.is_scalable or template.axes):
         raise ConfigError(f"the method {template.name} has no settings that a search can look for")
+    known = ("auto", "one-knob") if template.is_scalable else ("auto", *CUBE_STRATEGIES)
     if strategy not in known:
         raise ConfigError(
             f"the strategy of {template.name} must be one of {', '.join(known)}, got {strategy!r}"
@@ -104,7 +105,7 @@ class SearchOptions:
             raise ConfigError("a search needs either budgets or a proxy error")
         if self.proxy_error is not None and not (math.isfinite(self.proxy_error) and self.proxy_error >= 0):
             raise ConfigError(f"proxy_error must be a number from 0, got {self.proxy_error}")
-        check_strategy(self.strategy, self.template, self.parent)
+        _check_strategy(self.strategy, self.template, self.parent)
         if set(self.cubes) - set(known := self.template.cube_names):
             raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
         if not 1 <= self.workers <= MAX_WORKERS:
@@ -154,14 +155,66 @@ class SearchReport(Shown):
     @property
     def notes(self) -> tuple[str, ...]:
         """The notes on how the search went and on what its evaluations can tell."""
-        return (*self._interruption, *self.unmeasurable, *self.doubts)
-
-    @property
-    def _interruption(self) -> tuple[str, ...]:
         kept = [trial for trial in self.trials if trial.is_feasible and trial.config == self.config]
-        return tuple(
+        interruption = (
             f"interrupted after {len(self.trials)} evaluations; kept is the smallest file of them that keeps "
             f"the budget, of {trial.n_bytes:,} bytes, with {trial.drop:.0%} of it used"
             for trial in kept
             if self.is_interrupted
         )
+        return (*interruption, *self.unmeasurable, *self.doubts)
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+def save_plan(path: Path, config: Method) -> None:
+    """Write a configuration to a plan, a JSON file.
+
+    Raises:
+        OSError: the disk refused it.
+    """
+    document = {"ckptz_plan": PLAN_VERSION, "method": checked(config).name, "settings": asdict(config)}
+    with publish(path) as sink:
+        sink.write((json.dumps(document, indent=1) + "\n").encode())
+
+
+def load_plan(path: Path) -> Method:
+    """Read the configuration of a plan.
+
+    Raises:
+        ConfigError: not a plan, of a newer version, or with settings that no method has.
+    """
+    try:
+        document = strict_json(path.read_bytes(), "plan")
+        version, method, settings = (document[key] for key in ("ckptz_plan", "method", "settings"))
+    except (CkptzError, KeyError, TypeError):
+        raise ConfigError(f"{path}: not a plan; --save-plan writes one") from None
+    if version != PLAN_VERSION:
+        raise ConfigError(f"{path}: a plan of another version than {PLAN_VERSION}, which this ckptz reads")
+    if type(method) is not str or method not in METHODS:
+        raise ConfigError(f"{path}: plans for a method that this ckptz does not have: {str(method)[:40]}")
+    try:
+        return config_of(method, settings)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def config_of(method: str, settings: Any) -> Method:
+    """Make a configuration from the name of its method and its settings as plain values.
+
+    Raises:
+        msgspec.ValidationError: settings that the method does not have.
+        ConfigError: values out of range.
+    """
+    kind = METHODS[method]
+    known = {one.name for one in fields(kind)}
+    if isinstance(settings, dict) and (unknown := sorted(set(settings) - known)):
+        raise msgspec.ValidationError(f"unknown setting {unknown[0]!r}")
+    return msgspec.convert(settings, kind)
+
+
+def recorded_in(bases: Mapping[str, TensorSource], template: Method) -> Method | None:
+    """Find the settings that the tensors of a base record; `template` has what they do not tell."""
+    records = [source.entry.lossy for source in bases.values() if isinstance(source, FrameSource)]
+    return template.recorded([record for record in records if record is not None])

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from ckptz.codec.units import UNIT_TYPES, TensorSource
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
 from ckptz.kernels.floats import Units
-from ckptz.tree.flatten import CODES, Geometry, c_strides, part_offsets
-from ckptz.tree.leaves import DTypeName, Size, TensorRef, View
-from ckptz.tree.skeleton import Tree, parse_tree
+from ckptz.state.flatten import CODES, Geometry, part_offsets
+from ckptz.state.skeleton import DTypeName, Size, TensorRef, Tree, View, parse_tree
+from ckptz.state.window import c_strides
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
@@ -60,12 +60,12 @@ def unflatten(
     raw = flat if tree is None else tree
     parsed = parse_tree(raw)
     parsed.check_names(tensors)
-    spool = _Spool(tensors, parsed, folder)
-    spool.fill(chunks(tensors))
-    return parse_tree(raw, spool.make).root
+    storages = _MappedStorages(tensors, parsed, folder)
+    storages.fill(chunks(tensors))
+    return parse_tree(raw, storages.make).root
 
 
-class _Spool:
+class _MappedStorages:
     """The mapped file: one region for each storage."""
 
     def __init__(self, tensors: Mapping[str, TensorSource], tree: Tree, folder: Path | None) -> None:

@@ -1,9 +1,8 @@
-"""A payload: one tensor by one plan, in both directions. Implements spec/08-wire.md#codecs.
+"""A payload: one tensor by one plan, encoded and decoded. Implements spec/08-wire.md#codecs.
 
-The frames of files, without their headers: codes stand for a `quant_map.LinearTable` of uniform
-levels, are packed or entropy-coded by the same functions; TopK gives some values of a tensor of zeros,
-and where they are. Arrays belong to one of the wire's kernel modules, which the caller hands in as `k`;
-what is found wrong is told to a `Check`, which need not look at it at once.
+Codes stand for uniform levels, and are packed or entropy-coded by the functions that files use; TopK gives
+some values of a tensor of zeros, and where they are. Arrays belong to one of the wire's kernel modules, which
+the caller hands in as `k`; what is found wrong is told to a `Check`, which need not look at it at once.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ ZERO_TILE, NAN_TILE, MOST_STEPS = 255, 254, 253  # of a tile's range below the g
 
 
 @dataclass(frozen=True, slots=True)
-class Frame:
+class Payload:
     """A payload before it is joined."""
 
     parts: Sequence[Array]  # byte arrays, each to be padded to 16 bytes
@@ -49,7 +48,7 @@ def at_once(wrong: Truth, why: str) -> None:
 
 
 @dataclass
-class _Payload:
+class _PayloadReader:
     """A payload that is taken apart; padding must be zero."""
 
     k: Any
@@ -77,7 +76,7 @@ class _Payload:
         return self.k.unpack(packed, bits, n)
 
     def needs_mode(self, is_there: bool) -> None:
-        """Refuse a mode that the plan has not."""
+        """Refuse a mode that the plan does not have."""
         at_once(not is_there, f"mode: {self.mode} does not exist for this codec, or with reused positions")
 
     # --- uniform levels
@@ -204,7 +203,7 @@ def _has_nan(scales: Array) -> Truth:
 
 def _encode_uniform(
     k: Any, plan: TensorPlan, codec: Uniform, values: Array, seed: int | None, vary: bool
-) -> Frame:
+) -> Payload:
     ranges, codes, decoded, not_finite = _encode_blocks(k, values, plan.block, codec.bits, seed, plan.largest)
     packed, mode = k.pack(codes, codec.bits), PACKED
     if codec.rans and vary:
@@ -212,7 +211,7 @@ def _encode_uniform(
         if len(stream) + 1 + wire_arrays.ALIGN < len(packed):
             coded = b"".join((coder.to_bytes(1, "little"), len(stream).to_bytes(4, "little"), stream))
             packed, mode = k.from_bytes(coded, values), RANS
-    return Frame((ranges, packed), mode, decoded, None, not_finite)
+    return Payload((ranges, packed), mode, decoded, None, not_finite)
 
 
 # --- TopK ---------------------------------------------------------------------------------------
@@ -225,7 +224,7 @@ def _value_kind(plan: TensorPlan) -> int:
 
 def _encode_topk(
     k: Any, plan: TensorPlan, codec: TopK, values: Array, seed: int | None, mask: Array | None, vary: bool
-) -> Frame:
+) -> Payload:
     if mask is None:
         mask = k.top_mask(values, plan.n_samples, plan.k)
     mode, parts = (BITMAP, []) if plan.reuse else _encode_mask(k, codec, mask, plan.count, vary)
@@ -238,7 +237,7 @@ def _encode_topk(
         narrow = k.from_f32(k.saturate(chosen, wire_arrays.LARGEST_F32[kind]), kind)
         decoded = functools.partial(k.to_f32, narrow, kind)
         parts.append(k.as_bytes(narrow))
-    return Frame(parts, mode, lambda: k.put(decoded(), mask), mask, not_finite)
+    return Payload(parts, mode, lambda: k.put(decoded(), mask), mask, not_finite)
 
 
 def _encode_mask(k: Any, codec: TopK, mask: Array, n_values: int, vary: bool) -> tuple[int, list[Array]]:
@@ -273,7 +272,7 @@ def _ones_at(where: Array, n: int) -> Array:
 # --- tiles --------------------------------------------------------------------------------------
 
 
-def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: int | None) -> Frame:
+def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: int | None) -> Payload:
     tiles = _join(k, [values], values, plan.n_rows * plan.row)
     if codec.rotate:
         tiles = k.rotate(tiles, codec.tile, False)
@@ -289,7 +288,7 @@ def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: i
     head = [k.as_bytes(k.narrow(top.reshape(1), 2)), k.narrow(steps, 1)]
     planes = k.pack_rows(codes, widths, plan.row, plan.n_planes)
     parts = (_join(k, head, codes), k.pack(k.narrow(widths, 1), 4), planes)
-    return Frame(parts, 0, lambda: _from_tiles(k, plan, codec, peaks, widths, codes), None, bad.any())
+    return Payload(parts, 0, lambda: _from_tiles(k, plan, codec, peaks, widths, codes), None, bad.any())
 
 
 def _peaks(top: Array, steps: Array) -> Array:
@@ -309,7 +308,7 @@ def _from_tiles(k: Any, plan: TensorPlan, codec: Tiled, peaks: Array, widths: Ar
 # --- any codec ----------------------------------------------------------------------------------
 
 
-def encode_frame(
+def encode_payload(
     k: Any,
     plan: TensorPlan,
     values: Array,
@@ -317,7 +316,7 @@ def encode_frame(
     seed: int | None = None,
     mask: Array | None = None,
     vary: bool = True,
-) -> Frame:
+) -> Payload:
     """Encode the values of a tensor by its plan.
 
     Args:
@@ -335,10 +334,10 @@ def encode_frame(
         return _encode_tiled(k, plan, codec, values, seed)
     if isinstance(codec, TopK):
         return _encode_topk(k, plan, codec, values, seed, mask, vary)
-    return Frame((k.as_bytes(values),), 0, lambda: values)
+    return Payload((k.as_bytes(values),), 0, lambda: values)
 
 
-def decode_frame(
+def decode_payload(
     k: Any,
     plan: TensorPlan,
     payload: Array,
@@ -352,7 +351,7 @@ def decode_frame(
     Raises:
         FormatError: the payload contradicts the plan.
     """
-    codec, source = plan.codec, _Payload(k, plan, payload, mode, not_finite, check)
+    codec, source = plan.codec, _PayloadReader(k, plan, payload, mode, not_finite, check)
     if isinstance(codec, Uniform):
         values = source.uniform(codec)
     elif isinstance(codec, Tiled):

@@ -1,7 +1,7 @@
-"""A histogram of values by the top 16 bits of their F32 patterns: a sketch with relative buckets.
+"""Histograms of values by the top 16 bits of their F32 patterns, so that buckets are relative.
 
 A bucket spans 2^-7 of its lower end, so the middle of it is within 2^-8 of every value in it; signs,
-zeros, infinities and NaN stay apart. Sketches of parts add up to the sketch of the whole.
+zeros, infinities and NaN stay apart. Histograms of parts add up to the histogram of the whole.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ def _bucket_values(kind: int) -> NDArray[np.float64]:
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
+class Histogram:
     """Occurrences by bucket; `kind` as in `ckptz.kernels.floats` (F32, BF16 or F16).
 
-    BF16 and F16 values have buckets of their own each, so that their sketches are exact.
+    BF16 and F16 values have buckets of their own each, so that their histograms are exact.
     """
 
     kind: int
     counts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, units: NDArray[Any], kind: int) -> Sketch:
-        """Sketch units [n] of a kind of floats."""
+    def of(cls, units: NDArray[Any], kind: int) -> Histogram:
+        """Count units [n] of a kind of floats."""
         return cls(kind, cpu().top_histogram(units))
 
-    def __add__(self, other: Sketch) -> Sketch:
-        return Sketch(self.kind, self.counts + other.counts)
+    def __add__(self, other: Histogram) -> Histogram:
+        return Histogram(self.kind, self.counts + other.counts)
 
     @property
     def is_finite(self) -> bool:

@@ -27,7 +27,7 @@ _MAX_BOUND: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WindowPart:
     """The part of a window that lies in one chunk.
 
     Attributes:
@@ -44,7 +44,7 @@ class Piece:
 
     @property
     def n_units(self) -> int:
-        """Units that the piece picks."""
+        """Units of the part."""
         return math.prod(size for size, _ in self.dims)
 
     @property
@@ -77,7 +77,7 @@ class Window:
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Window:
         """Give the window of all of a dense tensor."""
-        return cls(0, tuple(shape), row_major_strides(shape))
+        return cls(0, tuple(shape), c_strides(shape))
 
     @property
     def n_units(self) -> int:
@@ -91,8 +91,8 @@ class Window:
         strides = tuple(stride * n for stride in self.strides)
         return Window(self.offset * n, (*self.sizes, n), (*strides, 1))
 
-    def pieces(self, at: int = 0) -> Iterator[Piece]:
-        """Cut the window by chunks, first to last; its result starts at `at`."""
+    def pieces(self, at: int = 0) -> Iterator[WindowPart]:
+        """Cut the window into the parts that lie in one chunk each; its result starts at `at`."""
         if self.n_units:
             yield from _pieces(self.offset, self._merged_dims(), at)
 
@@ -108,19 +108,19 @@ class Window:
         return tuple(dims)
 
 
-def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the strides of a dense tensor, in elements."""
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Give the strides of a tensor in C order, in elements, as PyTorch has them."""
+    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def _span(dims: Dims) -> int:
     return 1 + sum((size - 1) * stride for size, stride in dims)
 
 
-def _pieces(offset: int, dims: Dims, at: int) -> Iterator[Piece]:
+def _pieces(offset: int, dims: Dims, at: int) -> Iterator[WindowPart]:
     chunk, within = divmod(offset, CHUNK_UNITS)
     if within + _span(dims) <= CHUNK_UNITS:
-        yield Piece(chunk, within, dims, at)
+        yield WindowPart(chunk, within, dims, at)
         return
     (n_rows, stride), row = dims[0], dims[1:]
     row_span, row_units = _span(row), math.prod(size for size, _ in row)
@@ -130,7 +130,7 @@ def _pieces(offset: int, dims: Dims, at: int) -> Iterator[Piece]:
         left = CHUNK_UNITS - begin % CHUNK_UNITS
         n_fitting = min((left - row_span) // stride + 1, n_rows - i)
         if n_fitting > 0:
-            yield Piece(begin // CHUNK_UNITS, begin % CHUNK_UNITS, ((n_fitting, stride), *row), row_at)
+            yield WindowPart(begin // CHUNK_UNITS, begin % CHUNK_UNITS, ((n_fitting, stride), *row), row_at)
         else:  # this row runs over the end of its chunk
             yield from _pieces(begin, row, row_at)
         i += max(n_fitting, 1)
@@ -155,7 +155,7 @@ def select(index: Any, shape: Shape) -> tuple[Window, Shape]:
 
 
 def _window(bounds: Sequence[tuple[int, int, int, bool]], shape: Shape) -> tuple[Window, Shape]:
-    strides = row_major_strides(shape)
+    strides = c_strides(shape)
     sizes = tuple(math.ceil((stop - start) / step) for start, stop, step, _ in bounds)
     offset = sum(start * stride for (start, *_), stride in zip(bounds, strides, strict=True))
     steps = tuple(step * stride for (_, _, step, _), stride in zip(bounds, strides, strict=True))

@@ -189,7 +189,7 @@ class Mover:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give the tensor there; one of a kind that has no memory of its own, and a subclass, stays."""
+        """Give the tensor on the device; subclasses, and layouts without memory of their own, stay."""
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not is_plain or tensor.device == self._device or tensor.device.type == "meta":
             return tensor

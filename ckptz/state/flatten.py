@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -22,8 +22,8 @@ from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
 from ckptz.container.index import RESERVED_PREFIX
 from ckptz.dtypes import DTYPE_NAMES, DTYPES, DType
 from ckptz.errors import UnsupportedError
-from ckptz.tree.leaves import TensorRef, View
-from ckptz.tree.skeleton import Path, pack_node, parse_tree, refuse_leaf, type_name, where
+from ckptz.state.skeleton import Path, TensorRef, View, pack_node, parse_tree, refuse_leaf, type_name, where
+from ckptz.state.window import c_strides
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,7 +139,6 @@ class _Leaf:
 def flatten(
     state: Any,
     n_outer: int = 0,
-    can_share: Callable[[frozenset[str]], bool] = lambda dtypes: True,
     taken: Collection[str] = (),
 ) -> Flat:
     """Take a nested state apart; the tensors share its memory.
@@ -147,7 +146,6 @@ def flatten(
     Args:
         state: what `torch.load` gave.
         n_outer: outer levels whose keys do not go into the tensors' names.
-        can_share: whether tensors of these types of torch may lie in one memory.
         taken: names that other tensors of the file have.
 
     Raises:
@@ -167,16 +165,8 @@ def flatten(
     root = pack_node(state, leaf)
     storing = _Storing(n_outer, taken)
     for group in _by_storage(found):
-        _check_types(group, can_share)
         storing.add(group)
     return Flat(storing.tensors, {"root": root, "storages": storing.storages}, storing.outer)
-
-
-def _check_types(group: Sequence[_Leaf], can_share: Callable[[frozenset[str]], bool]) -> None:
-    dtypes = {each.geometry.dtype: each for each in group}
-    if len(dtypes) > 1 and not can_share(frozenset(dtypes)):
-        places = " and ".join(f"{where(each.path)} as {dtype}" for dtype, each in dtypes.items())
-        raise UnsupportedError(f"{places} share memory, which torch.save cannot write; clone one of them")
 
 
 def _dtype_name(dtype: Any) -> str:
@@ -264,11 +254,6 @@ def _parts(group: Sequence[_Leaf]) -> list[_SharedRun]:
         if len({each.geometry.item_bytes for each in part.members}) > 1:
             part.begin -= part.begin % PART_ALIGNMENT  # else an element could end up unaligned
     return parts
-
-
-def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the strides of a tensor in C order, in elements, as PyTorch has them."""
-    return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
 def part_offsets(sizes: Iterable[int]) -> list[int]:
@@ -377,7 +362,7 @@ def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 def _whole(
     view: View, storages: tuple[tuple[str, ...], ...], tensors: Mapping[str, TensorSource]
 ) -> str | None:
-    """The stored tensor that a view shows all of, as it is."""
+    """Find the stored tensor that a view shows whole and in C order."""
     names = storages[view.storage]
     if len(names) != 1 or names[0] not in tensors:
         return None

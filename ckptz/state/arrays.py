@@ -1,4 +1,4 @@
-"""What a decoded tensor becomes: a numpy array or a PyTorch tensor, whose memory the units are decoded into.
+"""The arrays that tensors are decoded into: numpy's or PyTorch's.
 
 Framework and device names are those of safetensors. `framework` is a lazy door: PyTorch loads when a
 caller asks for its tensors.
@@ -13,10 +13,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from ckptz.codec.units import Units
-from ckptz.dtypes import DType
-from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.frameworks.window import Window
+import numpy as np
+
+from ckptz.codec.units import UNIT_TYPES, Units
+from ckptz.dtypes import DTYPE_NAMES, DType
+from ckptz.errors import ConfigError, DTypeError, UnsupportedError
+from ckptz.state.window import Window
+from ckptz.state.window import select as strict_select
 
 Shape = tuple[int, ...]
 
@@ -72,6 +75,47 @@ class Framework(Protocol):
 def units_per_element(dtype: DType) -> int:
     """Count the units in one element; types smaller than a byte are packed into units by the framework."""
     return max(dtype.bits // (8 * dtype.unit_bytes), 1)
+
+
+# --- numpy: types that it lacks come from ml_dtypes, once the caller has imported it -----------------------
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Give the array type that holds `dtype`.
+
+    Raises:
+        DTypeError: there is none, or ml_dtypes has it and is not imported.
+    """
+    if dtype.name not in DTYPE_NAMES:
+        raise DTypeError(f"numpy has no dtype for {dtype.name}; load with framework 'pt'")
+    try:
+        return np.dtype(DTYPE_NAMES[dtype.name])
+    except TypeError:
+        raise DTypeError(
+            f"numpy has no dtype for {dtype.name}; import ml_dtypes, or load with framework 'pt'"
+        ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class NumpyArrays:
+    """Makes numpy arrays; see `Framework`."""
+
+    def shape_of(self, dtype: DType, shape: Shape) -> Shape:
+        return shape
+
+    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
+        array = np.empty(shape, numpy_dtype(dtype))
+        return array, array.reshape(-1).view(UNIT_TYPES[dtype.unit_bytes])
+
+    def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
+        window, kept = strict_select(index, shape)
+        return Selection((window.widened(units_per_element(dtype)),), kept)
+
+    def finish(self, tensor: Any) -> Any:
+        return tensor
+
+
+# --- names, as safetensors spells them ---------------------------------------------------------------------
 
 
 def parse_framework(name: str) -> str:
@@ -151,5 +195,7 @@ def framework(name: str, device: str | int, backend: str) -> Framework:
         raise UnsupportedError(
             f"framework {name!r}: ckptz makes PyTorch tensors and numpy arrays; open with 'np' and convert"
         )
-    made: Framework = importlib.import_module(f"ckptz.frameworks.{name}").make(device, backend)
+    if name == "numpy":
+        return NumpyArrays()  # they live on the CPU, and both backends slice alike
+    made: Framework = importlib.import_module("ckptz.state.torch").TorchTensors(device, backend == "pread")
     return made

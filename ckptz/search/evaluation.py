@@ -1,0 +1,516 @@
+"""Evaluates budgets: on the exact tensors once, and on those that are decoded from each trial's file.
+
+Most qualities are of a model and get its weights. Those that train on get everything in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Final, ParamSpec, TypeVar
+
+import msgspec
+import numpy as np
+
+from ckptz.codec.units import TensorSource
+from ckptz.codec.values import KINDS
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
+from ckptz.container.reader import Container
+from ckptz.encoding.subject import (
+    NO_SIDE_INFORMATION,
+    GuidedSensitivities,
+    MapFunction,
+    SideInformation,
+    sensitivities_of,
+)
+from ckptz.errors import ConfigError
+from ckptz.parallel import default_jobs
+from ckptz.quant.sensitivity import floats_of
+from ckptz.search.budget import ALLOWED, Budget, Judgement, Limit, Reading, check_consistent, judge
+from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
+from ckptz.state.arrays import framework
+from ckptz.store.resolve import open_checkpoint, open_file
+
+Readings = tuple[Reading, ...]  # one for each budget
+P = ParamSpec("P")
+T = TypeVar("T")
+REPEATABLE: Final = 0.01  # of a budget, which a second look at the exact tensors may use
+PROXY_METRIC: Final = "proxy: sensitivity-weighted relative RMS error"
+
+
+# --- the states that qualities see ----------------------------------------------------------------
+
+
+def is_of_training(budget: Budget) -> bool:
+    """Tell whether a budget is about going on with the training, and so needs optimizer state."""
+    return bool(getattr(budget.quality, "trains", False))
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Names of the tensors that qualities are called with."""
+
+    weights: tuple[str, ...]  # those of the model: parameters and buffers
+    others: tuple[str, ...] = ()  # optimizer state, for qualities that train on
+    # other names of these tensors, and what they are stored as
+    tied: Mapping[str, str] = field(default_factory=dict)
+    prefix: str = ""  # what begins names in the file, and not those that qualities see
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Decodes the state that one budget's quality is called with; see `ckptz.search.measures.ExactState`."""
+
+    tensors: Mapping[str, TensorSource]  # by name
+    budget: Budget
+    scope: Scope  # of all budgets
+    run: MapFunction = map  # maps a function over chunks
+
+    def state(self) -> State:
+        """Decode a fresh copy."""
+        scope = self.scope
+        names = (*scope.weights, *scope.others) if is_of_training(self.budget) else scope.weights
+        state = state_of({name: self.tensors[name] for name in names}, self.run)
+        state |= {n: state[stored] for n, stored in scope.tied.items() if stored in state}
+        return {name.removeprefix(scope.prefix): tensor for name, tensor in state.items()}
+
+    def disturbed(self, share: float, seed: int) -> State:
+        """Decode a copy with noise on weights of two or more dimensions, `share` of the spread of each."""
+        state, rng = self.state(), np.random.default_rng(seed)
+        for name in self.scope.weights:
+            tensor = state[name.removeprefix(self.scope.prefix)]
+            is_matrix = tensor.dim() > 1 and tensor.numel() > 1
+            # 8-bit floats do not add.
+            if is_matrix and tensor.is_floating_point() and tensor.element_size() > 1:
+                spread = float(tensor.float().std())
+                noise = rng.standard_normal(tuple(tensor.shape), np.float32)
+                tensor.add_(tensor.new_tensor(noise * np.float32(share * spread)))
+        return state
+
+
+def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> State:
+    """Decode tensors, by name, to CPU torch tensors in memory of their own; `run` maps over chunks."""
+    torch = framework("torch", "cpu", "mmap")
+    state, places = {}, []
+    for name, source in tensors.items():
+        shape = torch.shape_of(source.dtype, tuple(source.shape))
+        state[name], units = torch.allocate(source.dtype, shape)
+        places += [(source, units, begin, end) for begin, end in source.chunk_bounds()]
+
+    def fill(place: tuple[TensorSource, Any, int, int]) -> None:
+        source, units, begin, end = place
+        units[begin:end] = source.units(begin, end)
+
+    for _ in run(fill, places):
+        pass
+    return state
+
+
+def _called(budget: Budget, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a user's function; whatever it raises is told by the name of the budget."""
+    try:
+        return call(*args, **kwargs)
+    except (MemoryError, ConfigError):
+        raise
+    except Exception as error:
+        text = str(error).strip().splitlines()
+        what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        raise ConfigError(f"{budget.name}: the evaluation raised {what}; --debug shows where") from error
+
+
+def measure(
+    budgets: Sequence[Budget], scope: Scope, tensors: Mapping[str, TensorSource], run: MapFunction = map
+) -> Readings:
+    """Ask each budget's quality about decoded tensors; one that several budgets share is called once.
+
+    Args:
+        budgets: with qualities that have seen the exact tensors.
+        scope: of the tensors.
+        tensors: by name.
+        run: maps a function over chunks.
+
+    Raises:
+        ConfigError: a quality raises, or returns no number.
+    """
+    results: dict[int, Any] = {}
+    for budget in budgets:
+        quality = budget.quality
+        if callable(quality) and id(quality) not in results:
+            results[id(quality)] = _called(budget, quality, Decoder(tensors, budget, scope, run).state())
+    return tuple(budget.read(results[id(budget.quality)]) for budget in budgets)
+
+
+# --- files that are measured ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TrialFile:
+    """A written file that is to be measured; can be sent to another process."""
+
+    path: Path  # the file
+    # what its deltas are made from; of several files, each has other tensors
+    base_paths: tuple[Path, ...] = ()
+    search_path: tuple[Path, ...] = ()  # folders to look for the base's own bases in
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[Mapping[str, TensorSource]]:
+        """Open the file, for its tensors by name."""
+        with contextlib.ExitStack() as held:
+            file = held.enter_context(contextlib.closing(open_file(FileBytes(self.path))))
+            # It was written against these very bases, which need not be read to know that they are the ones.
+            if isinstance(file, Container) and file.index.base is not None:
+                bases: dict[str, TensorSource] = {}
+                for path in self.base_paths:
+                    base = held.enter_context(contextlib.closing(open_checkpoint(path, self.search_path)))
+                    bases |= base.tensors
+                file.bases = bases
+            yield file.tensors
+
+
+Read = Callable[[TrialFile], Readings]
+Measured = tuple[Readings, float]  # what was measured on one trial, and the seconds that it took
+Waiting = Callable[[], Measured]
+
+
+def read_file(budgets: Sequence[Budget], scope: Scope, run: MapFunction, file: TrialFile) -> Readings:
+    """Measure budgets on the tensors that are decoded from a trial."""
+    with file.opened() as tensors:
+        return measure(budgets, scope, tensors, run)
+
+
+def _timed(read: Read, file: TrialFile) -> Measured:
+    start = time.perf_counter()
+    readings = read(file)
+    return readings, time.perf_counter() - start
+
+
+def measured_here(read: Read) -> Callable[[TrialFile], Waiting]:
+    """Measure on the caller's own thread, at once."""
+
+    def begin(file: TrialFile) -> Waiting:
+        found = _timed(read, file)
+        return lambda: found
+
+    return begin
+
+
+@contextlib.contextmanager
+def measured_elsewhere(
+    n: int, budgets: Sequence[Budget], scope: Scope
+) -> Iterator[Callable[[TrialFile], Waiting]]:
+    """Measure side by side in `n` processes of their own, as models and their globals are not shared.
+
+    The budgets are sent to them, so what they refer to must be importable.
+
+    Raises:
+        ConfigError: they cannot be sent.
+    """
+    read = functools.partial(read_file, budgets, scope, map)
+    try:
+        ForkingPickler.dumps(read)
+    except Exception as error:
+        names = ", ".join(budget.name for budget in budgets)
+        raise ConfigError(
+            f"{names}: cannot be sent to other processes ({error}); with several workers the quality "
+            "must be a function of a module, or use one worker"
+        ) from None
+    spawn = multiprocessing.get_context("spawn")  # a fork would inherit PyTorch's threads half dead
+    pool = ProcessPoolExecutor(n, spawn, _prepare, (max(default_jobs() // n, 1),))
+
+    def begin(file: TrialFile) -> Waiting:
+        future = pool.submit(_timed, read, file)
+
+        def wait() -> Measured:
+            try:
+                return future.result()
+            except BrokenProcessPool:
+                raise ConfigError(
+                    "an evaluation process died, perhaps because memory ran out; use fewer workers"
+                ) from None
+
+        return wait
+
+    try:
+        yield begin
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _prepare(n_threads: int) -> None:
+    """Set up a new process: Ctrl-C ends it silently, and PyTorch takes its share of the cores."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))
+
+
+# --- the judge -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Yardstick:
+    """One budget, as the trials of a search are held against it."""
+
+    limit: Limit
+    exact: Reading  # what changes are measured from
+    promise: Promise  # of a file that keeps the budget
+    digest: str | None = None  # of the data
+    noise: float = 0.0  # differences up to this one say nothing
+    per_step: float | None = None  # what a step of training lowers the value by, if that is known
+
+    @property
+    def fault(self) -> str:
+        """Why nothing can be said to keep the budget, as it is below the noise of its measurement; or ""."""
+        metric, limit = self.exact.metric, self.limit
+        if math.isnan(limit.max_drop):
+            return (
+                f"{metric} cannot be measured in steps: from the exact state, as many steps again gain less "
+                f"than exact states differ by ({self.noise:.3g}, the noise floor); train further, average "
+                "over more data, or give a share of the loss as in 'resume<=0.2%'"
+            )
+        if self.noise <= limit.in_units(self.exact):
+            return ""
+        floor = self._amount(self.noise / self.exact.value if limit.is_relative else self.noise)
+        return (
+            f"{metric} cannot be measured to its budget of {self._amount(limit.max_drop)}: exact states "
+            f"differ by {floor} (the noise floor), so nothing counts as keeping it; allow more, or average "
+            "over more steps or data"
+        )
+
+    def doubt(self, judged: Judgement) -> str:
+        """Say whether too few answers were measured to tell what became of the mean, or nothing."""
+        allowed, wanted = self._amount(self.limit.max_drop), ""
+        if not judged.is_resolved and judged.error is not None:
+            if self.limit.max_drop:
+                wanted = f"; about {float(f'{judged.n_wanted:.2g}'):,.0f} would tell"
+            return (
+                f"{judged.metric}: {judged.n_values} values tell the change of their mean to a standard "
+                f"error of {self._amount(judged.error)}, more than half the budget of {allowed}, so "
+                f"not the mean but the changes of single values decide{wanted}"
+            )
+        if judged.n_values == 1 and self.promise == "quality-drop" and judged.metric not in (KL, TOP1):
+            return (
+                f"{judged.metric} is a single number, of which nobody can know whether its data tell a "
+                f"change of {allowed}; return the losses of all answers in one tensor [n_answers]"
+            )
+        return ""
+
+    def _amount(self, value: float) -> str:
+        """Write a value in the unit of the limit."""
+        return f"{100 * value:.3g}%" if self.limit.is_relative else f"{value:.3g}"
+
+    def records(self, found: Reading, judged: Judgement, date: str) -> Iterator[QualityRecord]:
+        """Give what the file says of its budget."""
+        limit, exact = self.limit, self.exact
+        record = QualityRecord(
+            promise=self.promise,
+            metric=found.metric,
+            max_drop=limit.max_drop,
+            is_relative=limit.is_relative,
+            lower_is_better=found.lower_is_better,
+            exact=exact.value,
+            measured=found.value,
+            is_met=judged.is_kept,
+            date=date,
+            data_digest=self.digest,
+        )
+        yield record
+        allowed = limit.in_units(exact)
+        beside: dict[str, Any] = {"is_relative": False, "exact": 0.0}
+        if judged.changes is not None:
+            measured = judged.changes * (exact.value if limit.is_relative else 1.0)
+            beside |= {"metric": f"{found.metric}{CHANGES}{found.unit}", "lower_is_better": True}
+            beside |= {"max_drop": ALLOWED * allowed, "measured": measured}
+            yield msgspec.structs.replace(record, **beside)
+        if self.per_step is not None:
+            lost = (found.value - exact.value) / self.per_step
+            beside |= {"metric": STEPS_LOST, "max_drop": allowed / self.per_step, "measured": lost}
+            yield msgspec.structs.replace(record, **beside)
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Says what a trial used of its budgets."""
+
+    yardsticks: tuple[Yardstick, ...]  # one for each budget, at least one
+    begin: Callable[[TrialFile], Waiting]  # starts to measure a trial; what it returns waits for the result
+
+    @property
+    def unmeasurable(self) -> tuple[str, ...]:
+        """Messages on budgets below the noise of their measurement, which nothing can be said to keep."""
+        return tuple(filter(None, (one.fault for one in self.yardsticks)))
+
+    def judgements(self, readings: Readings) -> tuple[Judgement, ...]:
+        """Compare a trial with the exact state, for each budget.
+
+        Raises:
+            ConfigError: its values are not those of the same answers as the exact state's.
+        """
+        pairs = zip(self.yardsticks, readings, strict=True)
+        return tuple(judge(one.limit, one.exact, found) for one, found in pairs)
+
+    def doubts(self, judgements: Sequence[Judgement]) -> tuple[str, ...]:
+        """Name the budgets of which too few answers were measured to tell what became of the mean."""
+        pairs = zip(self.yardsticks, judgements, strict=True)
+        return tuple(filter(None, (one.doubt(judged) for one, judged in pairs)))
+
+    def records(self, readings: Readings) -> tuple[QualityRecord, ...]:
+        """Give what the file says of its budgets; values that are not finite have no place in it."""
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        rows = zip(self.yardsticks, readings, self.judgements(readings), strict=True)
+        return tuple(record for one, found, judged in rows for record in one.records(found, judged, date))
+
+
+@contextlib.contextmanager
+def judging(
+    budgets: tuple[Budget, ...],
+    tensors: Mapping[str, TensorSource],
+    scope: Scope,
+    n_workers: int,
+    run: MapFunction,
+    *,
+    restores: int = 0,
+    repeats: bool = False,
+) -> Iterator[Judge]:
+    """Make a judge by quality; the exact `tensors` are measured, and `n_workers` trials side by side.
+
+    One evaluation at a time runs on the caller's thread, more in processes; `run` maps over chunks.
+
+    Args:
+        restores: see `Budget.limit`.
+        repeats: measure the exact tensors a second time, to see that their values are the same.
+
+    Raises:
+        ConfigError: a quality raises; or the exact tensors have none that a change can be measured from, or
+            others the second time; or budgets contradict each other.
+    """
+    seen: dict[int, Baseline] = {}  # by quality; one that several budgets share sees the exact tensors once
+    for budget in budgets:
+        if id(budget.quality) not in seen:
+            exact = Decoder(tensors, budget, scope, run)
+            seen[id(budget.quality)] = _called(budget, prepare, budget.quality, exact)
+    baselines = [seen[id(budget.quality)] for budget in budgets]
+    readings = tuple(budget.read(one.exact) for budget, one in zip(budgets, baselines, strict=True))
+    check_consistent(budgets, readings)
+    for budget, reading in zip(budgets, readings, strict=True):
+        budget.check_exact(reading)
+    ready = tuple(replace(b, quality=one.quality) for b, one in zip(budgets, baselines, strict=True))
+    yardsticks = tuple(
+        Yardstick(
+            limit=budget.limit(one.per_step, restores),
+            exact=reading,
+            promise="resume-gap" if is_of_training(budget) else "quality-drop",
+            digest=budget.data_digest,
+            noise=one.noise,
+            per_step=one.per_step,
+        )
+        for budget, one, reading in zip(budgets, baselines, readings, strict=True)
+    )
+    if repeats:
+        _check_repeats(ready, yardsticks, scope, tensors, run)
+    with contextlib.ExitStack() as held:
+        begin = measured_here(functools.partial(read_file, ready, scope, run))
+        if n_workers > 1:
+            begin = held.enter_context(measured_elsewhere(n_workers, ready, scope))
+        yield Judge(yardsticks, begin)
+
+
+def _check_repeats(
+    budgets: Sequence[Budget],
+    yardsticks: Sequence[Yardstick],
+    scope: Scope,
+    tensors: Mapping[str, TensorSource],
+    run: MapFunction,
+) -> None:
+    """Measure the exact tensors once more; qualities that train on have measured their noise."""
+    rows = [(b, one) for b, one in zip(budgets, yardsticks, strict=True) if not is_of_training(b)]
+    again = measure([budget for budget, _ in rows], scope, tensors, run)
+    for (budget, one), found in zip(rows, again, strict=True):
+        exact, used = one.exact, judge(one.limit, one.exact, found).used
+        if used is None or used > REPEATABLE:
+            unequal = int((found.values != exact.values).sum())
+            of = f", and {unequal} of {len(exact.values)} values differ" if len(exact.values) > 1 else ""
+            raise ConfigError(
+                f"{budget.name}: the {exact.metric} of the same exact tensors is {exact.value:.8g} and then "
+                f"{found.value:.8g}{of}; fix the data and the seed, and call model.eval()"
+            )
+
+
+# --- where there is no evaluation ------------------------------------------------------------------
+
+
+def proxy_judge(
+    limit: float, tensors: Mapping[str, TensorSource], guides: Mapping[str, SideInformation], run: MapFunction
+) -> Judge:
+    """Make a judge that wants the sensitivity-weighted relative RMS error to be at most `limit`.
+
+        sqrt( sum(g^2 * (w - w')^2) / sum(g^2 * w^2) )     over all lossy tensors
+
+    with averages of gradients g; tensors without one have the mean square of the others, or 1 if none has
+    one. It is a proxy, and is called so wherever it is shown. `run` maps a function over tensors.
+    """
+    known = {n: sensitivities_of(source, guides.get(n, NO_SIDE_INFORMATION)) for n, source in tensors.items()}
+    found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
+    squares = {name: square for name, square in zip(known, found, strict=True) if math.isfinite(square)}
+    sizes = {name: tensors[name].n_units for name in squares}
+    mean = sum(squares[n] * sizes[n] for n in squares) / max(sum(sizes.values()), 1) if squares else 1.0
+
+    def power(decoded: Mapping[str, TensorSource]) -> float:
+        """Sum up weighted squares of the errors, or of the originals where nothing is decoded."""
+
+        def one(name: str) -> float:
+            if name in squares:
+                return _weighted(tensors[name], known[name], decoded.get(name))
+            return mean * _weighted(tensors[name], None, decoded.get(name))
+
+        return sum(run(one, tensors))
+
+    whole = power({})
+
+    def error(file: TrialFile) -> Readings:
+        with file.opened() as decoded:
+            found = math.sqrt(power(decoded) / whole) if whole else 0.0
+        return (Reading(PROXY_METRIC, np.array([found]), lower_is_better=True),)
+
+    exact = Reading(PROXY_METRIC, np.zeros(1), lower_is_better=True)
+    yardstick = Yardstick(limit=Limit(limit, False), exact=exact, promise="rmse")
+    return Judge((yardstick,), measured_here(error))
+
+
+def _weighted(
+    source: TensorSource, gradients: GuidedSensitivities | None, decoded: TensorSource | None
+) -> float:
+    """Sum up squares of g * (w - w'), g being 1 where it is not known, w' 0 where nothing is decoded."""
+    total, kind = 0.0, KINDS[source.dtype.name]
+    for begin, end in source.chunk_bounds():
+        values = floats_of(source.units(begin, end), kind)
+        if decoded is not None:
+            values = values - floats_of(decoded.units(begin, end), kind)
+        if gradients is not None:
+            values = gradients.gradients_of(begin, end) * values
+        wide = values.astype(np.float64)
+        total += float(wide @ wide)
+    return total
+
+
+def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float:
+    """Compute the mean square of the gradients of one tensor; NaN where none are known."""
+    source, gradients = item
+    if gradients is None:
+        return math.nan
+    total = 0.0
+    for begin, end in source.chunk_bounds():
+        found = gradients.gradients_of(begin, end).astype(np.float64)
+        total += float(found @ found)
+    return total / max(source.n_units, 1)

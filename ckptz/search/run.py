@@ -1,0 +1,380 @@
+"""Searches for the smallest configuration that keeps a budget, and writes its file.
+
+Strategies propose configurations. Each trial is a whole file beside the target under a temporary name; what
+counts is measured on the tensors decoded from it. Only the best one so far is kept, and the last one left
+gets its records and its name. So an interrupted search leaves the best it found, or nothing. Frames that no
+setting changes are encoded for the first trial and copied into the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptz.container.byte_source import FileBytes
+from ckptz.container.frame_writer import Contents, Earlier, matching_base
+from ckptz.container.index import QualityRecord
+from ckptz.container.publish import Publication
+from ckptz.container.reader import Container
+from ckptz.container.writer import Written, amend_quality, write_container
+from ckptz.encoding.subject import NO_SIDE_INFORMATION, MapFunction, Subject
+from ckptz.errors import ConfigError
+from ckptz.methods.lossless import LOSSLESS
+from ckptz.methods.method import Cube, Method
+from ckptz.parallel import Workers
+from ckptz.pipeline import Job, Prepared, prepared
+from ckptz.roles import role_of
+from ckptz.search.evaluation import (
+    Judge,
+    Readings,
+    Scope,
+    TrialFile,
+    Waiting,
+    is_of_training,
+    judging,
+    proxy_judge,
+)
+from ckptz.search.options import SearchOptions, SearchReport, TrialReport, recorded_in
+from ckptz.search.predicted_sizes import predicted_sizes
+from ckptz.search.strategies import (
+    CLOSE_LATER,
+    MAX_LATER,
+    Exhaustive,
+    Guided,
+    Neighbourhood,
+    OneKnob,
+    Outcome,
+    Predict,
+    Strategy,
+    run_stages,
+)
+from ckptz.state.flatten import tied_names
+
+# Strategies, one after another; sizes of configurations before they are tried, if these need them; how many.
+Route = tuple[Sequence[Strategy], Predict | None, int]
+__all__ = ["SearchOptions", "SearchReport", "SearchRun", "TrialReport", "search_and_write"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchRun:
+    """Threads, folders and checks that a search works with."""
+
+    workers: Workers  # threads
+    base_paths: tuple[Path, ...] = ()  # the files behind `Contents.bases`
+    search_path: tuple[Path, ...] = ()  # folders to look for its own bases in
+    like: Sequence[Path] = ()  # files whose permissions the target gets, if it replaces none
+    # called before the target gets its name; raises if what was read has changed
+    check: Callable[[], None] = lambda: None
+    owner: str = ""  # begins the names of temporary files
+    prefix: str = ""  # what begins the names of weights in the file, and not those that qualities see
+
+
+def search_and_write(
+    target: Path, job: Job, options: SearchOptions, run: SearchRun
+) -> tuple[Written, SearchReport]:
+    """Find the smallest configuration that keeps the budgets and publish its file.
+
+    Where nothing keeps them, the file is lossless and the report says so.
+
+    Raises:
+        ConfigError: an evaluation fails, or the exact tensors have no quality to measure a drop from.
+        KeyboardInterrupt: before any trial kept the budgets; nothing is written.
+    """
+    start = time.perf_counter()
+    with prepared(replace(job, config=options.template)) as ready:
+        find = _replay if options.max_evaluations == 0 else _searched
+        written, report = find(target, ready, options, run, start)
+    return replace(written, notes=(*written.notes, *ready.notes)), report
+
+
+def _replay(
+    target: Path, ready: Prepared, options: SearchOptions, run: SearchRun, start: float
+) -> tuple[Written, SearchReport]:
+    """Write with the parent's settings; nothing is measured, so the file promises nothing."""
+    config = parent_config(options, ready.job)
+    if config is None:
+        raise ConfigError("with 0 evaluations a base or a plan must record settings, and none does")
+    trial = write_trial(target, ready, ready.contents(config), run)
+    trial.publish(run, options)
+    report = SearchReport(
+        method=options.template.name,
+        strategy="replay",
+        is_dry_run=options.is_dry_run,
+        config=asdict(config),
+        seconds=time.perf_counter() - start,
+    )
+    return trial.written, report
+
+
+def _searched(
+    target: Path, ready: Prepared, options: SearchOptions, run: SearchRun, start: float
+) -> tuple[Written, SearchReport]:
+    template = searched_template(options)
+    lossy = ready.lossy(template)
+    with contextlib.ExitStack() as held:
+        judge = held.enter_context(_judge(ready, lossy, options, run))
+        exact_seconds = time.perf_counter() - start
+        stages, predict, n_predicted = route_of(options, ready, run.workers.map)
+        searcher = Searcher(target, ready, options, run, judge, predict, held)
+        held.callback(searcher.drop_all)
+        is_interrupted = searcher.search(stages if lossy and not judge.unmeasurable else [])
+        written, records = searcher.publish()
+    best, trials = searcher.best, searcher.reports
+    last = best.report if best else trials[-1] if trials else None
+    report = SearchReport(
+        method=template.name,
+        strategy=last.strategy if last else stages[0].name,
+        is_met=best is not None or not lossy,
+        is_interrupted=is_interrupted,
+        is_dry_run=options.is_dry_run,
+        config=best.report.config if best else None,
+        metrics=tuple(one.exact.metric for one in judge.yardsticks),
+        exact=tuple(one.exact.value for one in judge.yardsticks),
+        trials=tuple(trials),
+        n_predicted=n_predicted,
+        noise=tuple(one.noise for one in judge.yardsticks),
+        unmeasurable=judge.unmeasurable if lossy else (),
+        doubts=judge.doubts(last.judgements) if last else (),
+        quality=records,
+        seconds=time.perf_counter() - start,
+        evaluation_seconds=exact_seconds + sum(t.evaluation_seconds for t in trials),
+    )
+    return written, report
+
+
+@contextlib.contextmanager
+def _judge(ready: Prepared, lossy: Sequence[str], options: SearchOptions, run: SearchRun) -> Iterator[Judge]:
+    tensors = ready.job.tensors
+    if options.proxy_error is not None:
+        chosen = {name: tensors[name] for name in lossy}
+        yield proxy_judge(options.proxy_error, chosen, ready.guides, run.workers.map)
+        return
+    weights = tuple(name for name in tensors if _is_of_model(name, ready))
+    others = tuple(name for name in tensors if name not in set(weights))
+    scope = Scope(weights, others, tied_names(ready.job.tree, tensors), run.prefix)
+    with judging(
+        *(options.budgets, tensors, scope, options.workers, run.workers.map),
+        restores=options.restores,
+        # A later checkpoint, which begins at a parent's settings, is found in one or two evaluations.
+        repeats=parent_config(options, ready.job) is None,
+    ) as judge:
+        yield judge
+
+
+def _is_of_model(name: str, ready: Prepared) -> bool:
+    """Tell whether a model has the tensor: weights, and buffers of integers, but no optimizer state."""
+    job, source, role = ready.job, ready.job.tensors[name], ready.roles[name]
+    if not source.dtype.is_float:
+        role = (job.roles or {}).get(name) or role_of(name, source.shape, is_float=True, rules=job.role_rules)
+    return role.role == "weight"
+
+
+# --- what is tried -------------------------------------------------------------------------------
+
+
+def searched_template(options: SearchOptions) -> Method:
+    """Give the template of a search, as its budgets need it."""
+    trains = any(map(is_of_training, options.budgets))
+    return options.template.searched(trains=trains, restarts=options.restores > 0)
+
+
+def parent_config(options: SearchOptions, job: Job) -> Method | None:
+    """Give what the user says, or what the checkpoint before was written with, if by the same method."""
+    template = searched_template(options)
+    parent = options.parent if options.parent is not None else recorded_in(job.bases, template)
+    if parent is None or not template.is_scalable:
+        return parent
+    return template.scaled(parent.multiplier)
+
+
+def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
+    """Find the strategies for the options of a search; `run` maps a function over tensors.
+
+    Raises:
+        ConfigError: the strategy needs a parent, and there is none.
+    """
+    template, parent = searched_template(options), parent_config(options, ready.job)
+    if template.is_scalable:
+        first = OneKnob(template=template)
+        if parent is None:
+            return [first], None, 0
+        # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
+        first = replace(first, start=parent.multiplier)
+        return [replace(first, most=MAX_LATER, close=CLOSE_LATER), first], None, 0
+    lossy = ready.lossy(template)
+    guides = [ready.guides[name] for name in lossy if name in ready.guides]
+    is_ranked = any(guide.gradient or guide.second_moment for guide in guides)
+    layer_types = {ready.roles[name].layer_type for name in lossy}
+    cubes = template.cubes(options.cubes, layer_types, is_ranked=is_ranked)
+    subjects = {}
+    for name, tensor in ready.job.tensors.items():
+        base = matching_base(tensor, ready.job.bases.get(name))
+        subjects[name] = Subject(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
+    configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
+    predict = predicted_sizes(subjects, ready.roles, configs, run).__getitem__
+    return _cube_stages(options, parent, cubes, predict), predict, len(configs)
+
+
+def _cube_stages(
+    options: SearchOptions, parent: Method | None, cubes: Sequence[Cube], predict: Predict
+) -> list[Strategy]:
+    strategy = options.strategy
+    if strategy == "exhaustive":
+        return [Exhaustive(cubes=cubes, predict=predict)]
+    guided = Guided(cubes=cubes, predict=predict)
+    if strategy != "guided" and parent is not None:
+        keeps = options.restores > 0
+        return [Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps), guided]
+    if strategy == "neighbourhood":
+        raise ConfigError("strategy neighbourhood begins at settings of a base or a plan, and there are none")
+    return [guided]
+
+
+# --- trials ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Trial:
+    """A file that is written and has no name yet."""
+
+    publication: Publication
+    path: Path
+    written: Written
+
+    def publish(self, run: SearchRun, options: SearchOptions) -> None:
+        """Give the file its name, unless its inputs have changed or the run is a dry one; remove it then."""
+        try:
+            run.check()
+            if not options.is_dry_run:
+                self.publication.commit()
+        finally:
+            self.publication.discard()
+
+
+def write_trial(target: Path, ready: Prepared, contents: Contents, run: SearchRun) -> Trial:
+    """Write a file beside `target`, under a temporary name."""
+    publication = Publication(run.owner)
+    try:
+        with publication.file(target, run.like) as sink:
+            written = write_container(sink, ready.job.tensors, contents, run.workers)
+    except BaseException:
+        publication.discard()
+        raise
+    return Trial(publication, Path(sink.name), written)
+
+
+class Best(NamedTuple):
+    """The smallest trial so far that keeps the budgets."""
+
+    trial: Trial
+    report: TrialReport
+    readings: Readings
+
+
+@dataclass(slots=True)
+class Searcher:
+    """One search: writes trials, has them measured, keeps the best."""
+
+    target: Path
+    ready: Prepared
+    options: SearchOptions
+    run: SearchRun
+    judge: Judge
+    predict: Predict | None
+    held: contextlib.ExitStack  # closes the first trial
+    reports: list[TrialReport] = field(default_factory=list)
+    best: Best | None = None
+    waiting: list[Trial] = field(default_factory=list)
+    earlier: Earlier | None = None  # what later trials copy, from the first
+
+    def search(self, stages: Sequence[Strategy]) -> bool:
+        """Try until the strategies are done; tell whether Ctrl-C came before."""
+        try:
+            for _ in run_stages(stages, self.try_all, self.options.workers, self.options.max_evaluations):
+                pass
+        except KeyboardInterrupt:
+            if self.best is None:
+                n = len(self.reports)
+                what = f"{n} evaluations of trials, none of which keeps the budget; nothing is written"
+                raise KeyboardInterrupt(what) from None
+            return True
+        return False
+
+    def drop_all(self) -> None:
+        """Remove the files that have no name."""
+        for trial in [*self.waiting, *([self.best.trial] if self.best else [])]:
+            trial.publication.discard()
+
+    def _write(self, config: Method) -> Trial:
+        """Write a trial; the first one stays open, as most of a training state comes out the same in all."""
+        contents = self.ready.contents(config, self.earlier)
+        trial = write_trial(self.target, self.ready, contents, self.run)
+        self.waiting.append(trial)
+        if self.earlier is None:
+            file = FileBytes(trial.path)  # readable until it is closed, also when it has lost its name
+            self.held.callback(file.close)
+            notes = dict(trial.written.tensor_notes)
+            self.earlier = Earlier(tensors=Container(file).tensors, recipes=contents.recipes, notes=notes)
+        return trial
+
+    def try_all(self, configs: Sequence[Method], strategy: str) -> list[Outcome]:
+        """Write and measure configurations; what is written while others are measured costs no time."""
+        begun: list[tuple[Method, Trial, Waiting, float]] = []
+        for config in configs:
+            start = time.perf_counter()
+            trial = self._write(config)
+            wait = self.judge.begin(TrialFile(trial.path, self.run.base_paths, self.run.search_path))
+            begun.append((config, trial, wait, time.perf_counter() - start))
+        return [self._finish(strategy, *one) for one in begun]
+
+    def _finish(self, strategy: str, config: Method, trial: Trial, wait: Waiting, seconds: float) -> Outcome:
+        readings, evaluation_seconds = wait()
+        judgements = self.judge.judgements(readings)
+        used = max(math.inf if one.used is None else one.used for one in judgements)
+        outcome = Outcome(config, used, trial.written.stored_bytes)
+        is_in_process = self.options.workers == 1
+        report = TrialReport(
+            config=asdict(config),
+            strategy=strategy,
+            predicted_bytes=None if self.predict is None else round(self.predict(config)),
+            n_bytes=outcome.n_bytes,
+            drop=_finite(outcome.used),
+            is_feasible=outcome.is_feasible,
+            values=tuple(_finite(reading.value) for reading in readings),
+            judgements=judgements,
+            seconds=seconds if is_in_process else seconds + evaluation_seconds,
+            evaluation_seconds=evaluation_seconds,
+        )
+        self.reports.append(report)
+        self.waiting.remove(trial)
+        if outcome.is_feasible and (self.best is None or outcome.n_bytes < self.best.report.n_bytes):
+            if self.best is not None:
+                self.best.trial.publication.discard()
+            self.best = Best(trial, report, readings)
+        else:
+            trial.publication.discard()
+        self.options.on_trial(report)
+        return outcome
+
+    def publish(self) -> tuple[Written, tuple[QualityRecord, ...]]:
+        """Give the best its records and its name; a lossless file where nothing keeps the budget."""
+        records: tuple[QualityRecord, ...] = ()
+        if self.best is None:
+            contents = self.ready.contents(LOSSLESS, self.earlier)
+            trial = write_trial(self.target, self.ready, contents, self.run)
+        else:  # which is removed in the end, whatever happens here
+            trial = self.best.trial
+            records = self.judge.records(self.best.readings)
+            n_bytes = amend_quality(trial.path, records)
+            trial.written = replace(trial.written, stored_bytes=n_bytes)
+        trial.publish(self.run, self.options)
+        return trial.written, records
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

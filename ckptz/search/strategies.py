@@ -1,0 +1,412 @@
+"""Strategies: what a search tries next, of what it has tried so far.
+
+A strategy proposes configurations, somebody tries them, and the best that fits is kept. It is a function of
+what was tried and keeps nothing of its own, so a search can be stopped, replayed and tested without a model.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.methods.method import Cube, Method, Point
+
+FULL: Final = 1.0  # share of the budget that may be used
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The size and the quality of one configuration that was tried."""
+
+    config: Method  # what was tried
+    used: float  # share of the budget that is used; infinite if it could not be measured
+    n_bytes: int  # size of the file
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether the budget is kept."""
+        return self.used <= FULL
+
+
+History = Sequence[Outcome]
+Predict = Callable[[Method], float]
+Try = Callable[[Sequence[Method], str], list[Outcome]]
+
+
+class Strategy(Protocol):
+    """Decides what to try next; `name` is reported with each trial."""
+
+    @property
+    def name(self) -> str: ...
+
+    def propose(self, history: History, n: int) -> Sequence[Method]:
+        """Propose at most `n` configurations to try side by side; none if nothing is left to learn.
+
+        `history` is what was tried, in order, by other strategies too.
+        """
+        ...
+
+
+def best_of(history: History) -> Outcome | None:
+    """Find the smallest outcome that keeps the budget."""
+    return min((o for o in history if o.is_feasible), key=lambda o: o.n_bytes, default=None)
+
+
+def run_stages(
+    stages: Sequence[Strategy], try_all: Try, n_side_by_side: int = 1, most: int | None = None
+) -> Iterator[Outcome]:
+    """Search with one strategy after another until one of them leaves something that keeps the budget.
+
+    Args:
+        stages: strategies, the cheapest first.
+        try_all: tries configurations side by side; is told the strategy's name.
+        n_side_by_side: most configurations in one round.
+        most: trials in all.
+
+    Yields:
+        Outcomes as they come.
+    """
+    history: list[Outcome] = []
+    for stage in stages:
+        while True:
+            room = n_side_by_side if most is None else min(n_side_by_side, most - len(history))
+            configs = stage.propose(history, room)
+            if not configs:
+                break
+            found = try_all(configs, stage.name)
+            history += found
+            yield from found
+        if best_of(history) is not None:
+            return
+
+
+# --- cubes --------------------------------------------------------------------------------------
+Mask = NDArray[np.bool_]
+MIN_GAIN: Final = 0.005  # a trial must promise to be so much smaller than the best; predictions err as much
+# Measurements are noisy: a trial that uses up to 1 + DOUBT of the budget does not exclude configurations
+# within NEAR steps of it.
+DOUBT, NEAR = 0.5, 2
+ENOUGH: Final = 20  # rounds, once a trial keeps the budget: more gain under 0.1 % on average
+MAX_SHARE: Final = 0.25  # of the configurations: the descent ends there at the latest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guided:
+    """Finds the smallest configuration that keeps a budget, where quality falls along every axis of a cube.
+
+    Each trial excludes: one that breaks the budget everything at least as aggressive, one that keeps it
+    everything that is predicted to be larger. The next to try is the one that excludes most whichever way it
+    turns out, which for a whole cube is near the middle of its diagonal; what is left are sub-cubes, to
+    which the same applies. This is the guided search of Inshrinkerator (arXiv 2306.11800, section 5) with
+    predicted sizes as a second order.
+
+    Real quality does not fall along every axis: accuracy on few samples jumps, and k-means spends its levels
+    elsewhere when fewer values are protected. Once nothing is left to exclude, the search therefore descends:
+    it tries the neighbours of the best one, the smallest first, and moves on to any that keeps the budget.
+    """
+
+    cubes: Sequence[Cube]  # what is searched
+    predict: Predict  # bytes of a configuration's file
+    name: str = "guided"
+
+    @functools.cached_property
+    def _points(self) -> _Points:
+        return _Points.of(self.cubes, self.predict)
+
+    def propose(self, history: History, n: int) -> Sequence[Method]:
+        points = self._points
+        if best_of(history) is not None:
+            n = max(min(n, ENOUGH * n - len(history)), 0)
+        open_ = np.ones(len(points.configs), np.bool_)
+        for outcome in history:
+            self._exclude(points, open_, outcome)
+        found = _most_telling(points, open_, n) or _around_best(points, history, n)
+        return [points.configs[i] for i in found]
+
+    def _exclude(self, points: _Points, open_: Mask, outcome: Outcome) -> None:
+        """Close the points that need no trial after this outcome."""
+        tried = points.places.get(outcome.config, [])
+        if outcome.is_feasible:
+            size = points.sizes[tried[0]] if tried else outcome.n_bytes
+            open_ &= points.sizes < size * (1 - MIN_GAIN)
+        for i in tried:
+            open_[i] = False
+            if not outcome.is_feasible:
+                excluded = points.is_beyond[:, i]
+                if outcome.used <= FULL + DOUBT:
+                    excluded = excluded & (points.steps - points.steps[i] > NEAR)
+                open_ &= ~excluded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exhaustive:
+    """Tries every configuration of the cubes, the smallest predicted ones first: the yardstick."""
+
+    cubes: Sequence[Cube]
+    predict: Predict
+    name: str = "exhaustive"
+
+    def propose(self, history: History, n: int) -> Sequence[Method]:
+        tried = {outcome.config for outcome in history}
+        configs = {cube.config(point) for cube in self.cubes for point in cube.points} - tried
+        return sorted(configs, key=lambda config: (self.predict(config), repr(config)))[:n]
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """All points of all cubes."""
+
+    configs: list[Method]  # one a point; without pruning, cubes share theirs
+    places: dict[Method, list[int]]  # the points of each configuration
+    at: NDArray[np.int64]  # the points, steps from the mildest one by axis [n, axes]
+    home: NDArray[np.int64]  # index of each one's cube [n]
+    sizes: NDArray[np.float64]  # predicted bytes [n]
+    steps: NDArray[np.int64]  # from the mildest point, over all axes [n]
+    is_beyond: Mask  # whether the first is at least as aggressive as the second, in one cube [n, n]
+
+    @classmethod
+    def of(cls, cubes: Sequence[Cube], predict: Predict) -> _Points:
+        points = [(i, point) for i, cube in enumerate(cubes) for point in cube.points]
+        configs = [cubes[i].config(point) for i, point in points]
+        at = np.array([point for _, point in points])
+        home = np.array([i for i, _ in points])
+        is_beyond = (at[:, None] >= at[None, :]).all(axis=2) & (home[:, None] == home[None, :])
+        places: dict[Method, list[int]] = {}
+        for i, config in enumerate(configs):
+            places.setdefault(config, []).append(i)
+        sizes = np.array([predict(config) for config in configs])
+        return cls(configs, places, at, home, sizes, at.sum(axis=1), is_beyond)
+
+    def beside(self, i: int) -> Mask:
+        """Mark points of the same cube that are at most one step away along each axis [n]."""
+        near: Mask = (np.abs(self.at - self.at[i]) <= 1).all(axis=1) & (self.home == self.home[i])
+        return near
+
+
+def _most_telling(points: _Points, open_: Mask, n: int) -> list[int]:
+    """Up to `n` open points: the most telling one, then those that would be after either answer to it."""
+    waiting = [open_]
+    found: list[int] = []
+    while waiting and len(found) < n:
+        left = waiting.pop(0)
+        left[found] = False
+        if not left.any():
+            continue
+        best = _middle(points, np.flatnonzero(left))
+        found.append(best)
+        waiting += [left & ~points.is_beyond[:, best], left & (points.sizes < points.sizes[best])]
+    return found
+
+
+def _around_best(points: _Points, history: History, n: int) -> list[int]:
+    """Up to `n` untried points beside the best outcome that promise to be smaller, the smallest first."""
+    best = best_of(history)
+    places = points.places.get(best.config, []) if best else []
+    room = min(n, int(MAX_SHARE * len(points.places)) - len(history))
+    if not places or room < 1:
+        return []
+    tried = {outcome.config for outcome in history}
+    is_near = np.logical_or.reduce([points.beside(i) for i in places])
+    is_near &= points.sizes < points.sizes[places[0]] * (1 - MIN_GAIN)
+    ordered = sorted(np.flatnonzero(is_near), key=lambda i: points.sizes[i])
+    by_config = {points.configs[i]: int(i) for i in ordered if points.configs[i] not in tried}
+    return list(by_config.values())[:room]
+
+
+def _middle(points: _Points, left: NDArray[np.int64]) -> int:
+    """The point that excludes most whichever way it turns out; of several the smallest."""
+    if_broken = points.is_beyond[np.ix_(left, left)].sum(axis=0)
+    sizes = points.sizes[left]
+    if_kept = len(left) - np.searchsorted(np.sort(sizes), sizes, side="left")
+    return int(left[np.lexsort((sizes, -np.minimum(if_broken, if_kept)))[0]])
+
+
+def dominates(point: Point, other: Point) -> bool:
+    """Tell whether `point` is at least as aggressive as `other` along every axis."""
+    return all(a >= b for a, b in zip(point, other, strict=True))
+
+
+MAX_TRIALS: Final = 10
+REACH: Final = 3  # steps from the parent, over all axes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbourhood:
+    """Tries what is near the parent, at most ten configurations; goes before every other strategy.
+
+    Inshrinkerator (arXiv 2306.11800, section 5): never more aggressive than the parent; the other prune
+    metric with the same knobs first, then by falling ratio; the first that keeps the budget wins.
+    """
+
+    parent: Method  # the previous checkpoint's configuration
+    keeps: bool = False  # try the parent's own settings first, with which its levels stay
+    cubes: Sequence[Cube]  # one for each prune metric
+    predict: Predict  # bytes of a configuration's file
+    name: str = "neighbourhood"
+
+    def propose(self, history: History, n: int) -> Sequence[Method]:
+        if any(outcome.is_feasible for outcome in history):
+            return ()
+        broken = [outcome.config for outcome in history]
+        left = [config for config in self._ordered() if not self._is_excluded(config, broken)]
+        return left[: max(min(n, MAX_TRIALS - len(history)), 0)]
+
+    def _ordered(self) -> list[Method]:
+        others = [cube for cube in self.cubes if cube.name != self.parent.cube_name]
+        same_knobs = [cube.config(cube.point(self.parent)) for cube in others]
+        rest: set[Method] = set()
+        for cube in self.cubes:  # as aggressive as the parent, or a few steps milder
+            at = cube.point(self.parent)
+            near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH)
+            rest.update(map(cube.config, near))
+        by_ratio = sorted(rest, key=lambda config: (self.predict(config), repr(config)))
+        kept = [self.parent] if self.keeps and self.parent in rest else []
+        return list(dict.fromkeys([*kept, *same_knobs, *by_ratio]))
+
+    def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
+        """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""
+        return any(
+            dominates(point, other)
+            for cube in self.cubes
+            if (point := _point_in(cube, config)) is not None
+            for tried in broken
+            if (other := _point_in(cube, tried)) is not None
+        )
+
+
+def _point_in(cube: Cube, config: Method) -> Point | None:
+    """Find the point of exactly this configuration, if the cube has it."""
+    point = cube.point(config)
+    return point if cube.config(point) == config else None
+
+
+# --- one multiplier -----------------------------------------------------------------------------
+MAX_FIRST: Final = 8  # trials of a first checkpoint
+MAX_LATER: Final = 3  # of one whose parent says where to begin
+SMALLEST, LARGEST = 2.0**-6, 2.0**6  # multipliers; below, weights take 8 bits and more
+TARGET: Final = 0.95  # share of the budget to aim at: half of the near misses would be for nothing
+CLOSE: Final = 0.88  # from there on, a larger multiplier saves under 2 % of the bytes
+CLOSE_LATER: Final = 0.7  # likewise, but an evaluation would cost more than the 5 % that it may save
+NARROW: Final = 0.03  # a bracket of 3 % in the multiplier is worth 0.04 bits a weight
+USUAL_POWER: Final = 2.0
+POWERS: Final = (1.0, 4.0)  # what is believed of two measurements, which are noisy
+LEAST_USED: Final = 0.02  # less may be noise, or an improvement
+LONGEST: Final = math.log(4)  # of one extrapolation
+MARGIN: Final = 0.15  # of a bracket, at either end: a trial must narrow it
+SAME: Final = 5e-3  # multipliers that differ by less are one
+APART: Final = 0.12  # in logarithms, of trials side by side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneKnob:
+    """Looks for the largest multiplier that keeps the budget; all steps follow from it.
+
+    The sum of expected loss change and lambda times bits is smallest where every part of a checkpoint pays
+    the same loss for its last bit. For small errors the change is a_i * step_i^2 and the bits are n_i *
+    log2(1 / step_i), so step_i = sqrt(lambda * n_i / (2 ln 2 * a_i)): all steps are proportional to
+    sqrt(lambda), which is the multiplier of `Method.scaled`. What is special to a tensor, a_i, is in the
+    reference steps already: in `ckptz.quant.grid.row_steps` for weights, in the roots of second moments for
+    first ones. Moments follow in proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for 0.05
+    bit (docs/search.md).
+
+    The share of a budget that is used then grows about with the multiplier's square. Two measurements give
+    its power, and the next trial is where the line through them meets the budget, in logarithms.
+    Measurements may be noisy: of several that keep the budget the largest counts, whatever failed below.
+    """
+
+    template: Method  # steps at a multiplier of 1, and everything that does not follow from it
+    start: float = 1.0  # the first multiplier to try
+    most: int = MAX_FIRST  # trials, those of strategies before this one included
+    close: float = CLOSE  # share of the budget that is near enough to it
+    name: str = "one-knob"
+
+    def propose(self, history: History, n: int) -> Sequence[Method]:
+        room = min(n, self.most - len(history))
+        points = _Bracket.of(history)
+        if room < 1 or points.is_done(self.close):
+            return ()
+        tried = {outcome.config for outcome in history}
+        found = map(self.template.scaled, map(self._multiplier, points.around(math.log(self.start))))
+        configs = dict.fromkeys(config for config in found if config not in tried)
+        return list(configs)[:room]
+
+    def _multiplier(self, x: float) -> float:
+        """Give a multiplier of three digits, which plans and records show as they are; or the parent's own.
+
+        Only at the very same one does the grid of the parent's file stay.
+        """
+        found = float(f"{math.exp(x):.3g}")
+        return self.start if math.isclose(found, self.start, rel_tol=SAME) else found
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A trial: logarithms of its multiplier and of the share of the budget that it used."""
+
+    x: float
+    y: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Bracket:
+    """The largest multiplier that kept the budget, and the smallest above it that did not."""
+
+    kept: _Point | None  # None if none did
+    broken: _Point | None  # None if all above did
+    power: float  # of the multiplier, by which the share that is used grows
+
+    @classmethod
+    def of(cls, history: History) -> Self:
+        trials = [(o.config.multiplier, max(o.used, LEAST_USED)) for o in history]
+        points = sorted((_Point(math.log(x), math.log(y)) for x, y in trials), key=lambda p: p.x)
+        kept = max((p for p in points if p.y <= math.log(FULL)), key=lambda p: p.x, default=None)
+        above = [p for p in points if kept is None or p.x > kept.x]
+        return cls(kept, above[0] if above else None, _power(points))
+
+    def is_done(self, close: float) -> bool:
+        """Tell whether another trial would gain too little, or leave the range."""
+        if self.kept is None:
+            return self.broken is not None and self.broken.x <= math.log(SMALLEST)
+        if self.kept.y >= math.log(close) or self.kept.x >= math.log(LARGEST):
+            return True
+        return self.broken is not None and self.broken.x - self.kept.x <= NARROW
+
+    def around(self, start: float) -> Iterator[float]:
+        """Say where to measure next, as logarithms of multipliers, best first."""
+        x = self._next(start)
+        low = math.log(SMALLEST) if self.kept is None else self.kept.x
+        high = math.log(LARGEST) if self.broken is None else self.broken.x
+        yield _within(x, low, high)
+        for i in range(1, 9):
+            yield from (other for other in (x - i * APART, x + i * APART) if low < other < high)
+
+    def _next(self, start: float) -> float:
+        if self.kept is not None and self.broken is not None:
+            share = 0.5  # where the line through both meets the target, not too near to either
+            if math.isfinite(self.broken.y):
+                wanted = (math.log(TARGET) - self.kept.y) / (self.broken.y - self.kept.y)
+                share = _within(wanted, MARGIN, 1 - MARGIN)
+            return self.kept.x + share * (self.broken.x - self.kept.x)
+        known = self.kept or self.broken
+        if known is None:
+            return start
+        return known.x + _within((math.log(TARGET) - known.y) / self.power, -LONGEST, LONGEST)
+
+
+def _power(points: Sequence[_Point]) -> float:
+    """Fit the power of the multiplier by which the used share grows, to the two trials nearest the budget."""
+    usable = [p for p in points if math.log(LEAST_USED) < p.y < math.inf]
+    near = sorted(usable, key=lambda p: abs(p.y))[:2]
+    if len(near) < 2 or near[0].x == near[1].x:
+        return USUAL_POWER
+    return _within((near[1].y - near[0].y) / (near[1].x - near[0].x), *POWERS)
+
+
+def _within(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)

@@ -1,1 +1,0 @@
-"""Runs a search: writes trial files, measures them and keeps the best, as `ckptz.search` proposes them."""

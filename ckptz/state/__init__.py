@@ -1,0 +1,1 @@
+"""States: nested ones as named tensors and a tree of plain values, and the arrays that tensors become."""
