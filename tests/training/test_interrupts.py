@@ -313,7 +313,7 @@ def test_on_save_may_not_wait_for_itself(tmp_path: Path) -> None:
 # --- a signal at every point where Python runs handlers ---------------------------------------------------
 
 CHECKED = ("CALL", "RESUME", "JUMP_BACKWARD")  # after these, Python looks for signals
-TRACED = tuple(module.__file__ for module in (background, checkpointer, lock, steps))
+TRACED = tuple(module.__file__ for module in (background, checkpointer, lock, run_folder))
 
 
 @functools.cache
