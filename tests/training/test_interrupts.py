@@ -21,6 +21,7 @@ import torch
 
 from ckptz import Checkpointer
 from ckptz.errors import ConfigError
+from ckptz.run import folder as run_folder
 from ckptz.store import lock
 from ckptz.training import background, checkpointer
 from ckptz.training.background import Background
