@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from ckptz.methods.lossless import LOSSLESS, Lossless
     from ckptz.methods.state import Moments
     from ckptz.methods.table import register
+    from ckptz.run.keep import KeepPolicy, KeepRules
     from ckptz.search.budget import Budget
     from ckptz.search.measures import Agreement, ResumeProbe
     from ckptz.search.options import SearchOptions
-    from ckptz.store.retention import KeepPolicy, KeepRules
     from ckptz.training.checkpointer import Checkpointer
     from ckptz.verbs.compress import compress
     from ckptz.verbs.diff import diff
@@ -82,8 +82,8 @@ _HOMES: Final = {
     "SearchOptions": "search.options",
     "CkptzError": "errors",
     "Checkpointer": "training.checkpointer",
-    "KeepPolicy": "store.retention",
-    "KeepRules": "store.retention",
+    "KeepPolicy": "run.keep",
+    "KeepRules": "run.keep",
     "safe_open": "api.safe_open",
 }
 

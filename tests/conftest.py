@@ -32,8 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def deltas_at_any_cost() -> Iterator[None]:
     """Files are stored as `anchor_every` says: for tests of chains that would not pay."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ckptz.store.steps.weighed_in_folder", lambda _kind, rule, *_: rule)
-        patch.setattr("ckptz.store.weigh.weighed", lambda rule, *_: rule)
+        patch.setattr("ckptz.run.chain.weighed", lambda rule, *_: rule)
         yield
 
 

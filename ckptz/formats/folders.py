@@ -30,9 +30,9 @@ from ckptz.errors import (
 )
 from ckptz.formats.sharding import Carried, is_relative_path, is_shard_name, parse_places
 from ckptz.formats.torch_files import is_torch_file, load_state
+from ckptz.run.names import is_base_name
 from ckptz.state.flatten import flatten
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
-from ckptz.store.runs import is_base_name
 
 InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 INDEX_SUFFIX: Final = ".index.json"

@@ -11,21 +11,20 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any, Final
 
-from ckptz.container.byte_source import is_folder, is_url, local_copy, open_bytes, path_of
+from ckptz.container.byte_source import is_folder, is_url, local_copy, path_of
 from ckptz.container.envelope import MAX_HEADER_BYTES
 from ckptz.container.index import Shard, Sharding
-from ckptz.container.reader import Container
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, named
+from ckptz.errors import CkptzError, ConfigError, named
 from ckptz.formats.dcp import is_dcp, open_dcp
 from ckptz.formats.folders import Input as Input
 from ckptz.formats.folders import is_within, open_folder, packed_in
 from ckptz.formats.sharding import SHARD_SUFFIXES, check_sharding, is_shard_name
 from ckptz.formats.targets import stem_of
 from ckptz.formats.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
-from ckptz.store.links import residual_of
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint, open_file
-from ckptz.store.runs import newest_checkpoint, weights_at
-from ckptz.store.step_files import EXACT_OF_KEY, StepFile
+from ckptz.run.exact import exact_of
+from ckptz.run.names import newest_checkpoint, weights_at
+from ckptz.run.step_files import StepFile
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint
 
 ACCEPTED: Final = (
     "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "
@@ -89,29 +88,6 @@ def open_whole(path: Path, search_path: Sequence[Path], held: contextlib.ExitSta
             if weights is None:
                 raise
     return [opened(exact_of(file)) for file in (weights, *beside_weights(weights))]
-
-
-def exact_of(file: Path) -> Path:
-    """Give the residual file that makes a lossy file exact, if there is one; else the file itself.
-
-    Raises:
-        CorruptionError: the residual is one of other values.
-        FormatError: a file is damaged.
-    """
-    step_file = StepFile.parse(file.name)
-    exact = residual_of(file) if step_file is None else file.with_name(step_file.exact.name)
-    if not exact.exists():
-        return file
-    with (
-        contextlib.closing(open_file(open_bytes(file))) as lossy,
-        contextlib.closing(open_file(open_bytes(exact))) as residual,
-    ):
-        of = residual.index.metadata if isinstance(residual, Container) else None
-        if isinstance(lossy, Container) and (of or {}).get(EXACT_OF_KEY) != lossy.index.content_id:
-            raise CorruptionError(
-                f"{exact}: belongs to other values than {file.name} holds; name {file} itself"
-            )
-    return exact
 
 
 def beside_weights(weights: Path) -> list[Path]:

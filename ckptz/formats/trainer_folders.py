@@ -24,14 +24,15 @@ from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish_together
 from ckptz.errors import CorruptionError, UnsupportedError, naming
 from ckptz.formats.folders import Input, carried_in
-from ckptz.formats.inputs import exact_of, open_input
+from ckptz.formats.inputs import open_input
 from ckptz.formats.sharding import Carried, stage_carried
 from ckptz.formats.torch_files import dump_state
+from ckptz.run.exact import exact_of
+from ckptz.run.step_files import FROZEN_KEY
 from ckptz.state.flatten import tied_names
 from ckptz.state.skeleton import parse_tree
 from ckptz.state.unflatten import Chunks, unflatten
 from ckptz.store.resolve import SUFFIX
-from ckptz.store.step_files import FROZEN_KEY
 
 WEIGHTS: Final = f"model{SUFFIX}"
 STATE: Final = f"state{SUFFIX}"

@@ -23,10 +23,10 @@ from accelerate.utils import DistributedType
 
 from ckptz.errors import UnsupportedError
 from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, checked_options, job_of, read_newest
-from ckptz.integrations.run_files import RunFiles
 from ckptz.integrations.versions import warn_untested
+from ckptz.run.linked_files import RunFiles
+from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
-from ckptz.store.step_files import Kept
 
 TESTED: Final = (
     (1, 15),
@@ -67,6 +67,7 @@ class Registration:
         del models
         if self._accelerator.is_main_process:
             for i, state in enumerate(weights):
+                self.chain(i).settle()  # of the save before: nobody says when this one is complete
                 self.chain(i).write(_path(output_dir, i), job_of(dict(state)))
         weights.clear()
 

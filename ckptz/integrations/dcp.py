@@ -38,9 +38,10 @@ from ckptz.errors import CorruptionError, naming
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.integrations.dcp_run import latest
 from ckptz.integrations.dcp_write import CkptzStorageWriter
-from ckptz.integrations.linked import ChainOptions, as_exactly_as_may_be
+from ckptz.integrations.linked import ChainOptions
 from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
+from ckptz.run.exact import as_exactly_as_may_be
 from ckptz.state.plain_types import from_plain
 from ckptz.state.skeleton import parse_tree
 from ckptz.state.torch import torch_dtype

@@ -16,9 +16,9 @@ from ckptz.api.safe_open import PathLike
 from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import ConfigError
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
-from ckptz.store.needs import needs_of
+from ckptz.run.keep import KeepPolicy, what_stays
+from ckptz.run.names import EXACT, step_of_folder
 from ckptz.store.resolve import SUFFIX
-from ckptz.store.runs import EXACT, step_of_folder
 
 
 def latest(run: PathLike) -> Path | None:
@@ -69,18 +69,24 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         What the user should know of what stays.
     """
     try:
-        folders = [path for _, path in _folders(run)]
-        kept = [path for path in folders if _is_there(path / INDEX_FILE)][-keep_last:]
-        for path in kept[: max(0, len(kept) - exact)]:
+        found = _folders(run)
+        folders = [path for _, path in found]
+        whole = [(step, path) for step, path in found if _is_there(path / INDEX_FILE)]
+        rules = KeepPolicy(last=keep_last, exact=exact)
+        steps = rules.kept({step for step, _ in whole}, {})
+        kept = [(step, path) for step, path in whole if step in steps]
+        for path in (path for step, path in kept if step not in rules.heads(steps)):
             for residual in path.glob(f"*{EXACT}*{SUFFIX}"):
                 residual.unlink(missing_ok=True)
-        needs = needs_of(kept, _checked, lambda path: folders[: folders.index(path)])
-        for path in folders[: folders.index(kept[-1])] if kept else ():
-            if path not in kept and path not in needs.doubtful and _is_ours(path):
-                _remove(path)
+        older = folders[: folders.index(kept[-1][1])] if kept else []
+        stays = what_stays(
+            older, [path for _, path in kept], _checked, lambda path: folders[: folders.index(path)]
+        )
+        for path in filter(_is_ours, sorted(stays.may_go)):
+            _remove(path)
     except OSError as error:
         return (f"older steps stay until the next save: {error}",)
-    return needs.notes
+    return stays.notes
 
 
 def _folders(run: Path) -> list[tuple[int, Path]]:

@@ -52,11 +52,12 @@ from ckptz.integrations.linked import (
     ChainOptions,
     checked_options,
     drop_unneeded,
-    residuals_of,
+    warn_of_no_gain,
 )
-from ckptz.integrations.run_files import RunFiles
+from ckptz.run.exact import residuals_of
+from ckptz.run.linked_files import RunFiles
+from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
-from ckptz.store.step_files import Kept
 
 SHARD_PREFIX: Final = "shard-"
 
@@ -109,7 +110,9 @@ class CkptzStorageWriter(InFolder, StorageWriter):
                 raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
             if base is not None:
                 raise ConfigError("with keep_last, steps are stored against the newest one; leave base out")
-            self._files = RunFiles(Kept(last=self._keep_last))
+            kept = Kept(last=self._keep_last)
+            self._files = RunFiles(kept)
+            warn_of_no_gain(options, kept)
         if options.config.fits_whole_tensors:
             options.config.of_parts()
             self._group = group or own_group(timeout)

@@ -106,6 +106,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         if storage_options is not None:
             raise TypeError("CkptzIO takes no storage_options; leave them out of Trainer.save_checkpoint")
         self._chain.write(_local(path), self._job(checkpoint))
+        self._chain.settle()
 
     def _job(self, checkpoint: dict[str, Any]) -> Job:
         found = checkpoint.get("global_step")

@@ -11,22 +11,22 @@ or the base lies on another one, the file is stored as an anchor.
 
 The newest lossy files come back exactly by their residuals. A residual is
 named by the digest of the very file that it belongs to, so one that is replaced is exact at every moment. It
-goes when a later save begins: what then is cut off leaves the file before it exact. Knows no framework.
+goes when a later step is complete and can be opened: what is cut off before leaves the step before it exact.
+Knows no framework.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import torch
 
@@ -39,16 +39,20 @@ from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
 from ckptz.formats.torch_files import ZIP_MAGIC
-from ckptz.integrations.run_files import RunFiles
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.roles import Rule
+from ckptz.run.exact import as_exactly_as_may_be, residual_of, unlink_residuals
+from ckptz.run.folder import ABANDONED_SECONDS
+from ckptz.run.keep import what_stays
+from ckptz.run.linked_files import RunFiles
+from ckptz.run.links import BASE_PREFIX, link_chain, link_origin
+from ckptz.run.names import LIGHTNING_SUFFIX
+from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
 from ckptz.state.flatten import flatten
 from ckptz.state.plain_types import to_plain
-from ckptz.store.links import BASE_PREFIX, link_chain, link_origin, residual_of
-from ckptz.store.needs import needs_of
 from ckptz.store.resolve import (
     MAX_DEPTH,
     SUFFIX,
@@ -59,9 +63,6 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
-from ckptz.store.runs import EXACT, LIGHTNING_SUFFIX
-from ckptz.store.step_files import EXACT_OF_KEY
-from ckptz.store.steps import ABANDONED_SECONDS
 from ckptz.torch import load_state
 from ckptz.training.files import memory_for_last, residual_bases
 from ckptz.training.snapshot import check_dense, identity_of
@@ -114,7 +115,10 @@ def checked_options(options: object) -> ChainOptions:
     return options
 
 
-T = TypeVar("T")
+def warn_of_no_gain(options: ChainOptions, kept: Kept) -> None:
+    """Warn where all files that stay are exact, too, so that what may be lost saves nothing."""
+    if options.config.is_lossy and kept.is_within(options.exact):
+        warnings.warn(ALL_EXACT, RuntimeWarning, stacklevel=3)
 
 
 def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:
@@ -165,7 +169,6 @@ class Chain:
                 self._is_writing, self._writer = True, threading.get_ident()
             try:
                 make_folder(path.parent)
-                self._drop_residuals()
                 written = self._write(path, replace(job, config=self.options.config))
                 self.notes += written.notes
                 for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
@@ -179,7 +182,7 @@ class Chain:
             with self._tidying:  # what was asked for before is not meant for this file
                 self._unwanted = [other for other in self._unwanted if other != path.absolute()]
             try:
-                _unlink_residuals(path, with_own=False)
+                unlink_residuals(path, with_own=False)
                 self._tidy()
             except OSError as error:
                 self.notes += (f"what is not wanted any more stays: {error}",)
@@ -261,11 +264,21 @@ class Chain:
                     write(exact, _residual_job(job, base, path.name), workers)
             return written
 
-    def _drop_residuals(self) -> None:
-        """Delete the residuals of all but the newest files; one that cannot be deleted is tried again."""
-        with contextlib.suppress(OSError):
-            for path in self._saved[: max(0, len(self._saved) - max(1, self.options.exact))]:
-                _unlink_residuals(path)
+    def settle(self) -> None:
+        """Delete the residuals of all but the newest files, whose steps are complete now.
+
+        Nothing goes where one of the newest cannot be opened with all that it needs; see `notes`.
+        """
+        n_exact = max(1, self.options.exact)
+        newest, older = self._saved[-n_exact:], self._saved[:-n_exact]
+        try:
+            for path in newest if older else ():
+                residual = residual_of(path)
+                open_checkpoint(residual if residual.exists() else path).close()
+            for path in older:
+                unlink_residuals(path)
+        except (OSError, CkptzError) as error:
+            self.notes += (f"older files stay exact until the next save: {error}",)
 
     def remove(self, path: Path) -> None:
         """Delete a file, and those bases of its folder that no file there needs any more.
@@ -288,7 +301,7 @@ class Chain:
             gone = [path for path in self._unwanted if path not in spared]
             self._unwanted = [path for path in self._unwanted if path in spared]
             for path in gone:
-                _unlink_residuals(path)
+                unlink_residuals(path)
                 path.unlink(missing_ok=True)
             for folder in dict.fromkeys(path.parent for path in gone):
                 self.notes += drop_unneeded(folder)
@@ -305,17 +318,6 @@ def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
         guides={},
         momentum=None,
     )
-
-
-def residuals_of(path: Path) -> list[Path]:
-    """List the residuals of a file, and of others that had its name."""
-    return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
-
-
-def _unlink_residuals(path: Path, *, with_own: bool = True) -> None:
-    for residual in residuals_of(path):
-        if with_own or residual != residual_of(path):
-            residual.unlink(missing_ok=True)
 
 
 def drop_unneeded(folder: Path) -> tuple[str, ...]:
@@ -335,10 +337,10 @@ def drop_unneeded(folder: Path) -> tuple[str, ...]:
     bases = {path for path in files if path.name.startswith(BASE_PREFIX) and path.name.endswith(SUFFIX)}
     if not bases:
         return ()
-    needs = needs_of(files - bases, lambda path: _bases_of(path, files), lambda _: bases)
-    for path in bases - needs.known - needs.doubtful:
+    stays = what_stays(bases, files - bases, lambda path: _bases_of(path, files), lambda _: bases)
+    for path in stays.may_go:
         path.unlink(missing_ok=True)
-    return needs.notes
+    return stays.notes
 
 
 def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
@@ -384,21 +386,6 @@ def on_host(state: Any) -> Any:
         return copies[key]
 
     return to_plain(state, tensor)
-
-
-def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
-    """Read a file that a `Chain` wrote by its residual, or as it is if there is none.
-
-    A residual that fails a check is a warning, and `read` is called again with the file itself.
-    """
-    residual = residual_of(path)
-    if residual.exists():
-        try:
-            return read(residual)
-        except (FormatError, MissingBaseError, FileNotFoundError) as error:
-            what = f"{path}: is restored with what it loses: {error}"
-            warnings.warn(what, RuntimeWarning, stacklevel=3)
-    return read(path)
 
 
 def read_newest(path: Path, jobs: int | None = None) -> Any:

@@ -31,13 +31,20 @@ from ckptz.container.publish import make_folder
 from ckptz.encoding.subject import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
 from ckptz.guidance.trail import Momentum, Trail
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, job_of, read_newest
-from ckptz.integrations.run_files import RunFiles
+from ckptz.integrations.linked import (
+    DEFAULTS,
+    Chain,
+    ChainOptions,
+    job_of,
+    read_newest,
+    warn_of_no_gain,
+)
 from ckptz.integrations.versions import warn_untested
 from ckptz.pipeline import Job
 from ckptz.roles import Rule
+from ckptz.run.linked_files import RunFiles
+from ckptz.run.step_files import FROZEN_KEY, Kept
 from ckptz.store.resolve import SUFFIX, open_checkpoint
-from ckptz.store.step_files import FROZEN_KEY, Kept
 from ckptz.torch import load_state
 from ckptz.training.files import lossy_tensors, moment_roles
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
@@ -68,7 +75,7 @@ __all__ = ["ChainOptions", "CkptzTrainerMixin"]
 MODEL_NAME: Final = f"model{SUFFIX}"
 STATE_NAME: Final = f"state{SUFFIX}"
 _OVERRIDDEN: Final = (
-    *("save_model", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"),
+    *("save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"),
     *("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_load_scaler"),
     *("_load_rng_state", "_issue_warnings_after_load"),
 )
@@ -109,6 +116,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         self._ckptz_trail = Trail() if ckptz.config.loses_state and not self.args.save_only_model else None
         self._ckptz_frozen = FrozenId() if trainable_only else None
         kept = _kept(self.args)
+        warn_of_no_gain(ckptz, kept)
         self._ckptz_chains = {
             MODEL_NAME: Chain(ckptz, RunFiles(kept)),
             STATE_NAME: Chain(replace(ckptz, base=None), RunFiles(kept)),
@@ -157,6 +165,11 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         with contextlib.closing(open_checkpoint(folder / STATE_NAME)) as stored:
             momentum = replace(momentum, restored=lossy_tensors(stored))
             chain.write(path, replace(job, momentum=momentum))
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        for chain in self._ckptz_chains.values():  # the step is complete
+            chain.settle()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save and self._ckptz_trail is None:  # else it stands beside the weights already

@@ -1,4 +1,4 @@
-"""Several files: chains and their bases, folders of steps, locks, keep rules.
+"""Chains of files on disks and behind URLs: opened with their bases, put over live tensors, locked.
 
 Knows no torch.
 """

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ckptz.container.byte_source import FILE_URL, ByteSource, FileBytes, seconds_for, url_options
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, TruncatedError
-from ckptz.store.places import LocalFolder
+from ckptz.store.storage import LocalFolder
 
 READ_AHEAD: Final = 1 << 16  # header and index of most files are two requests
 

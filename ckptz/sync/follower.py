@@ -15,11 +15,11 @@ from ckptz.container.index import content_id_of
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.parallel import Workers, jobs_of
+from ckptz.run.step_files import checked_step
+from ckptz.run.versions import Version, anchors_of, newest_step, route, versions_in
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import open_file
-from ckptz.store.step_files import checked_step
-from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
 ATTEMPTS: Final = 5  # a file that the publisher retires while we choose our way; each time it is newer
 

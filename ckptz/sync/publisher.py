@@ -22,11 +22,11 @@ from ckptz.methods.lossless import LOSSLESS, Lossless
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
-from ckptz.store.needs import needs_of
+from ckptz.run.keep import KeepRules, what_stays
+from ckptz.run.step_files import ChainRule, checked_step
+from ckptz.run.versions import Version, anchors_of, newest_step, route, versions_in
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
-from ckptz.store.step_files import checked_step
-from ckptz.store.versions import Version, anchors_of, newest_step, route, versions_in
 
 Snapshot = dict[str, ArraySource]
 SPARSE: Final = Lossless(sparse=True)
@@ -115,7 +115,7 @@ class Publisher:
         if keep_anchors is not None and keep_anchors < 1:
             raise ConfigError(f"keep_anchors must be at least 1, or None to keep all, got {keep_anchors}")
         self._place = place_of(folder_or_url)
-        self._anchor_every, self._keep_anchors = anchor_every, keep_anchors
+        self._rule, self._keep_anchors = ChainRule(anchor_every, is_forked=False), keep_anchors
         self._config: Method = LOSSLESS if smallest else SPARSE
         self._jobs = jobs_of(jobs)
         self._base: _Last | None = None
@@ -222,7 +222,7 @@ class Publisher:
         if base is None or not anchors or base.ref.depth > MAX_DEPTH:
             return True
         n_since = len({version.step for version in versions if version.step > anchors[-1].step})
-        return n_since + 1 >= self._anchor_every
+        return self._rule.base_of(n_since + 1) is None
 
     def _write(
         self, job: Job, base: _Last | None, with_anchor: bool, workers: Workers
@@ -267,17 +267,19 @@ class Publisher:
             versions = versions_in(self._place.sizes())
         except Exception as error:  # stores behind URLs have errors of their own
             return (f"what is older stays until the next step: {error}",)
-        anchors = anchors_of(versions)
-        if self._keep_anchors is None or len(anchors) <= self._keep_anchors:
+        anchors = {anchor.step: anchor for anchor in anchors_of(versions)}
+        steps = KeepRules(last=self._keep_anchors).kept(anchors, {})
+        if len(steps) == len(anchors):
             return ()
-        oldest = anchors[-self._keep_anchors]
+        kept = [anchors[step] for step in sorted(steps)]
         # The delta that leads to the oldest anchor loses its base; what stays can be restored.
-        needs = needs_of(anchors[-self._keep_anchors :], self._checked, lambda one: _before(one, versions))
-        for version in _before(oldest, versions):
-            if version not in needs.doubtful:
-                with contextlib.suppress(Exception):
-                    self._place.remove(version.name)
-        return needs.notes
+        stays = what_stays(
+            _before(kept[0], versions), kept, self._checked, lambda one: _before(one, versions)
+        )
+        for version in sorted(stays.may_go, key=lambda one: (one.step, one.base is None)):
+            with contextlib.suppress(Exception):
+                self._place.remove(version.name)
+        return stays.notes
 
     def _checked(self, anchor: Version) -> tuple[Version, ...]:
         """Require that the header of an anchor can be read; it needs no other file."""

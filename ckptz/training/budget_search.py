@@ -19,13 +19,13 @@ from ckptz.hooks.calibration import Calibration
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import CALIBRATION, Method
 from ckptz.parallel import Workers
+from ckptz.run.folder import StepStore
+from ckptz.run.step_files import OWNER, ChainRule, FileKind, StepFile
 from ckptz.search.budget import Budget
 from ckptz.search.evaluation import is_of_training
 from ckptz.search.options import config_of, recorded_in
 from ckptz.search.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.store.step_files import OWNER, ChainRule, FileKind, StepFile
-from ckptz.store.steps import StepStore
 from ckptz.training.files import StepState, WhatMayBeLost, id_of, remembering
 
 # A calibration, what makes one when it is needed, or a file that one was saved to.

@@ -24,12 +24,13 @@ from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
 from ckptz.pages.words import Shown
 from ckptz.parallel import Workers, jobs_of
+from ckptz.run.folder import StepStore, WrittenStep
+from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
+from ckptz.run.prune import prune
+from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search.run import SearchReport
 from ckptz.store.resolve import MAX_DEPTH, Path_
-from ckptz.store.retention import KEEP_ALL, KEEP_LAST, KeepPolicy, prune
-from ckptz.store.step_files import MAX_STEP, ChainRule, StepFile, checked_step
-from ckptz.store.steps import StepStore, WrittenStep
 from ckptz.training.background import Background, Turns
 from ckptz.training.budget_search import (
     BudgetSearch,
@@ -238,6 +239,8 @@ class Checkpointer:
         self._trail = Trail() if config.loses_state and budget is None else None
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
+        is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
+        self._note_on_keep = (ALL_EXACT,) * is_all_exact
         self._at: int | None = None
         self._last: SaveReport | None = None
 
@@ -433,7 +436,7 @@ class Checkpointer:
             stored_bytes=written.stored_bytes,
             exact_bytes=written.exact_bytes,
             tensor_bytes=written.tensor_bytes,
-            notes=(*begun.notes, *written.notes, *pruned),
+            notes=(*begun.notes, *written.notes, *pruned, *self._note_on_keep),
         )
         if self._is_background:  # else training has waited longer when this has returned
             self._tell(report)

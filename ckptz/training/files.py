@@ -24,11 +24,7 @@ from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.roles import BASES, Role, Rule, role_of
-from ckptz.state.flatten import flatten
-from ckptz.state.skeleton import DTypeName, Size, TensorRef, parse_tree
-from ckptz.state.torch import TorchTensors, torch_dtype
-from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
-from ckptz.store.step_files import (
+from ckptz.run.step_files import (
     EXACT_OF_KEY,
     FROZEN_KEY,
     METRIC_KEY,
@@ -37,6 +33,10 @@ from ckptz.store.step_files import (
     FileKind,
     StepFile,
 )
+from ckptz.state.flatten import flatten
+from ckptz.state.skeleton import DTypeName, Size, TensorRef, parse_tree
+from ckptz.state.torch import TorchTensors, torch_dtype
+from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.training.copies import copied, named_in
 from ckptz.training.state import trained_weights
 
@@ -241,7 +241,7 @@ class StepEncoder:
     def weights(
         self, restored: Checkpoint | None, sink: BinaryIO, base: Checkpoint | None, position: int
     ) -> Written:
-        """Write the weights; see `ckptz.store.steps.WeightsEncoder`."""
+        """Write the weights; see `ckptz.run.folder.WeightsEncoder`."""
         state = self._state.like(base)
         metadata = {POSITION_KEY: str(position), **state.metadata}
         if self._metric is not None:
@@ -254,7 +254,7 @@ class StepEncoder:
         return self._write("weights", sink, job, base, _bases(base), metadata)
 
     def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
-        """Write the rest; see `ckptz.store.steps.Encoder`."""
+        """Write the rest; see `ckptz.run.folder.Encoder`."""
         metadata = {POSITION_KEY: str(position)}
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
@@ -288,7 +288,7 @@ class StepEncoder:
     def exact(
         self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
     ) -> Written:
-        """Write what one of the two loses; see `ckptz.store.steps.ExactEncoder`."""
+        """Write what one of the two loses; see `ckptz.run.folder.ExactEncoder`."""
         state = self._state.like(lossy) if kind == "weights" else self._state
         part = state.exact[kind]
         job = Job(tensors=part.tensors, tree=part.tree, roles=state.roles, guides={})

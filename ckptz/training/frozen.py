@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from ckptz.container.index import content_id_of
 from ckptz.errors import ConfigError
-from ckptz.store.step_files import FROZEN_KEY
+from ckptz.run.step_files import FROZEN_KEY
 from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
 from ckptz.training.state import model_state

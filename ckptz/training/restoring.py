@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
-from ckptz.store.step_files import WEIGHTS_KEY, FileKind, StepFile
-from ckptz.store.steps import StepStore
+from ckptz.run.folder import StepStore
+from ckptz.run.step_files import WEIGHTS_KEY, FileKind, StepFile
 from ckptz.training.files import MODEL, StepReader
 
 _REST: Final = ("optimizer", "classes", "groups", "extra", "rng")

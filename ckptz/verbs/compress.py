@@ -41,17 +41,18 @@ from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
 from ckptz.roles import Rule
+from ckptz.run.links import link_chain
+from ckptz.run.names import step_of
+from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search.options import SearchOptions, SearchReport
 from ckptz.state.skeleton import parse_tree
-from ckptz.store.links import link_chain
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
-from ckptz.store.runs import step_of
-from ckptz.store.step_files import checked_step
 
 RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"
 _IN_SERIES: Final = re.compile(r"(.*[^\d])(\d{1,18})", re.DOTALL)
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again
+CHAIN_RULE: Final = ChainRule(MAX_WRITTEN_DEPTH + 1, is_forked=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +331,7 @@ def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bo
     """Give the base, or None if its chain is at its longest; append to `notes` what the user should know."""
     if base is None:
         return None
-    if base.ref.depth > MAX_WRITTEN_DEPTH:
+    if CHAIN_RULE.base_of(base.ref.depth) is None:
         notes.append(
             f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its full file; this is a new full file"
         )

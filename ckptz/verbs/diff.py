@@ -26,9 +26,9 @@ from ckptz.kernels.floats import Units
 from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.run.names import EXACT
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
-from ckptz.store.runs import EXACT
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Sort = Literal["change", "max", "share", "name"]

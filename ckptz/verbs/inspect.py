@@ -11,8 +11,8 @@ from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.inputs import checked_kind
 from ckptz.formats.targets import PathLike, paths
+from ckptz.run.names import checkpoint_in
 from ckptz.store.resolve import open_checkpoint, open_file
-from ckptz.store.runs import checkpoint_in
 
 
 @naming_urls

@@ -18,11 +18,11 @@ from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
 from ckptz.pages.words import Shown
 from ckptz.roles import role_of
+from ckptz.run.folder import number_of
+from ckptz.run.names import holds_state, is_base_name, run_files, step_of
+from ckptz.run.step_files import EXACT_OF_KEY, METRIC_KEY, StepFile
+from ckptz.run.versions import Version, versions_in
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
-from ckptz.store.runs import holds_state, is_base_name, run_files, step_of
-from ckptz.store.step_files import EXACT_OF_KEY, METRIC_KEY, StepFile
-from ckptz.store.steps import number_of
-from ckptz.store.versions import Version, versions_in
 
 EntryKind = Literal["full", "delta", "exact", "rebased", "plain", "missing", "broken"]
 Holds = Literal["weights", "state", "weights and state"]

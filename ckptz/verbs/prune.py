@@ -16,14 +16,14 @@ from ckptz.container.publish import abandoned
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError, whole
 from ckptz.kernels.clock import working_seconds
-from ckptz.store.needs import needs_of
-from ckptz.store.places import LocalFolder
+from ckptz.run.folder import number_of
+from ckptz.run.keep import KEEP_ALL, KeepPolicy, what_stays
+from ckptz.run.names import EXACT, inode_of, is_base_name, run_files, step_of
+from ckptz.run.prune import PruneReport, check_best, prune_folder
+from ckptz.run.step_files import METRIC_KEY, StepFile
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import Path_, open_file
-from ckptz.store.retention import KEEP_ALL, KeepPolicy, PruneReport, check_best, prune_folder
-from ckptz.store.runs import EXACT, inode_of, is_base_name, run_files, step_of
-from ckptz.store.step_files import METRIC_KEY, StepFile
-from ckptz.store.steps import number_of
+from ckptz.store.storage import LocalFolder
 
 # Files that are written into a step's folder last: without them it was not written to its end.
 LAST_FILES: Final = ("ckptz-index.json", "trainer_state.json")
@@ -162,13 +162,10 @@ def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool)
     kept = _kept(folder, units, keep, steps, after)
     gone = {u for u in units if after is not None and u.step is not None and u.step > after}
     rest = [u for u in units if u not in gone]
-    needs = needs_of(
-        {*kept, *(u for u in rest if u.error)}, lambda unit: _bases_of(unit, units), lambda _: rest
-    )
-    hidden = (needs.known | needs.doubtful) - kept
-    removed = sorted(
-        {*units} - kept - hidden, key=lambda u: (not u.is_residual, -(u.step or 0), is_base_name(u.path))
-    )
+    roots = {*kept, *(u for u in rest if u.error)}
+    stays = what_stays(units, roots, lambda unit: _bases_of(unit, units), lambda _: rest)
+    hidden = {*units} - kept - stays.may_go
+    removed = sorted(stays.may_go, key=lambda u: (not u.is_residual, -(u.step or 0), is_base_name(u.path)))
     folders = {folder, *(u.path for u in units if u.path.is_dir() and u not in removed)}
     left = [path for where in sorted(folders) for path in abandoned(where)]
     staying = {inode_of(file): file for u in units if u not in removed for file in u.files}
@@ -193,7 +190,7 @@ def _prune_run(folder: Path, keep: KeepPolicy, after: int | None, dry_run: bool)
         removed_bytes=sizes[1],
         dry_run=dry_run,
         seconds=working_seconds() - start,
-        notes=needs.notes,
+        notes=stays.notes,
     )
 
 

@@ -19,7 +19,7 @@ from ckptz.errors import ConfigError, LimitError, WriteError, real
 from ckptz.formats import torch_files
 from ckptz.formats.dcp import write_dcp
 from ckptz.formats.folders import packed_in
-from ckptz.formats.inputs import Input, beside_weights, exact_of, open_input
+from ckptz.formats.inputs import Input, beside_weights, open_input
 from ckptz.formats.sharding import write_folder, written_files
 from ckptz.formats.targets import (
     PathLike,
@@ -37,12 +37,13 @@ from ckptz.kernels.clock import working_seconds
 from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.run.exact import exact_of
+from ckptz.run.names import newest_checkpoint, weights_at
+from ckptz.run.step_files import StepFile
 from ckptz.state.flatten import tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
 from ckptz.state.unflatten import Chunks
 from ckptz.store.resolve import PLAIN_SUFFIX
-from ckptz.store.runs import newest_checkpoint, weights_at
-from ckptz.store.step_files import StepFile
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
 _FROZEN: Final = "frozen weights are not in the checkpoint; the Trainer keeps those of the model it is given"

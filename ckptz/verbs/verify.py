@@ -16,7 +16,7 @@ from ckptz.container.byte_source import naming_urls, path_of
 from ckptz.container.index import Sharding
 from ckptz.container.reader import Container, FrameSource, check_empty
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.formats.inputs import Input, checked_kind, exact_of, open_input
+from ckptz.formats.inputs import Input, checked_kind, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
@@ -24,8 +24,9 @@ from ckptz.kernels.floats import Units
 from ckptz.pages.words import Shown
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
+from ckptz.run.exact import exact_of
+from ckptz.run.names import weights_at
 from ckptz.store.resolve import Checkpoint, open_checkpoint
-from ckptz.store.runs import weights_at
 
 Tensors = Mapping[str, TensorSource]
 

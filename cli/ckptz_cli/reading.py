@@ -89,8 +89,8 @@ def _files_of(paths: Sequence[Path], session: Session) -> Iterator[Path]:
     """Give files as they are, and of folders the files that `log` lists; one without any is a failure."""
     from ckptz.container.byte_source import is_folder
     from ckptz.errors import CkptzError, ConfigError
-    from ckptz.store.runs import run_files
-    from ckptz.store.steps import leftovers, mismatched_pairs
+    from ckptz.run.folder import leftovers, mismatched_pairs
+    from ckptz.run.names import run_files
 
     for path in paths:
         try:
@@ -173,7 +173,7 @@ def _changes(folder: Path, interval: float) -> Iterator[None]:
 
 def _stamp(folder: Path) -> list[tuple[str, int, int]]:
     """Give names, times and sizes of the files that the report on a folder rests on."""
-    from ckptz.store.runs import run_files
+    from ckptz.run.names import run_files
 
     stamps = []
     try:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from ckptz.container.index import CHANGES, STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size
+from ckptz.run.names import step_of_folder
 from ckptz.search.budget import ALLOWED
-from ckptz.store.runs import step_of_folder
 
 if TYPE_CHECKING:
+    from ckptz.run.prune import PruneReport
     from ckptz.search.budget import Judgement
-    from ckptz.store.retention import PruneReport
     from ckptz.verbs.compress import CompressReport
     from ckptz.verbs.rebase import RebaseReport
     from ckptz.verbs.report import PageReport

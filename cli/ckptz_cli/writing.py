@@ -291,7 +291,7 @@ def prune(
     before, by --keep-exact.
     """
     import ckptz
-    from ckptz.store.retention import keep_policy
+    from ckptz.run.keep import keep_policy
     from ckptz_cli.render import pruned_text
 
     policy = keep_policy(

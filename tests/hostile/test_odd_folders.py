@@ -22,8 +22,8 @@ from ckptz import Checkpointer, Grid, KeepPolicy
 from ckptz.container.publish import TEMPORARY_SUFFIX, abandoned, publish
 from ckptz.container.writer import amend_metadata
 from ckptz.errors import CkptzError, ConfigError
+from ckptz.run.step_files import POSITION_KEY
 from ckptz.store.lock import LOCK_NAME, PREFIX, FileLock, Spool
-from ckptz.store.step_files import POSITION_KEY
 from tests.support.cli_support import ckptz as cli
 from tests.support.cli_support import write_plain
 

@@ -1,6 +1,6 @@
 """Whoever deletes files of users, while the system fails: nothing is lost that was reported as saved.
 
-The rule is that of `ckptz.store.needs`: what cannot be read keeps everything that it might need. `DELETES` in
+The rule is that of `ckptz.run.keep`: what cannot be read keeps everything that it might need. `DELETES` in
 test_architecture.py names every module that deletes anything, what, and what that rests on. Of stores of
 steps, test_retention_faults.py and test_store_remote.py have the tests, and test_kills.py those of kills.
 """
@@ -28,9 +28,9 @@ from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, lates
 from ckptz.integrations.dcp_index import INDEX_FILE
 from ckptz.integrations.dcp_run import delete_old
 from ckptz.integrations.linked import Chain, ChainOptions, drop_unneeded, job_of
-from ckptz.store import links
+from ckptz.run import links
+from ckptz.run.versions import versions_in
 from ckptz.store.resolve import open_checkpoint
-from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_state, save_file
 from ckptz.verbs.restore import restore

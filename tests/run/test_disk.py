@@ -11,8 +11,8 @@ import torch
 
 from ckptz import KeepPolicy
 from ckptz.integrations.lightning import CkptzIO
-from ckptz.store.step_files import ENDLESS, ChainRule, Kept
-from ckptz.store.weigh import Estimate, Held, weighed
+from ckptz.run.chain import ChainFile, Estimate, weighed
+from ckptz.run.step_files import ENDLESS, ChainRule, Kept
 from tests.support.checkpointer_support import Run
 from tests.support.disk_simulation import PLAIN, cases, moments
 
@@ -25,18 +25,18 @@ def test_no_run_takes_more_than_a_file_over_plain_at_any_moment() -> None:
         found = moments(case)
         assert max(one.taken - one.plain for one in found) <= PLAIN, case
         means.append(sum(one.taken for one in found) / sum(one.plain for one in found))
-        anchors = moments(case, lambda *_: ChainRule(1, is_forked=False))
+        anchors = moments(case, ChainRule(1, is_forked=False))
         alone.append(sum(one.taken for one in anchors) / sum(one.plain for one in anchors))
     assert max(means) < 1.1, "what a try costs"
     assert sum(means) < 0.85 * sum(alone), "deltas pay where they can"
     print(f"of plain: {sum(means) / N_CASES:.3f}, most {max(means):.3f}; anchors {sum(alone) / N_CASES:.3f}")
 
 
-def state(last: int | None, delta: int, n: int, position: int = 0) -> list[Held]:
+def state(last: int | None, delta: int, n: int, position: int = 0) -> list[ChainFile[int]]:
     """An anchor, hidden if `n` files after it fill the rule, and deltas against it."""
     stays = Kept(last=last).stays(range(n + 1))
-    files = [Held(8000, position, None, stays[0])]
-    return files + [Held(delta, position + i + 1, 0, stays[i + 1]) for i in range(n)]
+    files = [ChainFile(8000, position, None, stays[0])]
+    return files + [ChainFile(delta, position + i + 1, 0, stays[i + 1]) for i in range(n)]
 
 
 @pytest.mark.parametrize(

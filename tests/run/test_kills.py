@@ -9,15 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
-import random
 import shutil
-import signal
-import time
-import traceback
-import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,91 +22,17 @@ import torch.distributed.checkpoint as dcp
 
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.store.versions import versions_in
+from ckptz.run.versions import versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_state
 from tests.support.checkpointer_support import in_child
+from tests.support.kills import PATIENCE, Reported, kill_again_and_again
 from tests.support.sync_support import State, cloned, same
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
 KILLS = pytest.mark.parametrize("n_kills", [4, pytest.param(100, marks=pytest.mark.slow)])
 OPTIONS = ChainOptions(anchor_every=3, jobs=1)
-PATIENCE = 600.0  # seconds for a job to get on, on a machine that has much else to do
-
-
-class Reported:
-    """The last step that a job said was saved, in memory that outlives it; and how many jobs have begun."""
-
-    def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, 16)
-
-    def _get(self, at: int) -> int:
-        return int.from_bytes(self._memory[at : at + 8], "little")
-
-    @property
-    def step(self) -> int:
-        return self._get(0)
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._memory[:8] = value.to_bytes(8, "little")
-
-    @property
-    def n_begun(self) -> int:
-        return self._get(8)
-
-    def begin(self) -> None:
-        self._memory[8:] = (self.n_begun + 1).to_bytes(8, "little")
-
-
-Job = Callable[[Reported, int], object]
-
-
-def forked(job: Job, reported: Reported, rank: int) -> int:
-    child = os.fork()
-    if child == 0:
-        try:
-            warnings.simplefilter("ignore")
-            torch.set_num_threads(1)  # those of the parent did not come along
-            job(reported, rank)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(1)
-    return child
-
-
-def kill_again_and_again(
-    job: Job, check: Callable[[int], None], n_kills: int, longest: float, n_ranks: int = 1
-) -> None:
-    """Start a job that never ends, let it save up to two steps, kill it in the midst of the next, and check.
-
-    Args:
-        job: saves step by step from where it finds itself; is told its rank.
-        check: is told the last step that was reported.
-        n_kills: how often.
-        longest: seconds into the next step.
-        n_ranks: processes of the job; they are killed one shortly after another.
-    """
-    rng, reported = random.Random(0), Reported()
-    steps = set()
-    for number in range(1, n_kills + 1):
-        end, goal = time.monotonic() + PATIENCE, reported.step + rng.randrange(3)
-        children = [forked(job, reported, rank) for rank in range(n_ranks)]
-        while (reported.n_begun < number or reported.step < goal) and time.monotonic() < end:
-            time.sleep(0.001)
-        time.sleep(rng.uniform(0, longest))
-        rng.shuffle(children)
-        for child in children:
-            os.kill(child, signal.SIGKILL)
-            time.sleep(rng.choice([0, 0.01]) if n_ranks > 1 else 0)
-        codes = {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
-        assert codes == {-signal.SIGKILL}, "it ended by itself"
-        assert reported.step >= goal, "it did not get on"
-        steps.add(reported.step)
-        check(reported.step)
-    assert len(steps) > n_kills // 2
 
 
 # --- folders of torch.distributed.checkpoint on two ranks -------------------------------------------------

@@ -18,16 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckptz import KeepPolicy
 from ckptz.errors import ConfigError
-from ckptz.store.places import LocalFolder
-from ckptz.store.retention import PruneReport, prune_folder
-from ckptz.store.step_files import ChainRule, Listing, StepFile
-from ckptz.store.steps import StepStore
+from ckptz.run.folder import StepStore
+from ckptz.run.prune import PruneReport, prune_folder
+from ckptz.run.step_files import ChainRule, Listing, StepFile
+from ckptz.store.storage import LocalFolder
 from ckptz.training import checkpointer as checkpointers
+from ckptz.training.files import StepEncoder
 from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
 from tests.support.cli_support import ckptz
 from tests.support.fault_support import Error, copied, each_error, fail_everywhere, unreadable
@@ -213,6 +215,29 @@ def test_a_save_in_which_one_call_fails_loses_no_step(prepared: Path, stride: in
         assert loss_after(folder) == (step, expected[step])
 
     assert fail_everywhere(prepared, save, check, stride=stride) > 50
+
+
+def test_a_base_that_others_delete_while_it_is_used_makes_an_anchor(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, encode = Run(), StepEncoder.weights
+    expected = Run().losses(N_SAVED + 2)
+    with copied(prepared) as folder, run.checkpointer(folder, background=False) as checkpointer:
+        checkpointer.restore_latest()
+        run.step()
+
+        def deleting(*given: Any) -> Any:
+            written = encode(*given)
+            (folder / StepFile(N_SAVED, "weights").name).unlink(missing_ok=True)
+            return written
+
+        monkeypatch.setattr(StepEncoder, "weights", deleting)
+        checkpointer.save(N_SAVED + 1)
+        report = checkpointer.wait()
+        assert report is not None
+        assert "weights: stored as an anchor, because the base cannot be read" in report.notes[0]
+        checkpointer.close()
+        assert loss_after(folder) == (N_SAVED + 1, expected[N_SAVED + 1])
 
 
 # --- going back -----------------------------------------------------------------------------------

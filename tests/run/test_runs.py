@@ -17,7 +17,7 @@ from ckptz import KeepPolicy, compress, inspect, log, prune
 from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
 from ckptz.numpy import save_file
-from ckptz.store.runs import step_of
+from ckptz.run.names import step_of
 from tests.support.cli_support import a_state, ckptz, content_of, hf_folder, temporaries, write_plain
 
 STEPS = (8, 9, 10, 11)

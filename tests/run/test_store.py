@@ -22,11 +22,12 @@ from safetensors.numpy import save_file
 from ckptz import KeepPolicy, KeepRules, compress
 from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import ConfigError, WriteError
+from ckptz.run.folder import StepStore
+from ckptz.run.keep import KEEP_ALL, keep_policy
+from ckptz.run.prune import _decide, prune_folder
+from ckptz.run.step_files import KINDS, ChainRule, FileFacts, Listing, StepFile
 from ckptz.store.lock import FileLock, Holder, Lease, Spool
-from ckptz.store.places import LocalFolder
-from ckptz.store.retention import KEEP_ALL, _decide, keep_policy, prune_folder
-from ckptz.store.step_files import KINDS, ChainRule, FileFacts, Listing, StepFile
-from ckptz.store.steps import StepStore
+from ckptz.store.storage import LocalFolder
 from ckptz.sync import Publisher
 from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 from tests.support.cli_support import ckptz

@@ -12,10 +12,10 @@ import pytest
 
 from ckptz import KeepPolicy
 from ckptz.errors import ChecksumError, ConfigError, WriteError
+from ckptz.run.folder import StepStore
+from ckptz.run.prune import prune_folder
+from ckptz.run.step_files import StepFile
 from ckptz.store import lock, remote
-from ckptz.store.retention import prune_folder
-from ckptz.store.step_files import StepFile
-from ckptz.store.steps import StepStore
 from tests.support.checkpointer_support import GRID, KEEP_TWO, Run, loss_after, names_in
 
 fsspec = pytest.importorskip("fsspec")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptz import KeepPolicy
-from ckptz.store.retention import _decide
-from ckptz.store.step_files import ChainRule, FileFacts, FileKind, Listing, StepFile
-from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
+from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
+from ckptz.run.prune import _decide
+from ckptz.run.step_files import ChainRule, FileFacts, FileKind, Listing, StepFile
 
 PLAIN: Final = 10_000  # bytes of a whole file, uncompressed
 KIND: Final[FileKind] = "weights"
@@ -82,13 +82,10 @@ def cases(n: int) -> Iterator[Case]:
         )
 
 
-Weigh = Callable[..., ChainRule]
-
-
-def moments(case: Case, weigh: Weigh = weighed_in_folder) -> list[Moment]:
-    """Play a case through, a step every ten."""
+def moments(case: Case, asked: ChainRule | None = None) -> list[Moment]:
+    """Play a case through, a step every ten; `asked` is a rule that is followed as it is."""
     policy, rng = KeepPolicy(**case.keep), random.Random(case.seed)
-    rule = replace(case.rule, kept=policy.by_kind)
+    rule = case.rule if asked is None else asked
     sizes: dict[StepFile, int] = {}
     facts: dict[StepFile, FileFacts] = {}
     hidden: frozenset[StepFile] = frozenset()
@@ -98,13 +95,10 @@ def moments(case: Case, weigh: Weigh = weighed_in_folder) -> list[Moment]:
         step, base, position = 10 * save, None, 0
         listing = Listing(dict(sizes), hidden, ())
         if steps := listing.steps_of(KIND):
-            chosen = weigh(KIND, rule, listing, facts, written)
-            newest = StepFile(steps[-1], KIND)
-            wanted = chosen.base_of(facts[newest].position + 1)
-            if wanted is not None:
-                base, position = newest, facts[newest].position + 1
-                while facts[base].position > wanted:
-                    base = StepFile.parse(facts[base].base or "")
+            files = files_of_kind(KIND, policy.by_kind[KIND], listing, facts)
+            kept_long = None if asked else policy.by_kind[KIND]
+            base = base_of_next(files, rule, kept_long, steps, (written, PLAIN, 0))
+            position = 0 if base is None else files[StepFile(steps[-1], KIND)].position + 1
         distance = 0 if base is None else position - facts[base].position
         n_bytes = case.n_bytes(save, distance, rng)
         written = [*written, (distance, n_bytes)][-N_REMEMBERED:]

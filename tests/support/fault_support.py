@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from ckptz.container.publish import EagerFile
+
 Error = Callable[[], OSError]
 ERRORS: dict[str, Error] = {
     "EIO": lambda: OSError(errno.EIO, "input/output error"),
@@ -62,6 +64,13 @@ class Faults:
 
         return wrapped
 
+    def _wrap_write(self, write: Callable[[EagerFile, Any], int]) -> Callable[[EagerFile, Any], int]:
+        def wrapped(file: EagerFile, data: Any) -> int:
+            self.check(file.name)
+            return write(file, data)
+
+        return wrapped
+
     @contextmanager
     def installed(self) -> Iterator[Faults]:
         """Until the block ends."""
@@ -72,6 +81,7 @@ class Faults:
             patch.setattr(os, "scandir", lambda path=".": _Scan(path, scandir, self))
             for module in (io, builtins):
                 patch.setattr(module, "open", self._wrap(module.open))
+            patch.setattr(EagerFile, "write", self._wrap_write(EagerFile.write))
             yield self
 
 

@@ -12,7 +12,7 @@ import torch
 import ckptz.torch
 from ckptz import compress
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
-from ckptz.store import places
+from ckptz.store import storage
 from ckptz.sync import Follower, Publisher
 from tests.support.sync_support import a_state, cloned, moved, published, refused, same, untouched
 
@@ -86,7 +86,7 @@ def test_a_file_that_is_retired_on_the_way_is_gone_round(
     states = published(tmp_path, 4, anchor_every=50)
     live, follower = cloned(a_state(9)), Follower(tmp_path)
     follower.apply_to(live, step=1)
-    real = places.LocalFolder.open
+    real = storage.LocalFolder.open
 
     def open_late(self: Any, name: str) -> Any:
         if name == "step-000003.from-000002.ckptz" and (tmp_path / name).exists():
@@ -96,7 +96,7 @@ def test_a_file_that_is_retired_on_the_way_is_gone_round(
             shutil.copy(tmp_path / "other" / "step-000003.ckptz", tmp_path)
         return real(self, name)
 
-    monkeypatch.setattr(places.LocalFolder, "open", open_late)
+    monkeypatch.setattr(storage.LocalFolder, "open", open_late)
     update = follower.apply_to(live)
     assert update.files == ("step-000002.from-000001.ckptz", "step-000003.ckptz")
     assert same(live, states[3])

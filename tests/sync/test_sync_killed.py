@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from ckptz.errors import MissingBaseError
+from ckptz.run.versions import versions_in
 from ckptz.store import patch
-from ckptz.store.versions import versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import apply_
 from tests.support.sync_support import State, cloned, moved, same

@@ -13,7 +13,7 @@ import torch
 
 from ckptz import compress
 from ckptz.errors import MissingBaseError
-from ckptz.store.versions import Version, versions_in
+from ckptz.run.versions import Version, versions_in
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import apply_, load_file
 from tests.support.sync_support import State, cloned, moved, same

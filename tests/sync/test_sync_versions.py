@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptz.errors import MissingBaseError
-from ckptz.store.versions import Version, newest_step, route, versions_in
+from ckptz.run.versions import Version, newest_step, route, versions_in
 from tests.support.sync_support import refused
 
 

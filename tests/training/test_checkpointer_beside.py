@@ -17,7 +17,7 @@ import torch
 from ckptz import Checkpointer
 from ckptz.container import publish
 from ckptz.errors import WriteError
-from ckptz.store import steps as store_steps
+from ckptz.run import folder as store_steps
 from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
 
 ROOT = Path(__file__).parents[2]

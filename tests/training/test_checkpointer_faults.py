@@ -19,10 +19,11 @@ import pytest
 from ckptz import LOSSLESS, rebase
 from ckptz.container import publish
 from ckptz.methods.method import Method
+from ckptz.run.folder import StepStore
+from ckptz.run.keep import KeepPolicy
+from ckptz.run.prune import prune, prune_folder
+from ckptz.run.step_files import FileKind, Listing, StepFile
 from ckptz.store.lock import LOCK_NAME
-from ckptz.store.retention import KeepPolicy, prune, prune_folder
-from ckptz.store.step_files import FileKind, Listing, StepFile
-from ckptz.store.steps import StepStore
 from ckptz.training.state import random_state, set_random_state
 from tests.support.checkpointer_support import (
     GRID,

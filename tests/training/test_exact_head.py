@@ -13,9 +13,9 @@ import torch
 
 from ckptz import Budget, Checkpointer, KeepPolicy, KMeans, diff, log, rebase, verify
 from ckptz.errors import ConfigError
-from ckptz.store.retention import prune_folder
-from ckptz.store.step_files import Listing, StepFile
-from ckptz.store.steps import StepStore
+from ckptz.run.folder import StepStore
+from ckptz.run.prune import prune_folder
+from ckptz.run.step_files import Listing, StepFile
 from ckptz.torch import load_file
 from tests.support.checkpointer_support import (
     GRID,

@@ -21,7 +21,8 @@ import torch
 
 from ckptz import Checkpointer
 from ckptz.errors import ConfigError
-from ckptz.store import lock, steps
+from ckptz.run import folder as run_folder
+from ckptz.store import lock
 from ckptz.training import background, checkpointer
 from ckptz.training.background import Background
 from ckptz.training.checkpointer import SaveReport
@@ -313,7 +314,7 @@ def test_on_save_may_not_wait_for_itself(tmp_path: Path) -> None:
 # --- a signal at every point where Python runs handlers ---------------------------------------------------
 
 CHECKED = ("CALL", "RESUME", "JUMP_BACKWARD")  # after these, Python looks for signals
-TRACED = tuple(module.__file__ for module in (background, checkpointer, lock, steps))
+TRACED = tuple(module.__file__ for module in (background, checkpointer, lock, run_folder))
 
 
 @functools.cache

@@ -14,8 +14,8 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Budget, Checkpointer, KeepPolicy, inspect, log, restore, verify
 from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.store import links
-from ckptz.store.retention import prune_folder
+from ckptz.run import links
+from ckptz.run.prune import prune_folder
 from ckptz.torch import load_file, load_state
 from tests.support.checkpointer_support import GRID, LOSSY, Run, names_in, same, state_of
 

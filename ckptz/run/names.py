@@ -19,8 +19,8 @@ from typing import Final
 from ckptz.container.byte_source import is_folder, is_url, open_bytes, path_of
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
+from ckptz.run.step_files import StepFile
 from ckptz.store.resolve import SUFFIX, open_file
-from ckptz.store.step_files import StepFile
 
 Inode = tuple[int | str, int]
 EXACT: Final = ".exact-"  # in the name of what makes a file of the Trainer or Lightning exact

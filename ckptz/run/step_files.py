@@ -25,6 +25,10 @@ MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # saves: for ever
 _NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact)?\.ckptz")
 _HIDDEN: Final = ".hidden"
+ALL_EXACT: Final = (
+    "all steps that stay are kept exact, so files that may lose something take more room than without loss: "
+    "keep more steps, or exact=0"
+)
 
 
 def checked_step(step: SupportsIndex) -> int:
@@ -80,6 +84,12 @@ class Kept:
             stays[i] = max(stays[i], i + self.last + self.best * interval)
         return stays
 
+    def is_within(self, exact: int | None) -> bool:
+        """Tell whether the files that stay are no more than those that stay exact, None for all."""
+        if self.every or self.best:
+            return False
+        return exact is None or (self.last is not None and self.last <= exact)
+
     def _is_multiple(self, step: int) -> bool:
         return any(step % n == 0 for n in self.every)
 
@@ -92,13 +102,13 @@ class ChainRule:
     one before. In a *forked* one, position p is stored against p with its lowest bit cleared: 5 and 6
     against 4, 4 and 8 against the anchor. Chains are then at most log2(anchor_every) deltas deep, and so
     is what must be decoded for the next delta; the base is 2 positions away on average. It is always one
-    that the file before was stored against, or that file itself, so retention has kept it.
+    that the file before was stored against, or that file itself, so no prune has deleted it.
     """
 
     anchor_every: int  # the file after position anchor_every - 1 is an anchor
     is_forked: bool  # see above
     is_flat: bool = False  # each is stored against the anchor
-    # how long files stay; with it, each is weighed before the rule holds, see weigh.py
+    # how long files stay; with it, the base is chosen by what takes least disk, see chain.py
     kept: Mapping[FileKind, Kept] | None = field(default=None, hash=False)
 
     def base_of(self, position: int) -> int | None:

@@ -17,7 +17,6 @@ from ckptz.container.index import KEY_DIGEST
 from ckptz.container.reader import Container
 from ckptz.errors import MissingBaseError
 from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name
-from ckptz.store.runs import EXACT
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name
@@ -54,15 +53,6 @@ def digest_of(path: Path) -> str:
     with contextlib.closing(open_bytes(path)) as source:
         digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
     return digest[:N_DIGITS]
-
-
-def residual_of(path: Path, named: Path | None = None) -> Path:
-    """Give the path of the residual of the file at `path`, whether there is one or not.
-
-    `named` is what the file will be called, if it has another name now.
-    """
-    named = path if named is None else named
-    return named.with_name(f"{named.stem}{EXACT}{digest_of(path)}{SUFFIX}")
 
 
 def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:

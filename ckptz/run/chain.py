@@ -1,4 +1,6 @@
-"""Weighs what the next file of a run is stored against: what takes least disk, and no more than plain files.
+"""Chooses what the next file of a run is stored against: what takes least disk, and no more than plain files.
+
+The one choice for all who write runs, whatever their files are called and whoever deletes them.
 
 A delta is smaller than an anchor, but what it is stored against must stay for as long as it does. Which of
 the two is less depends on how long the keep rules leave files, on how large deltas are, and on how far back
@@ -9,7 +11,7 @@ files stay, those in which one file with all that it needs would. Of the rest, t
 
 How large a file will be is not known before it is encoded. It is taken from those that are there and those
 that were written before: so a first delta is written where it may pay, and where it then does not, the next
-file is an anchor. Numbers go in and a rule comes out: nothing here reads or writes.
+file is an anchor. Nothing here reads or writes.
 """
 
 from __future__ import annotations
@@ -18,27 +20,28 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
-from ckptz.store.step_files import ChainRule, FileFacts, FileKind, Kept, Listing, StepFile
+from ckptz.run.step_files import ChainRule, FileFacts, FileKind, Kept, Listing, StepFile
 
 N_REMEMBERED: Final = 64  # written files whose sizes count
 N_AHEAD: Final = 32  # saves that are played through; more where anchors are further apart
 N_ALIKE: Final = 4  # newest files of a distance, of which the largest tells the size of the next
 HOPED: Final = 1 / 4  # of an anchor, for a delta before there was one
 INTERVALS: Final = (2, 4, 8, 16, 32)
+K = TypeVar("K")  # what a file is known by
 
 # (saves that a file reaches back, 0 for an anchor; its bytes), oldest first
 Sizes = Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A file of the folder that a new one may be stored against."""
+class ChainFile(Generic[K]):
+    """A file that is there, as the choice of a base sees it."""
 
     n_bytes: int  # its size
     position: int  # files written between its anchor and it; 0 for an anchor
-    base: int | None  # index of what it is stored against among the files that are there; None for an anchor
+    base: K | None  # what it is stored against; None for an anchor, or where that is not there
     stays: int  # so many coming saves leave it by the rules; 0 if it is there only because others need it
 
 
@@ -73,7 +76,12 @@ class Estimate:
 
 
 def weighed(
-    rule: ChainRule, held: Sequence[Held], kept: Kept, steps: Sequence[int], estimate: Estimate, rest: int = 0
+    rule: ChainRule,
+    held: Sequence[ChainFile[int]],
+    kept: Kept,
+    steps: Sequence[int],
+    estimate: Estimate,
+    rest: int = 0,
 ) -> ChainRule:
     """Choose what the next file is stored against.
 
@@ -109,37 +117,68 @@ def weighed(
     return best[0]
 
 
-def weighed_in_folder(
-    kind: FileKind, rule: ChainRule, listing: Listing, facts: Mapping[StepFile, FileFacts], written: Sizes
-) -> ChainRule:
-    """Choose what the next file of a kind, of which there is a newest one, is stored against.
+def base_of_next(
+    files: Mapping[K, ChainFile[K]],
+    rule: ChainRule,
+    kept: Kept | None,
+    steps: Sequence[int],
+    sizes: tuple[Sizes, int, int],
+) -> K | None:
+    """Choose the file that the next one is stored against.
 
-    `facts` are of those files of the folder that can be read, `written` of those that this process wrote.
+    Args:
+        files: those that are there, bases before what is stored against them, the newest last.
+        rule: what was asked for.
+        kept: how long files stay; None to follow the rule as it is.
+        steps: those that are there, ascending, which tell what steps will come.
+        sizes: of files that were written before, see `Sizes`; the bytes of a whole uncompressed file; bytes
+            that are there whatever is chosen.
+
+    Returns:
+        The newest file or one that it is stored against; None for an anchor.
     """
-    if rule.kept is None:
-        return rule
-    kept, steps = rule.kept[kind], listing.steps_of(kind)
-    files = sorted(file for file in listing.sizes if file.kind == kind and not file.is_exact)
-    files = [file for file in files if file.step <= steps[-1]]
+    *_, newest = order = list(files)
+    if kept is not None:
+        written, plain, rest = sizes
+        at = {file: i for i, file in enumerate(order)}
+        held = [
+            ChainFile(file.n_bytes, file.position, None if file.base is None else at[file.base], file.stays)
+            for file in files.values()
+        ]
+        known = [
+            (0 if file.base is None else file.position - files[file.base].position, file.n_bytes)
+            for file in files.values()
+            if file.base is not None or not file.position
+        ]
+        rule = weighed(rule, held, kept, steps, Estimate((*known, *written), plain), rest)
+    wanted = rule.base_of(files[newest].position + 1)
+    if wanted is None:
+        return None
+    found: K | None = newest
+    while found is not None and files[found].position > wanted:
+        found = files[found].base
+    return newest if found is None else found
+
+
+def files_of_kind(
+    kind: FileKind, kept: Kept, listing: Listing, facts: Mapping[StepFile, FileFacts]
+) -> dict[StepFile, ChainFile[StepFile]]:
+    """Describe the files of a kind, of which there is a newest one; `facts` are of those that can be read."""
+    steps = listing.steps_of(kind)
     stays = dict(zip(steps, kept.stays(steps), strict=True))
-    held: list[Held] = []
-    found: list[tuple[int, int]] = []
-    places: dict[StepFile, int] = {}  # in `held`
-    for file in files:
-        fact, n_bytes = facts.get(file), listing.sizes[file]
+    found: dict[StepFile, ChainFile[StepFile]] = {}
+    for file, n_bytes in sorted(listing.sizes.items()):
+        if file.kind != kind or file.is_exact or file.step > steps[-1]:
+            continue
+        fact = facts.get(file)
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base)
-        base = None if named is None else places.get(named)
+        base = named if named in found else None
         # A position is a claim: a base may be gone, and files may have been copied from elsewhere.
         position = 0 if fact is None or fact.base is None else max(1, fact.position)
         if base is not None:
-            position = max(position, held[base].position + 1)
-        places[file] = len(held)
-        held.append(Held(n_bytes, position, base, stays.get(file.step, 0)))
-        if base is not None or not position:
-            found.append((0 if base is None else position - held[base].position, n_bytes))
-    plain = facts[files[-1]].tensor_bytes
-    rest = sum(n_bytes for file, n_bytes in listing.sizes.items() if file.kind == kind and file.is_exact)
-    return weighed(rule, held, kept, steps, Estimate((*found, *written), plain), rest)
+            position = max(position, found[base].position + 1)
+        found[file] = ChainFile(n_bytes, position, base, stays.get(file.step, 0))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +191,7 @@ class _Past:
     plain: tuple[int, ...]  # by save, by how many files what is kept changes
 
     @classmethod
-    def of(cls, held: Sequence[Held], n_saves: int, rest: int) -> _Past:
+    def of(cls, held: Sequence[ChainFile[int]], n_saves: int, rest: int) -> _Past:
         taken, plain = [0.0] * (n_saves + 1), [0] * (n_saves + 1)
         taken[0] = rest
         gone = [file.stays for file in held]

@@ -6,22 +6,14 @@ A file is known by its inode, whatever names it has and had. Knows no framework.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from ckptz.container.writer import Written
-from ckptz.store import weigh
+from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
+from ckptz.run.names import Inode, inode_of
+from ckptz.run.step_files import ChainRule, Kept
 from ckptz.store.resolve import Checkpoint
-from ckptz.store.runs import Inode, inode_of
-from ckptz.store.step_files import ChainRule, Kept
-from ckptz.store.weigh import N_REMEMBERED, Estimate, Held
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    n_bytes: int
-    position: int  # files written between its anchor and it
-    base: Inode | None
 
 
 class RunFiles:
@@ -34,7 +26,7 @@ class RunFiles:
 
     def __init__(self, kept: Kept | None = None) -> None:
         self._kept = kept
-        self._files: dict[Inode, _File] = {}  # bases before what is stored against them
+        self._files: dict[Inode, ChainFile[Inode]] = {}  # bases before what is stored against them
         self._saved: dict[Path, Inode] = {}  # oldest first
         self._written: deque[tuple[int, int]] = deque(maxlen=N_REMEMBERED)
         self._is_any_gone = False
@@ -52,17 +44,13 @@ class RunFiles:
         """
         chain = self._learn(newest)
         self._saved.setdefault(Path(newest.files[0].name), chain[0])  # of a process before this one
-        held, kept = self._held(path.absolute(), chain[0])
+        files, kept = self._there(path.absolute(), chain[0])
         plain = sum(source.n_bytes for source in newest.tensors.values())
-        known = [(self._reach(file), file.n_bytes) for file in self._files.values()]
-        estimate = Estimate((*known, *self._written), plain)
-        rule = weigh.weighed(ChainRule(anchor_every, is_forked=False), held, kept, (), estimate)
-        wanted = rule.base_of(self._files[chain[0]].position + 1)
-        if wanted is None:
-            return None
-        return next((i for i, file in enumerate(chain) if self._files[file].position <= wanted), 0)
+        rule = ChainRule(anchor_every, is_forked=False)
+        base = base_of_next(files, rule, kept, (), (self._written, plain, 0))
+        return None if base is None else chain.index(base)
 
-    def _reach(self, file: _File) -> int:
+    def _reach(self, file: ChainFile[Inode]) -> int:
         return 0 if file.base is None else file.position - self._files[file.base].position
 
     def add(self, path: Path, written: Written, base: Checkpoint | None) -> None:
@@ -75,7 +63,7 @@ class RunFiles:
         if against is not None:
             before = self._files.get(newest) if newest is not None else None
             position = 1 + max(self._files[against].position, 0 if before is None else before.position)
-        file = _File(written.stored_bytes, position, against)
+        file = ChainFile(written.stored_bytes, position, against, 0)
         inode = inode_of(path)
         self._files.pop(inode, None)  # of a file that is gone
         self._files[inode] = file
@@ -90,10 +78,10 @@ class RunFiles:
             if chain[i] not in self._files:
                 base = chain[i + 1] if i + 1 < len(chain) else None
                 position = 0 if base is None else self._files[base].position + 1
-                self._files[chain[i]] = _File(paths[i].stat().st_size, position, base)
+                self._files[chain[i]] = ChainFile(paths[i].stat().st_size, position, base, 0)
         return chain
 
-    def _held(self, path: Path, newest: Inode) -> tuple[list[Held], Kept]:
+    def _there(self, path: Path, newest: Inode) -> tuple[dict[Inode, ChainFile[Inode]], Kept]:
         """What is there less what is about to be replaced, the newest last; how long it stays."""
         there = {place: file for place, file in self._saved.items() if _is_there(place, file)}
         self._is_any_gone |= len(there) < len(self._saved)
@@ -105,14 +93,9 @@ class RunFiles:
             if inode in needed and (base := self._files[inode].base) is not None:
                 needed.add(base)
         self._files = {inode: file for inode, file in self._files.items() if inode in needed}
-        order = sorted(self._files, key=lambda inode: inode == newest)
         stays = dict(zip(seen, kept.stays(range(1, len(seen) + 1)), strict=True))
-        held = []
-        for inode in order:
-            file = self._files[inode]
-            at = None if file.base is None else order.index(file.base)
-            held.append(Held(file.n_bytes, file.position, at, stays.get(inode, 0)))
-        return held, kept
+        order = sorted(self._files, key=lambda inode: inode == newest)
+        return {inode: replace(self._files[inode], stays=stays.get(inode, 0)) for inode in order}, kept
 
 
 def _is_there(path: Path, inode: Inode) -> bool:

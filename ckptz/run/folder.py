@@ -8,7 +8,7 @@
     base-4f1c0a9b-model.safetensors  a second name of the weights that the run began from, if it was told them
     .ckptz-lock                      see lock.py
 
-Weights and state are chains of their own, so that retention can drop the state of a step and keep its
+Weights and state are chains of their own, so that a prune can drop the state of a step and keep its
 weights without rewriting a byte. Nothing is stored against a residual, so one may go at any time. A step
 exists when its weights do: they get their name last. Files never change and never change names, so anyone
 may read while one process writes. Knows no torch.
@@ -40,12 +40,9 @@ from ckptz.errors import (
     TruncatedError,
     WriteError,
 )
-from ckptz.store.links import link_origin
-from ckptz.store.lock import Lock, Spool, acquire
-from ckptz.store.places import LocalFolder
-from ckptz.store.remote import UploadFolder, place_of
-from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
-from ckptz.store.step_files import (
+from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
+from ckptz.run.links import link_origin
+from ckptz.run.step_files import (
     EXACT_OF_KEY,
     KINDS,
     METRIC_KEY,
@@ -55,10 +52,14 @@ from ckptz.store.step_files import (
     ChainRule,
     FileFacts,
     FileKind,
+    Kept,
     Listing,
     StepFile,
 )
-from ckptz.store.weigh import N_REMEMBERED, weighed_in_folder
+from ckptz.store.lock import Lock, Spool, acquire
+from ckptz.store.remote import UploadFolder, place_of
+from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
+from ckptz.store.storage import LocalFolder
 
 ABANDONED_SECONDS: Final = 3600.0
 MOVED: Final = (
@@ -341,6 +342,8 @@ class StepStore:
         with self.base(kind, rule, notes) as (base, position):
             try:
                 written = encode(sink, base, position)
+                for path in () if base is None else base.paths:
+                    path.stat()  # others may have deleted it meanwhile
                 reach = position and (0 if base is None else position - _position_of(base))
                 self._written[kind].append((reach, written.stored_bytes))
                 return written
@@ -431,15 +434,13 @@ class StepStore:
         if not steps:
             return None, 0
         newest = StepFile(steps[-1], kind)
-        position = self.facts(newest, listing.sizes[newest]).position + 1
-        rule = weighed_in_folder(kind, rule, listing, self._known(listing), self._written[kind])
-        wanted = rule.base_of(position)
-        if wanted is None:
-            return None, 0
-        for file in self.chain(newest, listing.sizes):
-            if file in listing.sizes and self.facts(file, listing.sizes[file]).position <= wanted:
-                return file, position
-        return newest, position
+        plain = self.facts(newest, listing.sizes[newest]).tensor_bytes
+        kept = Kept() if rule.kept is None else rule.kept[kind]
+        files = files_of_kind(kind, kept, listing, self._known(listing))
+        rest = sum(n for file, n in listing.sizes.items() if file.kind == kind and file.is_exact)
+        sizes = self._written[kind], plain, rest
+        base = base_of_next(files, rule, None if rule.kept is None else kept, steps, sizes)
+        return base, 0 if base is None else files[newest].position + 1
 
     def _known(self, listing: Listing) -> dict[StepFile, FileFacts]:
         """What those files say of themselves that can be read."""
@@ -465,7 +466,7 @@ class StepStore:
             chains = [self.chain(file, sizes) for file in files if not file.is_exact]
             self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
 
-    # --- retention's tools ----------------------------------------------------------------------
+    # --- tools of a prune ----------------------------------------------------------------------
 
     def check_lock(self) -> None:
         """Require to be the folder's one writer.

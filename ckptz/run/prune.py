@@ -1,10 +1,10 @@
-"""Which steps are kept, and the way from there to the fewest files. Never rewrites a file.
+"""Prunes the folder of a Checkpointer: from the steps that are kept to the fewest files. Rewrites none.
 
 A file that no rule keeps is deleted, unless a kept one is stored against it, at whatever distance: then
 it is hidden, and goes when the last that needs it goes. Files are deleted from the newest step to the
 oldest, so at no moment does one lack its base, and a prune that was killed is finished by the next. The
 newest weights stay under every rule, whether they have a state or not, and without rules all do. A step
-of which a file cannot be read, or its base not be found, keeps every older step as it is; see needs.py.
+of which a file cannot be read, or its base not be found, keeps every older step as it is; see keep.py.
 
 A residual makes a lossy file of a kept step exact. It is never hidden, and goes before all others.
 
@@ -15,142 +15,17 @@ as many of state; every further step that `every` or `best` keeps adds at most A
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final
 
-from ckptz.errors import ConfigError, MissingBaseError, own_numbers
+from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.pages.words import Shown
-from ckptz.store.links import BASE_PREFIX
-from ckptz.store.needs import needs_of
+from ckptz.run.folder import StepStore
+from ckptz.run.keep import KeepPolicy, what_stays
+from ckptz.run.links import BASE_PREFIX
+from ckptz.run.step_files import FileFacts, Listing, StepFile
 from ckptz.store.resolve import Path_
-from ckptz.store.step_files import FileFacts, FileKind, Kept, Listing, StepFile
-from ckptz.store.steps import StepStore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepRules:
-    """Rules for the steps that are kept: those that any of them names.
-
-    Attributes:
-        last: so many newest steps, at least 1; None keeps all.
-        every: steps that are multiples of this, for ever.
-        best: so many steps with the best metric, of those that were saved with one.
-        lower_is_better: what "best" means.
-    """
-
-    last: int | None = 5
-    every: int | None = None
-    best: int = 0
-    lower_is_better: bool = True
-
-    def __post_init__(self) -> None:
-        own_numbers(self)
-        if self.last is not None and self.last < 1:
-            raise ConfigError(f"last must be at least 1, or None to keep all, got {self.last}")
-        if self.every is not None and self.every < 1:
-            raise ConfigError(f"every must be at least 1, got {self.every}")
-        if self.best < 0:
-            raise ConfigError(f"best must be 0 or more, got {self.best}")
-
-    def kept(self, steps: Iterable[int], metrics: Mapping[int, float]) -> set[int]:
-        """Choose those of `steps` that are kept.
-
-        Args:
-            steps: all that are there.
-            metrics: of those that have one.
-        """
-        ascending = sorted(steps)
-        if self.last is None:
-            return set(ascending)
-        kept = set(ascending[-self.last :])
-        if self.every is not None:
-            kept.update(step for step in ascending if step % self.every == 0)
-        sign = 1 if self.lower_is_better else -1
-        rated = [step for step in ascending if not math.isnan(metrics.get(step, math.nan))]
-        kept.update(sorted(rated, key=lambda step: (sign * metrics[step], -step))[: self.best])
-        return kept
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepPolicy(KeepRules):
-    """The rules for whole steps, and others for weights that stay without their state.
-
-    Attributes:
-        weights: rules for weights; by default they go with their state. The others are those of
-            `KeepRules`, for steps that training can resume from.
-        exact: so many newest steps of these come back bit for bit where files are lossy; 0 writes no files
-            for that, None keeps all that there are.
-
-    Example:
-        >>> from ckptz import KeepPolicy
-        >>> KeepPolicy(last=2, every=1000).last
-        2
-    """
-
-    weights: KeepRules | None = None
-    exact: int | None = 1
-
-    def __post_init__(self) -> None:
-        KeepRules.__post_init__(self)
-        if not isinstance(self.weights, KeepRules | None):
-            raise ConfigError(f"weights must be KeepRules or None, got {self.weights!r}")
-        if self.exact is not None and self.exact < 0:
-            raise ConfigError(f"exact must be 0 or more, or None to keep all, got {self.exact}")
-
-    @property
-    def by_kind(self) -> dict[FileKind, Kept]:
-        """Times that files of each kind stay, for those who weigh what a new one is stored against."""
-        both = (self,) if self.weights is None else (self, self.weights)
-        return {"weights": _kept(*both), "state": _kept(self)}
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether no rule lets a step go."""
-        return self.last is None and self.weights is None
-
-    def heads(self, steps: Iterable[int]) -> set[int]:
-        """Choose those of the steps that stay which also stay exact."""
-        ascending = sorted(steps)
-        return set(ascending if self.exact is None else ascending[max(0, len(ascending) - self.exact) :])
-
-
-def _kept(*rules: KeepRules) -> Kept:
-    """Merge rules: a file stays as long as any of them keeps it."""
-    lasts = [rule.last for rule in rules]
-    return Kept(
-        last=None if None in lasts else max(last for last in lasts if last is not None),
-        every=tuple(rule.every for rule in rules if rule.every is not None),
-        best=sum(rule.best for rule in rules),
-    )
-
-
-KEEP_ALL: Final = KeepPolicy(last=None, exact=None)
-KEEP_LAST: Final = KeepPolicy()
-
-
-Rules = tuple[int | None, int | None, int | None]  # last, every, best
-
-
-def keep_policy(
-    *, steps: Rules, weights: Rules, lower_is_better: bool, exact: int | None = None
-) -> KeepPolicy:
-    """Make the policy of rules for whole steps, and for weights that stay without their state.
-
-    Each rule may be None; without any for steps, all stay. What else there is, `KeepPolicy` says.
-    """
-    is_any = weights != (None, None, None)
-    of_weights = KeepRules(**_fields(weights), lower_is_better=lower_is_better) if is_any else None
-    return KeepPolicy(**_fields(steps), lower_is_better=lower_is_better, weights=of_weights, exact=exact)
-
-
-def _fields(rules: Rules) -> dict[str, Any]:
-    last, every, best = rules
-    # The newest stays whatever the other rules are; without any, everything does.
-    last = 1 if last is None and rules != (None, None, None) else last
-    return {"last": last, "every": every, "best": best or 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,14 +167,15 @@ def _decide(
     for file, fact in facts.items():
         if not file.is_exact:
             holders.setdefault(fact.content_id, []).append(file)
-    needs = needs_of(
+    stays = what_stays(
+        listing.sizes,
         {*kept, *(file for file in unread if not file.is_exact)},  # residuals are dropped unread
         lambda file: _bases_of(file, facts, holders, unread),
         # Without a step's metric or base, no older one may go.
         lambda file: {other for other in listing.sizes if other.step <= file.step},
     )
-    kept |= needs.doubtful - listing.hidden
-    return kept, set(needs.known | needs.doubtful) - kept, needs.notes
+    kept |= stays.doubtful - listing.hidden
+    return kept, set(listing.sizes) - kept - stays.may_go, stays.notes
 
 
 def _weights_kept(listing: Listing, metrics: Mapping[int, float], policy: KeepPolicy) -> set[int]:

@@ -1,0 +1,87 @@
+"""Residuals: files beside lossy ones that hold the same without loss, for as long as a step stays exact.
+
+That of model.ckptz is called model.exact-9be27a01c35d8f64.ckptz, by the digest of the very file that it
+belongs to; a Checkpointer's names say which step is meant, step-00000100.exact.ckptz.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ckptz.container.byte_source import open_bytes
+from ckptz.container.reader import Container
+from ckptz.errors import CorruptionError, FormatError, MissingBaseError
+from ckptz.run.links import digest_of
+from ckptz.run.names import EXACT
+from ckptz.run.step_files import EXACT_OF_KEY, StepFile
+from ckptz.store.resolve import SUFFIX, open_file
+
+T = TypeVar("T")
+
+
+def residual_of(path: Path, named: Path | None = None) -> Path:
+    """Give the path of the residual of the file at `path`, whether there is one or not.
+
+    `named` is what the file will be called, if it has another name now.
+    """
+    named = path if named is None else named
+    return named.with_name(f"{named.stem}{EXACT}{digest_of(path)}{SUFFIX}")
+
+
+def residuals_of(path: Path) -> list[Path]:
+    """List the residuals of a file, and of others that had its name."""
+    return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
+
+
+def unlink_residuals(path: Path, *, with_own: bool = True) -> None:
+    """Delete residuals; their folder keeps its time, by which the Trainer tells old folders from new."""
+    gone = [residual for residual in residuals_of(path) if with_own or residual != residual_of(path)]
+    if gone:
+        before = path.parent.stat()
+        for residual in gone:
+            residual.unlink(missing_ok=True)
+        os.utime(path.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def exact_of(file: Path) -> Path:
+    """Give the residual file that makes a lossy file exact, if there is one; else the file itself.
+
+    Raises:
+        CorruptionError: the residual is one of other values.
+        FormatError: a file is damaged.
+    """
+    step_file = StepFile.parse(file.name)
+    exact = residual_of(file) if step_file is None else file.with_name(step_file.exact.name)
+    if not exact.exists():
+        return file
+    with (
+        contextlib.closing(open_file(open_bytes(file))) as lossy,
+        contextlib.closing(open_file(open_bytes(exact))) as residual,
+    ):
+        of = residual.index.metadata if isinstance(residual, Container) else None
+        if isinstance(lossy, Container) and (of or {}).get(EXACT_OF_KEY) != lossy.index.content_id:
+            raise CorruptionError(
+                f"{exact}: belongs to other values than {file.name} holds; name {file} itself"
+            )
+    return exact
+
+
+def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
+    """Read a file that a `Chain` wrote by its residual, or as it is if there is none.
+
+    A residual that fails a check is a warning, and `read` is called again with the file itself.
+    """
+    residual = residual_of(path)
+    if residual.exists():
+        try:
+            return read(residual)
+        except (FormatError, MissingBaseError, FileNotFoundError) as error:
+            what = f"{path}: is restored with what it loses: {error}"
+            warnings.warn(what, RuntimeWarning, stacklevel=3)
+    return read(path)

@@ -1,0 +1,195 @@
+"""What stays of a run's folder, and what may be deleted: the one rule of all that deletes files of users.
+
+A step stays as long as one of the rules names it. What is not kept may go when nothing that stays needs it.
+What cannot be read, whatever the reason, may need anything older than itself: all of that stays, and callers
+are told why. What could be read in a minute must not be lost because of this one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from ckptz.errors import ConfigError, own_numbers
+from ckptz.run.step_files import FileKind, Kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRules:
+    """Rules for the steps that are kept: those that any of them names.
+
+    Attributes:
+        last: so many newest steps, at least 1; None keeps all.
+        every: steps that are multiples of this, for ever.
+        best: so many steps with the best metric, of those that were saved with one.
+        lower_is_better: what "best" means.
+    """
+
+    last: int | None = 5
+    every: int | None = None
+    best: int = 0
+    lower_is_better: bool = True
+
+    def __post_init__(self) -> None:
+        own_numbers(self)
+        if self.last is not None and self.last < 1:
+            raise ConfigError(f"last must be at least 1, or None to keep all, got {self.last}")
+        if self.every is not None and self.every < 1:
+            raise ConfigError(f"every must be at least 1, got {self.every}")
+        if self.best < 0:
+            raise ConfigError(f"best must be 0 or more, got {self.best}")
+
+    def kept(self, steps: Iterable[int], metrics: Mapping[int, float]) -> set[int]:
+        """Choose those of `steps` that are kept.
+
+        Args:
+            steps: all that are there.
+            metrics: of those that have one.
+        """
+        ascending = sorted(steps)
+        if self.last is None:
+            return set(ascending)
+        kept = set(ascending[-self.last :])
+        if self.every is not None:
+            kept.update(step for step in ascending if step % self.every == 0)
+        sign = 1 if self.lower_is_better else -1
+        rated = [step for step in ascending if not math.isnan(metrics.get(step, math.nan))]
+        kept.update(sorted(rated, key=lambda step: (sign * metrics[step], -step))[: self.best])
+        return kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepPolicy(KeepRules):
+    """The rules for whole steps, and others for weights that stay without their state.
+
+    Attributes:
+        weights: rules for weights; by default they go with their state. The others are those of
+            `KeepRules`, for steps that training can resume from.
+        exact: so many newest steps of these come back bit for bit where files are lossy; 0 writes no files
+            for that, None keeps all that there are.
+
+    Example:
+        >>> from ckptz import KeepPolicy
+        >>> KeepPolicy(last=2, every=1000).last
+        2
+    """
+
+    weights: KeepRules | None = None
+    exact: int | None = 1
+
+    def __post_init__(self) -> None:
+        KeepRules.__post_init__(self)
+        if not isinstance(self.weights, KeepRules | None):
+            raise ConfigError(f"weights must be KeepRules or None, got {self.weights!r}")
+        if self.exact is not None and self.exact < 0:
+            raise ConfigError(f"exact must be 0 or more, or None to keep all, got {self.exact}")
+
+    @property
+    def by_kind(self) -> dict[FileKind, Kept]:
+        """Times that files of each kind stay, for those who weigh what a new one is stored against."""
+        both = (self,) if self.weights is None else (self, self.weights)
+        return {"weights": _kept(*both), "state": _kept(self)}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no rule lets a step go."""
+        return self.last is None and self.weights is None
+
+    def heads(self, steps: Iterable[int]) -> set[int]:
+        """Choose those of the steps that stay which also stay exact."""
+        ascending = sorted(steps)
+        return set(ascending if self.exact is None else ascending[max(0, len(ascending) - self.exact) :])
+
+
+def _kept(*rules: KeepRules) -> Kept:
+    """Merge rules: a file stays as long as any of them keeps it."""
+    lasts = [rule.last for rule in rules]
+    return Kept(
+        last=None if None in lasts else max(last for last in lasts if last is not None),
+        every=tuple(rule.every for rule in rules if rule.every is not None),
+        best=sum(rule.best for rule in rules),
+    )
+
+
+KEEP_ALL: Final = KeepPolicy(last=None, exact=None)
+KEEP_LAST: Final = KeepPolicy()
+
+
+Rules = tuple[int | None, int | None, int | None]  # last, every, best
+
+
+def keep_policy(
+    *, steps: Rules, weights: Rules, lower_is_better: bool, exact: int | None = None
+) -> KeepPolicy:
+    """Make the policy of rules for whole steps, and for weights that stay without their state.
+
+    Each rule may be None; without any for steps, all stay. What else there is, `KeepPolicy` says.
+    """
+    is_any = weights != (None, None, None)
+    of_weights = KeepRules(**_fields(weights), lower_is_better=lower_is_better) if is_any else None
+    return KeepPolicy(**_fields(steps), lower_is_better=lower_is_better, weights=of_weights, exact=exact)
+
+
+def _fields(rules: Rules) -> dict[str, Any]:
+    last, every, best = rules
+    # The newest stays whatever the other rules are; without any, everything does.
+    last = 1 if last is None and rules != (None, None, None) else last
+    return {"last": last, "every": every, "best": best or 0}
+
+
+class Named(Protocol):
+    """A file, a folder or a step."""
+
+    @property
+    def name(self) -> str:
+        """The file's name in messages."""
+
+    def __hash__(self) -> int: ...
+
+
+T = TypeVar("T", bound=Named)
+
+
+@dataclass(frozen=True, slots=True)
+class Stays(Generic[T]):
+    """Files that stay beside those that the rules keep, and those that may be deleted."""
+
+    needed: frozenset[T]  # what those that stay are decoded from, through whole chains
+    doubtful: frozenset[T]  # what those that cannot be read may be decoded from
+    may_go: frozenset[T]  # all else that no rule keeps
+    notes: tuple[str, ...]  # which cannot be read, and why
+
+
+def what_stays(
+    units: Iterable[T],
+    kept: Iterable[T],
+    bases_of: Callable[[T], Iterable[T]],
+    may_need: Callable[[T], Collection[T]],
+) -> Stays[T]:
+    """Tell which files, folders or steps may be deleted.
+
+    Args:
+        units: all that are there.
+        kept: those that stay whatever they are stored against.
+        bases_of: what one is stored against; raises whatever it likes if that cannot be found out.
+        may_need: all that one may be stored against, itself unread.
+    """
+    roots = dict.fromkeys(kept)
+    needed: set[T] = set()
+    doubtful: set[T] = set()
+    notes = []
+    waiting = list(roots)
+    while waiting:
+        one = waiting.pop()
+        try:
+            new = [base for base in bases_of(one) if base not in needed]
+        except Exception as error:  # stores behind URLs have errors of their own
+            doubtful.update(may_need(one))
+            notes.append(f"{one.name} cannot be read, so all that is older stays until it can: {error}")
+            continue
+        needed.update(new)
+        waiting.extend(new)
+    may_go = frozenset(units) - roots.keys() - needed - doubtful
+    return Stays(frozenset(needed), frozenset(doubtful), may_go, tuple(sorted(notes)))

@@ -1,0 +1,159 @@
+"""Every way to keep a run's steps: kills, failing calls and others who delete take nothing that is needed.
+
+All go through the same three trials. After each of them, every step that the rules keep restores to the right
+bits, and the next save succeeds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckptz.errors import CkptzError
+from tests.support.checkpointer_support import in_child
+from tests.support.fault_support import ERRORS, Faults, copied
+from tests.support.front_doors import Door, door, each_door, nothing
+from tests.support.kills import Reported, kill_again_and_again
+
+N_PREPARED = 5
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory"),
+    pytest.mark.usefixtures("deltas_at_any_cost"),
+]
+FEW_OR_MANY = pytest.mark.parametrize("n_trials", [3, pytest.param(200, marks=pytest.mark.slow)])
+SEVERAL_OR_MANY = pytest.mark.parametrize("n_trials", [12, pytest.param(200, marks=pytest.mark.slow)])
+
+
+@pytest.fixture
+def at(kind: str, monkeypatch: pytest.MonkeyPatch) -> Door:
+    """The door; frameworks are loaded once for all processes."""
+    for name, package in (
+        ("trainer", "transformers"),
+        ("accelerate", "accelerate"),
+        ("lightning", "lightning"),
+    ):
+        if kind.startswith(name):
+            pytest.importorskip(package)
+            monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    if kind.startswith("trainer"):
+        pytest.importorskip("tests.support.trainer_support")
+    return door(kind)
+
+
+# Forked jobs train, which this process must not have done before: kills come first.
+@each_door
+@FEW_OR_MANY
+def test_kills_at_random_lose_nothing_that_the_rules_keep(at: Door, tmp_path: Path, n_trials: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def job(reported: Reported, rank: int) -> None:
+        def report(step: int) -> None:
+            reported.step = step
+
+        del rank
+        reported.begin()
+        at.save(folder, 1 << 20, report)
+
+    kill_again_and_again(job, lambda step: at.check_steps(folder, step), n_trials, longest=0.2)
+
+    def check() -> None:
+        try:
+            at.check(folder)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+    assert in_child(check) == 0
+
+
+@pytest.fixture
+def prepared(at: Door, tmp_path: Path) -> Path:
+    """A folder of some steps, each saved by a new process, as far as it can tell."""
+    folder = tmp_path / "prepared"
+    folder.mkdir()
+    at.save(folder, N_PREPARED, nothing)
+    at.check_steps(folder, N_PREPARED)
+    return folder
+
+
+def n_calls_of(work: Callable[[Path], object], prepared: Path) -> int:
+    with copied(prepared) as folder, Faults(lambda *_: False, OSError, folder).installed() as counted:
+        work(folder)
+    assert counted.n_calls > 30
+    return counted.n_calls
+
+
+@each_door
+@SEVERAL_OR_MANY
+def test_a_call_that_fails_loses_nothing_that_the_rules_keep(at: Door, prepared: Path, n_trials: int) -> None:
+    n_calls, rng = n_calls_of(lambda folder: at.save(folder, 1, nothing), prepared), random.Random(0)
+    for _ in range(n_trials):
+        failing, error = rng.randrange(1, n_calls + 1), rng.choice(list(ERRORS.values()))
+        with copied(prepared) as folder:
+            ended: BaseException | None = None
+            with Faults(lambda n, _, at=failing: n == at, error, folder).installed():  # type: ignore[misc]
+                try:
+                    at.save(folder, 1, nothing)
+                except (Exception, SystemExit) as caught:
+                    ended = caught
+            assert at.newest(folder) == N_PREPARED + 1 or ended is not None
+            at.check(folder, max(N_PREPARED, at.newest(folder)))
+
+
+@each_door
+@SEVERAL_OR_MANY
+def test_what_others_delete_meanwhile_takes_nothing_else_along(
+    at: Door, prepared: Path, n_trials: int
+) -> None:
+    """A step that stands with all that it needs, or any file; then the run is whole an anchor later."""
+    if at.name in ("compress", "prune-files"):
+        pytest.skip("nobody writes on: what was deleted is told of, and has to be made again")
+    n_calls, rng = n_calls_of(lambda folder: at.save(folder, 1, nothing), prepared), random.Random(0)
+    for _ in range(n_trials):
+        moment = rng.randrange(1, n_calls + 1)
+        with copied(prepared) as folder:
+            victims = sorted(path for path in folder.rglob("*.ckptz") if path.is_file())
+            if at.complete is not None:
+                victims = [folder / at.complete.format(step) for step in at.steps(folder)]
+            victim = rng.choice(victims)
+
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with Faults(deleting(victim, moment), OSError, folder).installed():
+                    is_saved = saved(at, folder, 1 if at.complete else 4)
+                is_saved |= at.complete is not None and saved(at, folder, 1)
+            if is_saved:
+                at.check_step(folder, at.newest(folder))
+            assert is_saved or at.complete is None, "it does not go on"
+            for step in at.steps(folder) if at.complete is not None else ():
+                at.check_step(folder, step, must_be_exact=not at.is_lossy)
+
+
+def deleting(victim: Path, moment: int) -> Callable[[int, object], bool]:
+    """Delete a file or folder at a call; none fails."""
+
+    def delete(n: int, _: object) -> bool:
+        if n == moment and victim.is_dir():
+            shutil.rmtree(victim, ignore_errors=True)
+        elif n == moment:
+            victim.unlink(missing_ok=True)
+        return False
+
+    return delete
+
+
+def saved(at: Door, folder: Path, n_saves: int) -> bool:
+    """Whether all were saved; what was deleted while it was read is no step to go on from."""
+    try:
+        at.save(folder, n_saves, nothing)
+    except (CkptzError, OSError, RuntimeError):
+        return False
+    return True
