@@ -456,7 +456,7 @@ def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[floa
 
 
 def zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
-    """Tell by a sample whether zstd takes clearly less of n codes than others; `least` bounds the sample."""
+    """Tell by the middle [m] of n codes if zstd takes less than `other_bytes`; it takes at least `least`."""
     other_bytes *= len(middle) / n
     if least > ZSTD_MAY_GAIN * other_bytes:
         return False
