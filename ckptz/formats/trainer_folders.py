@@ -19,6 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from ckptz.codec.units import TensorSource
+from ckptz.container.byte_source import is_url
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish_together
 from ckptz.errors import CorruptionError, UnsupportedError, naming
@@ -89,8 +90,8 @@ class TrainerFolder:
 
 
 def is_trainer_folder(folder: Path) -> bool:
-    """Tell whether a folder holds a checkpoint of `CkptzTrainerMixin`."""
-    return all((folder / name).is_file() for name in (WEIGHTS, STATE, "trainer_state.json"))
+    """Tell whether a local folder holds a checkpoint of `CkptzTrainerMixin`."""
+    return not is_url(folder) and all((folder / name).is_file() for name in (WEIGHTS, STATE, "trainer_state.json"))
 
 
 def open_trainer_folder(
