@@ -91,7 +91,8 @@ class TrainerFolder:
 
 def is_trainer_folder(folder: Path) -> bool:
     """Tell whether a local folder holds a checkpoint of `CkptzTrainerMixin`."""
-    return not is_url(folder) and all((folder / name).is_file() for name in (WEIGHTS, STATE, "trainer_state.json"))
+    files = (WEIGHTS, STATE, "trainer_state.json")
+    return not is_url(folder) and all((folder / name).is_file() for name in files)
 
 
 def open_trainer_folder(
