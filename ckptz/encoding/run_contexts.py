@@ -57,7 +57,10 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> Draft | None:
     borders = [-(-begin // size) * size for begin, _ in source.chunk_bounds()]
     bounds = [*itertools.pairwise((*borders, n))]
     begin, end = bounds[len(bounds) // 2]
-    exponents = _exponents(source.units(begin, min(begin + size * N_REFERENCE, end)))
+    if end - begin < size:
+        begin, end = bounds[0]
+    n_runs = min((end - begin) // size, N_REFERENCE)
+    exponents = _exponents(source.units(begin, begin + n_runs * size))
     sample = middle_of(exponents)
     if zstd_promises(sample, len(sample), entropy_bits(cpu().histogram(sample)) / 8):
         return None
@@ -112,7 +115,10 @@ class _Measured:
 
     @classmethod
     def of(cls, units: Units, size: int, reference: int) -> _Measured:
-        """Measure units [m * size], with the middle class at a level of `reference`."""
+        """Measure units in runs, the last may be shorter; `reference` is the level of the middle class."""
+        if len(units) > size and (rest := len(units) % size):
+            return cls.of(units[:-rest], size, reference) + cls.of(units[-rest:], rest, reference)
+        size = min(size, len(units))
         exponents, n_planes = _exponents(units), units.itemsize
         scale = np.clip(_levels(exponents, size) - reference + N_SCALES // 2, 0, N_SCALES - 1)
         planes, is_narrow = np.zeros((n_planes - 1, 2, 256), np.int64), np.zeros(len(scale), np.bool_)

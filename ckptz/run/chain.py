@@ -173,10 +173,11 @@ def files_of_kind(
         fact = facts.get(file)
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base)
         base = named if named in found else None
-        # A position is a claim: a base may be gone, and files may have been copied from elsewhere.
-        position = 0 if fact is None or fact.base is None else max(1, fact.position)
-        if base is not None:
-            position = max(position, found[base].position + 1)
+        # A position is a claim: a base may be gone, and files may have been copied from elsewhere. What is
+        # stored against a file of no step, as against the model that a run began with, is an anchor.
+        position = 0 if fact is None else fact.position
+        if named is not None:
+            position = max(1 if base is None else found[base].position + 1, position)
         found[file] = ChainFile(n_bytes, position, base, stays.get(file.step, 0))
     return found
 

@@ -55,8 +55,9 @@ def test_contexts_make_a_file_smaller_than_rows_in_any_order_would(tmp_path: Pat
     assert (tmp_path / "rows").stat().st_size < 0.99 * (tmp_path / "mixed").stat().st_size
 
 
-def test_flat_tensors_have_runs_too(tmp_path: Path) -> None:
-    values, path = _weights(narrow=False)[:1024].reshape(-1), tmp_path / "w.ckptz"
+@pytest.mark.parametrize("n_rest", [0, 128, 384])
+def test_flat_tensors_have_runs_too(tmp_path: Path, n_rest: int) -> None:
+    values, path = _weights(narrow=False).reshape(-1)[: 512 * 768 + n_rest], tmp_path / "w.ckptz"
     values[: 1 << 16] *= 64
     save_file({"w": values}, path)
     [rule] = _rules(path)
@@ -75,3 +76,14 @@ def test_values_that_change_while_they_are_coded_are_coded_by_their_own_tables()
     assert runs is not None
     streams = encode_by_runs(cpu().split_planes(units, units, ROTATED), runs, draft.plan.tables)
     assert streams[-1][0] is not CoderId.RANS_SHARED
+
+
+@pytest.mark.parametrize("n", [(1 << 18) + 32, (1 << 19) + 100, (1 << 20) + 64, (1 << 20) + 512 * 3 + 256])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+def test_lengths_that_no_run_divides_come_back(tmp_path: Path, n: int, dtype: Any) -> None:
+    values = (np.random.default_rng(n).standard_normal(n) * np.repeat([1, 64], [n // 3, n - n // 3])).astype(
+        dtype
+    )
+    for shape in ((n,), (2, n // 2), (n // 4, 4)):
+        save_file({"w": values.reshape(shape)}, tmp_path / "w.ckptz")
+        np.testing.assert_array_equal(load_file(tmp_path / "w.ckptz")["w"], values.reshape(shape))
