@@ -14,7 +14,7 @@ from typing import BinaryIO
 from ckptz.codec.units import TensorSource
 from ckptz.container.frame_writer import Contents, Earlier, FileRecord, Progress
 from ckptz.container.writer import Written, write_container
-from ckptz.encoding.subject import SideInformation
+from ckptz.encoding.tensor import SideInformation
 from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trained

@@ -35,7 +35,7 @@ from ckptz.container.envelope import Region, build_header
 from ckptz.container.index import INDEX_NAME, Index, TensorEntry, content_id, envelope_metadata
 from ckptz.dtypes import dtype_of, dtype_of_id
 from ckptz.encoding.chunk import encode_chunk, encode_values
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans
 from ckptz.store.resolve import open_source
@@ -96,7 +96,7 @@ def lossless_tensor() -> Framed:
     """Byte planes, each by the coder that the writer chooses."""
     dtype = dtype_of("BF16")
     source, plan = ArraySource(dtype, BIAS.shape, BIAS), exact_plan(dtype)
-    chunk = encode_chunk(source, Draft(plan), ChunkSources(0, BIAS.size))
+    chunk = encode_chunk(source, EncodingPlan(plan), ChunkSources(0, BIAS.size))
     return Framed("bias", FrameHeader(dtype, BIAS.shape, plan, (chunk.record,)), chunk.payload)
 
 

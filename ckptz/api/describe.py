@@ -15,7 +15,7 @@ from ckptz.container.index import LossyRecord, QualityRecord
 from ckptz.container.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
 from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.roles import role_of
 from ckptz.store.resolve import Checkpoint
 
@@ -64,7 +64,7 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InspectReport(Shown):
+class InspectReport(Report):
     """Everything that a file says of itself and its tensors."""
 
     file: str

@@ -50,16 +50,16 @@ class Frame(Protocol):
         """List what a chunk, or only its codes, is decoded from."""
         ...
 
-    def decoded(self, index: int, only_codes: bool, held: Held) -> Decoded:
+    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
         """Decode a chunk from those that it needs."""
         ...
 
 
 Node = tuple[Frame, bool]  # a frame, and whether only its codes are needed
-Held = Mapping[Node, Decoded]
+DecodedBases = Mapping[Node, Decoded]
 
 
-def gather(index: int, first: Iterable[Node]) -> Held:
+def gather(index: int, first: Iterable[Node]) -> DecodedBases:
     """Decode chunk `index` of some frames and of all that they need; returns the former.
 
     Raises:

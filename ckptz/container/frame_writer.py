@@ -20,10 +20,10 @@ from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding,
 from ckptz.container.reader import FrameSource
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
-from ckptz.encoding.companions import DraftBook, HeldChunks, Restored
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.companions import CachedChunks, EncodingPlans, RestoredSource
+from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.encoding.moved import MovedSource, Moves
-from ckptz.encoding.subject import NO_SIDE_INFORMATION, MapFunction, SideInformation, Subject
+from ckptz.encoding.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe, Setting
 from ckptz.parallel import SMALL_UNITS, Workers
@@ -87,7 +87,7 @@ class Contents:
 
 
 # A chunk to encode: of which tensor, its draft where it is planned already, its bounds and base.
-_Chunk = tuple[str, TensorSource, Draft | None, ChunkSources]
+_Chunk = tuple[str, TensorSource, EncodingPlan | None, ChunkSources]
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
@@ -102,10 +102,10 @@ class _Planning:
     def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
         self.tensors, self.notes = dict(tensors), dict[str, str]()
         self._contents = contents
-        self._chunks = HeldChunks()
+        self._chunks = CachedChunks()
         sources = (contents.recipes[name].companion for name in tensors)
-        self._shared = DraftBook(name for name in sources if name is not None)
-        self._ahead: dict[str, Draft] = {}  # of first moments, which are a few vectors each
+        self._shared = EncodingPlans(name for name in sources if name is not None)
+        self._ahead: dict[str, EncodingPlan] = {}  # of first moments, which are a few vectors each
         self._movement: float | None = None  # of all tensors whose plans depend on it
 
     def measure(self, run: MapFunction) -> None:
@@ -123,12 +123,14 @@ class _Planning:
         recipes = self._contents.recipes
         names = [name for name in moves.moments if recipes[name].is_lossy]
         self._ahead = dict(zip(names, run(self._alone, names), strict=True))
-        restored = {name: Restored(self.tensors[name], None, draft) for name, draft in self._ahead.items()}
+        restored = {
+            name: RestoredSource(self.tensors[name], None, draft) for name, draft in self._ahead.items()
+        }
         moved, notes = moves.of(restored)
         self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
         self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
 
-    def _alone(self, name: str) -> Draft:
+    def _alone(self, name: str) -> EncodingPlan:
         return self._planned(name, self.base(name), self.companions(name), map)
 
     def base(self, name: str) -> TensorSource | None:
@@ -149,20 +151,20 @@ class _Planning:
 
     def draft(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
-    ) -> Draft:
+    ) -> EncodingPlan:
         """Plan a tensor."""
         if name in self._ahead:
             return self._ahead[name]
         make = functools.partial(self._planned, name, base, companions, run)
         return self._shared.draft(name, make) if name in self._shared else make()
 
-    def _restored(self, name: str, run: MapFunction) -> Restored:
+    def _restored(self, name: str, run: MapFunction) -> RestoredSource:
         base = self.base(name)
-        return Restored(self.tensors[name], base, self.draft(name, base, companions_of({}), run))
+        return RestoredSource(self.tensors[name], base, self.draft(name, base, companions_of({}), run))
 
     def _planned(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction
-    ) -> Draft:
+    ) -> EncodingPlan:
         recipe = self._contents.recipes[name] if self.tensors[name].n_units else EXACT
         return recipe.plan(self._subject(name, base, companions, run))
 
@@ -172,10 +174,10 @@ class _Planning:
         base: TensorSource | None,
         companions: Companions | None = None,
         run: MapFunction = map,
-    ) -> Subject:
+    ) -> TensorToEncode:
         guide, against = self._contents.guides.get(name, NO_SIDE_INFORMATION), self._contents.record.base
         seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
-        return Subject(self.tensors[name], base, guide, companions, run, seed, self._movement)
+        return TensorToEncode(self.tensors[name], base, guide, companions, run, seed, self._movement)
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
         """Give the tensors that a tensor's classes depend on, as the file restores them."""
@@ -219,8 +221,8 @@ def _is_small(planning: _Planning, batch: Sequence[_Chunk]) -> bool:
     return n_units < len(batch) * (SMALL_UNITS_TOGETHER if is_together else SMALL_UNITS)
 
 
-def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[Draft, EncodedChunk]]:
-    encoded: list[tuple[Draft, EncodedChunk]] = []
+def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[EncodingPlan, EncodedChunk]]:
+    encoded: list[tuple[EncodingPlan, EncodedChunk]] = []
     for key, run in itertools.groupby(batch, planning.alike):
         chunks = list(run)
         if key is None:
@@ -231,7 +233,7 @@ def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[Draf
     return encoded
 
 
-def _encode(planning: _Planning, chunk: _Chunk) -> tuple[Draft, EncodedChunk]:
+def _encode(planning: _Planning, chunk: _Chunk) -> tuple[EncodingPlan, EncodedChunk]:
     name, source, draft, sources = chunk
     if draft is None:
         sources.companions = planning.companions(name)
@@ -243,7 +245,7 @@ def _lossy_record(
     recipe: Recipe,
     role: Role,
     source: TensorSource,
-    draft: Draft,
+    draft: EncodingPlan,
     header: FrameHeader,
     deviation: Deviation,
 ) -> LossyRecord:
@@ -340,9 +342,9 @@ def _write_frame(
     sink: BinaryIO,
     start: int,
     source: TensorSource,
-    encoded: Iterator[tuple[Draft, EncodedChunk]],
+    encoded: Iterator[tuple[EncodingPlan, EncodedChunk]],
     progress: Progress | None,
-) -> tuple[Draft, FrameHeader, Deviation | None]:
+) -> tuple[EncodingPlan, FrameHeader, Deviation | None]:
     """Stream the chunks of one frame behind its header, which is written when they are."""
     if 0 < source.n_units <= CHUNK_UNITS:
         draft, chunk = next(encoded)
@@ -352,7 +354,7 @@ def _write_frame(
             progress(source.n_bytes)
         return draft, header, chunk.deviation
     shape = tuple(source.shape)
-    draft, packed_plan = Draft(exact_plan(source.dtype)), b""
+    draft, packed_plan = EncodingPlan(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
     for begin, end in chunk_bounds(source.dtype.n_units(shape)):

@@ -32,7 +32,7 @@ from ckptz.codec.units import (
     companions_of,
 )
 from ckptz.container.byte_source import ByteSource
-from ckptz.container.caches import ChunkCache, Decoded, HeaderCache, Held, LastChunks, Node, gather
+from ckptz.container.caches import ChunkCache, Decoded, DecodedBases, HeaderCache, LastChunks, Node, gather
 from ckptz.container.envelope import BASE_METADATA_BYTES, Envelope, parse_base_metadata, read_envelope
 from ckptz.container.index import (
     BASE_METADATA,
@@ -125,7 +125,7 @@ class FrameSource(TensorSource):
                 needed.append((base, not units))
             return needed
 
-    def decoded(self, index: int, only_codes: bool, held: Held) -> Decoded:
+    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
         if (self, False) in held:
             return held[self, False]
         payload, (begin, end) = self.payload(index), self._bounds(index)
@@ -139,13 +139,13 @@ class FrameSource(TensorSource):
         units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
         return Decoded(units, self._decode(index, units, held))
 
-    def _decode(self, index: int, out: Units, held: Held) -> NDArray[np.uint8] | None:
+    def _decode(self, index: int, out: Units, held: DecodedBases) -> NDArray[np.uint8] | None:
         payload = self.payload(index)
         with self._container.naming(self.entry.name):
             sources = self._sources(*self._bounds(index), held)
             return decode_chunk(self.header, index, payload, sources, out)
 
-    def _sources(self, begin: int, end: int, held: Held) -> ChunkSources:
+    def _sources(self, begin: int, end: int, held: DecodedBases) -> ChunkSources:
         plan, base, ref = self.header.plan, self.base, self._container.outer_base
         if isinstance(base, FrameSource):
             base = _DecodedChunk(
@@ -229,7 +229,7 @@ class FrameSource(TensorSource):
         """Decode chunk `index` into `out`, all its units; returns the codes, if a map made them."""
         return self._decode(index, out, self._gathered(index))
 
-    def _gathered(self, index: int) -> Held:
+    def _gathered(self, index: int) -> DecodedBases:
         """Decode what a chunk needs; chunks of other tensors of this file are kept for who reads these."""
         held: dict[Node, Decoded] = {}
         missing: list[Node] = []

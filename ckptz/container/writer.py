@@ -45,7 +45,7 @@ from ckptz.container.index import (
 )
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.subject import NO_SIDE_INFORMATION
+from ckptz.encoding.tensor import NO_SIDE_INFORMATION
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.parallel import Workers
 

@@ -23,7 +23,7 @@ from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
 from ckptz.encoding.contexts import Contexts
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.encoding.moved import unmoved
 from ckptz.encoding.run_contexts import encode_by_runs
 from ckptz.entropy.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
@@ -73,7 +73,7 @@ class EncodedChunk:
         return b"".join(self.streams)
 
 
-def _encode_codes(codes: Units, draft: Draft, labels: Labels | None) -> list[Stream]:
+def _encode_codes(codes: Units, draft: EncodingPlan, labels: Labels | None) -> list[Stream]:
     """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
     if labels is None:
         return encode_streams(cpu().split_planes(codes, codes, RAW))
@@ -108,7 +108,7 @@ def _quantize(
     return codes, decoded, escaped
 
 
-def _encode_quantized(draft: Draft, quantized: Quantized, labels: Labels | None) -> list[Stream]:
+def _encode_quantized(draft: EncodingPlan, quantized: Quantized, labels: Labels | None) -> list[Stream]:
     codes, decoded, escaped = quantized
     streams = _encode_codes(codes, draft, labels)
     if escaped is not None:
@@ -127,7 +127,7 @@ def _deviation(kind: int, units: Units, decoded: Units, counts: NDArray[np.int64
     return Deviation(float(largest), float(error), float(power), counts)
 
 
-def restored_units(source: TensorSource, draft: Draft, sources: ChunkSources) -> Units:
+def restored_units(source: TensorSource, draft: EncodingPlan, sources: ChunkSources) -> Units:
     """Give the units [n] that a chunk will decode to, without coding it; others may be classed by them."""
     units = source.units(sources.begin, sources.end)
     if draft.plan.quant_map is None:
@@ -158,7 +158,7 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
     return CoderId.SPARSE, encode_sparse(pack_gaps(positions), plane, 0)
 
 
-def encode_chunk(source: TensorSource, draft: Draft, sources: ChunkSources) -> EncodedChunk:
+def encode_chunk(source: TensorSource, draft: EncodingPlan, sources: ChunkSources) -> EncodedChunk:
     """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
     plan = draft.plan
     header = FrameHeader(source.dtype, source.shape, plan, ())
@@ -214,7 +214,7 @@ def encoded_chunk(
     )
 
 
-Encoded = tuple[Draft, EncodedChunk]
+Encoded = tuple[EncodingPlan, EncodedChunk]
 
 
 class Batch:
@@ -277,7 +277,7 @@ class Batch:
 
 def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
     """Encode tensors by a plan without classes."""
-    draft, streams = Draft(plan), encode_streams(batch.parts(batch.planes(plan.mode)))
+    draft, streams = EncodingPlan(plan), encode_streams(batch.parts(batch.planes(plan.mode)))
     return [(draft, chunk) for chunk in batch.chunks(streams)]
 
 
@@ -285,6 +285,6 @@ def encode_classed(batch: Batch, mode: PlaneMode) -> list[Encoded]:
     """Encode deltas of a mode with classes by the base's magnitude, each with tables of its own."""
     tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode()
     return [
-        (Draft(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
+        (EncodingPlan(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
         for own, own_tables, own_streams in zip(batch.units, tables, streams, strict=True)
     ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, SourceOf, TensorSource, ViewOf
 from ckptz.encoding.chunk import restored_units
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.kernels.floats import Units
 from ckptz.parallel import Recent
 
@@ -25,7 +25,7 @@ HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit units, with its b
 MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
 
 
-class HeldChunks(Recent[Decoded]):
+class CachedChunks(Recent[Decoded]):
     """The chunks of bases and companions that were read last: planning and coding ask for them several times.
 
     Args:
@@ -35,17 +35,17 @@ class HeldChunks(Recent[Decoded]):
     def __init__(self, most: int = HELD_BYTES) -> None:
         super().__init__(most, lambda one: sum(part.nbytes for part in one if part is not None))
 
-    def of(self, name: str, source: TensorSource) -> Held:
+    def of(self, name: str, source: TensorSource) -> CachedTensor:
         """Give a tensor whose chunks are held; sources of the same name are of the same values."""
-        return Held(source, name, self)
+        return CachedTensor(source, name, self)
 
 
 @dataclass(frozen=True, slots=True)
-class Held(ViewOf):
+class CachedTensor(ViewOf):
     """A tensor of which chunks are held, units and codes from one decoding."""
 
     name: str
-    chunks: HeldChunks = field(compare=False)
+    chunks: CachedChunks = field(compare=False)
 
     def _chunk(self, begin: int) -> Decoded:
         end = min(begin + CHUNK_UNITS, self.n_units)
@@ -69,17 +69,17 @@ class Held(ViewOf):
 
 
 @dataclass(frozen=True, slots=True)
-class Restored(SourceOf):
+class RestoredSource(SourceOf):
     """A tensor as the file will restore it."""
 
     base: TensorSource | None
-    draft: Draft
+    draft: EncodingPlan
 
     def units(self, begin: int, end: int) -> Units:
         return restored_units(self.source, self.draft, ChunkSources(begin, end, self.base))
 
 
-class DraftBook:
+class EncodingPlans:
     """Drafts of the tensors that others depend on, each made once while it is in use.
 
     A thread waits only for another one that is planning the very tensor. That one waits for nobody,
@@ -91,7 +91,7 @@ class DraftBook:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
-        self._held: Recent[Draft] = Recent(MAX_DRAFTS, lambda _: 1)
+        self._held: Recent[EncodingPlan] = Recent(MAX_DRAFTS, lambda _: 1)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -100,6 +100,6 @@ class DraftBook:
         """Tell whether the draft of a tensor is at hand."""
         return self._held.held(name) is not None
 
-    def draft(self, name: str, make: Callable[[], Draft]) -> Draft:
+    def draft(self, name: str, make: Callable[[], EncodingPlan]) -> EncodingPlan:
         """Give the draft of a tensor, made now if it is not at hand."""
         return self._held.get(name, make)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 from ckptz.codec.plan import StreamTables
-from ckptz.encoding.draft import ClassCounts
+from ckptz.encoding.encoding_plan import ClassCounts
 from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.entropy.streams import (
     LANE_CHOICES,

@@ -20,7 +20,7 @@ from ckptz.class_rules import MIN_RUN, Block, Runs
 from ckptz.codec.plan import StreamTables, exact_plan, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, MapFunction, TensorSource
 from ckptz.dtypes import DType
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.entropy.frequency import entropy_bits, normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.entropy.streams import (
     CoderId,
@@ -44,7 +44,7 @@ MIN_GAIN: Final = 1 / 200  # of a plane's bits; below, decoding is slower for no
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
 
 
-def plan_contexts(source: TensorSource, run: MapFunction = map) -> Draft | None:
+def plan_contexts(source: TensorSource, run: MapFunction = map) -> EncodingPlan | None:
     """Plan a tensor whose runs of elements share tables by scale; None if that saves too little.
 
     Args:
@@ -153,7 +153,7 @@ def _tables(counts: Counts) -> tuple[Frequencies, float]:
     return frequencies, entropy_bits(counts.sum(axis=0)) - n_bits
 
 
-def _draft(dtype: DType, size: int, found: _Measured) -> Draft | None:
+def _draft(dtype: DType, size: int, found: _Measured) -> EncodingPlan | None:
     used = np.flatnonzero(found.scales.any(axis=1))
     class_of = np.zeros(2 * N_SCALES, np.uint8)
     class_of[used] = np.arange(len(used))
@@ -172,7 +172,7 @@ def _draft(dtype: DType, size: int, found: _Measured) -> Draft | None:
         return None
     planes.append(StreamTables(own, np.arange(len(used))))
     rule = Block(len(used), size, class_of[found.labels])
-    return Draft(planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes)))
+    return EncodingPlan(planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes)))
 
 
 def encode_by_runs(planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables]) -> list[Stream]:

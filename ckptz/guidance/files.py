@@ -27,7 +27,7 @@ from ckptz.codec.units import Units
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import Count, PlainFile, RegionSource, strict_json
 from ckptz.container.index import Shape
-from ckptz.encoding.subject import InputCovariance
+from ckptz.encoding.tensor import InputCovariance
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
 
 LayerKind = Literal["linear", "conv", "conv1d_t", "embedding"]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.subject import InputCovariance, SideInformation, moments_energy
+from ckptz.encoding.tensor import InputCovariance, SideInformation, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.guidance.files import CalibrationFile, RecordedInputs, Recordings, SensitivityFile, Shapes
 from ckptz.guidance.optimizer_layout import roles_beside

@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from ckptz.codec.units import SourceOf, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.companions import HeldChunks
+from ckptz.encoding.companions import CachedChunks
 from ckptz.encoding.moved import MovedSource, Moves
-from ckptz.encoding.subject import SideInformation
+from ckptz.encoding.tensor import SideInformation
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in
 from ckptz.kernels import cpu
@@ -284,7 +284,7 @@ class Momentum:
             if (name := trained[parameter].names[one.course.moment]) in restored
         }
         shares = self.trail.shares(trained, self.step, lost)
-        chunks = HeldChunks()
+        chunks = CachedChunks()
         moved = {}
         for parameter, share in shares.items():
             name, weight = trained[parameter].name, trained[parameter].weight

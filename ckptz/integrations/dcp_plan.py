@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DTYPE_CODES
-from ckptz.encoding.subject import SideInformation
+from ckptz.encoding.tensor import SideInformation
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.integrations.linked import on_host
 from ckptz.pipeline import Job
@@ -40,7 +40,7 @@ SHARDS_KEY: Final = "ckptz.shards"  # in a file's metadata: offset and whole sha
 RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved
 
 # (name, dtype, whole shape, offset, shape) of a part of a tensor
-Held: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+PieceLayout: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 TIMEOUT: Final = timedelta(minutes=10)
 
 
@@ -58,7 +58,7 @@ class Orders:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredPiece:
     """The place of one item of a plan; `tree` for a value that is no tensor."""
 
     rank: int
@@ -69,7 +69,7 @@ class Stored:
     tree: dict[str, Any] | None = None
 
 
-def _pieces(plan: SavePlan) -> Iterator[Held]:
+def _pieces(plan: SavePlan) -> Iterator[PieceLayout]:
     """The parts of tensors in a plan."""
     for item in plan.items:
         if (data := item.tensor_data) is not None:
@@ -90,7 +90,7 @@ def code_of(dtype: torch.dtype, name: str) -> str:
     return code
 
 
-def layout_of(plans: Sequence[SavePlan]) -> dict[int, set[Held]]:
+def layout_of(plans: Sequence[SavePlan]) -> dict[int, set[PieceLayout]]:
     """Give the pieces that each rank holds, by rank."""
     return {rank: set(_pieces(plan)) for rank, plan in enumerate(plans)}
 
@@ -168,10 +168,10 @@ class Gathered:
         """Say where an item went."""
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
-            return WriteResult(item.index, 0, Stored(rank, file, tree=self._trees[name]))
+            return WriteResult(item.index, 0, StoredPiece(rank, file, tree=self._trees[name]))
         assert item.tensor_data is not None
         chunk, key = item.tensor_data.chunk, self._keys[item.index]
-        stored = Stored(rank, file, key, tuple(chunk.offsets), tuple(chunk.sizes))
+        stored = StoredPiece(rank, file, key, tuple(chunk.offsets), tuple(chunk.sizes))
         source = self.tensors[key]
         return WriteResult(item.index, source.n_bytes, stored)
 

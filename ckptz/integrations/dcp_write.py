@@ -37,8 +37,8 @@ from ckptz.integrations.dcp_index import (
 from ckptz.integrations.dcp_plan import (
     TIMEOUT,
     Gathered,
-    Held,
     Orders,
+    PieceLayout,
     code_of,
     layout_of,
     merged_guides,
@@ -208,7 +208,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             warnings.warn(f"{self.folder}: {note}", RuntimeWarning, stacklevel=2)
 
 
-def _fits(layout: Mapping[int, set[Held]], base: Path | None) -> bool:
+def _fits(layout: Mapping[int, set[PieceLayout]], base: Path | None) -> bool:
     """Whether every rank holds the same pieces of the same tensors as in the base."""
     if base is None:
         return False

@@ -28,7 +28,7 @@ import transformers
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.container.publish import make_folder
-from ckptz.encoding.subject import SideInformation, moments_energy
+from ckptz.encoding.tensor import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.linked import (

@@ -24,8 +24,8 @@ from ckptz.codec.frame import pack_plan
 from ckptz.codec.plan import Domain, ExplicitTable, LowRank, Plan, Predictor, QuantizationMap
 from ckptz.codec.units import TensorSource, n_rows_of
 from ckptz.codec.values import KINDS
-from ckptz.encoding.draft import ClassCounts, Draft, stream_tables
-from ckptz.encoding.subject import MapFunction, Subject, summed
+from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan, stream_tables
+from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.floats import Units
@@ -70,7 +70,7 @@ class FirstMoment(Recipe):
     def companion(self) -> str | None:
         return self.source
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of first moments or momenta; levels gain nothing from a base."""
         source, run = subject.source, subject.run
         second = (
@@ -107,7 +107,9 @@ class _Zeros(Quantizer):
         return np.zeros(end - begin, np.uint8)
 
 
-def _low_rank_plan(subject: Subject, second: TensorSource | None, reach: float, step: float) -> Draft:
+def _low_rank_plan(
+    subject: TensorToEncode, second: TensorSource | None, reach: float, step: float
+) -> EncodingPlan:
     """Plan the outer products that are worth their bits, or zeros where none is."""
     before = None if subject.base is None or subject.base.stored is None else subject.base.stored.plan.outer
     warm = before if isinstance(before, LowRank) else None
@@ -119,7 +121,7 @@ def _low_rank_plan(subject: Subject, second: TensorSource | None, reach: float, 
         outer=found,
     )
     rank = 0 if found is None else len(found.scales)
-    return Draft(plan, _Zeros(), found={"dead_zone": 0.0, "rank": rank})
+    return EncodingPlan(plan, _Zeros(), found={"dead_zone": 0.0, "rank": rank})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
@@ -185,7 +187,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     return StepClasses((Row(len(spreads), indices),), wanted.step * spreads, labels)
 
 
-def _first_plan(subject: Subject, quantizer: StepQuantizer) -> tuple[Draft, float]:
+def _first_plan(subject: TensorToEncode, quantizer: StepQuantizer) -> tuple[EncodingPlan, float]:
     source, kind, classes = subject.source, quantizer.kind, quantizer.classes
     found: LevelSums = sums_by(quantizer, source, subject.run)
     rungs = found.rungs()
@@ -202,7 +204,7 @@ def _first_plan(subject: Subject, quantizer: StepQuantizer) -> tuple[Draft, floa
         tables=(stream_tables(joint, n_classes),) if classes.rules else (),
     )
     n_bytes = len(pack_plan(source.dtype, tuple(source.shape), plan)) + entropy_bits(joint.counts) / 8
-    return Draft(plan, replace(quantizer, classes=classes, rungs=rungs)), n_bytes
+    return EncodingPlan(plan, replace(quantizer, classes=classes, rungs=rungs)), n_bytes
 
 
 def _codes_by_class(found: LevelSums, rungs: Rungs) -> ClassCounts:

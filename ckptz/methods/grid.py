@@ -32,8 +32,16 @@ from ckptz.class_rules import (
 from ckptz.codec.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
 from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bounds, n_rows_of
 from ckptz.dtypes import DType
-from ckptz.encoding.draft import ClassCounts, Draft, stream_tables
-from ckptz.encoding.subject import Bounds, Extent, MapFunction, SideInformation, Subject, reals, summed
+from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan, stream_tables
+from ckptz.encoding.tensor import (
+    Bounds,
+    MapFunction,
+    SideInformation,
+    TensorStatistics,
+    TensorToEncode,
+    reals,
+    summed,
+)
 from ckptz.entropy.frequency import entropy_bits, write_tables
 from ckptz.errors import ConfigError
 from ckptz.kernels import rounding
@@ -141,13 +149,13 @@ class UniformGrid(Recipe):
         chosen = {} if self.dead_zone is None else {"dead_zone": self.dead_zone}
         return {"step": self.step, **chosen}
 
-    def movement(self, subject: Subject) -> float | None:
+    def movement(self, subject: TensorToEncode) -> float | None:
         """Measure in the chunk in the middle, in steps, by how much elements have moved, each at most one."""
         source, base, guide = subject.source, subject.base, subject.guide
         if base is None:
             return None
         begin, end = _middle(source)
-        found = Extent.of(source, base, guide, (begin, end))
+        found = TensorStatistics.of(source, base, guide, (begin, end))
         if found.fault(source.dtype) or not found.power or found.residual_power >= found.power:
             return None
         row_units = source.n_units // n_rows_of(source.shape)
@@ -160,10 +168,10 @@ class UniformGrid(Recipe):
         moved = (reals(source, begin, end) - reals(base, begin, end))[at - begin]
         return float(np.minimum(np.abs(moved) / steps, 1.0).mean())
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         """Plan a weight, whose steps and rounding follow its base and its guide."""
         source, base, guide, run = subject.source, subject.base, subject.guide, subject.run
-        found = Extent.whole(source, base, guide, run)
+        found = TensorStatistics.whole(source, base, guide, run)
         fault = found.fault(source.dtype)
         if fault or not found.power:
             return replace(plan_lossless(source, base, run), note=fault)
@@ -179,7 +187,7 @@ class UniformGrid(Recipe):
         )
         return draft if step == self.step else replace(draft, found={"step": step, **draft.found})
 
-    def _moving(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
+    def _moving(self, subject: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> EncodingPlan:
         """Plan a weight that training goes on from: on a grid that stays, and that loses no movement.
 
         After a restore the residual is what training has moved since, all of it near zero; rounding to
@@ -205,7 +213,7 @@ class UniformGrid(Recipe):
         found = {} if grid.key == NEAREST else {DRAWN: grid.key, "step": float(self.step * share)}
         return replace(draft, found=found)
 
-    def _standing(self, subject: Subject, base: TensorSource | None, rows: RowSteps) -> Draft:
+    def _standing(self, subject: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> EncodingPlan:
         """Plan a weight that is only evaluated: smallest at an equal error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
         grid = _GridTensor(subject.source, base, rows, dead_zone, fits_levels=True)
@@ -359,7 +367,9 @@ def _middle(source: TensorSource) -> Bounds:
     return bounds[len(bounds) // 2]
 
 
-def _row_steps(source: TensorSource, step: float, guide: SideInformation, found: Extent) -> RowSteps:
+def _row_steps(
+    source: TensorSource, step: float, guide: SideInformation, found: TensorStatistics
+) -> RowSteps:
     """Steps of the rows; one for all of them where rows are too short or too many for labels."""
     n_rows = n_rows_of(tuple(source.shape))
     row_units = found.n_units // n_rows
@@ -550,7 +560,7 @@ class _Layer:
         return ColumnGrid(steps, labels, levels.expand().view(np.float32), self.grid.dead_zone, most)
 
 
-def _draft_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> Draft:
+def _draft_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> EncodingPlan:
     """Make the plan, once all codes are counted."""
     by_row = _merged(counted.found, grid.n_base_codes)
     has_escape = bool(counted.found.total[2 * most + 1 :].any())
@@ -569,7 +579,7 @@ def _draft_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTab
         rules=rules,
         tables=(stream_tables(found, n_classes),) if rules else (),
     )
-    return Draft(plan, replace(grid, most=most), counted=(found,) if is_counted else ())
+    return EncodingPlan(plan, replace(grid, most=most), counted=(found,) if is_counted else ())
 
 
 Candidate = tuple[tuple[ClassRule, ...], ClassCounts]

@@ -15,12 +15,12 @@ from ckptz.codec.units import TensorSource, Units
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.draft import Draft, stream_tables
-from ckptz.encoding.subject import (
+from ckptz.encoding.encoding_plan import EncodingPlan, stream_tables
+from ckptz.encoding.tensor import (
     GuidedSensitivities,
     MapFunction,
     SideInformation,
-    Subject,
+    TensorToEncode,
     sensitivities_of,
     summed,
 )
@@ -148,12 +148,12 @@ class Clusters(Recipe):
         words = {"prune_by": wanted.prune_by, "protect_by": wanted.protect_by}
         return asked | {name: word for name, word in words.items() if word != "magnitude"}
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         """Plan a weight, whose shares by sensitivity follow the gradients of its guide."""
         source, run = subject.source, subject.run
         if isinstance(source, CodedSource):
             plan = Plan(quant_map=source.quant_map, domain=Domain.LINEAR)
-            return _regrouped(subject, Draft(plan, source.quantizer))
+            return _regrouped(subject, EncodingPlan(plan, source.quantizer))
         histogram = subject.guide.histogram or histogram_of(source, run)
         if not histogram.is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
@@ -162,9 +162,9 @@ class Clusters(Recipe):
         ranked, note = rank(source, subject.guide, self.wanted, run)
         quant_map, quantizer = _fit(source, histogram, self.wanted, ranked, run)
         plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
-        return _regrouped(subject, Draft(plan, quantizer, note))
+        return _regrouped(subject, EncodingPlan(plan, quantizer, note))
 
-    def _moving(self, subject: Subject, histogram: Histogram) -> Draft | None:
+    def _moving(self, subject: TensorToEncode, histogram: Histogram) -> EncodingPlan | None:
         """Plan a weight that training has gone on with since it was restored; None for any other.
 
         Its values lie near the base's levels, and rounding to the nearest would take back all that they
@@ -203,7 +203,7 @@ class Clusters(Recipe):
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        return Draft(plan, replace(quantizer, key=key), found={DRAWN: key})
+        return EncodingPlan(plan, replace(quantizer, key=key), found={DRAWN: key})
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +417,7 @@ def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:
     return tuple((layer_type, real(f"layer_prune of {layer_type}", share)) for layer_type, share in rows)
 
 
-def _regrouped(subject: Subject, draft: Draft) -> Draft:
+def _regrouped(subject: TensorToEncode, draft: EncodingPlan) -> EncodingPlan:
     """Group the codes by those of the base, where it has any and that is smaller."""
     source, base, quantizer = subject.source, subject.base, draft.quantizer
     if base is None or base.n_codes is None or quantizer is None:

@@ -20,9 +20,9 @@ from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, encode_chunk, encode_classed, encode_planes
-from ckptz.encoding.draft import Draft, plane_counts, stream_tables
+from ckptz.encoding.encoding_plan import EncodingPlan, plane_counts, stream_tables
 from ckptz.encoding.run_contexts import plan_contexts
-from ckptz.encoding.subject import MapFunction, Subject, summed
+from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
 from ckptz.kernels import cpu, planning
 from ckptz.methods.method import Method, Recipe, Setting, register
 from ckptz.roles import Role
@@ -50,7 +50,7 @@ class Exact(Recipe):
         """Give no settings: files have no records of exact tensors."""
         return {}
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         """Plan a tensor that comes back bit for bit."""
         plan = plan_sparse if self.is_sparse else plan_lossless
         return plan(subject.source, subject.base, subject.run)
@@ -90,36 +90,36 @@ LOSSLESS: Final = Lossless()
 EXACT: Final = Exact()
 
 
-def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
+def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> EncodingPlan:
     """Plan the frame that decodes fastest: positions of changed units, unless too many are."""
     n_units = source.n_units
     if base is None or not n_units:
-        return Draft(exact_plan(source.dtype))
+        return EncodingPlan(exact_plan(source.dtype))
     n_changed = summed(run, lambda b: np.count_nonzero(source.units(*b) != base.units(*b)), source)
     if n_changed > MAX_SPARSE_SHARE * n_units:
         return plan_lossless(source, base, run)
     # A step down and a step up are both small as ordered differences, whatever they carry into.
-    return Draft(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
+    return EncodingPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
 
 
-def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> Draft:
+def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> EncodingPlan:
     """Plan the smallest frame; `base` has the same dtype and shape, and `run` maps over chunks."""
     n_units = source.n_units
     if base is None or not n_units:
-        return plan_contexts(source, run) or Draft(exact_plan(source.dtype))
+        return plan_contexts(source, run) or EncodingPlan(exact_plan(source.dtype))
     begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_UNITS, n_units)
     [(mode, is_classed)] = _choose(
         Batch(source.dtype, [source.units(*sample)], [base.units(*sample)]), [n_units]
     )
     if not is_classed:
-        return Draft(planes_plan(mode))
+        return EncodingPlan(planes_plan(mode))
     per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
     total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)
     plan = planes_plan(mode, (Magnitude(),), tables)
     # The counts of a tensor of one chunk are those that its encoding needs again.
-    return Draft(plan, counted=tuple(total) if n_units <= CHUNK_UNITS else ())
+    return EncodingPlan(plan, counted=tuple(total) if n_units <= CHUNK_UNITS else ())
 
 
 def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSource]) -> list[Encoded]:

@@ -17,8 +17,8 @@ import msgspec
 from ckptz.codec.units import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
-from ckptz.encoding.draft import Draft
-from ckptz.encoding.subject import Subject
+from ckptz.encoding.encoding_plan import EncodingPlan
+from ckptz.encoding.tensor import TensorToEncode
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.roles import Role
 
@@ -66,11 +66,11 @@ class Recipe:
         """Give the settings that the file's record holds, by name."""
         raise NotImplementedError
 
-    def movement(self, subject: Subject) -> float | None:
+    def movement(self, subject: TensorToEncode) -> float | None:
         """Measure how far a tensor is from its base, in steps; None where it is not stored against it."""
         raise NotImplementedError
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         """Plan a tensor that is not empty."""
         raise NotImplementedError
 

@@ -19,8 +19,8 @@ from ckptz.codec.frame import MAX_OUTER, outer_bytes
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor
 from ckptz.codec.units import CHUNK_UNITS, TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.encoding.draft import Draft, stream_tables
-from ckptz.encoding.subject import Subject, summed
+from ckptz.encoding.encoding_plan import EncodingPlan, stream_tables
+from ckptz.encoding.tensor import TensorToEncode, summed
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Units
 from ckptz.methods.lossless import plan_lossless
@@ -62,7 +62,7 @@ class SecondMoment(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step}
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of second moments."""
         source = subject.source
         n_units, kind = source.dtype.n_units(source.shape), KINDS[source.dtype.name]
@@ -79,7 +79,7 @@ class SecondMoment(Recipe):
         return _second_plan(subject, best)
 
 
-def _predictions(subject: Subject) -> Iterator[Prediction]:
+def _predictions(subject: TensorToEncode) -> Iterator[Prediction]:
     source, base, run = subject.source, subject.base, subject.run
     kind = KINDS[source.dtype.name]
     yield Prediction(kind)
@@ -158,7 +158,7 @@ class _Sample:
         return sum(bits_of(ladder.counts(distances[labels == label])) for label in np.unique(labels))
 
 
-def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
+def _second_plan(subject: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
     source, base, run = subject.source, subject.base, subject.run
     n_units = source.dtype.n_units(source.shape)
     prediction, n_classes = chosen.prediction, chosen.n_base_codes or 1
@@ -176,7 +176,7 @@ def _second_plan(subject: Subject, chosen: _Candidate) -> Draft:
         outer=prediction.outer,
     )
     if base is None or chosen.n_base_codes is None:
-        return Draft(plan, quantizer)
+        return EncodingPlan(plan, quantizer)
     joint = counts_by_base(source, base, quantizer, run)
     plan = replace(plan, rules=(BaseCode(n_classes),), tables=(stream_tables(joint, n_classes),))
-    return Draft(plan, quantizer)
+    return EncodingPlan(plan, quantizer)

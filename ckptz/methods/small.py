@@ -13,8 +13,8 @@ import numpy as np
 
 from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.encoding.draft import ClassCounts, Draft
-from ckptz.encoding.subject import MapFunction, Subject, summed
+from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan
+from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Units
 from ckptz.methods.lossless import plan_lossless
@@ -50,14 +50,14 @@ def counts_by_base(
     return summed(run, found, source)
 
 
-def exact_with_note(subject: Subject, note: str) -> Draft:
+def exact_with_note(subject: TensorToEncode, note: str) -> EncodingPlan:
     """Plan without loss, and say why it is that."""
     exact = plan_lossless(subject.source, subject.base, subject.run)
     return replace(exact, note=f"{note} and stays lossless")
 
 
 @dataclass(frozen=True, slots=True)
-class Rounding(Recipe):
+class RelativeRounding(Recipe):
     """A small tensor that is kept to a relative precision.
 
     Attributes:
@@ -92,7 +92,7 @@ class Rounding(Recipe):
     def _n_dropped(self, kind: int) -> int:
         return MANTISSA_BITS[kind] + 1 - self.bits
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         """Plan byte planes of rounded values: a map of that many levels would outweigh a small tensor."""
         source, run = subject.source, subject.run
         if not histogram_of(source, run).is_finite:
@@ -115,7 +115,7 @@ class Rounding(Recipe):
 class RoundedSource(SourceOf):
     """A tensor as it will be restored."""
 
-    rounding: Rounding
+    rounding: RelativeRounding
 
     def units(self, begin: int, end: int) -> Units:
         return self.rounding.rounded(self.source.units(begin, end), KINDS[self.dtype.name], begin)

@@ -12,7 +12,7 @@ from ckptz.errors import ConfigError, own_numbers
 from ckptz.methods.first_moment import FirstMoment
 from ckptz.methods.method import Method, Recipe
 from ckptz.methods.second_moment import SecondMoment
-from ckptz.methods.small import Rounding
+from ckptz.methods.small import RelativeRounding
 from ckptz.roles import Role
 
 
@@ -65,7 +65,7 @@ def state_recipes(
         if source.dtype.name in KINDS:
             # What is not trained stays exact: buffers may be the frequencies of a positional code.
             if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
-                recipe = Rounding()
+                recipe = RelativeRounding()
             recipe = _of_state(role, shape, moments, second) or recipe
         chosen[name] = recipe
     return chosen
@@ -81,4 +81,4 @@ def _of_state(
         # RMSprop's momentum is divided by the root already.
         source = second.get((role.parameter, shape)) if role.role == "exp_avg" else None
         return FirstMoment(moments.first_step, moments.first_dead_zone, source)
-    return Rounding() if role.role == "factor" else None
+    return RelativeRounding() if role.role == "factor" else None

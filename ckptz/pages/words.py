@@ -133,7 +133,7 @@ def facts_of(report: Any) -> dict[str, str]:
     return facts
 
 
-class Shown:
+class Report:
     """Reports, which are dataclasses, that notebooks show as a short table."""
 
     __slots__ = ()

@@ -39,7 +39,7 @@ WIDEST: Final = 2.0  # steps, in root mean squares of what is coded
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class FirstMoments:
     """A matrix of first moments, read by blocks of rows, in the roots of the second moments.
 
     Attributes:
@@ -53,7 +53,7 @@ class Moments:
     columns: Floats
 
     @classmethod
-    def of(cls, source: TensorSource, second: TensorSource | None) -> Moments:
+    def of(cls, source: TensorSource, second: TensorSource | None) -> FirstMoments:
         """Measure a tensor of two or more dimensions; the second moments are finite and not negative."""
         n_rows, n_columns = source.shape[0], math.prod(source.shape[1:])
         rows, columns = np.ones(n_rows, np.float32), np.ones(n_columns, np.float32)
@@ -137,7 +137,7 @@ def low_rank(
     Args:
         source: finite first moments.
         second: the second moments that their moves are divided by the root of, or None.
-        reach: see `ckptz.encoding.subject.SideInformation`.
+        reach: see `ckptz.encoding.tensor.SideInformation`.
         warm: terms of the file before.
         seed: of the vectors that are drawn.
         step: of the codes, beside the usual one; fewer terms are worth their bits the larger it is.
@@ -147,7 +147,7 @@ def low_rank(
         return None
     n_rows, n_columns = shape[0], math.prod(shape[1:])
     most = min(n_rows, n_columns, MAX_RANK, MAX_OUTER // max(n_rows + n_columns, 1))
-    moments = Moments.of(source, second)
+    moments = FirstMoments.of(source, second)
     error = WORTH / (2 * math.log(2) * reach * reach)  # of a code, squared
     # A singular value of which a step would be more than so many root mean squares of its vectors.
     least = math.sqrt(12 * error * max(n_rows, n_columns)) / WIDEST
@@ -163,7 +163,7 @@ def low_rank(
     return _coded(moments, left[:, :n_kept], values[:n_kept], right[:, :n_kept], error, reach)
 
 
-def _warm(moments: Moments, before: LowRank | None) -> Floats:
+def _warm(moments: FirstMoments, before: LowRank | None) -> Floats:
     n = len(moments.columns)
     if before is None or before.n_columns != n:
         return np.empty((n, 0), np.float32)
@@ -172,7 +172,7 @@ def _warm(moments: Moments, before: LowRank | None) -> Floats:
 
 
 def _coded(
-    moments: Moments, left: Floats, values: Floats, right: Floats, error: float, reach: float
+    moments: FirstMoments, left: Floats, values: Floats, right: Floats, error: float, reach: float
 ) -> LowRank | None:
     """Code vectors, with the scales that then fit best; None if none of them is worth its bits."""
     steps = np.sqrt(12 * error / values)

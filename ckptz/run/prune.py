@@ -20,7 +20,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ckptz.errors import ConfigError, MissingBaseError
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.links import BASE_PREFIX
@@ -29,7 +29,7 @@ from ckptz.store.resolve import Path_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PruneReport(Shown):
+class PruneReport(Report):
     """Files of a folder that a prune deleted, hid and kept.
 
     Attributes:

@@ -29,7 +29,7 @@ from ckptz.codec.values import KINDS
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.container.reader import Container
-from ckptz.encoding.subject import (
+from ckptz.encoding.tensor import (
     NO_SIDE_INFORMATION,
     GuidedSensitivities,
     MapFunction,

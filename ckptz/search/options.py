@@ -22,7 +22,7 @@ from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError, ConfigError, own_numbers
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import METHODS, REFERENCE
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.search.budget import Budget, Judgement
 
 MAX_WORKERS: Final = 1024  # processes, which all start with the first evaluation
@@ -129,7 +129,7 @@ class SearchOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchReport(Shown):
+class SearchReport(Report):
     """The course of a search: trials, the winner, and its quality."""
 
     method: str  # name of the method of the settings

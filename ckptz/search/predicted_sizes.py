@@ -21,8 +21,8 @@ from ckptz.codec.frame import pack_plan
 from ckptz.codec.units import CHUNK_UNITS, ChunkSources, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.chunk import encode_chunk
-from ckptz.encoding.draft import ClassCounts, stream_tables
-from ckptz.encoding.subject import MapFunction, Subject
+from ckptz.encoding.encoding_plan import ClassCounts, stream_tables
+from ckptz.encoding.tensor import MapFunction, TensorToEncode
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.kernels.floats import F32, Counts
 from ckptz.methods.kmeans import Ranked, rank
@@ -155,7 +155,7 @@ def _code_bytes(counts: Counts) -> float:
 
 
 def predicted_sizes(
-    subjects: Mapping[str, Subject],
+    subjects: Mapping[str, TensorToEncode],
     roles: Mapping[str, Role],
     configs: Iterable[Method],
     run: MapFunction = map,
@@ -175,7 +175,7 @@ def predicted_sizes(
     return dict(zip(wanted, sizes.tolist(), strict=True))
 
 
-def _sizes_of(subject: Subject, role: Role, configs: Sequence[Method]) -> NDArray[np.float64]:
+def _sizes_of(subject: TensorToEncode, role: Role, configs: Sequence[Method]) -> NDArray[np.float64]:
     """Size of one tensor's frame for each configuration."""
     source = subject.source
     recipes = [config.recipe(role, source.dtype, source.shape) for config in configs]
@@ -189,7 +189,7 @@ def _sizes_of(subject: Subject, role: Role, configs: Sequence[Method]) -> NDArra
     return np.array([sizes[recipe] for recipe in recipes])
 
 
-def _encoded_bytes(subject: Subject, recipe: Recipe) -> float:
+def _encoded_bytes(subject: TensorToEncode, recipe: Recipe) -> float:
     """Size of a frame of which the first chunk is encoded; the others are taken to be as large."""
     source, n_units = subject.source, subject.source.n_units
     if not n_units:
@@ -201,7 +201,7 @@ def _encoded_bytes(subject: Subject, recipe: Recipe) -> float:
     return n_bytes + len(pack_plan(source.dtype, source.shape, draft.plan))
 
 
-def _profile(subject: Subject, wanted: set[Partitions]) -> Profile | None:
+def _profile(subject: TensorToEncode, wanted: set[Partitions]) -> Profile | None:
     """Count a tensor that some configuration makes lossy, in one pass; None for the others."""
     source, n_units = subject.source, subject.source.n_units
     if not wanted or not n_units:
@@ -234,7 +234,7 @@ def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.fl
 
 
 def _cells(
-    subject: Subject,
+    subject: TensorToEncode,
     ranked: Ranked | None,
     bands: NDArray[np.float64],
     place: NDArray[np.int64],

@@ -22,7 +22,7 @@ from ckptz.container.index import QualityRecord
 from ckptz.container.publish import Publication
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written, amend_quality, write_container
-from ckptz.encoding.subject import NO_SIDE_INFORMATION, MapFunction, Subject
+from ckptz.encoding.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Cube, Method
@@ -214,7 +214,7 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
     subjects = {}
     for name, tensor in ready.job.tensors.items():
         base = matching_base(tensor, ready.job.bases.get(name))
-        subjects[name] = Subject(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
+        subjects[name] = TensorToEncode(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
     configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
     predict = predicted_sizes(subjects, ready.roles, configs, run).__getitem__
     return _cube_stages(options, parent, cubes, predict), predict, len(configs)

@@ -26,7 +26,7 @@ from ckptz.search.evaluation import is_of_training
 from ckptz.search.options import config_of, recorded_in
 from ckptz.search.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.resolve import Checkpoint, base_ref
-from ckptz.training.files import StepState, WhatMayBeLost, id_of, remembering
+from ckptz.training.files import LossSettings, StepState, id_of, remembering
 
 # A calibration, what makes one when it is needed, or a file that one was saved to.
 CalibrationLike: TypeAlias = Calibration | Callable[[], Calibration] | str | os.PathLike[str]
@@ -125,7 +125,7 @@ class BudgetSearch:
         file: StepFile,
         rule: ChainRule,
         jobs: int,
-    ) -> tuple[WhatMayBeLost, SearchReport]:
+    ) -> tuple[LossSettings, SearchReport]:
         """Search on the caller's thread; trials are files in the store's folder, which are gone afterwards.
 
         Args:
@@ -153,12 +153,10 @@ class BudgetSearch:
             ids = {kind: id_of(base) for kind, base in bases.items()}
         if report.config is None:
             self._last = None
-            return WhatMayBeLost(config=LOSSLESS), report
+            return LossSettings(config=LOSSLESS), report
         config = config_of(report.method, report.config)
         self._last = config
-        return WhatMayBeLost(
-            config=config, calibration=calibration, quality=report.quality, bases=ids
-        ), report
+        return LossSettings(config=config, calibration=calibration, quality=report.quality, bases=ids), report
 
     def _search(
         self,
@@ -173,7 +171,7 @@ class BudgetSearch:
         stored = {name: source for base in found for name, source in base.tensors.items()}
         parent = self._last or recorded_in(stored, self.template)
         options = replace(self._options, parent=parent, is_dry_run=True)
-        method = WhatMayBeLost(config=self.template, calibration=calibration)
+        method = LossSettings(config=self.template, calibration=calibration)
         job = replace(
             state.job(state.weights, method),
             tensors={**state.weights.tensors, **(state.optimizer if "state" in bases else {})},

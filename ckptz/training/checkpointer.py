@@ -22,7 +22,7 @@ from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.guidance.trail import Trail
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.folder import StepStore, WrittenStep
 from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
@@ -40,7 +40,7 @@ from ckptz.training.budget_search import (
     check_fits,
 )
 from ckptz.training.device import code_where_they_live
-from ckptz.training.files import MODEL, StepEncoder, StepReader, StepState, WhatMayBeLost, memory_for_last
+from ckptz.training.files import MODEL, LossSettings, StepEncoder, StepReader, StepState, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
@@ -71,7 +71,7 @@ NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport(Shown):
+class SaveReport(Report):
     """Sizes and seconds of one save.
 
     Attributes:
@@ -354,14 +354,14 @@ class Checkpointer:
             raise loss from error
         return self._last
 
-    def _method(self) -> WhatMayBeLost:
+    def _method(self) -> LossSettings:
         """What may be lost, before a search; a calibration that does not fit is noticed here."""
         found = calibrated(self._calibration)
         if found is not None:
             live = model_state(self.model).items()
             shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
             check_fits(found, shapes)
-        return WhatMayBeLost(config=self._config_now, calibration=found)
+        return LossSettings(config=self._config_now, calibration=found)
 
     @property
     def _config_now(self) -> Method:
@@ -374,8 +374,8 @@ class Checkpointer:
         return self._config.expecting(expected)
 
     def _searched(
-        self, search: BudgetSearch, taken: StepState, method: WhatMayBeLost, step: int
-    ) -> tuple[WhatMayBeLost, SearchReport]:
+        self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int
+    ) -> tuple[LossSettings, SearchReport]:
         """What a search finds; random numbers that evaluations draw are not the run's."""
         self._snapshot.synchronize()
         file, random = StepFile(step, "weights"), random_state()
@@ -420,7 +420,7 @@ class Checkpointer:
         return [self.optimizer] if isinstance(self.optimizer, Optimizer) else list(self.optimizer)
 
     def _write(
-        self, taken: StepState, method: WhatMayBeLost, metric: float | None, begun: SaveReport
+        self, taken: StepState, method: LossSettings, metric: float | None, begun: SaveReport
     ) -> SaveReport:
         """Encode and write a snapshot; on the writer's thread."""
         start = time.perf_counter()
@@ -453,7 +453,7 @@ class Checkpointer:
             warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def _written(
-        self, state: StepState, method: WhatMayBeLost, metric: float | None, step: int
+        self, state: StepState, method: LossSettings, metric: float | None, step: int
     ) -> WrittenStep:
         try:
             return self._write_step(StepEncoder(state, step, metric, method, self._jobs, self._trail), step)

@@ -15,7 +15,7 @@ from ckptz.codec.units import TensorSource, tensor_bytes
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written
-from ckptz.encoding.subject import SideInformation
+from ckptz.encoding.tensor import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trail, Trained
@@ -64,7 +64,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WhatMayBeLost:
+class LossSettings:
     """The method, guides and budgets that say what a save may lose.
 
     Attributes:
@@ -80,11 +80,11 @@ class WhatMayBeLost:
     quality: tuple[QualityRecord, ...] = ()
     bases: Mapping[FileKind, str | None] = field(default_factory=dict)
 
-    def against(self, kind: FileKind, base: Checkpoint | None) -> WhatMayBeLost:
+    def against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
         """Give what may be lost of a file that is stored against a base."""
         if kind not in self.bases or self.bases[kind] == id_of(base):
             return self
-        return WhatMayBeLost(config=LOSSLESS)
+        return LossSettings(config=LOSSLESS)
 
 
 def id_of(base: Checkpoint | None) -> str | None:
@@ -169,7 +169,7 @@ class StepState:
         by_parameter = {name[n:]: source for name, source in weights.items()}
         return trained_weights(self._given[0], by_parameter, self.rest.tensors, self.prefix)
 
-    def job(self, part: Part, method: WhatMayBeLost) -> Job:
+    def job(self, part: Part, method: LossSettings) -> Job:
         """Describe one of the two files.
 
         Args:
@@ -225,7 +225,7 @@ class StepEncoder:
         state: StepState,
         step: int,
         metric: float | None,
-        method: WhatMayBeLost,
+        method: LossSettings,
         jobs: int,
         trail: Trail | None = None,
     ) -> None:
@@ -265,7 +265,7 @@ class StepEncoder:
             return self._write("state", sink, job, base, _bases(base), metadata)
 
     def _guides_of_copies(
-        self, method: WhatMayBeLost, held: contextlib.ExitStack
+        self, method: LossSettings, held: contextlib.ExitStack
     ) -> dict[str, SideInformation]:
         """What is known of copies of weights, by their names: what is known of the weights."""
         state = self._state
@@ -297,7 +297,7 @@ class StepEncoder:
             metadata = {**metadata, **state.metadata}
         return self._write(kind, sink, job, lossy, residual_bases(lossy), metadata, file)
 
-    def _against(self, kind: FileKind, base: Checkpoint | None) -> WhatMayBeLost:
+    def _against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
         method = self._method.against(kind, base)
         is_other = method is not self._method
         self._notes[kind] = [f"{kind}: stored without loss: its base is not the one of the search"] * is_other

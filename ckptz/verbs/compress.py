@@ -36,7 +36,7 @@ from ckptz.kernels.clock import working_seconds
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import REFERENCE
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
@@ -56,7 +56,7 @@ CHAIN_RULE: Final = ChainRule(MAX_WRITTEN_DEPTH + 1, is_forked=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompressReport(Shown):
+class CompressReport(Report):
     """Sizes, identity and notes of one file that `compress` wrote."""
 
     input: str  # what was read

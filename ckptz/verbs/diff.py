@@ -23,7 +23,7 @@ from ckptz.formats.inputs import MODEL, Input, open_whole
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Units
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.run.names import EXACT
@@ -72,7 +72,7 @@ class ValueDiff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiffReport(Shown):
+class DiffReport(Report):
     """All differences between two checkpoints.
 
     Plain values are compared where both have some. Of a random number generator only the name is told, not

@@ -16,7 +16,7 @@ from ckptz.container.index import BaseRef, QualityRecord
 from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.formats.targets import PathLike, paths
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.roles import role_of
 from ckptz.run.folder import number_of
 from ckptz.run.names import holds_state, is_base_name, run_files, step_of
@@ -56,7 +56,7 @@ class LogEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogReport(Shown):
+class LogReport(Report):
     """All checkpoints of a folder, and their bases."""
 
     folder: str

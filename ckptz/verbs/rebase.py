@@ -17,7 +17,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.formats.inputs import checked_kind
 from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.kernels.clock import working_seconds
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
@@ -100,7 +100,7 @@ class InlineReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RebaseReport(Shown):
+class RebaseReport(Report):
     """Sizes of a file that `rebase` wrote, and the bases that it holds."""
 
     input: str  # the delta

@@ -34,7 +34,7 @@ from ckptz.formats.targets import (
 )
 from ckptz.formats.trainer_folders import is_trainer_folder, open_trainer_folder, write_plain_trainer
 from ckptz.kernels.clock import working_seconds
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.run.exact import exact_of
@@ -51,7 +51,7 @@ RestoredKind = Literal["safetensors", "pt", "dcp", "folder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestoreReport(Shown):
+class RestoreReport(Report):
     """Sizes of the files that `restore` wrote."""
 
     input: str  # what was read
@@ -135,7 +135,7 @@ def restore(
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Restoration:
     """What is read and what writes it: `write` is given what decodes tensors."""
 
     name: str
@@ -154,7 +154,7 @@ def _of_trainer(
     held: contextlib.ExitStack,
     *,
     force: bool,
-) -> _Job:
+) -> _Restoration:
     """A checkpoint of our Trainer, which becomes the folder that the plain one writes."""
     if output is None or to is not None:
         raise ConfigError(
@@ -168,7 +168,7 @@ def _of_trainer(
     check_carried(trainer.carried, folder, force=force)
     notes = (_FROZEN,) * trainer.lacks_frozen
     write = partial(write_plain_trainer, folder, trainer, like=read[:1])
-    return _Job(str(path), trainer.inputs, "folder", folder, write, notes)
+    return _Restoration(str(path), trainer.inputs, "folder", folder, write, notes)
 
 
 def _of_input(
@@ -180,7 +180,7 @@ def _of_input(
     held: contextlib.ExitStack,
     *,
     force: bool,
-) -> _Job:
+) -> _Restoration:
     """One file, or the folder that was packed to it."""
     if weights is not None and output is None:
         raise ConfigError(f"{path}: name an output (-o) for a step of a run, whose folder stays as it is")
@@ -201,7 +201,7 @@ def _of_input(
     kind = _kind_of(opened, to, output)
     target = _target_of(opened, named, output, kind, force=force)
     notes = tuple(_notes(opened, kind, weights))
-    return _Job(opened.name, [opened], kind, target, partial(_write, kind, target, opened), notes)
+    return _Restoration(opened.name, [opened], kind, target, partial(_write, kind, target, opened), notes)
 
 
 def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -> RestoredKind:
@@ -245,7 +245,7 @@ def _target_of(
     return folder
 
 
-def _check_size(job: _Job, n_bytes: int, max_decoded_bytes: int | None) -> None:
+def _check_size(job: _Restoration, n_bytes: int, max_decoded_bytes: int | None) -> None:
     """Refuse what is too large before the first byte is written: a small file may decode to terabytes."""
     if max_decoded_bytes is not None and n_bytes > real("max_decoded_bytes", max_decoded_bytes):
         raise LimitError(

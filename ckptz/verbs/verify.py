@@ -21,7 +21,7 @@ from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Units
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.run.exact import exact_of
@@ -32,7 +32,7 @@ Tensors = Mapping[str, TensorSource]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyReport(Shown):
+class VerifyReport(Report):
     """Counts of all that `verify` found to be right."""
 
     file: str

@@ -21,7 +21,7 @@ from ckptz.kernels import compiled, kept_in, silently
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 from ckptz.methods.table import METHODS
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
@@ -34,7 +34,7 @@ CONFIGS: Final[Mapping[str, Method]] = {name: method() for name, method in METHO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmUpReport(Shown):
+class WarmUpReport(Report):
     """The methods whose kernels are compiled, and where these are kept."""
 
     methods: tuple[str, ...]  # whose kernels are there now

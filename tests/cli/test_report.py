@@ -22,7 +22,7 @@ from ckptz.entropy.streams import CoderId
 from ckptz.errors import ConfigError, FormatError
 from ckptz.pages import words
 from ckptz.pages.page import MARK, MOST_ROWS
-from ckptz.pages.words import Shown
+from ckptz.pages.words import Report
 from ckptz.roles import ROLES
 from ckptz.verbs.report import N_BINS, PageReport
 from tests.support.checkpointer_support import Run
@@ -292,7 +292,7 @@ def test_every_report_is_shown_in_notebooks_as_a_table(run: Path, made: PageRepo
     assert f"stored {words.size(newest.stat().st_size)} " in Page.of(reports[0]._repr_html_()).text
     frame = Page.of(made._repr_html_())
     assert frame.tags[0][1]["srcdoc"] == made.html
-    assert issubclass(type(reports[0]), Shown)
+    assert issubclass(type(reports[0]), Report)
 
 
 def test_notebooks_need_no_extra(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

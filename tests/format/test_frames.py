@@ -30,7 +30,7 @@ from ckptz.codec.plan import (
 from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, ChunkSources, SourceOf, chunk_bounds
 from ckptz.dtypes import DTYPES, DType, dtype_of
 from ckptz.encoding.chunk import encode_chunk
-from ckptz.encoding.draft import Draft
+from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.entropy import frequency as frequency_module
 from ckptz.entropy import streams as streams_module
 from ckptz.entropy.streams import CoderId
@@ -171,7 +171,7 @@ def fits(dtype: DType, shape: tuple[int, ...]) -> bool:
 
 
 def lossless_case(source: ArraySource, base: ArraySource | None, plan: Plan | None = None) -> Case:
-    draft = plan_lossless(source, base) if plan is None else Draft(plan)
+    draft = plan_lossless(source, base) if plan is None else EncodingPlan(plan)
     return Case(source, draft, base, source)
 
 
@@ -306,7 +306,7 @@ def test_values_that_are_not_finite_must_be_escaped() -> None:
         np.random.default_rng(0), dtype_of("F32"), (6, 7), Domain.LINEAR, Predictor.ZERO, [], 42
     )
     plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
-    draft = Draft(plan, FixedQuantizer(np.ones(42, np.uint8)))
+    draft = EncodingPlan(plan, FixedQuantizer(np.ones(42, np.uint8)))
     bad = Case(case.source, draft, None, case.source)
     header, chunks = bad.encode()
     with pytest.raises(CorruptionError, match="not finite"):
@@ -316,7 +316,7 @@ def test_values_that_are_not_finite_must_be_escaped() -> None:
 def refusing(change: Any) -> None:
     """Parse a small lossless header after `change` of its body, with a right checksum."""
     source = random_source(dtype_of("F32"), (3, 2))
-    chunk = encode_chunk(source, Draft(exact_plan(source.dtype)), ChunkSources(0, 6))
+    chunk = encode_chunk(source, EncodingPlan(exact_plan(source.dtype)), ChunkSources(0, 6))
     header = FrameHeader(source.dtype, (3, 2), exact_plan(source.dtype), (chunk.record,))
     body = bytearray(header.pack()[4:-8])
     body = change(body) or body

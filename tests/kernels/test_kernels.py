@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.encoding.draft import ClassCounts
+from ckptz.encoding.encoding_plan import ClassCounts
 from ckptz.entropy.frequency import (
     encoding_tables,
     normalise,

@@ -15,8 +15,8 @@ import pytest
 import ckptz
 from ckptz.codec.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.dtypes import DType
-from ckptz.encoding.draft import Draft
-from ckptz.encoding.subject import Subject
+from ckptz.encoding.encoding_plan import EncodingPlan
+from ckptz.encoding.tensor import TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import Method, Option, Recipe, Record, Setting, checked, is_large_weight
@@ -44,12 +44,12 @@ class SignRecipe(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"gain": self.gain}
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         values = subject.source.units(0, subject.source.dtype.n_units(subject.source.shape)).view(np.float32)
         level = np.float32(self.gain * np.abs(values).mean())
         table = np.array([[-level, level]], np.float32).view(np.uint32)
         quant_map = QuantizationMap(ExplicitTable(table), np.zeros(1, np.int64))
-        return Draft(Plan(quant_map=quant_map, domain=Domain.LINEAR), Signs())
+        return EncodingPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Signs())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +97,12 @@ class EvenRecipe(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"levels": self.levels}
 
-    def plan(self, subject: Subject) -> Draft:
+    def plan(self, subject: TensorToEncode) -> EncodingPlan:
         values = subject.source.units(0, subject.source.n_units).view(np.float32)
         ceiling = float(np.abs(values).max())
         table = np.linspace(-ceiling, ceiling, self.levels, dtype=np.float32).view(np.uint32)
         quant_map = QuantizationMap(ExplicitTable(table[None]), np.zeros(1, np.int64))
-        return Draft(Plan(quant_map=quant_map, domain=Domain.LINEAR), Nearest(ceiling, self.levels))
+        return EncodingPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Nearest(ceiling, self.levels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

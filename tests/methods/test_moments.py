@@ -20,13 +20,13 @@ from ckptz.codec.frame import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.companions import MAX_DRAFTS, DraftBook, HeldChunks
-from ckptz.encoding.draft import Draft
-from ckptz.encoding.subject import Subject
+from ckptz.encoding.companions import MAX_DRAFTS, CachedChunks, EncodingPlans
+from ckptz.encoding.encoding_plan import EncodingPlan
+from ckptz.encoding.tensor import TensorToEncode
 from ckptz.kernels import floats, moments
 from ckptz.methods.grid import Grid
 from ckptz.methods.second_moment import SecondMoment
-from ckptz.methods.small import Rounding
+from ckptz.methods.small import RelativeRounding
 from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
 from ckptz.quant.moment_codes import LadderQuantizer, Prediction
@@ -120,7 +120,7 @@ def test_any_second_moments_come_back_live(data: st.DataObject) -> None:
     source = ArraySource(dtype_of(dtype), (40, 20), units)
     base_source = ArraySource(dtype_of(dtype), (40, 20), base) if data.draw(st.booleans()) else None
     wanted = SecondMoment(data.draw(st.sampled_from([0.25, 4.0, 60.0])))
-    draft = wanted.plan(Subject(source, base_source))
+    draft = wanted.plan(TensorToEncode(source, base_source))
     from_base = draft.plan.predictor is Predictor.BASE
     assert not from_base or base_source is not None
     restored = restored_by(draft, source, base_source)
@@ -129,7 +129,7 @@ def test_any_second_moments_come_back_live(data: st.DataObject) -> None:
     assert floats.all_finite(restored, kind)
 
 
-def restored_by(draft: Draft, source: ArraySource, base: ArraySource | None) -> Array:
+def restored_by(draft: EncodingPlan, source: ArraySource, base: ArraySource | None) -> Array:
     """Encoded to bytes and decoded again."""
     return round_trip(Case(source, draft, base, source))
 
@@ -161,7 +161,7 @@ def test_vectors_over_the_limit_are_not_proposed(monkeypatch: pytest.MonkeyPatch
     source = ArraySource(dtype_of("F32"), second.shape, second.reshape(-1).view(np.uint32))
     for limit, predictor in ((96 + 80, Predictor.OUTER), (96 + 79, Predictor.ZERO)):
         monkeypatch.setattr("ckptz.methods.second_moment.MAX_OUTER", limit)
-        assert SecondMoment(1.0).plan(Subject(source)).plan.predictor is predictor
+        assert SecondMoment(1.0).plan(TensorToEncode(source)).plan.predictor is predictor
 
 
 def compressed(folder: Path, tensors: dict[str, Array], name: str, base: str | None = None) -> CompressReport:
@@ -355,9 +355,9 @@ def test_small_trained_weights_are_rounded_and_the_rest_is_exact(tmp_path: Path)
 def test_rounding_twice_changes_nothing_more(kind: int) -> None:
     unit = np.uint32 if kind == floats.F32 else np.uint16
     units = np.random.default_rng(0).integers(0, np.iinfo(unit).max, 10000, endpoint=True).astype(unit)
-    once = Rounding().rounded(units, kind, 0)
-    np.testing.assert_array_equal(Rounding().rounded(once, kind, 0), once)
-    np.testing.assert_array_equal(Rounding(key=7).rounded(once, kind, 0), once)
+    once = RelativeRounding().rounded(units, kind, 0)
+    np.testing.assert_array_equal(RelativeRounding().rounded(once, kind, 0), once)
+    np.testing.assert_array_equal(RelativeRounding(key=7).rounded(once, kind, 0), once)
     is_finite = ~np.isnan(floats.to_f32(units, kind).view(np.float32))
     exact, got = (
         floats.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (units, once)
@@ -415,11 +415,11 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
-    book, made, entered = DraftBook(["a"]), [], threading.Barrier(4)
+    book, made, entered = EncodingPlans(["a"]), [], threading.Barrier(4)
 
-    def make() -> Draft:
+    def make() -> EncodingPlan:
         made.append("a")
-        return Draft(exact_plan(dtype_of("F32")))
+        return EncodingPlan(exact_plan(dtype_of("F32")))
 
     def ask() -> None:
         entered.wait()
@@ -437,7 +437,7 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 
 def test_plans_of_long_ago_are_let_go() -> None:
     made, names = list[str](), [str(i) for i in range(MAX_DRAFTS + 1)]
-    book, draft = DraftBook(names), Draft(exact_plan(dtype_of("F32")))
+    book, draft = EncodingPlans(names), EncodingPlan(exact_plan(dtype_of("F32")))
     for name in (*names, names[-1], names[0]):
         book.draft(name, lambda name=name: made.append(name) or draft)
     assert made == [*names, names[0]]
@@ -464,7 +464,7 @@ class Counting(TensorSource):
 
 def test_the_chunks_of_a_held_base_are_read_once() -> None:
     source = Counting(CHUNK_UNITS + 4)
-    chunks = HeldChunks()
+    chunks = CachedChunks()
     for held in (chunks.of("base", source), chunks.of("base", source)):
         for begin in (0, CHUNK_UNITS):
             codes = held.codes(begin, begin + 4)
@@ -476,7 +476,7 @@ def test_the_chunks_of_a_held_base_are_read_once() -> None:
 
 def test_held_chunks_are_bounded_and_read_anew_when_they_are_gone() -> None:
     source = Counting(3 * CHUNK_UNITS)
-    chunks = HeldChunks(most=12 * CHUNK_UNITS)  # two of them
+    chunks = CachedChunks(most=12 * CHUNK_UNITS)  # two of them
     held = chunks.of("base", source)
     for n_read, begin in enumerate((0, CHUNK_UNITS, 2 * CHUNK_UNITS, 0), 1):
         assert held.units(begin, begin + 1).tolist() == [begin]

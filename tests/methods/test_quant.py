@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.subject import Subject
+from ckptz.encoding.tensor import TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.kernels import floats
 from ckptz.methods.kmeans import Clusters, KMeans
@@ -217,7 +217,7 @@ def test_a_tensor_with_nan_stays_lossless_and_says_so() -> None:
     values = gaussian(8192)
     values[17] = np.nan
     source = ArraySource(dtype_of("F32"), (64, 128), values.view(np.uint32))
-    draft = Clusters(Partitions(16)).plan(Subject(source))
+    draft = Clusters(Partitions(16)).plan(TensorToEncode(source))
     assert draft.plan.quant_map is None
     assert "NaN" in draft.note
 

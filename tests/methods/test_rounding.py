@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptz.codec.units import ArraySource
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.subject import InputCovariance, SideInformation, Subject
+from ckptz.encoding.tensor import InputCovariance, SideInformation, TensorToEncode
 from ckptz.hooks import Calibration
 from ckptz.methods.grid import UniformGrid
 from ckptz.quant.grid import ESCAPE
@@ -296,7 +296,7 @@ def test_levels_are_centroids_of_what_is_rounded_to_them() -> None:
     weight, moments = np.ascontiguousarray(weights(200, 300).T), inputs(200, 300)
     source = ArraySource.from_buffer(dtype_of("F32"), weight.shape, weight.tobytes())
     guide = SideInformation(inputs=InputCovariance(axis=1, n_samples=300, read=lambda: moments))
-    plan = UniformGrid(4.0).plan(Subject(source, guide=guide)).plan
+    plan = UniformGrid(4.0).plan(TensorToEncode(source, guide=guide)).plan
     assert plan.quant_map is not None
     values = plan.quant_map.table.expand().view(np.float32)
 
@@ -316,7 +316,7 @@ def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:
     def codes(array: Array, axis: int) -> Array:
         source = ArraySource.from_buffer(dtype_of("F32"), array.shape, array.tobytes())
         guide = SideInformation(inputs=InputCovariance(axis=axis, n_samples=500, read=lambda: moments))
-        draft = UniformGrid().plan(Subject(source, guide=guide))
+        draft = UniformGrid().plan(TensorToEncode(source, guide=guide))
         assert draft.quantizer is not None
         return draft.quantizer.codes(0, array.size, source.units(0, array.size)).reshape(array.shape)
 

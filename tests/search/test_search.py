@@ -17,7 +17,7 @@ from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.subject import NO_SIDE_INFORMATION, SideInformation, Subject
+from ckptz.encoding.tensor import NO_SIDE_INFORMATION, SideInformation, TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.kernels.floats import F32
 from ckptz.methods.kmeans import KMeans
@@ -284,7 +284,7 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:
         known = {
-            n: Subject(t, job.bases.get(n), ready.guides.get(n, NO_SIDE_INFORMATION))
+            n: TensorToEncode(t, job.bases.get(n), ready.guides.get(n, NO_SIDE_INFORMATION))
             for n, t in tensors.items()
         }
         sizes = predicted_sizes(known, ready.roles, [cube.config(point) for point in cube.points])
@@ -311,6 +311,6 @@ def test_lossless_tensors_count_too() -> None:
     state = sources_of(model(0, moments=True))
     job = Job(tensors=state, config=KMeans(), guides={})
     with prepared(job) as ready:
-        sizes = predicted_sizes({n: Subject(t) for n, t in state.items()}, ready.roles, [KMeans()])
+        sizes = predicted_sizes({n: TensorToEncode(t) for n, t in state.items()}, ready.roles, [KMeans()])
     n_bytes = len(file_of(job))
     assert sizes[KMeans()] == pytest.approx(n_bytes, rel=0.02)

@@ -28,7 +28,7 @@ from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources, TensorSourc
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
-from ckptz.encoding.draft import ClassCounts, Draft, share_tables
+from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan, share_tables
 from ckptz.entropy.frequency import normalise
 from ckptz.entropy.streams import Embedded
 from ckptz.quant.quantizer import Quantizer
@@ -75,7 +75,7 @@ class Case:
     """A tensor, its plan, and what it may look at."""
 
     source: ArraySource
-    draft: Draft
+    draft: EncodingPlan
     base: TensorSource | None
     companion: TensorSource
 
@@ -299,7 +299,7 @@ def build_case(
         base = CodedSource(dtype, shape, base_units, rng.integers(0, 5, n).astype(np.uint8))
     companion = ArraySource(dtype, shape, random_units(rng, kind, n))
     plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor, outer=outer, rules=rules)
-    case = Case(ArraySource(dtype, shape, flat), Draft(plan, FixedQuantizer(codes)), base, companion)
+    case = Case(ArraySource(dtype, shape, flat), EncodingPlan(plan, FixedQuantizer(codes)), base, companion)
     # What would not be finite must be escaped.
     decoded = expected_units(case)
     exponent = decoded.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
@@ -308,7 +308,7 @@ def build_case(
         quant_map = replace(quant_map, escape_code=n_codes - 1)
     codes[infinite] = n_codes - 1
     plan = replace(plan, quant_map=quant_map, tables=_tables(rng, rules, codes, n_classes))
-    return replace(case, draft=Draft(plan, FixedQuantizer(codes)))
+    return replace(case, draft=EncodingPlan(plan, FixedQuantizer(codes)))
 
 
 def _tables(

@@ -119,7 +119,7 @@ class Rounding(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class EncodingPlan:
     """The plan of a tensor, and what only its encoder knows."""
 
     plan: Plan  # what the frame will say

@@ -101,7 +101,7 @@ def sensitivities_of(source: TensorSource, guide: SideInformation) -> GuidedSens
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class TensorToEncode:
     """One tensor to plan, and all that a method may look at."""
 
     source: TensorSource  # the tensor
@@ -121,7 +121,7 @@ def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: Te
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class TensorStatistics:
     """Size, largest value and powers of a tensor: all that its steps follow from, summed over chunks."""
 
     n_units: int  # values
@@ -135,14 +135,14 @@ class Extent:
     @classmethod
     def whole(
         cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, run: MapFunction
-    ) -> Extent:
+    ) -> TensorStatistics:
         """Measure a tensor that is not empty; `run` maps over chunks."""
         return summed(run, lambda b: cls.of(source, base, guide, b), source)
 
     @classmethod
     def of(
         cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, bounds: Bounds
-    ) -> Extent:
+    ) -> TensorStatistics:
         """Measure one chunk, with its base and its guide."""
         kind = KINDS[source.dtype.name]
         values = floats_of(source.units(*bounds), kind)
@@ -166,11 +166,11 @@ class Extent:
             is_measured=is_measured,
         )
 
-    def __add__(self, other: Extent) -> Extent:
+    def __add__(self, other: TensorStatistics) -> TensorStatistics:
         row_sums = self.row_sums
         if row_sums is not None and other.row_sums is not None:
             row_sums = row_sums + other.row_sums
-        return Extent(
+        return TensorStatistics(
             self.n_units + other.n_units,
             max(self.largest, other.largest, key=_by_size),
             self.power + other.power,
