@@ -27,8 +27,8 @@ from ckptz.container.caches import (
     MAX_IDLE_ELEMENTS,
     ChunkCache,
     Decoded,
+    DecodedBases,
     HeaderCache,
-    Held,
     Node,
     gather,
 )
@@ -391,7 +391,7 @@ class Link:
     def needs(self, only_codes: bool) -> list[Node]:
         return [(one, only_codes) for one in self.below]
 
-    def decoded(self, index: int, only_codes: bool, held: Held) -> Decoded:
+    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
         assert all((one, only_codes) in held for one in self.below)
         self.n_decoded += 1
         return Decoded(np.zeros(self.size, np.uint8), None)
