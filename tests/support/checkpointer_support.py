@@ -84,6 +84,7 @@ def in_child(work: Callable[[], object]) -> int:
     child = os.fork()
     if child == 0:
         code = 1
+        torch.set_num_threads(1)  # those of the parent did not come along
         try:
             work()
             code = 0
