@@ -60,32 +60,32 @@ class TrainerFolder:
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """All files with tensors."""
+        """Give all files with tensors."""
         return (self.weights, self.state, *self.rngs)
 
     @property
     def is_adapter(self) -> bool:
-        """Whether the weights are those of an adapter of PEFT."""
+        """Tell whether the weights are those of an adapter of PEFT."""
         return any(name == "adapter_config.json" for name, _ in self.carried)
 
     @property
     def lacks_frozen(self) -> bool:
-        """Whether frozen weights are left out, which a model is made with, but no adapter."""
+        """Tell whether frozen weights are left out that a whole model needs; an adapter does not."""
         return FROZEN_KEY in (self.weights.metadata or {}) and not self.is_adapter
 
     @property
     def weights_file(self) -> str:
-        """Name of the plain file of weights."""
+        """Name the plain file of weights."""
         return "adapter_model.safetensors" if self.is_adapter else "model.safetensors"
 
     @property
     def written(self) -> list[str]:
-        """Names of the plain files that it becomes."""
+        """Name the plain files that it becomes."""
         return [self.weights_file, "optimizer.pt", "scheduler.pt", "scaler.pt", *self.rng_files]
 
     @property
     def rng_files(self) -> list[str]:
-        """Names of the plain files of random numbers."""
+        """Name the plain files of random numbers."""
         n_ranks = len(self.rngs)
         return ["rng_state.pth"] if n_ranks == 1 else [f"rng_state_{i}.pth" for i in range(n_ranks)]
 
@@ -140,7 +140,7 @@ def write_plain_trainer(
 
 
 def _named_weights(trainer: TrainerFolder) -> dict[str, TensorSource]:
-    """The weights by the names in the plain file; of tied ones one name each, as transformers has it."""
+    """Give the weights by their names in the plain file, tied ones by one name, as transformers does."""
     weights = trainer.weights
     if weights.tree is not None:
         with naming(weights.name):
@@ -157,7 +157,7 @@ def _named_weights(trainer: TrainerFolder) -> dict[str, TensorSource]:
 
 
 def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[str, Any]:
-    """What `torch.save` is given for each file."""
+    """Give the state that each torch file holds, by name."""
 
     def state_of(file: Input) -> Any:
         from ckptz.state.plain_types import from_plain
@@ -179,7 +179,7 @@ def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[s
 
 
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an optimizer as its `state_dict` has it: parameters by number, through all groups."""
+    """Give an optimizer's state as its `state_dict` has it: parameters by number, through all groups."""
     names = [name for group in state["groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     return {
@@ -191,7 +191,7 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _random_numbers(state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
-    """The states of generators as the Trainer keeps them; one process has that of one CUDA device."""
+    """Give the states of generators as the Trainer keeps them; one process has that of one CUDA device."""
     python, legacy = state["python"], state["numpy"]
     keys = legacy["keys"].numpy().astype(np.uint32)
     found = {

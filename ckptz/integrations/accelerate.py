@@ -28,10 +28,7 @@ from ckptz.run.linked_files import RunFiles
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
 
-TESTED: Final = (
-    (1, 15),
-    (1, 15),
-)  # first and last accelerate that its tests ran with
+TESTED: Final = ((1, 15), (1, 15))  # first and last version that the tests ran with
 warn_untested("accelerate", accelerate.__version__, TESTED)
 
 __all__ = ["ChainOptions", "Registration", "register"]

@@ -48,7 +48,7 @@ from ckptz.state.torch import torch_dtype
 from ckptz.state.unflatten import unflatten
 from ckptz.store.resolve import open_checkpoint
 
-TESTED: Final = ((2, 13), (2, 13))  # first and last torch that its tests ran with
+TESTED: Final = ((2, 13), (2, 13))  # first and last version that the tests ran with
 __all__ = ["ChainOptions", "CkptzStorageReader", "CkptzStorageWriter", "latest"]
 
 

@@ -29,10 +29,7 @@ from ckptz.methods.method import Method
 from ckptz.pipeline import Job, mark_restored
 from ckptz.state.plain_types import on_device
 
-TESTED: Final = (
-    (2, 6),
-    (2, 6),
-)  # first and last lightning that its tests ran with
+TESTED: Final = ((2, 6), (2, 6))  # first and last version that the tests ran with
 warn_untested("lightning", lightning.__version__, TESTED)
 
 __all__ = ["CkptzIO", "RequireCheckpointIO"]

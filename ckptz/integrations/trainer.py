@@ -64,10 +64,7 @@ if TYPE_CHECKING:
 else:
     Trainer = object  # what the mixin is mixed into brings it
 
-TESTED: Final = (
-    (5, 23),
-    (5, 23),
-)  # first and last transformers that its tests ran with
+TESTED: Final = ((5, 23), (5, 23))  # first and last version that the tests ran with
 warn_untested("transformers", transformers.__version__, TESTED)
 
 __all__ = ["ChainOptions", "CkptzTrainerMixin"]

@@ -1,4 +1,6 @@
-"""What is there of a run's linked files, which frameworks delete as they like, to weigh what the next needs.
+"""The linked files of a run, and the choice of which of them the next one is stored against.
+
+Frameworks delete files as they like, so what is still there is looked up at each save.
 
 A file is known by its inode, whatever names it has and had. Knows no framework.
 """

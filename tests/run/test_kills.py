@@ -132,7 +132,7 @@ def write_losses(path: Path) -> None:
     path.write_text(json.dumps([row["loss"] for row in run.state.log_history if "loss" in row]))
 
 
-@pytest.mark.slow  # alone: what has trained once cannot be forked to train again
+@pytest.mark.apps
 @KILLS
 def test_a_trainer_that_is_killed_resumes_and_goes_on_with_the_same_losses(
     tmp_path: Path, n_kills: int

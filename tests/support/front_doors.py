@@ -377,7 +377,5 @@ DOORS: Final = (
     *("publisher", *_APPS),
 )
 each_door = pytest.mark.parametrize(
-    # Forked children of a process in which frameworks have started threads may hang: frameworks run alone.
-    "kind",
-    [pytest.param(kind, marks=pytest.mark.slow if kind in _APPS else ()) for kind in DOORS],
+    "kind", [pytest.param(kind, marks=pytest.mark.apps if kind in _APPS else ()) for kind in DOORS]
 )
