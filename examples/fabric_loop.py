@@ -22,7 +22,7 @@ WIDTH, SAVE_EVERY = 64, 3
 def main() -> None:
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="run-"))
     n_steps = int(sys.argv[2]) if len(sys.argv) > 2 else 30
-    fabric = Fabric(accelerator="cpu", devices=1, plugins=[CkptzIO(anchor_every=8)])
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[CkptzIO(full_every=8)])
     torch.manual_seed(0)
     model = torch.nn.Linear(WIDTH, WIDTH)
     model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=3e-3))

@@ -60,7 +60,7 @@ def main() -> None:
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
-        plugins=[CkptzIO(anchor_every=8)],
+        plugins=[CkptzIO(full_every=8)],
         callbacks=[best, RequireCheckpointIO()],
     )
     trainer.fit(Shift(), data, ckpt_path="last" if list(folder.glob("last*.ckpt")) else None)

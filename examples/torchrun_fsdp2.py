@@ -64,7 +64,7 @@ def main() -> None:
     if (newest := latest(folder)) is not None:
         dcp.load(state, checkpoint_id=newest, storage_reader=CkptzStorageReader())
     first, saving = state["step"], None
-    writer = CkptzStorageWriter(options=ChainOptions(anchor_every=8), keep_last=3)
+    writer = CkptzStorageWriter(options=ChainOptions(full_every=8), keep_last=3)
     group = dist.new_group(backend="gloo")  # for saves beside training
     for step in range(first + 1, first + n_steps + 1):
         generator = torch.Generator().manual_seed(step * dist.get_world_size() + dist.get_rank())

@@ -58,7 +58,7 @@ def main() -> None:
         model=GPT2LMHeadModel(config),
         args=settings,
         train_dataset=sequences(512),
-        ckptz=ChainOptions(anchor_every=8),
+        ckptz=ChainOptions(full_every=8),
     )
     found = sorted(folder.glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=True if found else None)

@@ -35,7 +35,7 @@ def total(state: dict[str, torch.Tensor]) -> float:
 
 
 def train(folder: str) -> None:
-    model, publisher = a_model(), Publisher(folder, anchor_every=5)
+    model, publisher = a_model(), Publisher(folder, full_every=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0)
     publisher.publish(in_bf16(model), step=0)
     for step in range(1, N_STEPS + 1):

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module")
 def deltas_at_any_cost() -> Iterator[None]:
-    """Files are stored as `anchor_every` says: for tests of chains that would not pay."""
+    """Files are stored as `full_every` says: for tests of chains that would not pay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckptz.run.chain.weighed", lambda rule, *_: rule)
         yield

@@ -36,14 +36,14 @@ SHAPE: Final = GPTConfig(width=128)
 LENGTH, BATCH = 64, 8
 POLL_SECONDS: Final = 0.01
 
-Run = Callable[[Path, int, int | None], None]  # a folder, saves, `anchor_every`; None for plain files
+Run = Callable[[Path, int, int | None], None]  # a folder, saves, `full_every`; None for plain files
 
 
 class CkptzTrainer(CkptzTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """What users write."""
 
 
-def with_trainer(folder: Path, n_saves: int, anchor_every: int | None) -> None:
+def with_trainer(folder: Path, n_saves: int, full_every: int | None) -> None:
     """The Trainer, the newest two checkpoints kept."""
     config = transformers.GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=SHAPE.width, n_layer=SHAPE.n_layers, n_head=SHAPE.n_heads
@@ -62,10 +62,10 @@ def with_trainer(folder: Path, n_saves: int, anchor_every: int | None) -> None:
     data = read_corpus()[0][: 1024 * LENGTH].long().view(-1, LENGTH)
     rows = [{"input_ids": row, "labels": row} for row in data]
     model = transformers.GPT2LMHeadModel(config)
-    if anchor_every is None:
+    if full_every is None:
         transformers.Trainer(model=model, args=args, train_dataset=rows).train()
     else:
-        options = ChainOptions(anchor_every=anchor_every)
+        options = ChainOptions(full_every=full_every)
         CkptzTrainer(model=model, args=args, train_dataset=rows, ckptz=options).train()
 
 
@@ -85,7 +85,7 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
-def with_lightning(folder: Path, n_saves: int, anchor_every: int | None) -> None:
+def with_lightning(folder: Path, n_saves: int, full_every: int | None) -> None:
     """Lightning, one checkpoint kept."""
     data = read_corpus()[0][: 1024 * LENGTH].long().view(-1, LENGTH)
     trainer = lightning.Trainer(
@@ -94,7 +94,7 @@ def with_lightning(folder: Path, n_saves: int, anchor_every: int | None) -> None
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        plugins=[] if anchor_every is None else [CkptzIO(anchor_every=anchor_every)],
+        plugins=[] if full_every is None else [CkptzIO(full_every=full_every)],
         callbacks=[ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=1)],
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(data, BATCH))
@@ -103,15 +103,15 @@ def with_lightning(folder: Path, n_saves: int, anchor_every: int | None) -> None
 def with_checkpointer(last: int, **options: Any) -> Run:
     """A loop of one's own, so many steps kept; plain files are those of torch.save."""
 
-    def run(folder: Path, n_saves: int, anchor_every: int | None) -> None:
+    def run(folder: Path, n_saves: int, full_every: int | None) -> None:
         model = TinyGPT(SHAPE)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         data = batches(read_corpus()[0], batch=BATCH, context=LENGTH, seed=0)
         checkpointer = None
-        if anchor_every is not None:
+        if full_every is not None:
             keep = KeepPolicy(last=last)
             checkpointer = Checkpointer(
-                folder, model, optimizer, keep=keep, anchor_every=anchor_every, background=False, **options
+                folder, model, optimizer, keep=keep, full_every=full_every, background=False, **options
             )
         for step, batch in zip(range(1, n_saves + 1), data, strict=False):
             loss = loss_of(model, batch)
@@ -154,7 +154,7 @@ def on_disk(folder: Path) -> int:
     return sum(sizes.values())
 
 
-def measured(run: Run, n_saves: int, anchor_every: int | None) -> tuple[int, int]:
+def measured(run: Run, n_saves: int, full_every: int | None) -> tuple[int, int]:
     """(most bytes at any moment, bytes at the end) of a run."""
     torch.manual_seed(0)
     most, is_done = [0], threading.Event()
@@ -168,7 +168,7 @@ def measured(run: Run, n_saves: int, anchor_every: int | None) -> tuple[int, int
         watcher = threading.Thread(target=watch)
         watcher.start()
         try:
-            run(folder, n_saves, anchor_every)
+            run(folder, n_saves, full_every)
         finally:
             is_done.set()
             watcher.join()
@@ -193,8 +193,8 @@ def main() -> None:
                 "plain end MB": f"{end[0] / 1e6:.1f}",
                 "ckptz most MB": f"{most[1] / 1e6:.1f}",
                 "ckptz end MB": f"{end[1] / 1e6:.1f}",
-                "anchors most MB": f"{most[2] / 1e6:.1f}",
-                "anchors end MB": f"{end[2] / 1e6:.1f}",
+                "full files most MB": f"{most[2] / 1e6:.1f}",
+                "full files end MB": f"{end[2] / 1e6:.1f}",
                 "end / plain": f"{end[1] / end[0]:.2f}",
                 "at most 1.00": verdict(end[1] <= end[0] and most[1] <= most[0] + end[0]),
             }

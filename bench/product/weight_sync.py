@@ -109,7 +109,7 @@ def changed_copy(state: State, share: float) -> State:
 def speed_cases(state: State, folder: Path, share: float) -> tuple[dict[str, Callable[[], float]], int]:
     """What is timed for one share of changed elements, and the size of the delta."""
     after, live, spare = changed_copy(state, share), cloned(state), cloned(state)
-    publisher = Publisher(folder, anchor_every=64, keep_anchors=1)
+    publisher = Publisher(folder, full_every=64, keep_full=1)
     publisher.publish(state, 0)
     done = publisher.publish(after, 1)
     delta, plain = folder / done.files[0], folder / "full.safetensors"

@@ -122,20 +122,20 @@ class Meter:
 
 def cases(folder: Path, before: State, after: State) -> dict[str, Meter]:
     """What is timed, by name."""
-    anchor, delta, other = folder / "anchor.ckptz", folder / "delta.ckptz", folder / "other.ckptz"
+    full, delta, other = folder / "full.ckptz", folder / "delta.ckptz", folder / "other.ckptz"
     sources, copies = tensors_of(after), [torch.zeros_like(tensor) for tensor in tensors_of(after)]
 
     def memcpy() -> None:
         for copy, source in zip(copies, sources, strict=True):
             copy.copy_(source)
 
-    save_state(before, anchor, config=Grid(), jobs=1)
-    save_state(after, delta, config=Grid(), base=anchor, jobs=1)
+    save_state(before, full, config=Grid(), jobs=1)
+    save_state(after, delta, config=Grid(), base=full, jobs=1)
     return {
         "memcpy": Meter(memcpy),
-        "anchor, encode": Meter(lambda: save_state(before, other, config=Grid(), jobs=1)),
-        "delta, encode": Meter(lambda: save_state(after, other, config=Grid(), base=anchor, jobs=1)),
-        "anchor, restore": Meter(lambda: load_state(anchor, jobs=1)),
+        "full file, encode": Meter(lambda: save_state(before, other, config=Grid(), jobs=1)),
+        "delta, encode": Meter(lambda: save_state(after, other, config=Grid(), base=full, jobs=1)),
+        "full file, restore": Meter(lambda: load_state(full, jobs=1)),
         "delta, restore": Meter(lambda: load_state(delta, jobs=1)),
     }
 
@@ -182,7 +182,8 @@ def main() -> None:
         meters = cases(Path(place), before, after)
         timings = interleave(meters, options.rounds)
         sizes = {
-            f"{name}, encode": (Path(place) / f"{name}.ckptz").stat().st_size for name in ("anchor", "delta")
+            "full file, encode": (Path(place) / "full.ckptz").stat().st_size,
+            "delta, encode": (Path(place) / "delta.ckptz").stat().st_size,
         }
     rows = []
     for case in meters:

@@ -11,8 +11,8 @@ fall, no dropout; 20 checkpoints, 10 steps apart. Accuracy is retrieval: how oft
 module is the nearest of 64.
 
 Arms are those of bench.studies.restarts: ten restarts, everything counted, against the run that nothing
-interrupts; "from the base" stores anchors against the pretrained weights, which are not counted. Everything
-is kept in bench/.cache/restarts/encoder; --report writes what is there.
+interrupts; "from the base" stores full files against the pretrained weights, which are not counted.
+Everything is kept in bench/.cache/restarts/encoder; --report writes what is there.
 """
 
 from __future__ import annotations
@@ -186,13 +186,13 @@ def arm_rows(plan: Plan, arms: Sequence[str], seeds: Sequence[int], *, only_know
             what, least, most = ARMS.get(row["arm"], ("state", None, None))
             found = arm_end(plan, row["arm"], seed) if row["arm"] in ARMS else None
             change, points = row["loss_change_percent, held out"], row["accuracy_change_points"]
-            ratio = row[f"{what}_ratio_with_anchor"]
+            ratio = row[f"{what}_ratio_with_full"]
             yield {
                 "arm": row["arm"],
                 "seed": seed,
                 "of": {"state": "weights and moments", "weights": "weights"}[what] if found else "",
                 "raw MB": f"{row[f'{what}_raw_mb']:.1f}" if found else "",
-                "smaller, with anchors": f"{ratio:.1f}x" if found else "",
+                "smaller, with full files": f"{ratio:.1f}x" if found else "",
                 "deltas alone": f"{row[f'{what}_ratio_of_deltas']:.1f}x" if found else "",
                 "restarts": row["n_restarts"] if found else "",
                 "loss at the end": f"{change:+.2f} %",

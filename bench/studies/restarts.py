@@ -4,7 +4,7 @@
 
 Each arm saves through `ckptz.Checkpointer`, restores the file it has just written at each failure, and trains
 on; so movement that a file loses is lost for good. Everything is counted: the files of weights and of state,
-anchor included, against fp32 weights and the optimizer's tensors. Tasks:
+full file included, against fp32 weights and the optimizer's tensors. Tasks:
 
     language     3.3 M parameters, AdamW, 14 checkpoints 260 steps apart, 10 restarts
     image        1.2 M parameters, SGD with momentum, 14 checkpoints, 10 restarts
@@ -66,14 +66,14 @@ class Arm:
 
     Attributes:
         config: of the Checkpointer.
-        anchor_every: of the Checkpointer.
+        full_every: of the Checkpointer.
         restores: of the Checkpointer.
         budget: what a search at each checkpoint keeps, as a relative change of the loss, or None.
-        from_base: whether anchors are stored against the weights that training began from.
+        from_base: whether full files are stored against the weights that training began from.
     """
 
     config: Method
-    anchor_every: int = 16
+    full_every: int = 16
     restores: int | None = None
     budget: float | None = None
     from_base: bool = False
@@ -93,7 +93,7 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, first 0.1": Arm(config=grid(1.0, first=0.1)),
     "grid, step 2": Arm(config=grid(2.0)),
     "grid, to ship": Arm(config=Grid(purpose="ship"), restores=0),
-    "grid, anchors like deltas": Arm(config=Grid(), restores=0),
+    "grid, full files like deltas": Arm(config=Grid(), restores=0),
     "grid, weights": Arm(config=Grid(moments=None)),
     "grid, first moments, others fine": Arm(config=grid(FINE, second=FINE)),
     "grid, second moments, others fine": Arm(config=grid(FINE, first=FINE)),
@@ -313,7 +313,7 @@ def _saver(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpointer
         base=plan.base if arm.from_base else None,
         budget=budget,
         keep=KEEP_ALL,
-        anchor_every=arm.anchor_every,
+        full_every=arm.full_every,
         restores=arm.restores,
         every=plan.task.interval,
         background=False,
@@ -361,7 +361,7 @@ def _row(
     ]
     for what, (raw, sizes) in zip(("state", "weights"), both, strict=True):
         row[f"{what}_raw_mb"] = raw / 1e6
-        row[f"{what}_ratio_with_anchor"] = raw * len(sizes) / sum(sizes)
+        row[f"{what}_ratio_with_full"] = raw * len(sizes) / sum(sizes)
         row[f"{what}_ratio_of_deltas"] = raw * (len(sizes) - 1) / sum(sizes[1:])
     encoding, training = (found.get(f"{what}_cpu_s", [math.nan] * 2)[1:] for what in ("encode", "training"))
     row["encode_percent_of_training"] = 100 * float(np.median(encoding) / np.median(training))

@@ -174,7 +174,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def depth(self) -> int:
-        """Deltas between this file and its anchor, wherever that is."""
+        """Deltas between this file and its full file, wherever that is."""
         return self.base.depth if self.base else len(self.inline or ())
 
     def placed(self) -> Iterator[tuple[str, TensorEntry]]:

@@ -54,7 +54,7 @@ class Orders:
     split: tuple[str, ...]
     kinds: dict[str, str]  # their dtypes
     exact: frozenset[str]  # names of tensors that are too small to become lossy, whole
-    base: Path | None  # the folder that shards are stored against; None for anchors
+    base: Path | None  # the folder that shards are stored against; None for full files
 
 
 @dataclass(frozen=True, slots=True)

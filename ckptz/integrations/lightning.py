@@ -47,7 +47,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
 
     Args:
         config: what files may lose; nothing by default.
-        anchor_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
+        full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
             where old files go so soon that less disk is taken without.
         exact: so many newest checkpoints come back bit for bit though `config` is lossy.
         jobs: threads, all cores by default.
@@ -70,12 +70,12 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         self,
         *,
         config: Method = LOSSLESS,
-        anchor_every: int = 16,
+        full_every: int = 16,
         exact: int = 1,
         jobs: int | None = None,
         base: PathLike | None = None,
     ) -> None:
-        options = ChainOptions(config=config, anchor_every=anchor_every, exact=exact, jobs=jobs, base=base)
+        options = ChainOptions(config=config, full_every=full_every, exact=exact, jobs=jobs, base=base)
         self._chain = Chain(options)
         self._trail = Trail() if config.loses_state else None
         self._torch = TorchCheckpointIO()

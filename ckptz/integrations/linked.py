@@ -7,7 +7,7 @@
 Every file that a delta needs gets a second name, a hard link, in the delta's own folder. So a folder is
 complete by itself, its bases take no room twice, and the file system frees them with the last folder
 that needs them: frameworks delete old checkpoints as they like. Where the file system has no hard links,
-or the base lies on another one, the file is stored as an anchor.
+or the base lies on another one, the file is stored as a full file.
 
 The newest lossy files come back exactly by their residuals. A residual is
 named by the digest of the very file that it belongs to, so one that is replaced is exact at every moment. It
@@ -76,7 +76,7 @@ class ChainOptions:
 
     Attributes:
         config: what files may lose; nothing by default.
-        anchor_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
+        full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
             where old files go so soon that less disk is taken without. 1 stores no deltas.
         exact: so many newest files come back bit for bit where they are lossy; 0 saves the writes for that.
         jobs: threads, all cores by default.
@@ -85,7 +85,7 @@ class ChainOptions:
     """
 
     config: Method = LOSSLESS
-    anchor_every: int = 16
+    full_every: int = 16
     exact: int = 1
     jobs: int | None = None
     base: Path_ | None = None
@@ -97,8 +97,8 @@ class ChainOptions:
             jobs_of(self.jobs)
         if self.exact < 0:
             raise ConfigError(f"exact must be 0 or more, got {self.exact}")
-        if not 1 <= self.anchor_every <= MAX_DEPTH:
-            raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {self.anchor_every}")
+        if not 1 <= self.full_every <= MAX_DEPTH:
+            raise ConfigError(f"full_every must be 1..{MAX_DEPTH}, got {self.full_every}")
 
 
 DEFAULTS: Final = ChainOptions()
@@ -129,7 +129,7 @@ def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ())
 
 
 class Chain:
-    """Writes the files of one run, each as an anchor or against an earlier one that is still there.
+    """Writes the files of one run, each as a full file or against an earlier one that is still there.
 
     Threads may share it; files are written one at a time. Nothing is deleted while one is written, and where
     another thread than the one that writes asks for it, the newest file stays until the next is whole.
@@ -205,7 +205,7 @@ class Chain:
                         self.notes += (f"no tensor gains from {self.options.base}; the file stands alone",)
                     return written
         except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
-            self.notes = (f"stored as an anchor, because the base cannot be read: {error}",)
+            self.notes = (f"stored as a full file, because the base cannot be read: {error}",)
         written = self._publish(path, job)
         self._files.add(path, written, None)
         return written
@@ -221,8 +221,8 @@ class Chain:
                     break
             else:
                 return None
-            found = self._files.base_of_next(path, base, self.options.anchor_every)
-            if found is None or base.depth - found + 1 >= self.options.anchor_every:
+            found = self._files.base_of_next(path, base, self.options.full_every)
+            if found is None or base.depth - found + 1 >= self.options.full_every:
                 return None
             if found:
                 base = held.enter_context(contextlib.closing(open_checkpoint(base.files[found].name)))
@@ -231,7 +231,7 @@ class Chain:
                 return base, BaseRef(base.content_id(), names[0], base.depth + 1)
         except OSError as error:  # the framework deletes it, or a disk fails, while it is looked at
             raise MissingBaseError(str(error)) from error
-        self.notes = (f"stored as an anchor, because {base.name} cannot be linked into {path.parent}",)
+        self.notes = (f"stored as a full file, because {base.name} cannot be linked into {path.parent}",)
         return None
 
     def _linked_origin(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, BaseRef] | None:

@@ -2,7 +2,7 @@
 
     class MyTrainer(CkptzTrainerMixin, Trainer): ...
 
-    trainer = MyTrainer(model, args, ckptz=ChainOptions(anchor_every=8))
+    trainer = MyTrainer(model, args, ckptz=ChainOptions(full_every=8))
     trainer.train(resume_from_checkpoint=True)
 
 A folder `checkpoint-N` holds model.ckptz, state.ckptz (optimizer, scheduler, scaler), rng-RANK.ckptz, their

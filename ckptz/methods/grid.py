@@ -79,10 +79,10 @@ from ckptz.quant.quantizer import key_of, sampled
 from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
 from ckptz.roles import Role
 
-# Of anchors and deltas, from the run of the demo: 4 to 9 % fewer bits at no loss that could be
+# Of full files and deltas, from the run of the demo: 4 to 9 % fewer bits at no loss that could be
 # measured, and chains still send all of the movement, as each delta begins with what the last one left.
 # Above, a larger step gives the same size at less loss; on a larger run, 0.2 saves 1.5 % of a file at equal
-# weighted error. Anchors take the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.
+# weighted error. Full files take the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.
 DEAD_ZONE: Final = 0.1
 MIN_ROW_UNITS: Final = 32  # shorter rows would pay more for their labels than these save
 SAMPLE_OUTPUTS: Final = 128  # of a layer, that levels are fitted to
@@ -100,7 +100,7 @@ OPTIONS: Final = (
         is_searched=True,
         name="step",
     ),
-    Option("--anchor-step", float, "the same of files without a base (default as --grid-step).", "S"),
+    Option("--full-step", float, "the same of files without a base (default as --grid-step).", "S"),
     Option(
         "--dead-zone",
         float,
@@ -118,7 +118,7 @@ MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
-ANCHOR_SHARE: Final = 0.25  # of the step of deltas, for anchors of runs that restart
+FULL_SHARE: Final = 0.25  # of the step of deltas, for full files of runs that restart
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
 LEAST_MOVING: Final = 0.05  # of elements; see `_GridTensor.after`
@@ -134,13 +134,13 @@ class UniformGrid(Recipe):
         step: multiple of the reference step.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; None for the default.
         purpose: see `Grid`.
-        anchor_step: see `Grid`.
+        full_step: see `Grid`.
     """
 
     step: float = 1.0
     dead_zone: float | None = None
     purpose: str = "auto"
-    anchor_step: float | None = None
+    full_step: float | None = None
     name: ClassVar[str] = "grid"
 
     is_joint: ClassVar[bool] = True
@@ -177,9 +177,9 @@ class UniformGrid(Recipe):
             return replace(plan_lossless(source, base, run), note=fault)
         if found.residual_power >= found.power:
             base = None
-        # A base that is no such grid, as the weights that a fine-tune began from, is that of an anchor.
+        # A base that is no such grid, as the weights that a fine-tune began from, is that of a full file.
         begins = base is None or base.stored is None or base.stored.method != self.name
-        step = self.anchor_step if begins and self.anchor_step is not None else self.step
+        step = self.full_step if begins and self.full_step is not None else self.step
         wanted = replace(self, step=step)
         is_moving = self.purpose == "resume" or (self.purpose == "auto" and base is not None)
         draft = (wanted._moving if is_moving else wanted._standing)(
@@ -257,7 +257,7 @@ class Grid(Method):
             any model: its square is proportional to the expected change, see `ckptz.quant.grid.row_steps`.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default what
             measured best, a tenth, and 0 to resume from. Where thresholds are drawn there is none.
-        anchor_step: the step of files without a base, which is what a fine-tune never makes good again; by
+        full_step: the step of files without a base, which is what a fine-tune never makes good again; by
             default `step`.
         moments: how optimizer state becomes lossy; None keeps it exactly.
         min_elements: smaller weights, and those of one dimension, are kept to a relative 2^-10 if there
@@ -277,7 +277,7 @@ class Grid(Method):
     moments: Moments | None = MOMENTS
     min_elements: int = MIN_ELEMENTS
     purpose: str = "auto"
-    anchor_step: float | None = None
+    full_step: float | None = None
     name: ClassVar[str] = "grid"
     reads: ClassVar[frozenset[str]] = frozenset({READ_OPTIMIZER, SENSITIVITY, CALIBRATION})
     is_scalable: ClassVar[bool] = True
@@ -287,7 +287,7 @@ class Grid(Method):
         Method.__post_init__(self)
         if not isinstance(self.moments, Moments | None):
             raise ConfigError(f"moments must be ckptz.Moments or None, got {self.moments!r}")
-        for name in ("step", "anchor_step"):
+        for name in ("step", "full_step"):
             step = getattr(self, name)
             if step is not None and not 0 < step <= 1024:
                 raise ConfigError(f"{name} must be above 0 and at most 1024, got {step}")
@@ -308,7 +308,7 @@ class Grid(Method):
         """Give the recipe: weights of two or more dimensions become lossy, if large enough."""
         if not is_large_weight(role, dtype, shape, self.min_elements):
             return EXACT
-        return UniformGrid(self.step, self.dead_zone, self.purpose, self.anchor_step)
+        return UniformGrid(self.step, self.dead_zone, self.purpose, self.full_step)
 
     def recipes(
         self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
@@ -330,11 +330,11 @@ class Grid(Method):
     def expecting(self, restores: int) -> Self:
         """Give finer steps the more restores there will be: what each costs grows with the step.
 
-        Anchors are finer still: the error of the first stays in the run, however often it restarts.
+        Full files are finer still: the error of the first stays in the run, however often it restarts.
         """
         share = min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
         finer = self._with_step(self.step * share, share)
-        return replace(finer, anchor_step=self.anchor_step or finer.step * ANCHOR_SHARE)
+        return replace(finer, full_step=self.full_step or finer.step * FULL_SHARE)
 
     @property
     def multiplier(self) -> float:

@@ -2,16 +2,16 @@
 
 The one choice for all who write runs, whatever their files are called and whoever deletes them.
 
-A delta is smaller than an anchor, but what it is stored against must stay for as long as it does. Which of
+A delta is smaller than a full file, but what it is stored against must stay for as long as it does. Which of
 the two is less depends on how long the keep rules leave files, on how large deltas are, and on how far back
-they reach. So some ways to go on are played through for the next saves, each a `ChainRule`: anchors alone,
-anchors in shorter intervals than asked for, deltas against the anchor instead of a later file. Those that
-would at some moment take more room than whole uncompressed files are left out, and where nobody knows which
-files stay, those in which one file with all that it needs would. Of the rest, the smallest mean is taken.
+they reach. So some ways to go on are played through for the next saves, each a `ChainRule`: full files alone,
+full files in shorter intervals than asked for, deltas against the full file instead of a later file. Those
+that would at some moment take more room than whole uncompressed files are left out, and where nobody knows
+which files stay, those in which one file with all that it needs would. Of the rest, the smallest mean is taken.
 
 How large a file will be is not known before it is encoded. It is taken from those that are there and those
 that were written before: so a first delta is written where it may pay, and where it then does not, the next
-file is an anchor. Nothing here reads or writes.
+file is a full file. Nothing here reads or writes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from typing import Any, Final, Generic, TypeVar
 from ckptz.run.step_files import ChainRule, FileFacts, FileKind, Kept, Listing, StepFile
 
 N_REMEMBERED: Final = 64  # written files whose sizes count
-N_AHEAD: Final = 32  # saves that are played through; more where anchors are further apart
+N_AHEAD: Final = 32  # saves that are played through; more where full files are further apart
 N_ALIKE: Final = 4  # newest files of a distance, of which the largest tells the size of the next
-HOPED: Final = 1 / 4  # of an anchor, for a delta before there was one
+HOPED: Final = 1 / 4  # of a full file, for a delta before there was one
 INTERVALS: Final = (2, 4, 8, 16, 32)
 K = TypeVar("K")  # what a file is known by
 
-# (saves that a file reaches back, 0 for an anchor; its bytes), oldest first
+# (saves that a file reaches back, 0 for a full file; its bytes), oldest first
 Sizes = Iterable[tuple[int, int]]
 
 
@@ -40,8 +40,8 @@ class ChainFile(Generic[K]):
     """A file that is there, as the choice of a base sees it."""
 
     n_bytes: int  # its size
-    position: int  # files written between its anchor and it; 0 for an anchor
-    base: K | None  # what it is stored against; None for an anchor, or where that is not there
+    position: int  # files written between its full file and it; 0 for a full file
+    base: K | None  # what it is stored against; None for a full file, or where that is not there
     stays: int  # so many coming saves leave it by the rules; 0 if it is there only because others need it
 
 
@@ -50,7 +50,7 @@ class Estimate:
 
     Args:
         sizes: of files that are there or were.
-        plain: bytes of a whole uncompressed file, which an anchor is taken for before there was one.
+        plain: bytes of a whole uncompressed file, which a full file is taken for before there was one.
     """
 
     def __init__(self, sizes: Sizes, plain: int) -> None:
@@ -59,7 +59,7 @@ class Estimate:
         for distance, n_bytes in sizes:
             alike.setdefault(distance, []).append(n_bytes)
         largest = {distance: max(found[-N_ALIKE:]) for distance, found in sorted(alike.items())}
-        self.anchor = largest.pop(0, plain)
+        self.full = largest.pop(0, plain)
         self._deltas = largest
         self._growth = 0.0  # bytes for every doubling of the distance
         if len(largest) > 1:
@@ -69,10 +69,10 @@ class Estimate:
     def delta(self, distance: int) -> float:
         """Give the bytes of a delta that reaches so many saves back."""
         if not self._deltas:
-            return HOPED * self.anchor
+            return HOPED * self.full
         near = max((known for known in self._deltas if known <= distance), default=min(self._deltas))
         growth = self._growth * math.log2(max(1.0, distance / near))
-        return min(self._deltas[near] + growth, max(self.anchor, self._deltas[near]))
+        return min(self._deltas[near] + growth, max(self.full, self._deltas[near]))
 
 
 def weighed(
@@ -86,7 +86,7 @@ def weighed(
     """Choose what the next file is stored against.
 
     Args:
-        rule: what was asked for; anchors get no further apart than it says.
+        rule: what was asked for; full files get no further apart than it says.
         held: the files that are there, bases before what is stored against them; the last is the newest.
         kept: how long files stay.
         steps: those that are there, ascending, which tell what steps will come.
@@ -94,19 +94,19 @@ def weighed(
         rest: bytes that are there whatever is chosen.
 
     Returns:
-        The same rule, one with anchors closer to one another, or one whose deltas reach further back.
+        The same rule, one with full files closer to one another, or one whose deltas reach further back.
     """
-    if kept.last is None and estimate.delta(1) < estimate.anchor:
+    if kept.last is None and estimate.delta(1) < estimate.full:
         return rule  # nothing goes, so nothing stays for others
-    n_ahead = max(N_AHEAD, rule.anchor_every)
+    n_ahead = max(N_AHEAD, rule.full_every)
     past = _Past.of(held, n_ahead, rest)
     alone = ChainRule(1, rule.is_forked)
     shapes = (rule, replace(rule, is_flat=True))
-    intervals = [rule.anchor_every, *(n for n in INTERVALS if n < rule.anchor_every)]
-    ways = [alone, *(replace(shape, anchor_every=n, kept=None) for n in intervals for shape in shapes)]
+    intervals = [rule.full_every, *(n for n in INTERVALS if n < rule.full_every)]
+    ways = [alone, *(replace(shape, full_every=n, kept=None) for n in intervals for shape in shapes)]
     best, limit = (alone, math.inf), 0.0
     for way in ways:
-        stays = kept.stays_of(steps, n_ahead, way.anchor_every)
+        stays = kept.stays_of(steps, n_ahead, way.full_every)
         mean, excess, largest = _outlook(way, past, stays, estimate)
         if way is alone:
             limit = max(0.0, excess)
@@ -135,7 +135,7 @@ def base_of_next(
             that are there whatever is chosen.
 
     Returns:
-        The newest file or one that it is stored against; None for an anchor.
+        The newest file or one that it is stored against; None for a full file.
     """
     *_, newest = order = list(files)
     if kept is not None:
@@ -174,7 +174,7 @@ def files_of_kind(
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base)
         base = named if named in found else None
         # A position is a claim: a base may be gone, and files may have been copied from elsewhere. What is
-        # stored against a file of no step, as against the model that a run began with, is an anchor.
+        # stored against a file of no step, as against the model that a run began with, is a full file.
         position = 0 if fact is None else fact.position
         if named is not None:
             position = max(1 if base is None else found[base].position + 1, position)
@@ -186,7 +186,7 @@ def files_of_kind(
 class _Past:
     """The files that are there, as far as the coming saves change them."""
 
-    # of the newest file, anchor first: (bytes, position, the save that removes it)
+    # of the newest file, full file first: (bytes, position, the save that removes it)
     chain: tuple[tuple[int, int, int], ...]
     taken: tuple[float, ...]  # by save, by how many bytes all others change what is taken
     plain: tuple[int, ...]  # by save, by how many files what is kept changes
@@ -245,7 +245,7 @@ def _outlook(
         del chain[n_left:]
         for file in chain:
             file[3] = max(file[3], until)
-        size = estimate.delta(position - chain[-1][1]) if chain else estimate.anchor
+        size = estimate.delta(position - chain[-1][1]) if chain else estimate.full
         chain.append([size, position if n_left else 0, i, until])
         if n_left:
             largest = max(largest, sum(file[0] for file in chain))

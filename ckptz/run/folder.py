@@ -104,7 +104,7 @@ class StepStore:
 
     Args:
         folder_or_url: need not exist; a writer makes it.
-        origin: the file of weights that training began from, if there is one; anchors of weights become
+        origin: the file of weights that training began from, if there is one; full files of weights become
             deltas against it.
         last: where to hold what the file before restores to, for chains in which each file is stored against
             that; None to decode it anew.
@@ -219,7 +219,7 @@ class StepStore:
                 self._place.download(member.name, path)
 
     def chain(self, file: StepFile, sizes: dict[StepFile, int]) -> list[StepFile]:
-        """List a file and those that it needs, nearest first, up to an anchor or to what is not listed.
+        """List a file and those that it needs, nearest first, up to a full file or to what is not listed.
 
         Raises:
             FormatError: one of them is damaged.
@@ -350,7 +350,7 @@ class StepStore:
             except (CkptzError, OSError) as error:  # of the base: what is saved is in memory
                 if base is None:
                     raise
-                notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
+                notes.append(f"{kind}: stored as a full file, because the base cannot be read: {error}")
         sink.seek(0)
         sink.truncate()
         return encode(sink, None, 0)
@@ -389,9 +389,9 @@ class StepStore:
     def base(
         self, kind: FileKind, rule: ChainRule, notes: list[str]
     ) -> Iterator[tuple[Checkpoint | None, int]]:
-        """Open what the next file of a kind is stored against, None for an anchor; give its position too.
+        """Open what the next file of a kind is stored against, None for a full file; give its position too.
 
-        `notes` is told why, if it is an anchor because the base cannot be read.
+        `notes` is told why, if it is a full file because the base cannot be read.
         """
         base, position = None, 0
         with contextlib.ExitStack() as held:
@@ -405,7 +405,7 @@ class StepStore:
                     base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
             except Exception as error:  # whatever is in the folder, what is in memory is saved
                 base, position = None, 0
-                notes.append(f"{kind}: stored as an anchor, because the base cannot be read: {error}")
+                notes.append(f"{kind}: stored as a full file, because the base cannot be read: {error}")
             yield base, position
 
     def _linked(self, origin: Path) -> Path:
@@ -419,7 +419,7 @@ class StepStore:
                 self._origin_id = opened.content_id()
         return link_origin(origin, self._origin_id, self.local_folder)
 
-    def next_is_anchor(self, kind: FileKind, rule: ChainRule) -> bool:
+    def next_is_full(self, kind: FileKind, rule: ChainRule) -> bool:
         """Tell whether the next file of a kind certainly needs no other: nothing is there, or by the rule."""
         if self._origin is not None and kind == "weights":
             return False

@@ -33,13 +33,13 @@ class RunFiles:
         self._written: deque[tuple[int, int]] = deque(maxlen=N_REMEMBERED)
         self._is_any_gone = False
 
-    def base_of_next(self, path: Path, newest: Checkpoint, anchor_every: int) -> int | None:
+    def base_of_next(self, path: Path, newest: Checkpoint, full_every: int) -> int | None:
         """Choose what the next file, which will be at `path`, is stored against.
 
         `newest` is the newest file that is still there, open.
 
         Returns:
-            The index in the newest file's chain; None for an anchor.
+            The index in the newest file's chain; None for a full file.
 
         Raises:
             OSError: a file of the chain is not there any more.
@@ -48,7 +48,7 @@ class RunFiles:
         self._saved.setdefault(Path(newest.files[0].name), chain[0])  # of a process before this one
         files, kept = self._there(path.absolute(), chain[0])
         plain = sum(source.n_bytes for source in newest.tensors.values())
-        rule = ChainRule(anchor_every, is_forked=False)
+        rule = ChainRule(full_every, is_forked=False)
         base = base_of_next(files, rule, kept, (), (self._written, plain, 0))
         return None if base is None else chain.index(base)
 
@@ -56,7 +56,7 @@ class RunFiles:
         return 0 if file.base is None else file.position - self._files[file.base].position
 
     def add(self, path: Path, written: Written, base: Checkpoint | None) -> None:
-        """Take note of a file that was written, and of what it is stored against, None for an anchor."""
+        """Take note of a file that was written, and of what it is stored against, None for a full file."""
         path = path.absolute()
         newest = next(reversed(self._saved.values()), None)
         self._is_any_gone |= self._saved.pop(path, None) is not None

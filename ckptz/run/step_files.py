@@ -66,11 +66,11 @@ class Kept:
             for step, age in zip(steps, ages, strict=True)
         ]
 
-    def stays_of(self, steps: Sequence[int], n_saves: int, anchor_every: int) -> list[int]:
+    def stays_of(self, steps: Sequence[int], n_saves: int, full_every: int) -> list[int]:
         """Tell for each coming save which later one removes its file, counted like these from 0.
 
         Steps go on as they came last. The best are taken to be those that cost most: far from one another,
-        each the last before an anchor.
+        each the last before a full file.
         """
         if self.last is None:
             return [ENDLESS] * n_saves
@@ -79,7 +79,7 @@ class Kept:
         for i in range(n_saves):
             if self._is_multiple(newest + (i + 1) * max(1, newest - before)):
                 stays[i] = ENDLESS
-        interval = anchor_every * -(-self.last // anchor_every)
+        interval = full_every * -(-self.last // full_every)
         for i in range(interval - 1, n_saves if self.best else 0, interval):
             stays[i] = max(stays[i], i + self.last + self.best * interval)
         return stays
@@ -98,22 +98,22 @@ class Kept:
 class ChainRule:
     """The rule that chooses the file a new one is stored against.
 
-    Files are counted from their anchor, which has position 0. In a plain chain each is stored against the
+    Files are counted from their full file, which has position 0. In a plain chain each is stored against the
     one before. In a *forked* one, position p is stored against p with its lowest bit cleared: 5 and 6
-    against 4, 4 and 8 against the anchor. Chains are then at most log2(anchor_every) deltas deep, and so
+    against 4, 4 and 8 against the full file. Chains are then at most log2(full_every) deltas deep, and so
     is what must be decoded for the next delta; the base is 2 positions away on average. It is always one
     that the file before was stored against, or that file itself, so no prune has deleted it.
     """
 
-    anchor_every: int  # the file after position anchor_every - 1 is an anchor
+    full_every: int  # the file after position full_every - 1 is a full file
     is_forked: bool  # see above
-    is_flat: bool = False  # each is stored against the anchor
+    is_flat: bool = False  # each is stored against the full file
     # how long files stay; with it, the base is chosen by what takes least disk, see chain.py
     kept: Mapping[FileKind, Kept] | None = field(default=None, hash=False)
 
     def base_of(self, position: int) -> int | None:
-        """Give the position of the base; None for an anchor."""
-        if not 0 < position < self.anchor_every:
+        """Give the position of the base; None for a full file."""
+        if not 0 < position < self.full_every:
             return None
         if self.is_flat:
             return 0
@@ -161,7 +161,7 @@ class FileFacts:
     content_id: str  # identity of its values
     base: str | None  # name of the file that it is stored against, or None
     base_id: str | None  # content id of the same
-    position: int  # files written between its anchor and it; 0 for an anchor
+    position: int  # files written between its full file and it; 0 for a full file
     metric: float | None  # of weights, as given to `save`
     weights: str | None  # of state: content id of the weights that it goes with
     exact_of: str | None  # of a residual: content id of the lossy file that it makes exact

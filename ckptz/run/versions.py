@@ -1,6 +1,6 @@
 """The files of a published run, by name: which steps there are, and how to get from one to another.
 
-step-000010.ckptz                 an anchor: all of step 10
+step-000010.ckptz                 a full file: all of step 10
 step-000012.from-000011.ckptz     a delta: step 12 for who has step 11
 """
 
@@ -20,7 +20,7 @@ _NAME: Final = re.compile(r"step-(\d{6,})(?:\.from-(\d{6,}))?\.ckptz")
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One file: `base` is the step that a delta leads on from, None for an anchor."""
+    """One file: `base` is the step that a delta leads on from, None for a full file."""
 
     step: int
     base: int | None
@@ -34,7 +34,7 @@ class Version:
 
 
 def versions_in(sizes: Mapping[str, int]) -> list[Version]:
-    """Find the published files among others, by step; a delta before the anchor of its step."""
+    """Find the published files among others, by step; a delta before the full file of its step."""
     found = []
     for name, n_bytes in sizes.items():
         if match := _NAME.fullmatch(name):
@@ -49,13 +49,13 @@ def newest_step(versions: Iterable[Version]) -> int | None:
     return max((version.step for version in versions), default=None)
 
 
-def anchors_of(versions: Iterable[Version]) -> list[Version]:
+def full_files_of(versions: Iterable[Version]) -> list[Version]:
     """Give the versions that stand alone, oldest first."""
     return [version for version in versions if version.base is None]
 
 
 def route(versions: Sequence[Version], have: int | None, want: int, where: str) -> list[Version]:
-    """Find the files to apply, fewest bytes first choice, from step `have` or from an anchor to step `want`.
+    """Find the files to apply, fewest bytes first, from step `have` or from a full file to step `want`.
 
     Args:
         versions: what there is.
@@ -69,7 +69,7 @@ def route(versions: Sequence[Version], have: int | None, want: int, where: str) 
     leading_on = defaultdict(list)
     for version in versions:
         leading_on[version.base].append(version)
-    # Starting points are step `have` and nothing at all, from which anchors lead on.
+    # Starting points are step `have` and nothing at all, from which full files lead on.
     open_ends: list[tuple[int, int, int | None, tuple[Version, ...]]] = [(0, 0, have, ()), (0, 1, None, ())]
     seen: set[int | None] = set()
     n_pushed = len(open_ends)
@@ -88,5 +88,5 @@ def route(versions: Sequence[Version], have: int | None, want: int, where: str) 
     start = "nothing" if have is None else f"step {have}"
     raise MissingBaseError(
         f"{where}: no files lead from {start} to step {want}, so one between them is missing; "
-        "the next anchor closes the gap"
+        "the next full file closes the gap"
     )

@@ -317,7 +317,7 @@ def _wrong_base(container: Container, live: Mapping[str, LiveTensor], error: Mis
         )
     return MissingBaseError(
         f"{container.name}: the state is not the checkpoint that this delta was made from, {base.title}: "
-        f"{error}; apply the deltas in order, or an anchor first"
+        f"{error}; apply the deltas in order, or a full file first"
     )
 
 
@@ -334,5 +334,5 @@ def _commit(edits: Sequence[_Edit]) -> None:
                 edit.undo()
         except BaseException as error:
             what = f"tensors {sorted({edit.name for edit in begun})} may hold some new values ({cause})"
-            raise CkptzError(f"{what}; load an anchor over them") from error
+            raise CkptzError(f"{what}; load a full file over them") from error
         raise

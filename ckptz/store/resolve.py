@@ -41,7 +41,7 @@ class Checkpoint:
 
     @property
     def depth(self) -> int:
-        """Deltas between this checkpoint and its anchor."""
+        """Deltas between this checkpoint and its full file."""
         return self.container.index.depth if self.container else 0
 
     @property

@@ -16,7 +16,7 @@ from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.step_files import checked_step
-from ckptz.run.versions import Version, anchors_of, newest_step, route, versions_in
+from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import open_file
@@ -51,8 +51,8 @@ class Follower:
     """Brings tensors to what a `Publisher` published last, in place.
 
     Any number may follow one folder; none of them writes to it. A follower that missed steps catches up
-    over the deltas or from an anchor, whichever are fewer bytes. A new one finds out which step the
-    tensors hold, or else starts from an anchor.
+    over the deltas or from a full file, whichever are fewer bytes. A new one finds out which step the
+    tensors hold, or else starts from a full file.
 
     Args:
         folder_or_url: what the publisher was given.
@@ -183,10 +183,10 @@ class Follower:
             yield file
 
     def _recognise(self, live: Live) -> None:
-        """Find the tensors' values among the steps since the newest anchor, by what the deltas say."""
+        """Find the tensors' values among the steps since the newest full file, by what the deltas say."""
         versions = versions_in(self._place.sizes())
-        anchors = anchors_of(versions)
-        deltas = [v for v in versions if anchors and v.base is not None and v.step >= anchors[-1].step]
+        full_files = full_files_of(versions)
+        deltas = [v for v in versions if full_files and v.base is not None and v.step >= full_files[-1].step]
         found = ""
         for version in reversed(deltas):
             # What cannot be read now may be read, or complained of, when it is needed.

@@ -24,7 +24,7 @@ from ckptz.parallel import Workers, jobs_of
 from ckptz.pipeline import Job, write
 from ckptz.run.keep import KeepRules, what_stays
 from ckptz.run.step_files import ChainRule, checked_step
-from ckptz.run.versions import Version, anchors_of, newest_step, route, versions_in
+from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
 
@@ -38,7 +38,7 @@ class Published:
 
     Attributes:
         step: the step.
-        files: their names in the folder; a delta, an anchor or both.
+        files: their names in the folder; a delta, a full file or both.
         n_bytes: their sizes together.
         tensor_bytes: bytes of all tensors.
         content_id: identity of the values.
@@ -65,7 +65,7 @@ class _Last:
 
 
 class Publisher:
-    """Publishes a model's weights step by step: a small delta every time, now and then an anchor.
+    """Publishes a model's weights step by step: a small delta every time, now and then a full file.
 
     A file appears in the folder when it is complete. The publisher keeps two copies of the weights in
     host memory: what it published last, and what it is about to publish. After a restart it goes on from
@@ -73,9 +73,9 @@ class Publisher:
 
     Args:
         folder_or_url: a folder, which is made if it is missing, or an fsspec URL such as "s3://bucket/run".
-        anchor_every: publish an anchor with every so many steps; 1 to 64. A follower that starts late
-            reads an anchor and at most this many deltas.
-        keep_anchors: remove what is older than the so many newest anchors; None keeps everything.
+        full_every: publish a full file with every so many steps; 1 to 64. A follower that starts late
+            reads a full file and at most this many deltas.
+        keep_full: remove what is older than the so many newest full files; None keeps everything.
         smallest: make deltas as small as they get, about 30 % less than otherwise; writing and
             applying them takes several times as long.
         jobs: threads, all cores by default.
@@ -103,19 +103,19 @@ class Publisher:
         self,
         folder_or_url: str | os.PathLike[str],
         *,
-        anchor_every: int = 10,
-        keep_anchors: int | None = 2,
+        full_every: int = 10,
+        keep_full: int | None = 2,
         smallest: bool = False,
         jobs: int | None = None,
     ) -> None:
-        anchor_every = whole("anchor_every", anchor_every)
-        keep_anchors = None if keep_anchors is None else whole("keep_anchors", keep_anchors)
-        if not 1 <= anchor_every <= MAX_DEPTH:
-            raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
-        if keep_anchors is not None and keep_anchors < 1:
-            raise ConfigError(f"keep_anchors must be at least 1, or None to keep all, got {keep_anchors}")
+        full_every = whole("full_every", full_every)
+        keep_full = None if keep_full is None else whole("keep_full", keep_full)
+        if not 1 <= full_every <= MAX_DEPTH:
+            raise ConfigError(f"full_every must be 1..{MAX_DEPTH}, got {full_every}")
+        if keep_full is not None and keep_full < 1:
+            raise ConfigError(f"keep_full must be at least 1, or None to keep all, got {keep_full}")
         self._place = place_of(folder_or_url)
-        self._rule, self._keep_anchors = ChainRule(anchor_every, is_forked=False), keep_anchors
+        self._rule, self._keep_full = ChainRule(full_every, is_forked=False), keep_full
         self._config: Method = LOSSLESS if smallest else SPARSE
         self._jobs = jobs_of(jobs)
         self._base: _Last | None = None
@@ -149,10 +149,10 @@ class Publisher:
         with Workers(self._jobs) as workers, self._base_in(versions) as (base, note):
             snapshot = _copied(state_dict, self._spare, workers)
             if base is not None and _layout(base.tensors) != _layout(snapshot):
-                base, note = None, "other tensors than in the step before, so this is an anchor"
+                base, note = None, "other tensors than in the step before, so this is a full file"
             job = Job(tensors=snapshot, metadata=metadata, step=step)
             try:
-                written = self._write(job, base, self._is_anchor_due(base, versions), workers)
+                written = self._write(job, base, self._is_full_due(base, versions), workers)
             except (FormatError, MissingBaseError) as error:  # of the base: what is published is in memory
                 if base is None:
                     raise
@@ -190,7 +190,7 @@ class Publisher:
 
     @contextlib.contextmanager
     def _base_in(self, versions: list[Version]) -> Iterator[tuple[_Last | None, str]]:
-        """Find the base of the next delta, None for an anchor, and a note for the user or an empty text."""
+        """Find the base of the next delta, None for a full file, and a note for the user or an empty text."""
         newest = newest_step(versions)
         if newest is None:
             yield None, ""
@@ -217,20 +217,20 @@ class Publisher:
             ref = BaseRef(content_id=checkpoint.content_id(), file=files[-1].name, depth=checkpoint.depth + 1)
             yield _Last(newest, ref, checkpoint.tensors)
 
-    def _is_anchor_due(self, base: _Last | None, versions: list[Version]) -> bool:
-        anchors = anchors_of(versions)
-        if base is None or not anchors or base.ref.depth > MAX_DEPTH:
+    def _is_full_due(self, base: _Last | None, versions: list[Version]) -> bool:
+        full_files = full_files_of(versions)
+        if base is None or not full_files or base.ref.depth > MAX_DEPTH:
             return True
-        n_since = len({version.step for version in versions if version.step > anchors[-1].step})
+        n_since = len({version.step for version in versions if version.step > full_files[-1].step})
         return self._rule.base_of(n_since + 1) is None
 
     def _write(
-        self, job: Job, base: _Last | None, with_anchor: bool, workers: Workers
+        self, job: Job, base: _Last | None, with_full: bool, workers: Workers
     ) -> dict[Version, Written]:
         """Write the files of one step; they appear when all of them are written."""
         assert job.step is not None
         wanted: dict[Version, Job] = {}
-        if with_anchor:
+        if with_full:
             wanted[Version(job.step, None)] = job
         if base is not None and base.ref.depth <= MAX_DEPTH:
             wanted[Version(job.step, base.step)] = replace(
@@ -252,14 +252,14 @@ class Publisher:
     def _advance(
         self, step: int, snapshot: Snapshot, written: dict[Version, Written], base: _Last | None
     ) -> None:
-        """The next delta leads on from what was just published: from the anchor if there is one."""
+        """The next delta leads on from what was just published: from the full file if there is one."""
         version, one = next(iter(written.items()))
         depth = base.ref.depth if base is not None and version.base is not None and one.n_deltas else 0
         self._base = _Last(step, BaseRef(one.content_id, version.name, depth + 1), snapshot)
         self._spare, self._snapshot = self._snapshot, snapshot
 
     def _retire(self) -> tuple[str, ...]:
-        """Remove what is older than the anchors to be kept, as far as these can be read; notes.
+        """Remove what is older than the full files to be kept, as far as these can be read; notes.
 
         The step is published whether this succeeds or not, and what stays is tried again.
         """
@@ -267,12 +267,12 @@ class Publisher:
             versions = versions_in(self._place.sizes())
         except Exception as error:  # stores behind URLs have errors of their own
             return (f"what is older stays until the next step: {error}",)
-        anchors = {anchor.step: anchor for anchor in anchors_of(versions)}
-        steps = KeepRules(last=self._keep_anchors).kept(anchors, {})
-        if len(steps) == len(anchors):
+        full_files = {full.step: full for full in full_files_of(versions)}
+        steps = KeepRules(last=self._keep_full).kept(full_files, {})
+        if len(steps) == len(full_files):
             return ()
-        kept = [anchors[step] for step in sorted(steps)]
-        # The delta that leads to the oldest anchor loses its base; what stays can be restored.
+        kept = [full_files[step] for step in sorted(steps)]
+        # The delta that leads to the oldest full file loses its base; what stays can be restored.
         stays = what_stays(
             _before(kept[0], versions), kept, self._checked, lambda one: _before(one, versions)
         )
@@ -281,21 +281,21 @@ class Publisher:
                 self._place.remove(version.name)
         return stays.notes
 
-    def _checked(self, anchor: Version) -> tuple[Version, ...]:
-        """Require that the header of an anchor can be read; it needs no other file."""
-        with contextlib.closing(open_file(self._place.peek(anchor.name, anchor.n_bytes))) as file:
+    def _checked(self, full: Version) -> tuple[Version, ...]:
+        """Require that the header of a full file can be read; it needs no other file."""
+        with contextlib.closing(open_file(self._place.peek(full.name, full.n_bytes))) as file:
             if not isinstance(file, Container) or file.index.base is not None:
-                raise CorruptionError("it is no anchor")
+                raise CorruptionError("it is no full file")
             return ()
 
 
 def _not_led_on(step: int, error: Exception) -> str:
-    return f"step {step} cannot be led on from, so this is an anchor: {error}"
+    return f"step {step} cannot be led on from, so this is a full file: {error}"
 
 
-def _before(anchor: Version, versions: Sequence[Version]) -> list[Version]:
-    """List the files that a follower needs only if it does not start from this anchor."""
-    return [one for one in versions if (one.step, one.base is None) < (anchor.step, True)]
+def _before(full: Version, versions: Sequence[Version]) -> list[Version]:
+    """List the files that a follower needs only if it does not start from this full file."""
+    return [one for one in versions if (one.step, one.base is None) < (full.step, True)]
 
 
 def _layout(tensors: Mapping[str, TensorSource]) -> dict[str, tuple[str, tuple[int, ...]]]:

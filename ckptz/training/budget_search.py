@@ -147,7 +147,7 @@ class BudgetSearch:
             except (FormatError, MissingBaseError):
                 if not any(bases.values()):
                     raise
-                # What a base holds is damaged; the files will be anchors.
+                # What a base holds is damaged; the files will be full files.
                 bases = dict.fromkeys(self._kinds)
                 report = self._search(state, calibration, target, bases, jobs)
             ids = {kind: id_of(base) for kind, base in bases.items()}

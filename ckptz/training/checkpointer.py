@@ -137,8 +137,8 @@ class Checkpointer:
             stands in the metadata, and a restore wants the model to hold them.
         every: `maybe_save` saves steps that are multiples of this.
         keep: which steps stay, and which stay exact; see `KeepPolicy`.
-        anchor_every: at least every so many saves a file needs no other; 1 to 64. Between them, files hold
-            what changed since an earlier save: the one before, or one of the anchor's branches. More of them
+        full_every: at least every so many saves a file needs no other; 1 to 64. Between them, files hold
+            what changed since an earlier save: the one before, or one of the full file's branches. More
             need no other where old steps go so soon that less disk is taken without; 1 stores no deltas.
         restores: how often the run will restart from steps that lost something; steps of grids follow, and
             are made finer again each time that as many restarts are used up. By default 10 if no step is kept
@@ -189,7 +189,7 @@ class Checkpointer:
         trainable_only: bool = False,
         every: int | None = None,
         keep: KeepPolicy = KEEP_LAST,
-        anchor_every: int = 16,
+        full_every: int = 16,
         restores: int | None = None,
         background: bool = True,
         on_save: Callable[[SaveReport], object] | None = None,
@@ -201,12 +201,12 @@ class Checkpointer:
         if not isinstance(keep, KeepPolicy):
             raise ConfigError(f"keep must be a KeepPolicy, got {keep!r}")
         every = None if every is None else whole("every", every)
-        anchor_every = whole("anchor_every", anchor_every)
+        full_every = whole("full_every", full_every)
         restores = None if restores is None else whole("restores", restores)
         if every is not None and every < 1:
             raise ConfigError(f"every must be at least 1, got {every}")
-        if not 1 <= anchor_every <= MAX_DEPTH:
-            raise ConfigError(f"anchor_every must be 1..{MAX_DEPTH}, got {anchor_every}")
+        if not 1 <= full_every <= MAX_DEPTH:
+            raise ConfigError(f"full_every must be 1..{MAX_DEPTH}, got {full_every}")
         if restores is not None and restores < 0:
             raise ConfigError(f"restores must be at least 0, got {restores}")
         self.model, self.optimizer = model, optimizer
@@ -226,7 +226,7 @@ class Checkpointer:
         self._on_save = on_save
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
         is_lossless = not config.is_lossy and budget is None
-        self._rule = ChainRule(anchor_every, is_forked=is_lossless, kept=keep.by_kind)
+        self._rule = ChainRule(full_every, is_forked=is_lossless, kept=keep.by_kind)
         self._restore_jobs = self._jobs = jobs_of(jobs)
         if jobs is None and background:
             self._jobs = max(1, self._jobs // BACKGROUND_SHARE)
@@ -397,7 +397,7 @@ class Checkpointer:
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in frozen}
         coded: dict[str, CodedSource] = {}
         is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
-        if is_alone and self._store.next_is_anchor("weights", self._rule):
+        if is_alone and self._store.next_is_full("weights", self._rule):
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}

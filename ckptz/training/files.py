@@ -72,7 +72,7 @@ class LossSettings:
         calibration: inputs of layers, which the rounding of grids follows.
         quality: budgets that were measured on tensors that were made with this very configuration.
         bases: of the files that were measured, content ids of what they were stored against, None for an
-            anchor. Against anything else they would have other tensors, so nothing is lost then.
+            full file. Against anything else they would have other tensors, so nothing is lost then.
     """
 
     config: Method

@@ -1,4 +1,4 @@
-"""The weights that training begins from: a file elsewhere, against which a run's anchors may be stored."""
+"""The weights that training begins from: a file elsewhere, against which a run's full files may be stored."""
 
 from __future__ import annotations
 

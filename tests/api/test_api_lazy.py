@@ -32,8 +32,8 @@ TENSORS = {"large": LARGE, "slanted": SLANTED, "small": make(torch.float32, 7, 5
 def folder(tmp_path_factory: Any) -> Path:
     """A file, and a chain of two deltas on it."""
     at = tmp_path_factory.mktemp("lazy")
-    CKPTZ.torch.save_file(TENSORS, at / "anchor.ckptz")
-    CKPTZ.torch.save_file(step(1), at / "one.ckptz", base=at / "anchor.ckptz")
+    CKPTZ.torch.save_file(TENSORS, at / "full.ckptz")
+    CKPTZ.torch.save_file(step(1), at / "one.ckptz", base=at / "full.ckptz")
     CKPTZ.torch.save_file(step(2), at / "two.ckptz", base=at / "one.ckptz")
     return at
 
@@ -83,9 +83,9 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, str, int]]:
 def test_a_slice_decodes_the_chunks_it_touches_once(
     folder: Path, decoded: Counter[Any], index: Any, chunks: set[int]
 ) -> None:
-    found = CKPTZ.safe_open(folder / "anchor.ckptz", "pt").get_slice("large")[index]
+    found = CKPTZ.safe_open(folder / "full.ckptz", "pt").get_slice("large")[index]
     assert same(found, LARGE[index])
-    assert dict(decoded) == {("anchor", "large", chunk): 1 for chunk in chunks}
+    assert dict(decoded) == {("full", "large", chunk): 1 for chunk in chunks}
 
 
 def test_a_slice_of_a_delta_decodes_the_same_chunks_in_every_file(
@@ -94,7 +94,7 @@ def test_a_slice_of_a_delta_decodes_the_same_chunks_in_every_file(
     with CKPTZ.safe_open(folder / "two.ckptz", "np") as handle:
         found = handle.get_slice("large")[1:3, 5]
     assert same(found, step(2)["large"][1:3, 5].numpy())
-    assert dict(decoded) == {(f, "large", c): 1 for f in ("anchor", "one", "two") for c in (1, 2)}
+    assert dict(decoded) == {(f, "large", c): 1 for f in ("full", "one", "two") for c in (1, 2)}
 
 
 def test_the_next_slice_finds_what_the_last_one_decoded(folder: Path, decoded: Counter[Any]) -> None:
@@ -159,9 +159,9 @@ def random_index(random: np.random.Generator, shape: tuple[int, ...]) -> Any:
     return tuple(items)
 
 
-@pytest.mark.parametrize("file", ["anchor", "two"])
+@pytest.mark.parametrize("file", ["full", "two"])
 def test_sixteen_threads_slice_one_handle(folder: Path, file: str) -> None:
-    truth = TENSORS if file == "anchor" else step(2)
+    truth = TENSORS if file == "full" else step(2)
     handle = CKPTZ.safe_open(folder / f"{file}.ckptz", "pt", jobs=2)
     names = sorted(truth)
     begin = threading.Barrier(16)
@@ -204,7 +204,7 @@ def test_files_close_with_the_last_that_reads_them(folder: Path) -> None:
     assert open_files(folder) == []
     with CKPTZ.safe_open(folder / "two.ckptz", "pt") as handle:
         part = handle.get_slice("small")
-    assert open_files(folder) == ["anchor.ckptz", "one.ckptz", "two.ckptz"]
+    assert open_files(folder) == ["full.ckptz", "one.ckptz", "two.ckptz"]
     del part
     assert open_files(folder) == []
     with pytest.raises(CkptzError):
@@ -218,7 +218,7 @@ def test_files_close_with_the_last_that_reads_them(folder: Path) -> None:
 def test_a_delta_reads_like_any_other_file(folder: Path) -> None:
     loaded = CKPTZ.torch.load_file(folder / "two.ckptz")
     assert all(same(loaded[name], tensor) for name, tensor in step(2).items())
-    assert os.path.getsize(folder / "two.ckptz") < os.path.getsize(folder / "anchor.ckptz") / 10
+    assert os.path.getsize(folder / "two.ckptz") < os.path.getsize(folder / "full.ckptz") / 10
     as_bytes = (folder / "two.ckptz").read_bytes()
     assert same(CKPTZ.torch.load(as_bytes, search_path=[folder]), loaded)
 
@@ -273,8 +273,8 @@ def test_a_delta_does_not_replace_a_base_of_its_base(tmp_path: Path) -> None:
 
 
 def test_a_changed_byte_is_named(folder: Path, tmp_path: Path) -> None:
-    whole = bytearray((folder / "anchor.ckptz").read_bytes())
-    source = CKPTZ.safe_open(folder / "anchor.ckptz", "np")._opened.sources["slanted"]
+    whole = bytearray((folder / "full.ckptz").read_bytes())
+    source = CKPTZ.safe_open(folder / "full.ckptz", "np")._opened.sources["slanted"]
     whole[source._container._data_offset + source.entry.offset + source.entry.n_bytes - 9] ^= 1
     (tmp_path / "changed.ckptz").write_bytes(whole)
     with CKPTZ.safe_open(tmp_path / "changed.ckptz", "pt") as handle:
@@ -294,14 +294,14 @@ def test_more_bytes_than_allowed_are_refused_by_name(folder: Path, kind: str) ->
 
 
 def test_limits_hold_for_tensors_and_slices(folder: Path) -> None:
-    with CKPTZ.safe_open(folder / "anchor.ckptz", "pt", max_decoded_bytes=1 << 20) as handle:
+    with CKPTZ.safe_open(folder / "full.ckptz", "pt", max_decoded_bytes=1 << 20) as handle:
         assert same(handle.get_slice("large")[3], LARGE[3])
         for read in (
             handle.get_tensors,
             lambda: handle.get_tensor("large"),
             lambda: handle.get_slice("large")[:2],
         ):
-            with pytest.raises(LimitError, match=r"anchor\.ckptz.*max_decoded_bytes"):
+            with pytest.raises(LimitError, match=r"full file\.ckptz.*max_decoded_bytes"):
                 read()
 
 
@@ -309,8 +309,8 @@ def test_free_memory_is_the_limit_by_default(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(reading, "CHECKED_BYTES", 1)
     monkeypatch.setattr(reading, "available_memory", lambda: 1 << 20)
     with pytest.raises(LimitError, match="are free"):
-        CKPTZ.torch.load_file(folder / "anchor.ckptz")
-    assert CKPTZ.torch.load_file(folder / "anchor.ckptz", max_decoded_bytes=1 << 30)
+        CKPTZ.torch.load_file(folder / "full.ckptz")
+    assert CKPTZ.torch.load_file(folder / "full.ckptz", max_decoded_bytes=1 << 30)
 
 
 def test_the_free_memory_of_this_machine_is_known_or_not_asked_for() -> None:
@@ -328,7 +328,7 @@ def deaf_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_failing_disk_is_an_oserror(folder: Path, deaf_disk: None) -> None:
     with pytest.raises(OSError, match="Input/output"):
-        CKPTZ.safe_open(folder / "anchor.ckptz", "pt")
+        CKPTZ.safe_open(folder / "full.ckptz", "pt")
 
 
 def test_chunks_and_cache_fit_together() -> None:

@@ -131,7 +131,7 @@ def test_an_internal_error_asks_to_be_reported(chain: Chain, monkeypatch: pytest
         raise ZeroDivisionError("two\nlines")
 
     monkeypatch.setattr("ckptz.verbs.inspect.inspect", fail)
-    run = ckptz("inspect", chain.anchor, fails=True)
+    run = ckptz("inspect", chain.full, fails=True)
     assert run.exit_code == 1
     assert "please report" in run.error
 
@@ -152,7 +152,7 @@ def test_what_was_done_before_an_error_is_in_the_json(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_goes_away_is_no_error(chain: Chain) -> None:
-    command = f"{sys.executable} -c 'from ckptz_cli.main import main; main()' inspect {chain.anchor} --json"
+    command = f"{sys.executable} -c 'from ckptz_cli.main import main; main()' inspect {chain.full} --json"
     done = subprocess.run(["bash", "-c", f"{command} | true"], capture_output=True, text=True, check=True)
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
@@ -163,8 +163,8 @@ def test_a_reader_that_goes_away_is_no_error(chain: Chain) -> None:
 
 def test_an_existing_output_is_kept_unless_forced(chain: Chain) -> None:
     for verb, source, target in (
-        ("compress", chain.first, chain.anchor),
-        ("restore", chain.anchor, chain.first),
+        ("compress", chain.first, chain.full),
+        ("restore", chain.full, chain.first),
     ):
         old = target.read_bytes()
         run = ckptz(verb, source, fails=True)
@@ -182,7 +182,7 @@ def test_an_output_that_is_read_is_refused(link: Callable[..., None] | None, cha
         ("compress", chain.second, ["--base", chain.first]),
         ("restore", chain.delta, []),
     ):
-        files = {chain.second, chain.first} if options else {chain.delta, chain.anchor}
+        files = {chain.second, chain.first} if options else {chain.delta, chain.full}
         for file in files if verb == "restore" or options else {read}:
             old = file.read_bytes()
             if link is not None:
@@ -292,11 +292,11 @@ def test_a_full_disk_is_said_with_a_remedy(chain: Chain, monkeypatch: pytest.Mon
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("os.fsync", fsync)
-    old = chain.anchor.read_bytes()
+    old = chain.full.read_bytes()
     run = ckptz("compress", chain.first, "--force", fails=True)
     assert run.exit_code == 7
-    assert f"{chain.anchor}: No space left on device; free some space" in run.error
-    assert chain.anchor.read_bytes() == old
+    assert f"{chain.full}: No space left on device; free some space" in run.error
+    assert chain.full.read_bytes() == old
     assert temporaries(chain.folder) == []
 
 
@@ -362,7 +362,7 @@ def test_a_folder_that_cannot_be_written_is_named(chain: Chain) -> None:
     if not os.geteuid():
         pytest.skip("root may write anywhere")
     chain.folder.chmod(0o500)
-    run = ckptz("restore", chain.anchor, "--force", fails=True)
+    run = ckptz("restore", chain.full, "--force", fails=True)
     chain.folder.chmod(0o700)
     assert run.exit_code == 7
     assert "permissions" in run.error

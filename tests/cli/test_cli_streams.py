@@ -45,14 +45,14 @@ def test_output_that_goes_nowhere_is_one_line(
     if not Path("/dev/full").exists():
         pytest.skip("needs /dev/full")
     chain.first.unlink()
-    done = shell(redirection, verb, chain.anchor, *options)
+    done = shell(redirection, verb, chain.full, *options)
     assert done.returncode == 7, done.stderr
     lines = [line for line in done.stderr.splitlines() if "ompil" not in line]
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("ckptz: standard output: ")
     assert temporaries(chain.folder) == []
     if verb == "restore":
-        assert content_of(chain.first) == content_of(chain.anchor)
+        assert content_of(chain.first) == content_of(chain.full)
 
 
 def test_help_that_goes_nowhere_is_one_line() -> None:
@@ -76,7 +76,7 @@ def test_a_reader_that_goes_away_does_not_end_the_work(chain: Chain, tmp_path: P
 
 @pytest.mark.parametrize("option", ["--json", "--debug"])
 def test_options_stand_before_or_after_the_verb(option: str, chain: Chain) -> None:
-    before, after = ckptz(option, "inspect", chain.anchor), ckptz("inspect", chain.anchor, option)
+    before, after = ckptz(option, "inspect", chain.full), ckptz("inspect", chain.full, option)
     assert before.stdout == after.stdout
     if option == "--json":
         assert json.loads(before.stdout)["depth"] == 0
@@ -133,7 +133,7 @@ def test_the_original_has_a_chain_too(chain: Chain) -> None:
     elsewhere = chain.folder / "deltas"
     elsewhere.mkdir()
     moved = chain.delta.rename(elsewhere / chain.delta.name)
-    run = ckptz("verify", chain.anchor, "--against", moved, fails=True)
+    run = ckptz("verify", chain.full, "--against", moved, fails=True)
     assert run.exit_code == 5
     ckptz("compress", chain.second, "-o", chain.folder / "alone.ckptz")
     ckptz("verify", chain.folder / "alone.ckptz", "--against", moved, "--search-path", chain.folder)
@@ -166,7 +166,7 @@ def test_an_empty_path_is_not_the_working_folder(
 ) -> None:
     monkeypatch.chdir(chain.folder)
     before = sorted(os.listdir())
-    run = ckptz(*(str(chain.anchor) if word == "FILE" else word for word in arguments), fails=True)
+    run = ckptz(*(str(chain.full) if word == "FILE" else word for word in arguments), fails=True)
     assert run.exit_code == 2
     assert "empty" in run.error
     assert sorted(os.listdir()) == before

@@ -117,7 +117,7 @@ def test_restoring_takes_any_number_of_threads_and_gives_the_same(chain: Chain) 
 def test_compressing_takes_any_number_of_threads_and_gives_the_same(chain: Chain) -> None:
     outs = [chain.folder / f"out-{jobs}.ckptz" for jobs in (1, 3)]
     for out, jobs in zip(outs, (1, 3), strict=True):
-        ckptz("compress", chain.second, "-o", out, "--base", chain.anchor, "--jobs", jobs)
+        ckptz("compress", chain.second, "-o", out, "--base", chain.full, "--jobs", jobs)
     assert outs[0].read_bytes() == outs[1].read_bytes()
 
 
@@ -135,7 +135,7 @@ def test_a_torch_file_comes_back_as_one(tmp_path: Path) -> None:
 
 
 def test_a_plain_file_restores_to_torch_if_asked(chain: Chain) -> None:
-    ckptz("restore", chain.anchor, "--to", "pt")
+    ckptz("restore", chain.full, "--to", "pt")
     back = torch.load(chain.folder / "step-1.pt", weights_only=True)
     assert torch.equal(back["counts"], torch.arange(12).reshape(3, 4))
 
@@ -181,7 +181,7 @@ def test_compress_names_its_sizes_and_what_the_ratio_is_of(chain: Chain) -> None
 
 def test_compress_reports_in_json(chain: Chain) -> None:
     out = chain.folder / "again.ckptz"
-    run = ckptz("compress", chain.second, "-o", out, "--base", chain.anchor, "--step", 7, "--json")
+    run = ckptz("compress", chain.second, "-o", out, "--base", chain.full, "--step", 7, "--json")
     [report] = run.json["files"]
     n_bytes = sum(len(data) for _, _, data in a_state().values())
     assert (report["tensor_bytes"], report["stored_bytes"]) == (n_bytes, out.stat().st_size)
@@ -195,7 +195,7 @@ def test_restore_reports_in_json(chain: Chain) -> None:
     out = chain.folder / "out.safetensors"
     report = ckptz("restore", chain.delta, "-o", out, "--json").json
     assert (report["output"], report["kind"], report["depth"]) == (str(out), "safetensors", 1)
-    assert report["stored_bytes"] == chain.delta.stat().st_size + chain.anchor.stat().st_size
+    assert report["stored_bytes"] == chain.delta.stat().st_size + chain.full.stat().st_size
     assert report["content_id"] == ckptz("inspect", chain.delta, "--json").json["content_id"]
 
 
@@ -212,7 +212,7 @@ def test_inspect_describes_a_delta(chain: Chain) -> None:
     assert report["metadata"] == {"step": "2"}
     assert report["broken"] is None
     [member] = report["chain"]
-    assert (member["file"], member["depth"], member["path"]) == ("step-1.ckptz", 0, str(chain.anchor))
+    assert (member["file"], member["depth"], member["path"]) == ("step-1.ckptz", 0, str(chain.full))
     by_name = {tensor["name"]: tensor for tensor in report["tensors"]}
     weight = by_name["layer.half"]
     assert (weight["dtype"], weight["shape"], weight["predictor"]) == ("BF16", [3000], "base")
@@ -242,23 +242,23 @@ def test_inspect_shows_tables(chain: Chain) -> None:
 
 
 def test_verify_counts_what_it_checked(chain: Chain) -> None:
-    report = ckptz("verify", chain.delta, chain.anchor, "--json").json
-    delta, anchor = report["files"]
+    report = ckptz("verify", chain.delta, chain.full, "--json").json
+    delta, full = report["files"]
     n = sum(bool(data) for _, _, data in a_state().values())
-    assert (delta["n_chunks"], anchor["n_chunks"]) == (2 * n, n)
-    assert delta["chain"] == [str(chain.anchor)]
+    assert (delta["n_chunks"], full["n_chunks"]) == (2 * n, n)
+    assert delta["chain"] == [str(chain.full)]
     assert "ok, bit for bit" in ckptz("verify", chain.delta, "--against", chain.second).stdout
 
 
 def test_verify_finds_stored_damage_that_decodes_to_the_same(chain: Chain) -> None:
     """The stored checksum of a base's chunk that no tensor of the delta needs."""
-    whole = bytearray(chain.anchor.read_bytes())
-    report = ckptz("inspect", chain.anchor, "--json").json
+    whole = bytearray(chain.full.read_bytes())
+    report = ckptz("inspect", chain.full, "--json").json
     begin = 8 + int.from_bytes(whole[:8], "little")
     sparse = next(i for i, t in enumerate(report["tensors"]) if t["name"] == "sparse")
     end = begin + sum(t["stored_bytes"] for t in report["tensors"][: sparse + 1])
     whole[end - 1] ^= 1
-    chain.anchor.write_bytes(whole)
+    chain.full.write_bytes(whole)
     run = ckptz("verify", chain.delta, fails=True)
     assert run.exit_code == 3
     assert "step-1.ckptz" in run.error
@@ -295,10 +295,10 @@ def test_verify_names_the_first_difference(said: str, chain: Chain) -> None:
 
 
 def test_verify_goes_on_after_a_bad_file(chain: Chain) -> None:
-    whole = chain.anchor.read_bytes()
+    whole = chain.full.read_bytes()
     broken = chain.folder / "broken.ckptz"
     broken.write_bytes(whole[:-1])
-    run = ckptz("verify", broken, chain.folder / "gone.ckptz", chain.anchor, "--json", fails=True)
+    run = ckptz("verify", broken, chain.folder / "gone.ckptz", chain.full, "--json", fails=True)
     assert run.exit_code == 3
     first, second, third = run.json["files"]
     assert (first["error"]["exit_code"], second["error"]["exit_code"]) == (3, 5)
@@ -308,7 +308,7 @@ def test_verify_goes_on_after_a_bad_file(chain: Chain) -> None:
 
 def test_a_plain_file_verifies_only_against_another(chain: Chain) -> None:
     assert ckptz("verify", chain.first, fails=True).exit_code == 2
-    ckptz("verify", chain.first, "--against", chain.anchor)
+    ckptz("verify", chain.first, "--against", chain.full)
 
 
 def test_the_name_of_an_output_says_what_it_becomes(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_a_file_and_its_packed_twin_are_equal(chain: Chain) -> None:
 def test_every_pair_of_kinds_gives_the_same_figures(chain: Chain) -> None:
     reports = [
         diff(first, second).tensors
-        for first in (chain.first, chain.anchor)
+        for first in (chain.first, chain.full)
         for second in (chain.second, chain.delta)
     ]
     assert all(report == reports[0] for report in reports)

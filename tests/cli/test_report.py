@@ -144,7 +144,7 @@ def test_damage_is_shown_and_decides_the_exit_code(run: Path, tmp_path: Path) ->
     folder = tmp_path / "run"
     folder.mkdir()
     for n, path in enumerate(sorted(run.glob("*.ckptz"))):
-        if n:  # so the anchor is missing
+        if n:  # so the full file is missing
             (folder / path.name).write_bytes(path.read_bytes())
     (folder / "step-00000300.ckptz").write_bytes((run / "step-00000200.ckptz").read_bytes()[:-7])
     ended = cli("report", folder, "-o", tmp_path / "page.html", fails=True)

@@ -315,7 +315,7 @@ def saved_files(here: Path, given: Path) -> None:
 def published(here: Path, given: Path) -> None:
     for is_smallest in (False, True):
         folder = here / ("smallest" if is_smallest else "quick")
-        publisher = Publisher(folder, anchor_every=3, keep_anchors=None, smallest=is_smallest, jobs=JOBS)
+        publisher = Publisher(folder, full_every=3, keep_full=None, smallest=is_smallest, jobs=JOBS)
         for step in range(1, 6):
             moved = {name: np.where(bell(step, *a.shape) > 99000, a + a, a) for name, a in arrays().items()}
             publisher.publish({name: torch.from_numpy(a) for name, a in moved.items()}, step)
@@ -351,7 +351,7 @@ def checkpointers(here: Path, given: Path) -> None:
             "extra": {"numbers": numbers, "seen": {"n": 5}},
             "jobs": JOBS,
         }
-        options |= {"anchor_every": 4, "keep": KeepPolicy(last=None), "background": name == "lossless"}
+        options |= {"full_every": 4, "keep": KeepPolicy(last=None), "background": name == "lossless"}
         with Checkpointer(here / name, net, optimizer, **options) as checkpointer:
             for step in range(1, 7):
                 train(net, optimizer, step)
@@ -378,7 +378,7 @@ def checkpointer_budget(here: Path, given: Path) -> None:
 
 # --- frameworks -----------------------------------------------------------------------------------------
 
-CHAIN = ChainOptions(anchor_every=3, jobs=JOBS)
+CHAIN = ChainOptions(full_every=3, jobs=JOBS)
 CHAINS = {name: replace(CHAIN, config=CONFIGS[name]) for name in ("lossless", "kmeans", "grid")}
 
 
@@ -409,7 +409,7 @@ def lightning(here: Path, given: Path) -> None:
     from ckptz.integrations.lightning import CkptzIO
 
     for name, config in CONFIGS.items():
-        plugin = CkptzIO(config=config, anchor_every=3, jobs=JOBS)
+        plugin = CkptzIO(config=config, full_every=3, jobs=JOBS)
         for step in range(N_STEPS):
             state = nested(step)
             checkpoint = {"state_dict": state["model"], "optimizer_states": [state["optimizer"]]}

@@ -59,11 +59,11 @@ def test_damage_of_the_metadata_of_a_plain_base_is_seen(base: Path, make: Any) -
 
 
 def test_other_files_have_no_such_section(base: Path) -> None:
-    anchor, delta, same = (base.with_name(f"{name}.ckptz") for name in ("anchor", "delta", "same"))
-    save_file(BEFORE, anchor)
-    save_file(AFTER, delta, base=anchor)
+    full, delta, same = (base.with_name(f"{name}.ckptz") for name in ("full", "delta", "same"))
+    save_file(BEFORE, full)
+    save_file(AFTER, delta, base=full)
     save_file({"other": np.ones(3, np.int8)}, same, base=base)
-    assert [sections(path) for path in (anchor, delta, same)] == [[], [], []]
+    assert [sections(path) for path in (full, delta, same)] == [[], [], []]
 
 
 def test_a_base_that_was_compressed_since_guards_its_own_metadata(base: Path) -> None:

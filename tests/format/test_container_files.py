@@ -393,17 +393,17 @@ def test_a_file_with_its_base_within_stands_alone(is_plain: bool) -> None:
     old, new = {"w": of(weights(400))}, {"w": of(weights(400) * np.float32(1.001))}
     sink = io.BytesIO()
     write_plain(sink, plain_regions(old), None, iter([old["w"].flat]))
-    anchor = PlainFile(MemoryBytes(sink.getvalue())) if is_plain else opened(write(old)[0])
-    assert anchor.stored_bytes in (len(sink.getvalue()), len(write(old)[0]))
-    assert content_id_of(anchor.tensors) == content_id_of(old)
-    data, written = write(new, anchor.tensors)
+    full = PlainFile(MemoryBytes(sink.getvalue())) if is_plain else opened(write(old)[0])
+    assert full.stored_bytes in (len(sink.getvalue()), len(write(old)[0]))
+    assert content_id_of(full.tensors) == content_id_of(old)
+    data, written = write(new, full.tensors)
     assert written.n_deltas == 1
     alone, steps = io.BytesIO(), []
-    needed = [NeededBase(content_id="0" * 64, file="base", tensors=anchor.tensors)]
+    needed = [NeededBase(content_id="0" * 64, file="base", tensors=full.tensors)]
     for progress in (None, steps.append):
         alone.seek(0)
         with Workers(1) as workers:
-            n_bytes = write_inline(alone, opened(data, anchor.tensors), needed, workers, progress)
+            n_bytes = write_inline(alone, opened(data, full.tensors), needed, workers, progress)
         assert n_bytes == len(alone.getvalue())
     assert sum(steps) > 0
     found = opened(alone.getvalue())
@@ -414,10 +414,10 @@ def test_a_file_with_its_base_within_stands_alone(is_plain: bool) -> None:
 
 
 def test_codes_of_a_base_go_within_as_they_are() -> None:
-    anchor = opened(write({"w": of(OLD)}, config=LOSSY)[0])
-    data, _ = write({"w": of(NEW)}, anchor.tensors)
-    container = opened(data, anchor.tensors)
-    needed = [NeededBase(content_id="0" * 64, file="base", tensors=anchor.tensors)]
+    full = opened(write({"w": of(OLD)}, config=LOSSY)[0])
+    data, _ = write({"w": of(NEW)}, full.tensors)
+    container = opened(data, full.tensors)
+    needed = [NeededBase(content_id="0" * 64, file="base", tensors=full.tensors)]
     sink = io.BytesIO()
     with Workers(1) as workers:
         write_inline(sink, container, needed, workers)
@@ -427,7 +427,7 @@ def test_codes_of_a_base_go_within_as_they_are() -> None:
     assert same(found, {"w": of(NEW)})
     frame = found.inline[0].tensors["w"]
     assert [piece.tobytes() for piece in frame.stored_pieces()] == [
-        piece.tobytes() for piece in anchor.tensors["w"].stored_pieces()
+        piece.tobytes() for piece in full.tensors["w"].stored_pieces()
     ]
 
 

@@ -189,7 +189,7 @@ def a_link_to_a_device(path: Path) -> None:
 def test_what_is_no_file_is_not_replaced(make: object, options: list[str], chain: Chain) -> None:
     assert callable(make)
     target = chain.folder / "out"
-    for verb, source in (("compress", chain.first), ("restore", chain.anchor)):
+    for verb, source in (("compress", chain.first), ("restore", chain.full)):
         make(target)
         before = target.lstat()
         out = ["-o", target if make is not Path.mkdir else f"{target}/."]

@@ -33,9 +33,9 @@ def second() -> Iterator[Any]:
         sys.path.remove(str(SPEC / "decoder"))
 
 
-def names_of(anchor: str, key: str = "id", value: str = "name") -> dict[int, str]:
+def names_of(full: str, key: str = "id", value: str = "name") -> dict[int, str]:
     """A table of the registry."""
-    return {int(row[key]): row[value] for row in table("registry.md", anchor, key, value)}
+    return {int(row[key]): row[value] for row in table("registry.md", full, key, value)}
 
 
 def given(second: Any) -> dict[str, Any]:

@@ -147,10 +147,10 @@ def _codes_of_text(text: str) -> list[int]:
     return [int(part[-1]) for part in parts for _ in range(int(part[0]) if len(part) == 2 else 1)]
 
 
-def _worked(anchor: str) -> dict[str, str]:
+def _worked(full: str) -> dict[str, str]:
     return {
         row["what"]: next(v for k, v in row.items() if k != "what")
-        for row in table("02-entropy.md", anchor, "what")
+        for row in table("02-entropy.md", full, "what")
     }
 
 

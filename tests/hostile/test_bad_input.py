@@ -166,7 +166,7 @@ def cut(whole: bytes, lengths: Iterable[int]) -> Iterator[bytes]:
     return (whole[:n] for n in lengths if n < len(whole))
 
 
-@pytest.mark.parametrize("name", ["anchor", "delta"])
+@pytest.mark.parametrize("name", ["full", "delta"])
 def test_a_cut_file_is_never_believed(name: str, chain: Chain) -> None:
     path: Path = getattr(chain, name)
     whole = path.read_bytes()
@@ -174,12 +174,12 @@ def test_a_cut_file_is_never_believed(name: str, chain: Chain) -> None:
 
 
 def test_a_longer_file_is_never_believed(chain: Chain) -> None:
-    whole = chain.anchor.read_bytes()
-    assert check_damage(chain.anchor, [whole + b"\0", whole + whole]) == 0
+    whole = chain.full.read_bytes()
+    assert check_damage(chain.full, [whole + b"\0", whole + whole]) == 0
 
 
 @pytest.mark.parametrize("region", ["header", "frame header", "payload", "index"])
-@pytest.mark.parametrize("name", ["anchor", "delta"])
+@pytest.mark.parametrize("name", ["full", "delta"])
 def test_a_flipped_bit_is_never_believed(name: str, region: str, chain: Chain) -> None:
     path: Path = getattr(chain, name)
     whole = path.read_bytes()
@@ -189,16 +189,16 @@ def test_a_flipped_bit_is_never_believed(name: str, region: str, chain: Chain) -
 
 
 def test_a_flipped_bit_in_the_base_is_never_believed(chain: Chain) -> None:
-    whole = chain.anchor.read_bytes()
+    whole = chain.full.read_bytes()
     bits = random.Random(1).sample(range(8 * len(whole)), N_SAMPLES)
-    check_damage(chain.delta, flipped(whole, bits), target=chain.anchor)
+    check_damage(chain.delta, flipped(whole, bits), target=chain.full)
 
 
 def test_a_file_that_denies_being_ckptz_is_not_read_as_plain(chain: Chain) -> None:
-    whole = chain.anchor.read_bytes()
+    whole = chain.full.read_bytes()
     changed = whole.replace(b'"ckptz.format":"ckptz"', b'"ckptz.format":"cjptz"')
     assert changed != whole
-    assert check_damage(chain.anchor, [changed]) == 0
+    assert check_damage(chain.full, [changed]) == 0
 
 
 def small_chain(folder: Path) -> Chain:
@@ -213,7 +213,7 @@ def small_chain(folder: Path) -> Chain:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["anchor", "delta"])
+@pytest.mark.parametrize("name", ["full", "delta"])
 def test_every_cut_and_every_flipped_bit_is_noticed(name: str, tmp_path: Path) -> None:
     path: Path = getattr(small_chain(tmp_path), name)
     whole = path.read_bytes()
@@ -225,7 +225,7 @@ def test_every_cut_and_every_flipped_bit_is_noticed(name: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_every_flipped_bit_of_a_plain_base_is_noticed(tmp_path: Path) -> None:
     chain = small_chain(tmp_path)
-    chain.anchor.unlink()
+    chain.full.unlink()
     whole = chain.first.read_bytes()
     check_damage(chain.delta, flipped(whole, range(8 * len(whole))), target=chain.first)
 
@@ -241,18 +241,18 @@ def test_every_flipped_bit_of_a_plain_base_is_noticed(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_newer_ckptz_wrote_is_unsupported(old: bytes, new: bytes, chain: Chain) -> None:
-    whole = chain.anchor.read_bytes()
+    whole = chain.full.read_bytes()
     assert old in whole
-    chain.anchor.write_bytes(whole.replace(old, new))
+    chain.full.write_bytes(whole.replace(old, new))
     for verb in ("restore", "verify", "inspect"):
-        run = ckptz(verb, chain.anchor, "--json", fails=True)
+        run = ckptz(verb, chain.full, "--json", fails=True)
         assert run.exit_code == 4
         assert run.json["error"]["kind"] == "UnsupportedError"
         assert "step-1.ckptz" in run.error
 
 
 def test_a_missing_base_is_named(chain: Chain) -> None:
-    chain.anchor.unlink()
+    chain.full.unlink()
     chain.first.unlink()
     for verb in ("restore", "verify"):
         run = ckptz(verb, chain.delta, fails=True)
@@ -267,7 +267,7 @@ def test_a_missing_base_is_named(chain: Chain) -> None:
 
 def test_a_wrong_base_is_not_taken_for_the_right_one(chain: Chain) -> None:
     write_plain(chain.first, a_state(seed=5))
-    ckptz("compress", chain.first, "-o", chain.anchor, "--force")
+    ckptz("compress", chain.first, "-o", chain.full, "--force")
     run = ckptz("restore", chain.delta, "-o", chain.folder / "out.safetensors", fails=True)
     assert run.exit_code == 5
     assert "another checkpoint" in run.error

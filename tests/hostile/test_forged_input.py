@@ -108,7 +108,7 @@ def test_a_forged_index_gives_an_error_of_ours(most: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("most", [300, pytest.param(10**9, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["anchor", "delta"])
+@pytest.mark.parametrize("name", ["full", "delta"])
 @pytest.mark.usefixtures("quick_disk")
 def test_a_forged_frame_header_gives_an_error_of_ours(name: str, most: int, chain: Chain) -> None:
     path: Path = getattr(chain, name)
@@ -187,7 +187,7 @@ def edit_first_tensor(**fields: object) -> Callable[[Any], Any]:
     ids=str,
 )
 def test_an_index_with_absurd_claims_is_refused(fields: dict[str, object], chain: Chain) -> None:
-    path = forge(chain.anchor, chain.folder / "forged.ckptz", edit_first_tensor(**fields))
+    path = forge(chain.full, chain.folder / "forged.ckptz", edit_first_tensor(**fields))
     for verb in ("restore", "verify", "inspect"):
         run = ckptz(verb, path, fails=True)
         assert run.exit_code == (4 if "dtype" in fields else 3)

@@ -226,7 +226,7 @@ def test_a_chain_without_its_full_file_is_followed_by_a_full_file(
         run, a_model(0.5), config=CONFIGS["grid"], keep=KEEP, jobs=1, on_save=reports.append
     ) as checkpointer:
         checkpointer.save(10)
-    assert any("stored as an anchor, because the base cannot be read" in note for note in reports[0].notes)
+    assert any("stored as a full file, because the base cannot be read" in note for note in reports[0].notes)
 
 
 @pytest.mark.parametrize("to", ["../precious.txt", "../nothing"])

@@ -62,7 +62,7 @@ def test_lossy_models_come_back_exactly_if_they_are_the_newest(tmp_path: Path, e
 @pytest.mark.usefixtures("deltas_at_any_cost")
 def test_models_come_back_and_old_folders_may_go(tmp_path: Path) -> None:
     accelerator, models, optimizers = prepared(tmp_path, 2, automatic_checkpoint_naming=True, total_limit=2)
-    register(accelerator, ChainOptions(anchor_every=4, jobs=1))
+    register(accelerator, ChainOptions(full_every=4, jobs=1))
     saved = []
     for _ in range(6):
         train(accelerator, models, optimizers)

@@ -109,7 +109,7 @@ def test_a_chain_of_folders_each_complete(tmp_path: Path) -> None:
     names = [f"step-{i}" for i in range(4)]
     for i, name in enumerate(names):
         base = tmp_path / names[i - 1] if i else None
-        save(a_state(i / 1000), tmp_path / name, base=base, options=ChainOptions(anchor_every=3, jobs=1))
+        save(a_state(i / 1000), tmp_path / name, base=base, options=ChainOptions(full_every=3, jobs=1))
     depths = [open_checkpoint(next((tmp_path / name).glob("shard-*"))).depth for name in names]
     assert depths == [0, 1, 2, 0]
     for name in names[:2]:
@@ -117,7 +117,7 @@ def test_a_chain_of_folders_each_complete(tmp_path: Path) -> None:
     assert same(load(emptied(a_state()), tmp_path / "step-2"), a_state(2 / 1000))
 
 
-def test_another_layout_is_an_anchor(tmp_path: Path) -> None:
+def test_another_layout_is_a_full_file(tmp_path: Path) -> None:
     save(a_state(), tmp_path / "one")
     state = a_state()
     state["model"]["0.weight"] = state["model"]["0.weight"][:20].clone()
@@ -326,7 +326,7 @@ def test_what_is_odd_in_an_index_is_named(places: tuple[Any, ...], words: str, t
 
 def save_steps(run: Path, steps: Iterable[int], keep_last: int = 2, name: str = "step-{}") -> None:
     """By one writer, as a training run does."""
-    writer = CkptzStorageWriter(options=ChainOptions(anchor_every=3, jobs=1), keep_last=keep_last)
+    writer = CkptzStorageWriter(options=ChainOptions(full_every=3, jobs=1), keep_last=keep_last)
     for step in steps:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -423,10 +423,10 @@ def test_a_delta_of_two_folders_of_torch(tmp_path: Path) -> None:
     later["model"]["0.weight"] += 1e-3
     second = torch_folder(tmp_path / "second", later)
     ckptz("compress", first, second, "--chain", "-o", tmp_path / "run", "--jobs", 1)
-    anchor, link, delta = sorted((tmp_path / "run").rglob("*.ckptz"))
-    assert (anchor.name, delta.name) == ("first.ckptz", "second.ckptz")
+    full, link, delta = sorted((tmp_path / "run").rglob("*.ckptz"))
+    assert (full.name, delta.name) == ("first.ckptz", "second.ckptz")
     assert link.parent == delta.parent
-    assert link.samefile(anchor)
+    assert link.samefile(full)
 
 
 def test_a_file_that_is_restored_to_where_something_is(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ class Both(CkptzIO):
 
 @pytest.mark.parametrize("way", ["plain", "async"])
 def test_every_kept_checkpoint_is_what_lightning_saved(way: str, tmp_path: Path) -> None:
-    io = Both(anchor_every=4, jobs=1)
+    io = Both(full_every=4, jobs=1)
     _, callback = fit(tmp_path, AsyncCheckpointIO(io) if way == "async" else io)
     kept = [Path(path) for path in callback.best_k_models]
     assert len(kept) == 2
@@ -131,11 +131,11 @@ def test_every_kept_checkpoint_is_what_lightning_saved(way: str, tmp_path: Path)
 
 
 def test_every_kept_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
-    first, callback = fit(tmp_path / "run", CkptzIO(anchor_every=4, jobs=1))
+    first, callback = fit(tmp_path / "run", CkptzIO(full_every=4, jobs=1))
     wanted = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
     moments = first.optimizers[0].state_dict()
     for path in map(Path, callback.best_k_models):
-        io = CkptzIO(anchor_every=4, jobs=1)
+        io = CkptzIO(full_every=4, jobs=1)
         checkpoint = io.load_checkpoint(path)
         resumed, _ = fit(tmp_path / f"from-{path.stem}", io, ckpt_path=path)
         assert resumed.global_step == N_STEPS
@@ -190,8 +190,8 @@ def bases(folder: Path) -> list[str]:
 
 
 def test_bases_go_with_the_last_file_that_needs_them(tmp_path: Path) -> None:
-    io = CkptzIO(anchor_every=3, jobs=1)
-    for i in range(5):  # anchors are 0 and 3
+    io = CkptzIO(full_every=3, jobs=1)
+    for i in range(5):  # full files are 0 and 3
         io.save_checkpoint(a_state(i / 1000), tmp_path / f"{i}.ckpt")
     assert [open_checkpoint(tmp_path / f"{i}.ckpt").depth for i in range(5)] == [0, 1, 2, 0, 1]
     assert len(bases(tmp_path)) == 3
@@ -255,7 +255,7 @@ def test_a_lossy_checkpoint_comes_back_exactly_if_it_is_the_newest(tmp_path: Pat
     assert len(list(tmp_path.glob("*.exact-*"))) == exact
 
 
-def test_a_damaged_base_makes_an_anchor(tmp_path: Path) -> None:
+def test_a_damaged_base_makes_a_full_file(tmp_path: Path) -> None:
     io = CkptzIO(jobs=1)
     io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
     flip_a_bit(tmp_path / "0.ckpt")
@@ -330,8 +330,8 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path) -> None:
 
 
 def test_arguments_out_of_range(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="anchor_every"):
-        CkptzIO(anchor_every=65)
+    with pytest.raises(ConfigError, match="full_every"):
+        CkptzIO(full_every=65)
     with pytest.raises(ConfigError, match="LOSSLESS"):
         CkptzIO(config="kmeans")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="storage_options"):

@@ -109,7 +109,7 @@ def test_one_process_reads_what_four_ranks_wrote(said: Any, folder: Path) -> Non
     assert all(torch.equal(state[name], tensor) for name, tensor in whole(1).items())
 
 
-def test_fsdp2_resumes_on_another_number_of_ranks_with_an_anchor(said: Any) -> None:
+def test_fsdp2_resumes_on_another_number_of_ranks_with_a_full_file(said: Any) -> None:
     assert said["fsdp_saves 2"][0]["steps"] == ["step-2", "step-3"]  # of the rank that deletes old ones
     assert len(said["fsdp_resumes 4"]) == 4
     for one in said["fsdp_resumes 4"]:

@@ -54,7 +54,7 @@ def test_every_kept_folder_resumes_bit_for_bit(tmp_path: Path) -> None:
         names = {path.name for path in folder.iterdir()}
         assert {"model.ckptz", "state.ckptz", "rng-00000.ckptz", "trainer_state.json"} <= names
         assert {Path(name).suffix for name in names} == {".ckptz", ".json"}, "no pickle, no copy"
-    assert (kept[0] / "model.ckptz").stat().st_size < 0.95 * anchor_bytes(kept[0])
+    assert (kept[0] / "model.ckptz").stat().st_size < 0.95 * full_bytes(kept[0])
     resumed = trainer(tmp_path)
     resumed.train(resume_from_checkpoint=str(kept[0]))
     assert resumed.state.global_step == N_SAVES
@@ -89,7 +89,7 @@ def test_a_run_that_was_killed_in_its_first_save_begins_anew(tmp_path: Path) -> 
     check_equal(final(run), uninterrupted())
 
 
-def anchor_bytes(folder: Path) -> int:
+def full_bytes(folder: Path) -> int:
     with safe_open(folder / "model.ckptz", "pt") as file:
         return sum(tensor.nbytes for tensor in file.get_tensors().values())
 
@@ -257,8 +257,8 @@ def test_an_adapter_is_kept_without_the_weights_that_it_adapts(tmp_path: Path) -
 
 
 def test_options_out_of_range_are_refused() -> None:
-    with pytest.raises(CkptzError, match="anchor_every"):
-        ChainOptions(anchor_every=0)
+    with pytest.raises(CkptzError, match="full_every"):
+        ChainOptions(full_every=0)
 
 
 @pytest.mark.slow

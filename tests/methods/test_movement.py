@@ -271,15 +271,15 @@ def test_weights_alone_are_shipped_and_their_deltas_are_not(tmp_path: Path) -> N
     written(tmp_path, "auto", weights, Grid())
     written(tmp_path, "ship", weights, Grid(purpose="ship"))
     assert (tmp_path / "auto.ckptz").read_bytes() == (tmp_path / "ship.ckptz").read_bytes()
-    anchor = written(tmp_path, "0", weights, Grid(purpose="resume"))
-    later = {WEIGHT: moved(state() | anchor, 0.1, 1)[WEIGHT]}
+    full = written(tmp_path, "0", weights, Grid(purpose="resume"))
+    later = {WEIGHT: moved(state() | full, 0.1, 1)[WEIGHT]}
     found = written(tmp_path, "1", later, Grid(), "0")
-    assert share_kept(later[WEIGHT], found[WEIGHT], anchor[WEIGHT]) > 0.9
+    assert share_kept(later[WEIGHT], found[WEIGHT], full[WEIGHT]) > 0.9
 
 
 def test_thresholds_go_on_where_nothing_was_restored(tmp_path: Path) -> None:
     config = Grid()
-    anchor = written(tmp_path, "0", state(), config)
+    full = written(tmp_path, "0", state(), config)
     assert "drawn" not in record_of(tmp_path, "0").settings
     unrestored = moved(state(), 0.1, 9)
     found = written(tmp_path, "x", unrestored, config, "0")
@@ -287,12 +287,12 @@ def test_thresholds_go_on_where_nothing_was_restored(tmp_path: Path) -> None:
     step = step_of(tmp_path, "0")
     assert np.abs(found[WEIGHT] - unrestored[WEIGHT]).max() <= step * 0.5001
 
-    later, keys = moved(anchor, 0.1, 1), []
+    later, keys = moved(full, 0.1, 1), []
     for i in range(1, 5):
         found = written(tmp_path, str(i), later, config, str(i - 1))
         assert step_of(tmp_path, str(i)) == step
         assert np.abs(found[WEIGHT] - later[WEIGHT]).max() <= step * 1.0001
-        assert 0.9 < share_kept(later[WEIGHT], found[WEIGHT], anchor[WEIGHT]) < 1.1
+        assert 0.9 < share_kept(later[WEIGHT], found[WEIGHT], full[WEIGHT]) < 1.1
         keys.append(record_of(tmp_path, str(i)).settings["drawn"])
         later = moved(later, 0.1, 1 + i)
     assert len(set(keys)) == 1
@@ -301,28 +301,28 @@ def test_thresholds_go_on_where_nothing_was_restored(tmp_path: Path) -> None:
 
 
 def test_the_recorded_key_tells_what_was_drawn(tmp_path: Path) -> None:
-    anchor = written(tmp_path, "0", state(), Grid())
-    later = moved(anchor, 0.15, 1)
+    full = written(tmp_path, "0", state(), Grid())
+    later = moved(full, 0.15, 1)
     found = written(tmp_path, "1", later, Grid(), "0")
     key, step = record_of(tmp_path, "1").settings["drawn"], step_of(tmp_path, "1")
     assert isinstance(key, int)
-    scaled = (later[WEIGHT] - anchor[WEIGHT]).reshape(-1) / np.float32(step)
+    scaled = (later[WEIGHT] - full[WEIGHT]).reshape(-1) / np.float32(step)
     whole = np.floor(scaled)
     whole += reference.thresholds(key, 0, scaled.size) >= np.float32(1) - (scaled - whole)
-    np.testing.assert_array_equal(np.rint((found[WEIGHT] - anchor[WEIGHT]).reshape(-1) / step), whole)
+    np.testing.assert_array_equal(np.rint((found[WEIGHT] - full[WEIGHT]).reshape(-1) / step), whole)
 
 
 @pytest.mark.parametrize("config", [Grid(), KMeans()])
 def test_jobs_and_reruns_change_no_byte(tmp_path: Path, config: Method) -> None:
     shape = (CHUNK_UNITS // 256 + 3, 256)
-    anchor = written(tmp_path, "0", state(shape=shape), config)
-    later, files = moved(anchor, 0.1, 1), []
+    full = written(tmp_path, "0", state(shape=shape), config)
+    later, files = moved(full, 0.1, 1), []
     for jobs in (1, 4, 4):
         found = written(tmp_path, "1", later, config, "0", jobs)
         files.append((tmp_path / "1.ckptz").read_bytes())
     assert files[0] == files[1] == files[2]
     for rows in (slice(0, 64), slice(-64, None)):  # of both chunks
-        assert 0.8 < share_kept(later[WEIGHT][rows], found[WEIGHT][rows], anchor[WEIGHT][rows]) < 1.2
+        assert 0.8 < share_kept(later[WEIGHT][rows], found[WEIGHT][rows], full[WEIGHT][rows]) < 1.2
 
 
 @pytest.mark.parametrize(
@@ -330,10 +330,10 @@ def test_jobs_and_reruns_change_no_byte(tmp_path: Path, config: Method) -> None:
 )
 def test_steps_are_finer_where_little_moves(tmp_path: Path, movement: float, share: float) -> None:
     config = Grid(purpose="resume")
-    anchor = written(tmp_path, "0", state(), config)
+    full = written(tmp_path, "0", state(), config)
     rng = np.random.default_rng(1)
     step = load_steps(tmp_path / "0.ckptz")
-    later = anchor | {WEIGHT: (anchor[WEIGHT] + rng.choice([-1, 1], (160, 256)) * movement * step)}
+    later = full | {WEIGHT: (full[WEIGHT] + rng.choice([-1, 1], (160, 256)) * movement * step)}
     later[WEIGHT] = later[WEIGHT].astype(np.float32)
     written(tmp_path, "1", later, config, "0")
     assert load_steps(tmp_path / "1.ckptz") == pytest.approx(step * share, rel=0.01)
@@ -341,12 +341,12 @@ def test_steps_are_finer_where_little_moves(tmp_path: Path, movement: float, sha
 
 def test_steps_of_all_tensors_are_finer_together(tmp_path: Path) -> None:
     names, config = [f"model.{i}.weight" for i in range(3)], Grid(purpose="resume")
-    anchor = written(tmp_path, "0", {n: state(i)[WEIGHT] for i, n in enumerate(names)}, config)
-    steps = 0.4 * np.array([anchor[name].std() for name in names])
+    full = written(tmp_path, "0", {n: state(i)[WEIGHT] for i, n in enumerate(names)}, config)
+    steps = 0.4 * np.array([full[name].std() for name in names])
     movement = (0.0, 0.01, 0.02)  # in steps, of which one tensor is left alone
     signs = np.random.default_rng(1).choice(np.float32([-1, 1]), (160, 256))
     moves = zip(names, movement, steps, strict=True)
-    later = {n: (anchor[n] + signs * np.float32(m * step)).astype(np.float32) for n, m, step in moves}
+    later = {n: (full[n] + signs * np.float32(m * step)).astype(np.float32) for n, m, step in moves}
     written(tmp_path, "1", later, config, "0")
     shares = [record_of(tmp_path, "1", name).settings["step"] for name in names[1:]]
     assert shares[0] == shares[1] == pytest.approx(0.2, rel=0.1)
@@ -356,12 +356,12 @@ def test_more_restores_than_usual_want_finer_steps() -> None:
     given = Grid(step=0.5)
     usual, many = given.expecting(10), given.expecting(40)
     assert given.moments is not None
-    assert (usual.step, usual.anchor_step, usual.moments) == (0.5, 0.125, given.moments)
-    assert (many.step, many.anchor_step) == (0.125, 0.03125)
+    assert (usual.step, usual.full_step, usual.moments) == (0.5, 0.125, given.moments)
+    assert (many.step, many.full_step) == (0.125, 0.03125)
     assert many.moments is not None
     assert many.moments.second_step == given.moments.second_step / 4
     assert many.moments.first_step == given.moments.first_step / 4
-    assert replace(given, anchor_step=1.0).expecting(40).anchor_step == 1.0
+    assert replace(given, full_step=1.0).expecting(40).full_step == 1.0
 
 
 def load_steps(path: Path) -> float:

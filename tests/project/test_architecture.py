@@ -243,7 +243,7 @@ DELETES = {
     "ckptz.integrations.lightning": "what Lightning tells it to, by `linked`",
     "ckptz.integrations.dcp_write": "shards that the index, which is whole, does not name; bases by `linked`",
     "ckptz.integrations.dcp_run": "folders of old steps: those that stay were read; cut-off saves: no index",
-    "ckptz.sync.publisher": "what is older than anchors that were read; files of a step that failed",
+    "ckptz.sync.publisher": "what is older than full files that were read; files of a step that failed",
 }
 CALLS = {"unlink", "remove", "rmtree", "rmdir", "rm", "rm_file", "remove_checkpoint"}
 

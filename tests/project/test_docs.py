@@ -27,7 +27,7 @@ NEED_A_FRAMEWORK = {
 }
 
 
-def anchors(page: Path) -> set[str]:
+def full_files(page: Path) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)}
 
 
@@ -41,10 +41,10 @@ def test_every_link_has_its_place(page: Path) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", page.read_text("utf-8")):
         if "://" in target:
             continue
-        name, _, anchor = target.partition("#")
+        name, _, full = target.partition("#")
         file = (page.parent / name).resolve() if name else page
         assert file.exists(), target
-        assert not anchor or anchor in anchors(file), target
+        assert not full or full in full_files(file), target
 
 
 def test_contributing_lists_every_room_as_the_room_says_itself() -> None:

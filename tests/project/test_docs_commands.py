@@ -122,7 +122,7 @@ def of_weights() -> None:
     from ckptz.sync import Publisher
 
     torch = pytest.importorskip("torch")
-    publisher = Publisher("run/weights", anchor_every=10)
+    publisher = Publisher("run/weights", full_every=10)
     for step in range(10, 21):
         publisher.publish({name: torch.from_numpy(value) for name, value in weights(step).items()}, step=step)
 

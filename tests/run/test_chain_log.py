@@ -26,7 +26,7 @@ from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """An anchor at step 0, deltas 10 and 20 on it, and 30 on 20; file names that sort otherwise."""
+    """A full file at step 0, deltas 10 and 20 on it, and 30 on 20; file names that sort otherwise."""
     folder = tmp_path / "run"
     folder.mkdir()
     for name, step, base in (("z", 0, None), ("b", 10, "z"), ("a", 20, "z"), ("c", 30, "a")):
@@ -210,7 +210,7 @@ def test_bases_in_the_search_path_are_shown_by_their_path(run: Path, tmp_path: P
 
 def test_a_plain_base_is_named_without_being_read(chain: Chain) -> None:
     ckptz("compress", chain.second, "--base", chain.first, "-o", chain.folder / "d.ckptz")
-    chain.anchor.unlink()
+    chain.full.unlink()
     chain.delta.unlink()
     report, problems = logged(chain.folder)
     assert not problems
@@ -281,8 +281,8 @@ def open_and_read(path: Path) -> None:
 
 
 def test_a_missing_member_is_named_by_content_id_and_last_name(chain: Chain, tmp_path: Path) -> None:
-    identity = ckptz("inspect", chain.anchor, "--json").json["content_id"][:16]
-    chain.anchor.unlink()
+    identity = ckptz("inspect", chain.full, "--json").json["content_id"][:16]
+    chain.full.unlink()
     chain.first.unlink()
     fails_for_all(chain, tmp_path / "out", 5, f"'step-1.ckptz' with content id {identity}", str(chain.delta))
 
@@ -299,46 +299,46 @@ def test_a_missing_member_in_the_middle_is_named_by_the_one_that_needs_it(tmp_pa
 
 def test_a_renamed_member_is_found(chain: Chain) -> None:
     chain.first.unlink()
-    chain.anchor.rename(chain.folder / "other-name.ckptz")
+    chain.full.rename(chain.folder / "other-name.ckptz")
     assert content_of(chain.delta) == content_of(chain.second)
 
 
 def test_a_member_that_was_replaced_is_not_taken(chain: Chain, tmp_path: Path) -> None:
-    identity = ckptz("inspect", chain.anchor, "--json").json["content_id"][:16]
+    identity = ckptz("inspect", chain.full, "--json").json["content_id"][:16]
     chain.first.unlink()
     ckptz("compress", write_plain(tmp_path / "x.safetensors", a_state(seed=9)), "-o", tmp_path / "x.ckptz")
-    shutil.copy(tmp_path / "x.ckptz", chain.anchor)
+    shutil.copy(tmp_path / "x.ckptz", chain.full)
     texts = (f"'step-1.ckptz' with content id {identity}", "holds another checkpoint")
     fails_for_all(chain, tmp_path / "out", 5, *texts)
 
 
 def test_a_member_with_a_damaged_index_is_not_taken_and_said_why(chain: Chain, tmp_path: Path) -> None:
-    raw = bytearray(chain.anchor.read_bytes())
+    raw = bytearray(chain.full.read_bytes())
     raw[-3] ^= 1
-    chain.anchor.write_bytes(raw)
+    chain.full.write_bytes(raw)
     chain.first.unlink()
     fails_for_all(chain, tmp_path / "out", 5, "'step-1.ckptz' with content id", "index was changed")
 
 
 def test_a_member_with_a_damaged_frame_is_named(chain: Chain, tmp_path: Path) -> None:
-    raw = bytearray(chain.anchor.read_bytes())
+    raw = bytearray(chain.full.read_bytes())
     payload = regions_of(bytes(raw))["payload"]
     raw[payload.start // 8 + 2] ^= 1
-    chain.anchor.write_bytes(raw)
+    chain.full.write_bytes(raw)
     out = tmp_path / "out"
     out.mkdir()
     for verb in verbs_on(chain, out):
         failed = ckptz(*verb, fails=True)
         assert failed.exit_code == 3, verb
-        assert f"{chain.anchor}: tensor " in failed.error
+        assert f"{chain.full}: tensor " in failed.error
 
 
 def test_a_base_that_lacks_a_tensor_is_named(chain: Chain) -> None:
     """Only a hostile index has the content id and not the tensors."""
-    base = ckptz("inspect", chain.anchor, "--json").json
+    base = ckptz("inspect", chain.full, "--json").json
     other = write_plain(chain.folder / "other.safetensors", {"x": ("U8", (1,), b"a")})
     ckptz("compress", other)
-    chain.anchor.unlink()
+    chain.full.unlink()
     chain.first.unlink()
     identity = ckptz("inspect", chain.folder / "other.ckptz", "--json").json["content_id"]
     forge(chain.delta, chain.delta, lambda i: {**i, "base": {**i["base"], "content_id": identity}})
@@ -352,7 +352,7 @@ def test_a_base_that_lacks_a_tensor_is_named(chain: Chain) -> None:
 @pytest.mark.parametrize("times", [2, 3])
 def test_a_base_may_be_named_twice_but_not_another(chain: Chain, times: int) -> None:
     out = chain.folder / "d.ckptz"
-    ckptz("compress", chain.second, "-o", out, *["--base", chain.anchor] * times)
+    ckptz("compress", chain.second, "-o", out, *["--base", chain.full] * times)
     failed = ckptz(
         "compress",
         chain.second,
@@ -362,7 +362,7 @@ def test_a_base_may_be_named_twice_but_not_another(chain: Chain, times: int) -> 
         "--base",
         chain.first,
         "--base",
-        chain.anchor,
+        chain.full,
         fails=True,
     )
     assert failed.exit_code == 2

@@ -73,7 +73,7 @@ def test_a_plain_base_and_its_packed_twin_serve_alike(chain: Chain) -> None:
     assert report.base == "step-1.safetensors"
     chain.first.unlink()  # the packed twin has the same content id
     assert content_of(out) == content_of(chain.second)
-    chain.anchor.unlink()
+    chain.full.unlink()
     with pytest.raises(MissingBaseError):
         content_of(out)
 
@@ -103,7 +103,7 @@ def test_a_base_that_no_tensor_gains_from_is_not_needed(tmp_path: Path) -> None:
 
 def test_a_base_in_another_folder_is_noted_and_found_by_the_search_path(chain: Chain, tmp_path: Path) -> None:
     out = tmp_path / "elsewhere.ckptz"
-    run = ckptz("compress", chain.second, "-o", out, "--base", chain.anchor)
+    run = ckptz("compress", chain.second, "-o", out, "--base", chain.full)
     assert "--search-path" in run.stderr
     back = tmp_path / "back.safetensors"
     assert ckptz("restore", out, "-o", back, fails=True).exit_code == 5
@@ -120,7 +120,7 @@ def test_a_folder_is_no_base(tmp_path: Path) -> None:
 def test_a_packed_file_can_be_packed_again_against_another_base(chain: Chain) -> None:
     out = chain.folder / "again.ckptz"
     ckptz("compress", chain.delta, "-o", out)
-    chain.anchor.unlink()
+    chain.full.unlink()
     chain.first.unlink()
     assert content_of(out) == content_of(chain.second)
 
@@ -183,7 +183,7 @@ def test_nothing_is_written_where_one_of_several_outputs_exists(tmp_path: Path) 
 
 def test_several_inputs_do_not_go_to_a_file(chain: Chain) -> None:
     with pytest.raises(ConfigError, match="folder"):
-        places_for([chain.first, chain.second], chain.anchor, ".ckptz")
+        places_for([chain.first, chain.second], chain.full, ".ckptz")
     with pytest.raises(ConfigError, match="2 inputs"):
         places_for([chain.first, chain.first], None, ".ckptz")
 

@@ -37,7 +37,7 @@ from ckptz.verbs.restore import restore
 from tests.support.fault_support import ERRORS, Error, copied, each_error, fail_everywhere, unreadable
 from tests.support.sync_support import State, cloned, same
 
-OPTIONS = ChainOptions(anchor_every=3, jobs=1)
+OPTIONS = ChainOptions(full_every=3, jobs=1)
 EVERY = pytest.mark.parametrize("stride", [0, pytest.param(1, marks=pytest.mark.slow)])
 
 # --- bases of Lightning, the Trainer and accelerate -------------------------------------------------
@@ -60,7 +60,7 @@ def check_chain(folder: Path, kept: set[int]) -> None:
 
 @pytest.fixture(scope="module")
 def linked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """0 and 3 are anchors; 1 and 2 need 0, 4 needs 3; beside them is what frameworks put there."""
+    """0 and 3 are full files; 1 and 2 need 0, 4 needs 3; beside them is what frameworks put there."""
     folder, chain = tmp_path_factory.mktemp("linked") / "run", Chain(OPTIONS)
     for i in range(5):
         write(chain, folder, i)
@@ -93,7 +93,7 @@ def at_once(call: Callable[..., Any], path: Path) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("where", ["open_checkpoint", "link_chain", "read_envelope", "os.link", "samefile"])
-def test_a_base_that_goes_while_it_is_looked_at_makes_an_anchor(
+def test_a_base_that_goes_while_it_is_looked_at_makes_a_full_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     chain = Chain(OPTIONS)
@@ -116,7 +116,7 @@ def test_a_base_that_goes_while_it_is_looked_at_makes_an_anchor(
     with contextlib.closing(open_checkpoint(tmp_path / "2.ckpt")) as written:
         assert written.depth == 0
     if where != "open_checkpoint":  # then there simply is none
-        assert "stored as an anchor, because" in chain.notes[0]
+        assert "stored as a full file, because" in chain.notes[0]
 
 
 def test_bases_go_beside_files_of_others(linked: Path) -> None:
@@ -428,9 +428,9 @@ def published_state(step: int) -> State:
 
 @pytest.fixture(scope="module")
 def stream(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Steps 0 to 5; 0, 2 and 4 are anchors."""
+    """Steps 0 to 5; 0, 2 and 4 are full files."""
     folder = tmp_path_factory.mktemp("stream") / "run"
-    publisher = Publisher(folder, anchor_every=2, keep_anchors=None, jobs=1)
+    publisher = Publisher(folder, full_every=2, keep_full=None, jobs=1)
     for step in range(6):
         publisher.publish(published_state(step), step)
     return folder
@@ -444,15 +444,15 @@ def follow(folder: Path, step: int | None = None) -> int:
 
 
 @each_error
-@pytest.mark.parametrize("anchor", [4, 6])
-def test_an_anchor_that_cannot_be_read_keeps_what_is_older(stream: Path, anchor: int, error: Error) -> None:
+@pytest.mark.parametrize("full", [4, 6])
+def test_a_full_file_that_cannot_be_read_keeps_what_is_older(stream: Path, full: int, error: Error) -> None:
     with copied(stream) as folder:
-        path = folder / f"step-{anchor:06d}.ckptz"
-        publisher = Publisher(folder, anchor_every=2, keep_anchors=2, jobs=1)
+        path = folder / f"step-{full:06d}.ckptz"
+        publisher = Publisher(folder, full_every=2, keep_full=2, jobs=1)
         with unreadable(path, error):
             done = publisher.publish(published_state(6), 6)
         assert f"{path.name} cannot be read" in done.note
-        for step in range(anchor + 1):
+        for step in range(full + 1):
             assert follow(folder, step) == step
         publisher.publish(published_state(7), 7)
         assert min(version.step for version in versions_in(dict.fromkeys(os.listdir(folder), 1))) == 4
@@ -462,7 +462,7 @@ def test_an_anchor_that_cannot_be_read_keeps_what_is_older(stream: Path, anchor:
 @EVERY
 def test_publishing_while_one_call_fails_loses_no_step(stream: Path, stride: int) -> None:
     def work(folder: Path) -> None:
-        Publisher(folder, anchor_every=2, keep_anchors=1, jobs=1).publish(published_state(6), 6)
+        Publisher(folder, full_every=2, keep_full=1, jobs=1).publish(published_state(6), 6)
 
     def check(folder: Path, error: Exception | None) -> None:
         assert follow(folder) == 6 if error is None else follow(folder) in (5, 6)
@@ -475,7 +475,7 @@ def test_a_step_is_published_whatever_becomes_of_the_older_ones(
     stream: Path, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with copied(stream) as folder:
-        publisher = Publisher(folder, anchor_every=2, keep_anchors=1, jobs=1)
+        publisher = Publisher(folder, full_every=2, keep_full=1, jobs=1)
         real, calls = publisher._place.sizes, []
 
         def refuse(*_: Any) -> Any:

@@ -25,15 +25,17 @@ def test_no_run_takes_more_than_a_file_over_plain_at_any_moment() -> None:
         found = moments(case)
         assert max(one.taken - one.plain for one in found) <= PLAIN, case
         means.append(sum(one.taken for one in found) / sum(one.plain for one in found))
-        anchors = moments(case, ChainRule(1, is_forked=False))
-        alone.append(sum(one.taken for one in anchors) / sum(one.plain for one in anchors))
+        full_files = moments(case, ChainRule(1, is_forked=False))
+        alone.append(sum(one.taken for one in full_files) / sum(one.plain for one in full_files))
     assert max(means) < 1.1, "what a try costs"
     assert sum(means) < 0.85 * sum(alone), "deltas pay where they can"
-    print(f"of plain: {sum(means) / N_CASES:.3f}, most {max(means):.3f}; anchors {sum(alone) / N_CASES:.3f}")
+    print(
+        f"of plain: {sum(means) / N_CASES:.3f}, most {max(means):.3f}; full files {sum(alone) / N_CASES:.3f}"
+    )
 
 
 def state(last: int | None, delta: int, n: int, position: int = 0) -> list[ChainFile[int]]:
-    """An anchor, hidden if `n` files after it fill the rule, and deltas against it."""
+    """A full file, hidden if `n` files after it fill the rule, and deltas against it."""
     stays = Kept(last=last).stays(range(n + 1))
     files = [ChainFile(8000, position, None, stays[0])]
     return files + [ChainFile(delta, position + i + 1, 0, stays[i + 1]) for i in range(n)]
@@ -42,7 +44,7 @@ def state(last: int | None, delta: int, n: int, position: int = 0) -> list[Chain
 @pytest.mark.parametrize(
     ("last", "delta", "wanted"),
     [
-        (1, 100, None),  # the anchor would stay for one file
+        (1, 100, None),  # the full file would stay for one file
         (2, 3000, 0),
         (2, 5000, None),
         (5, 3000, 0),
@@ -60,7 +62,7 @@ def test_a_delta_is_written_where_it_pays(last: int | None, delta: int, wanted: 
 def test_sizes_of_longer_deltas_are_drawn_from_shorter_ones() -> None:
     estimate = Estimate([(0, 8000), (1, 1000), (2, 1500), (1, 1200)], PLAIN)
     assert [estimate.delta(n) for n in (1, 2, 4, 8)] == [1200, 1500, 1800, 2100]
-    assert estimate.delta(1 << 40) == 8000, "no delta is larger than an anchor"
+    assert estimate.delta(1 << 40) == 8000, "no delta is larger than a full file"
     assert Estimate([(0, 8000)], PLAIN).delta(1) == 2000
 
 

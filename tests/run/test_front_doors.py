@@ -113,7 +113,7 @@ def test_a_call_that_fails_loses_nothing_that_the_rules_keep(at: Door, prepared:
 def test_what_others_delete_meanwhile_takes_nothing_else_along(
     at: Door, prepared: Path, n_trials: int
 ) -> None:
-    """A step that stands with all that it needs, or any file; then the run is whole an anchor later."""
+    """A step that stands with all that it needs, or any file; then the run is whole a full file later."""
     if at.name in ("compress", "prune-files"):
         pytest.skip("nobody writes on: what was deleted is told of, and has to be made again")
     n_calls, rng = n_calls_of(lambda folder: at.save(folder, 1, nothing), prepared), random.Random(0)

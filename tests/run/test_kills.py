@@ -32,7 +32,7 @@ from tests.support.sync_support import State, cloned, same
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
 KILLS = pytest.mark.parametrize("n_kills", [4, pytest.param(100, marks=pytest.mark.slow)])
-OPTIONS = ChainOptions(anchor_every=3, jobs=1)
+OPTIONS = ChainOptions(full_every=3, jobs=1)
 
 
 # --- folders of torch.distributed.checkpoint on two ranks -------------------------------------------------
@@ -203,7 +203,7 @@ def test_steps_that_were_published_can_be_followed(tmp_path: Path, n_kills: int)
 
     def job(reported: Reported, rank: int) -> None:
         del rank
-        publisher = Publisher(tmp_path, anchor_every=3, keep_anchors=1, jobs=1)
+        publisher = Publisher(tmp_path, full_every=3, keep_full=1, jobs=1)
         step = max((v.step for v in versions_in(dict.fromkeys(os.listdir(tmp_path), 1))), default=0)
         reported.begin()
         while True:

@@ -83,7 +83,7 @@ WEIGHTS_LONGER = KeepPolicy(last=1, weights=KeepRules(last=3))
 
 def published(folder: Path) -> list[Path]:
     """What a trainer publishes; of some steps there is a delta and all of it."""
-    publisher, state = Publisher(folder, anchor_every=2, keep_anchors=9, jobs=1), torch.randn(64, 64)
+    publisher, state = Publisher(folder, full_every=2, keep_full=9, jobs=1), torch.randn(64, 64)
     for step in range(1, 6):
         state = state + 0.01 * torch.randn(64, 64)
         publisher.publish({"weight": state}, step)

@@ -146,9 +146,9 @@ def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch: pyt
     """`a` of the base is decoded by classes of `b`, which nothing else needs."""
     zeros, tables = bytes(4), b"\1" + b"\0\0\0" + varint(256) + b"\0"
     by_b = plan(rules=[b"\1" + varint(1) + b"b"], rest=tables)
-    anchor = File({"a": Frame(by_b, [(STORED, zeros)], zeros), **dict.fromkeys("bc", Frame())})
-    (tmp_path / "0.ckptz").write_bytes(anchor.bytes())
-    base = {"content_id": anchor.content_id(), "file": "0.ckptz", "depth": 1}
+    full = File({"a": Frame(by_b, [(STORED, zeros)], zeros), **dict.fromkeys("bc", Frame())})
+    (tmp_path / "0.ckptz").write_bytes(full.bytes())
+    base = {"content_id": full.content_id(), "file": "0.ckptz", "depth": 1}
     delta = File({"a": Frame(plan(predictor=1, mode=2))}, features="delta,lossless", index={"base": base})
     (tmp_path / "1.ckptz").write_bytes(delta.bytes())
     monkeypatch.setattr("ckptz.verbs.rebase._is_anew", lambda frame: False)  # as if it had codes
@@ -159,7 +159,7 @@ def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch: pyt
 
 def test_a_plain_base_may_go(chain: Chain) -> None:
     ckptz("compress", chain.second, "--base", chain.first, "--force")
-    chain.anchor.unlink()
+    chain.full.unlink()
     ckptz("rebase", chain.delta)
     chain.first.unlink()
     assert content_of(chain.delta) == content_of(chain.second)
@@ -238,7 +238,7 @@ def test_every_reader_reads_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", ["base", "stored"])
-def test_it_is_applied_to_live_tensors_like_an_anchor(tmp_path: Path, check: Any) -> None:
+def test_it_is_applied_to_live_tensors_like_a_full_file(tmp_path: Path, check: Any) -> None:
     first = a_torch_state()
     second = moved(first, 1)
     save_file(first, tmp_path / "first.ckptz")
@@ -280,7 +280,7 @@ def test_features_are_those_that_are_used(tmp_path: Path) -> None:
 
 
 def test_what_stands_alone_is_left_as_it_is(chain: Chain) -> None:
-    for path in (chain.anchor, chain.delta):
+    for path in (chain.full, chain.delta):
         ckptz("rebase", path)
         before = path.read_bytes()
         assert "stands alone already" in ckptz("rebase", path).stdout
@@ -294,12 +294,12 @@ def test_a_plain_file_is_refused(chain: Chain) -> None:
 
 
 def test_an_output_is_not_replaced_unless_forced(chain: Chain) -> None:
-    for target in (chain.second, chain.anchor, chain.delta):
+    for target in (chain.second, chain.full, chain.delta):
         before = target.read_bytes()
         assert ckptz("rebase", chain.delta, "-o", target, fails=True).exit_code == 2
         assert target.read_bytes() == before
     ckptz("rebase", chain.delta, "-o", chain.second, "--force")
-    ckptz("rebase", chain.delta, "-o", chain.anchor, "--force", fails=True)  # it is read
+    ckptz("rebase", chain.delta, "-o", chain.full, "--force", fails=True)  # it is read
 
 
 def damaged(path: Path) -> None:
@@ -309,7 +309,7 @@ def damaged(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize("place", ["anchor", "delta"])
+@pytest.mark.parametrize("place", ["full", "delta"])
 def test_a_damaged_chain_leaves_the_file(chain: Chain, place: str) -> None:
     path: Path = getattr(chain, place)
     damaged(path)
@@ -323,7 +323,7 @@ def test_a_damaged_chain_leaves_the_file(chain: Chain, place: str) -> None:
 
 
 def test_a_missing_base_leaves_the_file(chain: Chain) -> None:
-    chain.anchor.unlink()
+    chain.full.unlink()
     chain.first.unlink()
     before = chain.delta.read_bytes()
     run = ckptz("rebase", chain.delta, fails=True)
@@ -336,7 +336,7 @@ def test_bases_are_found_by_the_search_path(chain: Chain, tmp_path: Path) -> Non
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     chain.first.unlink()
-    chain.anchor.rename(elsewhere / "renamed.ckptz")
+    chain.full.rename(elsewhere / "renamed.ckptz")
     assert ckptz("rebase", chain.delta, fails=True).exit_code == 5
     ckptz("rebase", chain.delta, "--search-path", elsewhere)
     (elsewhere / "renamed.ckptz").unlink()

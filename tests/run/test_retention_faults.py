@@ -44,7 +44,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, deltas_at_any_cost: None)
     """Steps 1 to 5: 2 and 3 are stored against 1, 4 against 3, 5 stands alone."""
     del deltas_at_any_cost
     folder = tmp_path_factory.mktemp("retention") / "run"
-    saved_run(folder, N_SAVED, keep=KeepPolicy(last=None), anchor_every=4)
+    saved_run(folder, N_SAVED, keep=KeepPolicy(last=None), full_every=4)
     return folder
 
 
@@ -53,7 +53,7 @@ def listing(folder: Path) -> Listing:
 
 
 def check_whole(folder: Path, prepared: Path, steps: set[int]) -> None:
-    """These steps are there to resume from, and each is the very files that it was, down to its anchor."""
+    """These steps are there to resume from, and each is the very files that it was, down to its full file."""
     found, store = listing(folder), StepStore(folder)
     assert set(found.full_steps) >= steps
     for step in steps:
@@ -217,7 +217,7 @@ def test_a_save_in_which_one_call_fails_loses_no_step(prepared: Path, stride: in
     assert fail_everywhere(prepared, save, check, stride=stride) > 50
 
 
-def test_a_base_that_others_delete_while_it_is_used_makes_an_anchor(
+def test_a_base_that_others_delete_while_it_is_used_makes_a_full_file(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, encode = Run(), StepEncoder.weights
@@ -235,7 +235,7 @@ def test_a_base_that_others_delete_while_it_is_used_makes_an_anchor(
         checkpointer.save(N_SAVED + 1)
         report = checkpointer.wait()
         assert report is not None
-        assert "weights: stored as an anchor, because the base cannot be read" in report.notes[0]
+        assert "weights: stored as a full file, because the base cannot be read" in report.notes[0]
         checkpointer.close()
         assert loss_after(folder) == (N_SAVED + 1, expected[N_SAVED + 1])
 

@@ -110,7 +110,7 @@ def test_rules_of_the_command_line() -> None:
 
 def n_hidden(rule: ChainRule) -> int:
     """Files that a run of kept ones may need beside themselves."""
-    return (rule.anchor_every - 1).bit_length() if rule.is_forked else rule.anchor_every - 1
+    return (rule.full_every - 1).bit_length() if rule.is_forked else rule.full_every - 1
 
 
 def files_bound(last: int, rule: ChainRule, n_others: int = 0) -> int:
@@ -121,7 +121,7 @@ def files_bound(last: int, rule: ChainRule, n_others: int = 0) -> int:
 @pytest.mark.parametrize(("is_forked", "n_saves"), [(True, 100), (False, 24)])
 def test_the_disk_is_bounded_over_many_saves(tmp_path: Path, is_forked: bool, n_saves: int) -> None:
     run, most, rule = Run(), 0, ChainRule(8, is_forked)
-    with run.checkpointer(tmp_path, background=False, keep=KeepPolicy(last=5), anchor_every=8) as ck:
+    with run.checkpointer(tmp_path, background=False, keep=KeepPolicy(last=5), full_every=8) as ck:
         ck._rule = rule
         for step in range(1, n_saves + 1):
             run.position["seen"] += 1
@@ -135,26 +135,24 @@ def test_the_disk_is_bounded_over_many_saves(tmp_path: Path, is_forked: bool, n_
     assert most == files_bound(5, rule)
 
 
-@pytest.mark.parametrize("anchor_every", [1, 2, 3, 7, 16, 64])
+@pytest.mark.parametrize("full_every", [1, 2, 3, 7, 16, 64])
 @pytest.mark.parametrize("is_forked", [True, False])
-def test_a_base_is_the_file_before_or_one_that_it_is_stored_against(
-    anchor_every: int, is_forked: bool
-) -> None:
-    rule = ChainRule(anchor_every, is_forked)
+def test_a_base_is_the_file_before_or_one_that_it_is_stored_against(full_every: int, is_forked: bool) -> None:
+    rule = ChainRule(full_every, is_forked)
     chains: list[list[int]] = [[0]]
-    for position in range(1, anchor_every):
+    for position in range(1, full_every):
         base = rule.base_of(position)
         assert base is not None
         assert base in chains[-1]
         chains.append([position, *chains[base]])
-    assert rule.base_of(0) is rule.base_of(anchor_every) is None
+    assert rule.base_of(0) is rule.base_of(full_every) is None
     assert max(len(chain) for chain in chains) - 1 <= n_hidden(rule)
 
 
 def test_the_best_and_every_kth_step_stay_with_their_bases(tmp_path: Path) -> None:
     run = Run()
     policy = KeepPolicy(last=1, every=7, best=1)
-    with run.checkpointer(tmp_path, background=False, keep=policy, anchor_every=4) as ck:
+    with run.checkpointer(tmp_path, background=False, keep=policy, full_every=4) as ck:
         for step in range(1, 20):
             run.step()
             ck.save(step, metric=abs(step - 11.2))
@@ -195,7 +193,7 @@ def test_a_metric_may_be_a_number_of_any_library(tmp_path: Path, kind: Any) -> N
 def test_weights_outlive_their_state(tmp_path: Path) -> None:
     run = Run()
     policy = KeepPolicy(last=1, weights=KeepRules(last=3))
-    with run.checkpointer(tmp_path, background=False, keep=policy, anchor_every=1) as ck:
+    with run.checkpointer(tmp_path, background=False, keep=policy, full_every=1) as ck:
         states = []
         for step in range(1, 6):
             run.step()
@@ -236,10 +234,10 @@ def test_weights_that_never_had_a_state_are_steps(tmp_path: Path) -> None:
 
 def test_weights_stay_without_rules_and_when_going_back(tmp_path: Path) -> None:
     policy = KeepPolicy(last=1, weights=KeepRules(last=3))
-    saved_run(tmp_path, 5, keep=policy, anchor_every=1)
+    saved_run(tmp_path, 5, keep=policy, full_every=1)
     weights_alone(tmp_path, 6)
     assert prune_folder(tmp_path, KEEP_ALL).weights_only == (3, 4, 6)
-    with Run().checkpointer(tmp_path, background=False, keep=policy, anchor_every=1) as checkpointer:
+    with Run().checkpointer(tmp_path, background=False, keep=policy, full_every=1) as checkpointer:
         checkpointer.discard_after(5)
         assert checkpointer.weights_steps() == (3, 4, 5)
 
@@ -274,12 +272,12 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
 def test_a_hidden_base_goes_with_the_last_that_needs_it(tmp_path: Path) -> None:
-    saved_run(tmp_path, 4, keep=KEEP_TWO, anchor_every=4)
+    saved_run(tmp_path, 4, keep=KEEP_TWO, full_every=4)
     assert names_in(tmp_path) & {f".step-0000000{step}.ckptz.hidden" for step in range(1, 5)} == {
         ".step-00000001.ckptz.hidden"
     }
     run = Run()
-    with run.checkpointer(tmp_path, background=False, keep=KEEP_TWO, anchor_every=4) as ck:
+    with run.checkpointer(tmp_path, background=False, keep=KEEP_TWO, full_every=4) as ck:
         ck.restore_latest()
         ck.save(5)
         assert ck.steps() == (4, 5)
@@ -297,7 +295,7 @@ def test_whatever_is_saved_and_pruned_every_visible_step_resumes(data: st.DataOb
 
     with tempfile.TemporaryDirectory() as name:
         folder, run, losses = Path(name), Run(), [0.0]
-        with run.checkpointer(folder, background=False, anchor_every=3, keep=KeepPolicy(last=None)) as ck:
+        with run.checkpointer(folder, background=False, full_every=3, keep=KeepPolicy(last=None)) as ck:
             for step in range(1, data.draw(st.integers(2, 7)) + 1):
                 losses.append(run.step())
                 ck.save(step)
@@ -315,7 +313,7 @@ def test_whatever_is_saved_and_pruned_every_visible_step_resumes(data: st.DataOb
 
 
 def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
-    saved_run(tmp_path, 3, anchor_every=1)
+    saved_run(tmp_path, 3, full_every=1)
     damaged = tmp_path / "step-00000001.ckptz"
     damaged.write_bytes(b"not a checkpoint")
     report = prune_folder(tmp_path, KeepPolicy(last=1))
@@ -483,7 +481,7 @@ def test_half_written_files_are_removed_by_the_next_writer_and_nobody_elses(tmp_
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
 def test_prune_says_what_it_would_do_and_does_it(tmp_path: Path) -> None:
-    saved_run(tmp_path, 4, anchor_every=2)
+    saved_run(tmp_path, 4, full_every=2)
     before = names_in(tmp_path)
     planned = ckptz("prune", tmp_path, "--keep-last", 1, "--dry-run", "--json").json
     assert names_in(tmp_path) == before
@@ -519,7 +517,7 @@ def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Pat
 def saved_elsewhere(folder: Path) -> Path:
     """Three steps of another run."""
     other, run = folder.with_name("other"), Run(seed=8)
-    with run.checkpointer(other, background=False, anchor_every=1) as checkpointer:
+    with run.checkpointer(other, background=False, full_every=1) as checkpointer:
         for step in range(1, 4):
             run.step()
             checkpointer.save(step)

@@ -110,7 +110,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 def save_steps(url: str, first: int, last: int, **options: Any) -> list[float]:
     run, losses = Run(), []
-    with run.checkpointer(url, background=False, keep=KEEP_TWO, anchor_every=4, **options) as checkpointer:
+    with run.checkpointer(url, background=False, keep=KEEP_TWO, full_every=4, **options) as checkpointer:
         assert checkpointer.restore_latest() == (first - 1 or None)
         for step in range(first, last + 1):
             losses.append(run.step())
@@ -129,7 +129,7 @@ def test_runs_resume_from_there(url: str) -> None:
     assert save_steps(url, 4, 7) == expected[3:7]  # as another machine does, with nothing here
     assert loss_after(url) == (7, expected[7])
     assert loss_after(url, 6) == (6, expected[6])
-    assert {file.step for file in sizes(url)} == {5, 6, 7}, "anchor, hidden or not, and what needs it"
+    assert {file.step for file in sizes(url)} == {5, 6, 7}, "full file, hidden or not, and what needs it"
     report = prune_folder(url, KeepPolicy(last=1))
     assert report.steps == (7,)
     assert loss_after(url) == (7, expected[7])

@@ -44,7 +44,7 @@ def patience() -> Iterator[None]:
 @pytest.mark.parametrize("name", ["a.ckptz", "a.safetensors", "step-1.ckptz"])
 def test_a_pipe_in_the_folder_is_no_candidate(name: str, chain: Chain) -> None:
     chain.first.unlink()
-    chain.anchor.rename(chain.folder / "renamed.ckptz")
+    chain.full.rename(chain.folder / "renamed.ckptz")
     os.mkfifo(chain.folder / name)
     with patience():
         ckptz("verify", chain.delta)
@@ -71,7 +71,7 @@ def test_a_pipe_or_device_has_no_bytes_by_position(tmp_path: Path) -> None:
 def test_only_a_plain_file_that_fits_is_read_whole(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
     [report] = compress([chain.second], chain.folder / "d.ckptz", base=chain.first)
     chain.first.rename(chain.folder / "z.safetensors")
-    for file in (chain.anchor, chain.delta, chain.second):
+    for file in (chain.full, chain.delta, chain.second):
         file.unlink()
     rows = a_state()
     other_dtype = {**rows, "layer.weight": ("I32", *rows["layer.weight"][1:])}
@@ -95,7 +95,7 @@ def test_a_base_of_which_a_tensor_changed_its_shape_is_found(chain: Chain) -> No
     rows["zeros"] = ("I32", (10, 300), rows["zeros"][2])
     grown = write_plain(chain.folder / "grown.safetensors", rows)
     [report] = compress([grown], base=chain.first)
-    chain.anchor.unlink()
+    chain.full.unlink()
     assert report.n_deltas
     assert content_of(Path(report.output)) == content_of(grown)
 
@@ -119,8 +119,8 @@ def test_a_base_whose_name_cannot_be_recorded_is_refused(chain: Chain) -> None:
 
 
 def test_a_missing_base_is_still_missing(chain: Chain) -> None:
-    chain.anchor.unlink()
+    chain.full.unlink()
     chain.first.unlink()
-    os.mkfifo(chain.anchor)
+    os.mkfifo(chain.full)
     with pytest.raises(MissingBaseError):
         content_of(chain.delta)

@@ -268,9 +268,9 @@ def file_of(job: Job) -> bytes:
 
 
 @pytest.mark.parametrize("ranked", [False, True], ids=["magnitude", "sensitivity"])
-@pytest.mark.parametrize("is_delta", [False, True], ids=["anchor", "delta"])
+@pytest.mark.parametrize("is_delta", [False, True], ids=["full", "delta"])
 def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool) -> None:
-    anchor, tensors = sources_of(model(0, width=256)), sources_of(model(3, width=256))
+    full, tensors = sources_of(model(0, width=256)), sources_of(model(3, width=256))
     moments = {n: v for n, v in model(0, width=256, moments=True).items() if n.endswith("exp_avg_sq")}
     for moment in moments.values():
         moment[: len(moment) // 3] = 0  # rows that training has not met
@@ -279,7 +279,7 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
     cube = BOTH[1] if ranked else replace(CUBE, template=KMeans())
     job = Job(tensors=tensors, config=cube.template, guides=guides if ranked else {})
     if is_delta:
-        first = replace(job, tensors=anchor, config=cube.config((2, 1, 1, 1)))
+        first = replace(job, tensors=full, config=cube.config((2, 1, 1, 1)))
         base = Container(MemoryBytes(file_of(first)))
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:

@@ -33,7 +33,7 @@ NAN_PAYLOADS = np.array([0x7FC00001, 0xFF800123, 0x80000000, 0x7F800000], "<u4")
 
 @dataclass(frozen=True)
 class Chain:
-    """Two checkpoints of a run: plain files, and an anchor with a delta in the same folder."""
+    """Two checkpoints of a run: plain files, and a full file with a delta in the same folder."""
 
     folder: Path
 
@@ -46,7 +46,7 @@ class Chain:
         return self.folder / "step-2.safetensors"
 
     @property
-    def anchor(self) -> Path:
+    def full(self) -> Path:
         return self.folder / "step-1.ckptz"
 
     @property

@@ -23,8 +23,8 @@ class Case:
 
     Attributes:
         keep: arguments of `KeepPolicy`.
-        anchor: size of an anchor, as a share of a plain file.
-        delta: of a delta against the save before, as a share of an anchor.
+        full file: size of a full file, as a share of a plain file.
+        delta: of a delta against the save before, as a share of a full file.
         growth: of a delta for every doubling of its distance, the same.
         jump: from this save on deltas are three times as large; None for never.
         n_saves: saves.
@@ -33,7 +33,7 @@ class Case:
     """
 
     keep: dict[str, Any]
-    anchor: float
+    full: float
     delta: float
     growth: float
     jump: int | None
@@ -42,12 +42,12 @@ class Case:
     seed: int
 
     def n_bytes(self, save: int, distance: int, rng: random.Random) -> int:
-        """Give the size of a file that reaches so many saves back, 0 for an anchor."""
+        """Give the size of a file that reaches so many saves back, 0 for a full file."""
         if distance == 0:
-            return round(PLAIN * self.anchor)
+            return round(PLAIN * self.full)
         delta = self.delta if self.jump is None or save < self.jump else 3 * self.delta
         share = min(1.0, delta + self.growth * math.log2(distance)) * rng.uniform(0.97, 1.0)
-        return round(PLAIN * self.anchor * share)
+        return round(PLAIN * self.full * share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def cases(n: int) -> Iterator[Case]:
     for seed in range(n):
         yield Case(
             keep=KEEPS[seed % len(KEEPS)],
-            anchor=rng.choice([1.0, 0.95, 0.82, 0.5, 0.2, 0.1]),
+            full=rng.choice([1.0, 0.95, 0.82, 0.5, 0.2, 0.1]),
             delta=rng.choice([0.02, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9, 0.99]),
             growth=rng.choice([0.0, 0.01, 0.03, 0.1]),
             jump=rng.choice([None, 5, 10]),

@@ -108,7 +108,7 @@ def numbers_in(folder: Path, pattern: str) -> list[int]:
 def checkpointer_door(**options: Any) -> Door:
     def opened(folder: Path) -> tuple[torch.nn.Module, Checkpointer]:
         model = torch.nn.Linear(40, 50, bias=False)
-        how = {"keep": KeepPolicy(last=2), "anchor_every": 3, "background": False, "jobs": 1}
+        how = {"keep": KeepPolicy(last=2), "full_every": 3, "background": False, "jobs": 1}
         return model, Checkpointer(folder, model, **(how | options))
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
@@ -143,7 +143,7 @@ def lightning_door(config: Any = ckptz.LOSSLESS) -> Door:
     def save(folder: Path, n_saves: int, report: Report) -> None:
         from ckptz.integrations.lightning import CkptzIO
 
-        io = CkptzIO(config=config, anchor_every=3, jobs=1)
+        io = CkptzIO(config=config, full_every=3, jobs=1)
         newest = max(steps(folder), default=0)
         if newest:
             io.load_checkpoint(folder / f"step={newest}.ckpt")
@@ -177,7 +177,7 @@ def accelerate_door(config: Any = ckptz.LOSSLESS) -> Door:
         project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
         accelerator = accelerate.Accelerator(cpu=True, project_config=project)
         model = accelerator.prepare(torch.nn.Linear(40, 50, bias=False))
-        register(accelerator, ChainOptions(config=config, anchor_every=3, jobs=1))
+        register(accelerator, ChainOptions(config=config, full_every=3, jobs=1))
         newest = max(steps(folder), default=0)
         if newest:
             accelerator.load_state(str(folder / f"checkpoints/checkpoint_{newest}"))
@@ -219,7 +219,7 @@ def trainer_door(config: Any = ckptz.LOSSLESS) -> Door:
             def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 report(state.global_step)
 
-        options = ChainOptions(config=config, anchor_every=3, jobs=1)
+        options = ChainOptions(config=config, full_every=3, jobs=1)
         run = trainer(folder, options=options, max_steps=step + n_saves)
         run.add_callback(Follow())
         run.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}") if step else None)
@@ -246,7 +246,7 @@ def dcp_door(config: Any = ckptz.LOSSLESS) -> Door:
     def save(folder: Path, n_saves: int, report: Report) -> None:
         place = latest(folder)
         newest = 0 if place is None else int(place.name.partition("-")[2])
-        options = ChainOptions(config=config, anchor_every=3, jobs=1)
+        options = ChainOptions(config=config, full_every=3, jobs=1)
         writer = CkptzStorageWriter(options=options, keep_last=2)
         for step in range(newest + 1, newest + n_saves + 1):
             where = {"checkpoint_id": folder / f"step-{step}", "storage_writer": writer}
@@ -308,7 +308,7 @@ def prune_door(*, in_folders: bool) -> Door:
         return [n for n in numbers_in(folder, pattern) if (folder / name.format(n)).exists()]
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
-        chain, newest = Chain(ChainOptions(anchor_every=3, jobs=1)), max(steps(folder), default=0)
+        chain, newest = Chain(ChainOptions(full_every=3, jobs=1)), max(steps(folder), default=0)
         if newest:
             chain.go_on_from(folder / name.format(newest))
         for step in range(newest + 1, newest + n_saves + 1):
@@ -338,7 +338,7 @@ def publisher_door() -> Door:
         return sorted({version.step for version in versions_in(names)})
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
-        publisher = Publisher(folder, anchor_every=3, keep_anchors=1, jobs=1)
+        publisher = Publisher(folder, full_every=3, keep_full=1, jobs=1)
         newest = max(steps(folder), default=0)
         for step in range(newest + 1, newest + n_saves + 1):
             publisher.publish({"weight": weight_at(step)}, step)

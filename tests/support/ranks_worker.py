@@ -192,7 +192,7 @@ def fsdp_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 
 
 def fsdp_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
-    """The same on another number of ranks; the next step is an anchor, for the layout is another."""
+    """The same on another number of ranks; the next step is a full file, for the layout is another."""
     model, optimizer = a_model(n_ranks)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     state: dict[str, Any] = {"training": Training(model, optimizer), "scheduler": scheduler, "step": -1}

@@ -43,7 +43,7 @@ BUDGET = ckptz.Budget(error_of, max_drop=0.5)
 
 
 def a_run(folder: Path) -> Path:
-    """An anchor, a delta, and a lossy delta that keeps a budget; the anchor is hidden as a keep rule does."""
+    """A full file, a delta, and a lossy delta that keeps a budget; the full file is hidden by a keep rule."""
     folder.mkdir(parents=True, exist_ok=True)
     base = None
     for step in (0, 100, 200):

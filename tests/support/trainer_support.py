@@ -15,7 +15,7 @@ pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip inst
 from ckptz.integrations.trainer import ChainOptions, CkptzTrainerMixin
 
 N_SAVES = 10
-OPTIONS = ChainOptions(anchor_every=4, jobs=1)
+OPTIONS = ChainOptions(full_every=4, jobs=1)
 
 
 class Trainer(CkptzTrainerMixin, transformers.Trainer):

@@ -69,10 +69,10 @@ def test_a_delta_of_dense_frames_is_applied_too(tmp_path: Path) -> None:
     assert same(first, second)
 
 
-def test_an_anchor_is_written_over_anything(tmp_path: Path) -> None:
-    save_file(a_state(), tmp_path / "anchor.ckptz")
+def test_a_full_file_is_written_over_anything(tmp_path: Path) -> None:
+    save_file(a_state(), tmp_path / "full.ckptz")
     live = moved(a_state(5), 6, 0.5)
-    assert apply_(live, tmp_path / "anchor.ckptz").base is None
+    assert apply_(live, tmp_path / "full.ckptz").base is None
     assert same(live, a_state())
 
 
@@ -112,15 +112,15 @@ def test_a_tensor_of_any_layout_keeps_it(tmp_path: Path, name: str) -> None:
     apply_({"x": live}, delta_of(first, second, tmp_path, config=SPARSE))
     assert torch.equal(bits(live), bits(second["x"]))
     assert live.stride() == strides
-    save_file(first, tmp_path / "anchor.ckptz")
-    apply_({"x": live}, tmp_path / "anchor.ckptz")
+    save_file(first, tmp_path / "full.ckptz")
+    apply_({"x": live}, tmp_path / "full.ckptz")
     assert torch.equal(bits(live), bits(first["x"]))
 
 
 def test_one_element_may_have_any_stride(tmp_path: Path) -> None:
-    save_file({"x": torch.ones(1)}, tmp_path / "anchor.ckptz")
+    save_file({"x": torch.ones(1)}, tmp_path / "full.ckptz")
     live = torch.zeros(6)
-    apply_({"x": live[::4][:1]}, tmp_path / "anchor.ckptz")
+    apply_({"x": live[::4][:1]}, tmp_path / "full.ckptz")
     assert live.tolist() == [1, 0, 0, 0, 0, 0]
 
 
@@ -363,5 +363,5 @@ def test_where_even_that_fails_the_error_names_the_tensors(
 ) -> None:
     live, _, delta = a_pair(tmp_path)
     interrupt(monkeypatch, 3, RuntimeError("device lost"), then=1)
-    with refused(CkptzError, r"\['complex64', 'float64', 'int64'\] may hold .*device lost.* anchor"):
+    with refused(CkptzError, r"\['complex64', 'float64', 'int64'\] may hold .*device lost.* full file"):
         apply_(live, delta)

@@ -20,7 +20,7 @@ from tests.support.sync_support import a_state, cloned, moved, published, refuse
 
 
 def test_a_follower_takes_every_step_or_skips_some(tmp_path: Path) -> None:
-    publisher, follower, state = Publisher(tmp_path, anchor_every=50), Follower(tmp_path), a_state()
+    publisher, follower, state = Publisher(tmp_path, full_every=50), Follower(tmp_path), a_state()
     live = cloned(a_state(9))
     assert follower.poll() is None
     publisher.publish(state, 0)
@@ -37,8 +37,8 @@ def test_a_follower_takes_every_step_or_skips_some(tmp_path: Path) -> None:
             assert len(update.files) == (3 if step == 5 else 1)
 
 
-def test_a_late_one_catches_up_from_an_anchor(tmp_path: Path) -> None:
-    states = published(tmp_path, 14, anchor_every=5)
+def test_a_late_one_catches_up_from_a_full_file(tmp_path: Path) -> None:
+    states = published(tmp_path, 14, full_every=5)
     live, follower = cloned(a_state(9)), Follower(tmp_path)
     update = follower.apply_to(live)
     assert [update.previous, update.step, follower.step] == [None, 13, 13]
@@ -47,7 +47,7 @@ def test_a_late_one_catches_up_from_an_anchor(tmp_path: Path) -> None:
 
 
 def test_a_restarted_one_finds_out_what_its_tensors_hold(tmp_path: Path) -> None:
-    states = published(tmp_path, 9, anchor_every=5)
+    states = published(tmp_path, 9, full_every=5)
     for step in (5, 6, 8):
         live = cloned(states[step])
         update = Follower(tmp_path).apply_to(live)
@@ -61,7 +61,7 @@ def test_a_restarted_one_finds_out_what_its_tensors_hold(tmp_path: Path) -> None
 
 
 def test_one_step_may_be_asked_for(tmp_path: Path) -> None:
-    states = published(tmp_path, 9, anchor_every=4, keep_anchors=None)
+    states = published(tmp_path, 9, full_every=4, keep_full=None)
     follower, live = Follower(tmp_path), cloned(a_state(9))
     for step in (3, 6, 2, 8):
         assert follower.apply_to(live, step=step).step == step
@@ -71,7 +71,7 @@ def test_one_step_may_be_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("check", ["base", "stored"])
 def test_deltas_of_several_steps_in_the_folder_are_used(tmp_path: Path, check: Any) -> None:
 
-    states = published(tmp_path, 8, anchor_every=50)
+    states = published(tmp_path, 8, full_every=50)
     live, follower = cloned(a_state(9)), Follower(tmp_path, check=check)
     follower.apply_to(live, step=2)
     first, last = (tmp_path / f"step-00000{step}.from-00000{step - 1}.ckptz" for step in (2, 7))
@@ -83,7 +83,7 @@ def test_deltas_of_several_steps_in_the_folder_are_used(tmp_path: Path, check: A
 def test_a_file_that_is_retired_on_the_way_is_gone_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states = published(tmp_path, 4, anchor_every=50)
+    states = published(tmp_path, 4, full_every=50)
     live, follower = cloned(a_state(9)), Follower(tmp_path)
     follower.apply_to(live, step=1)
     real = storage.LocalFolder.open
@@ -91,7 +91,7 @@ def test_a_file_that_is_retired_on_the_way_is_gone_round(
     def open_late(self: Any, name: str) -> Any:
         if name == "step-000003.from-000002.ckptz" and (tmp_path / name).exists():
             (tmp_path / name).unlink()
-            ckptz.torch.save_file(states[3], tmp_path / "anchor.ckptz")
+            ckptz.torch.save_file(states[3], tmp_path / "full.ckptz")
             Publisher(tmp_path / "other").publish(states[3], 3)
             shutil.copy(tmp_path / "other" / "step-000003.ckptz", tmp_path)
         return real(self, name)
@@ -115,7 +115,7 @@ def test_nothing_is_published_yet(tmp_path: Path) -> None:
 
 
 def test_a_gap_in_the_steps(tmp_path: Path) -> None:
-    states = published(tmp_path, 6, anchor_every=50)
+    states = published(tmp_path, 6, full_every=50)
     live, follower = cloned(states[0]), Follower(tmp_path)
     follower.apply_to(live, step=2)
     (tmp_path / "step-000004.from-000003.ckptz").unlink()
@@ -124,13 +124,13 @@ def test_a_gap_in_the_steps(tmp_path: Path) -> None:
     assert follower.step == 2
     follower.apply_to(live, step=3)
     assert same(live, states[3])
-    Publisher(tmp_path, anchor_every=1).publish(states[5], 6)  # the next anchor
+    Publisher(tmp_path, full_every=1).publish(states[5], 6)  # the next full file
     follower.apply_to(live)
     assert same(live, states[5])
 
 
 def test_tensors_that_somebody_else_wrote_to(tmp_path: Path) -> None:
-    states = published(tmp_path, 3, anchor_every=50)
+    states = published(tmp_path, 3, full_every=50)
     live, follower = cloned(states[0]), Follower(tmp_path)
     follower.apply_to(live, step=1)
     live["float16"][7] += 1
@@ -161,7 +161,7 @@ def test_files_of_another_run(tmp_path: Path, check: Any) -> None:
 
 
 def test_a_file_under_another_name(tmp_path: Path) -> None:
-    states = published(tmp_path, 3, anchor_every=50)
+    states = published(tmp_path, 3, full_every=50)
     (tmp_path / "step-000002.from-000001.ckptz").rename(tmp_path / "step-000005.from-000001.ckptz")
     live, follower = cloned(states[1]), Follower(tmp_path)
     with untouched(live), refused(CorruptionError, "holds step 2; it was renamed"):
@@ -169,7 +169,7 @@ def test_a_file_under_another_name(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file_on_the_way(tmp_path: Path) -> None:
-    states = published(tmp_path, 3, anchor_every=50)
+    states = published(tmp_path, 3, full_every=50)
     live, follower = cloned(states[0]), Follower(tmp_path)
     follower.apply_to(live, step=0)
     path = tmp_path / "step-000002.from-000001.ckptz"

@@ -35,7 +35,7 @@ def shared_state() -> State:
 
 
 def published(folder: Path) -> list[State]:
-    publisher, states = Publisher(folder, anchor_every=3, jobs=1), []
+    publisher, states = Publisher(folder, full_every=3, jobs=1), []
     generator = torch.Generator().manual_seed(0)
     state = {name: torch.randn(N_ELEMENTS, generator=generator).bfloat16() for name in shared_state()}
     for step in range(N_STEPS):

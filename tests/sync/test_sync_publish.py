@@ -25,8 +25,8 @@ from tests.support.sync_support import a_state, cloned, moved, names_in, publish
 # --- the folder -----------------------------------------------------------------------------------
 
 
-def test_deltas_every_time_and_anchors_now_and_then(tmp_path: Path) -> None:
-    published(tmp_path, 7, anchor_every=3, keep_anchors=None)
+def test_deltas_every_time_and_full_files_now_and_then(tmp_path: Path) -> None:
+    published(tmp_path, 7, full_every=3, keep_full=None)
     assert names_in(tmp_path) == [
         "step-000000.ckptz",
         "step-000001.from-000000.ckptz",
@@ -40,8 +40,8 @@ def test_deltas_every_time_and_anchors_now_and_then(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_older_than_the_anchors_kept_is_removed(tmp_path: Path) -> None:
-    states = published(tmp_path, 12, anchor_every=3, keep_anchors=2)
+def test_what_is_older_than_the_full_files_kept_is_removed(tmp_path: Path) -> None:
+    states = published(tmp_path, 12, full_every=3, keep_full=2)
     assert names_in(tmp_path)[0] == "step-000006.ckptz"
     assert len(names_in(tmp_path)) == 7
     for path in tmp_path.iterdir():
@@ -112,8 +112,8 @@ def test_the_smallest_deltas_follow_as_well(tmp_path: Path) -> None:
 
 
 def test_a_restarted_publisher_goes_on_with_deltas(tmp_path: Path) -> None:
-    states = published(tmp_path, 4, anchor_every=5)
-    later = Publisher(tmp_path, anchor_every=5)
+    states = published(tmp_path, 4, full_every=5)
+    later = Publisher(tmp_path, full_every=5)
     assert later.step is None
     state = moved(states[-1], 50)
     assert later.publish(state).files == ("step-000004.from-000003.ckptz",)
@@ -121,7 +121,7 @@ def test_a_restarted_publisher_goes_on_with_deltas(tmp_path: Path) -> None:
     assert later.publish(state).files == ("step-000005.ckptz", "step-000005.from-000004.ckptz")
     live = cloned(states[2])
     follower = Follower(tmp_path)
-    assert follower.apply_to(live).previous is None  # step 2 is before the newest anchor
+    assert follower.apply_to(live).previous is None  # step 2 is before the newest full file
     assert same(live, state)
 
 
@@ -142,8 +142,8 @@ def test_two_publishers_notice_each_other(tmp_path: Path) -> None:
         one.publish(state)
 
 
-def test_where_the_newest_file_is_damaged_an_anchor_follows(tmp_path: Path) -> None:
-    states = published(tmp_path, 2, anchor_every=50)
+def test_where_the_newest_file_is_damaged_a_full_file_follows(tmp_path: Path) -> None:
+    states = published(tmp_path, 2, full_every=50)
     newest = tmp_path / "step-000001.from-000000.ckptz"
     with contextlib.closing(open_checkpoint(newest)) as opened:
         tensor: Any = opened.tensors["float32"]
@@ -151,17 +151,17 @@ def test_where_the_newest_file_is_damaged_an_anchor_follows(tmp_path: Path) -> N
     damaged = bytearray(newest.read_bytes())
     damaged[at] ^= 1  # which is found out when it is decoded
     newest.write_bytes(damaged)
-    assert_an_anchor_follows(tmp_path, 2, states[1])
+    assert_a_full_file_follows(tmp_path, 2, states[1])
 
 
-def test_where_the_chain_is_broken_an_anchor_follows(tmp_path: Path) -> None:
-    states = published(tmp_path, 4, anchor_every=50)
+def test_where_the_chain_is_broken_a_full_file_follows(tmp_path: Path) -> None:
+    states = published(tmp_path, 4, full_every=50)
     (tmp_path / "step-000002.from-000001.ckptz").unlink()
-    assert_an_anchor_follows(tmp_path, 4, states[3])
+    assert_a_full_file_follows(tmp_path, 4, states[3])
 
 
-def assert_an_anchor_follows(folder: Path, step: int, state: Any) -> None:
-    done = Publisher(folder, anchor_every=50).publish(state)
+def assert_a_full_file_follows(folder: Path, step: int, state: Any) -> None:
+    done = Publisher(folder, full_every=50).publish(state)
     assert done.files == (f"step-{step:06d}.ckptz",)
     assert f"step {step - 1} cannot be led on from" in done.note
     live = cloned(a_state(9))
@@ -176,7 +176,7 @@ def test_steps_out_of_range(tmp_path: Path, step: int) -> None:
 
 
 def test_options_out_of_range(tmp_path: Path) -> None:
-    for options in ({"anchor_every": 0}, {"anchor_every": 65}, {"keep_anchors": 0}):
+    for options in ({"full_every": 0}, {"full_every": 65}, {"keep_full": 0}):
         with refused(ConfigError, next(iter(options))):
             Publisher(tmp_path, **options)  # type: ignore[arg-type]
     with refused(ConfigError, "check must be one of"):
@@ -198,10 +198,10 @@ def disk_of(n_bytes: int) -> Iterator[None]:
 
 
 def test_a_full_disk_publishes_nothing_and_can_be_tried_again(tmp_path: Path) -> None:
-    publisher, state = Publisher(tmp_path, anchor_every=2), a_state()
+    publisher, state = Publisher(tmp_path, full_every=2), a_state()
     publisher.publish(state)
     before = names_in(tmp_path)
-    for step in (1, 2):  # a delta, then an anchor with a delta of which only the delta would fit
+    for step in (1, 2):  # a delta, then a full file with a delta of which only the delta would fit
         state = moved(state, step, 0.05)
         with disk_of(1500 if step == 1 else 20_000), pytest.raises(OSError, match="File too large"):
             publisher.publish(state, step)
@@ -230,7 +230,7 @@ def test_a_name_is_seen_when_its_file_is_complete(tmp_path: Path) -> None:
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    published(tmp_path, 25, anchor_every=4)
+    published(tmp_path, 25, full_every=4)
     stop.set()
     watcher.join()
     assert not problems
@@ -249,14 +249,14 @@ def url() -> Iterator[str]:
 
 def test_a_url_serves_as_well_as_a_folder(url: str) -> None:
     fsspec = importlib.import_module("fsspec")
-    states = published(url, 8, anchor_every=3)
+    states = published(url, 8, full_every=3)
     names = sorted(path.rsplit("/", 1)[1] for path in fsspec.filesystem("memory").ls(url, detail=False))
     assert names[0] == "step-000003.ckptz"
     live, follower = cloned(a_state(9)), Follower(url)
     follower.apply_to(live, step=4)
     follower.apply_to(live)
     assert same(live, states[-1])
-    again = Publisher(url, anchor_every=3)
+    again = Publisher(url, full_every=3)
     assert again.publish(states[0]).files == ("step-000008.from-000007.ckptz",)
     Follower(url).apply_to(live)
     assert same(live, states[0])
@@ -266,7 +266,7 @@ def test_a_url_serves_as_well_as_a_folder(url: str) -> None:
 
 def test_an_upload_that_fails_publishes_nothing(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec = importlib.import_module("fsspec")
-    publisher, state = Publisher(url, anchor_every=1), a_state()
+    publisher, state = Publisher(url, full_every=1), a_state()
     publisher.publish(state)
     memory = fsspec.filesystem("memory")
     before = memory.ls(url, detail=False)

@@ -73,7 +73,7 @@ class World:
             (self.run / self.rng.choice(files).name).unlink()
 
     def restart_publisher(self) -> None:
-        options = {"anchor_every": self.rng.randint(1, 5), "keep_anchors": self.rng.choice([1, 2, None])}
+        options = {"full_every": self.rng.randint(1, 5), "keep_full": self.rng.choice([1, 2, None])}
         self.publisher = Publisher(self.run, smallest=self.rng.random() < 0.3, jobs=1, **options)  # type: ignore[arg-type]
 
     def restart_engine(self) -> None:
@@ -127,7 +127,7 @@ class World:
             assert same(found, self.published[version.step])
 
     def check_recovery(self) -> None:
-        self.publisher = Publisher(self.run, anchor_every=1, jobs=1)
+        self.publisher = Publisher(self.run, full_every=1, jobs=1)
         self.publish()
         for engine in self.engines:
             assert engine.follower.apply_to(engine.tensors).step == max(self.published)

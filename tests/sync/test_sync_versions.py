@@ -61,7 +61,7 @@ def test_the_way_with_the_fewest_bytes_is_taken(have: int | None, want: int, nam
     assert [version.name for version in route(RUN, have, want, "run")] == names
 
 
-def test_an_anchor_is_taken_where_the_deltas_are_more() -> None:
+def test_a_full_file_is_taken_where_the_deltas_are_more() -> None:
     versions = [Version(0, None, 10), Version(1, 0, 100), Version(2, 1, 100), Version(2, None, 150)]
     assert [version.base for version in route(versions, 0, 2, "run")] == [None]
     assert [version.base for version in route(versions, 1, 2, "run")] == [1]
@@ -71,7 +71,7 @@ def test_a_gap_is_named() -> None:
     versions = [version for version in RUN if version.step not in (7, 9, 10) and version.base != 6]
     assert newest_step(versions) == 8
     with refused(
-        MissingBaseError, "run: no files lead from step 6 to step 8.* the next anchor closes the gap"
+        MissingBaseError, "run: no files lead from step 6 to step 8.* the next full file closes the gap"
     ):
         route(versions, 6, 8, "run")
     with refused(MissingBaseError, "run: no files lead from nothing to step 8"):

@@ -258,7 +258,7 @@ def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp
     run = Training().trained(20)
     budget = Budget(ResumeProbe(resumed_loss, n_steps=3, noise_floor=0.0), 0.02)
     with run.checkpointer(tmp_path, budget=budget, keep=LOSSY) as checkpointer:
-        for step in (1, 2):  # an anchor and a delta
+        for step in (1, 2):  # a full file and a delta
             checkpointer.save(step)
             search = report_of(checkpointer).search
             assert search is not None
@@ -284,7 +284,7 @@ def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp
     assert resumed_loss({**other.state(), **moments}, 3) == record.measured
 
 
-def test_a_base_that_cannot_be_read_makes_an_anchor_that_keeps_the_budget(tmp_path: Path) -> None:
+def test_a_base_that_cannot_be_read_makes_a_full_file_that_keeps_the_budget(tmp_path: Path) -> None:
     run = Training().trained(3)
     exact: dict[str, torch.Tensor] = {}
     budget = Budget(lambda state: error_to(exact)(state), 0.05)

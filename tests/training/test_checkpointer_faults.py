@@ -43,7 +43,7 @@ pytestmark = [
 
 ABORTED = 9
 N_SAVED = 8
-OPTIONS = {"keep": KeepPolicy(last=3), "anchor_every": 4}
+OPTIONS = {"keep": KeepPolicy(last=3), "full_every": 4}
 
 
 class Aborting:
@@ -235,7 +235,7 @@ def test_a_rebase_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> Non
 # --- lossy files with an exact head -------------------------------------------------------------
 
 
-HEAD_OPTIONS: dict[str, Any] = {"keep": KeepPolicy(last=1), "anchor_every": 4, "config": GRID}
+HEAD_OPTIONS: dict[str, Any] = {"keep": KeepPolicy(last=1), "full_every": 4, "config": GRID}
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,7 @@ def test_a_save_aborted_anywhere_leaves_an_exact_newest_step(head: Prepared) -> 
 def train_until_killed(folder: Path, done: mmap.mmap, config: Method) -> None:
     """Save every step in the background; `done` holds the last that was said to be complete, and a one."""
     run = Run(seed=7)
-    checkpointer = run.checkpointer(folder, keep=KEEP_TWO, anchor_every=3, config=config)
+    checkpointer = run.checkpointer(folder, keep=KEEP_TWO, full_every=3, config=config)
     step = checkpointer.restore_latest() or 0
     done[8] = 1
     while True:
@@ -298,7 +298,7 @@ def kill_at_random(folder: Path, n_kills: int, config: Method = LOSSLESS) -> Non
     """Kill a run again and again: its newest step is exact each time, and without loss every other, too."""
     rng, losses = random.Random(0), [0.0, *Run().losses(60 * n_kills)]
     done = mmap.mmap(-1, 9)
-    saved_run(folder, 1, keep=KEEP_TWO, anchor_every=3, config=config)
+    saved_run(folder, 1, keep=KEEP_TWO, full_every=3, config=config)
     n_unfinished = 0
     for _ in range(n_kills):
         done[8] = 0

@@ -44,8 +44,8 @@ def test_a_step_is_saved_once_and_after_those_that_are_there(tmp_path: Path) -> 
     ("options", "message"),
     [
         ({"every": 0}, "every must be at least 1"),
-        ({"anchor_every": 0}, "anchor_every must be 1..64"),
-        ({"anchor_every": 65}, "anchor_every must be 1..64"),
+        ({"full_every": 0}, "full_every must be 1..64"),
+        ({"full_every": 65}, "full_every must be 1..64"),
         ({"config": "lossless"}, "config must be a configuration"),
         ({"keep": 5}, "keep must be a KeepPolicy"),
     ],
@@ -232,7 +232,7 @@ def flip(path: Path, at: int) -> None:
 
 
 def test_a_damaged_step_is_named_and_changes_nothing(tmp_path: Path) -> None:
-    saved_run(tmp_path, 2, anchor_every=1)
+    saved_run(tmp_path, 2, full_every=1)
     path = tmp_path / "step-00000002.state.ckptz"
     flip(path, path.stat().st_size // 2)
     run = Run(seed=6)
@@ -245,7 +245,7 @@ def test_a_damaged_step_is_named_and_changes_nothing(tmp_path: Path) -> None:
         assert checkpointer.restore(1) == 1
 
 
-def test_a_save_against_a_damaged_base_is_an_anchor(tmp_path: Path) -> None:
+def test_a_save_against_a_damaged_base_is_a_full_file(tmp_path: Path) -> None:
     saved_run(tmp_path, 1)
     path = tmp_path / "step-00000001.ckptz"
     frames_begin = 8 + int.from_bytes(path.read_bytes()[:8], "little")
@@ -256,7 +256,7 @@ def test_a_save_against_a_damaged_base_is_an_anchor(tmp_path: Path) -> None:
         checkpointer.save(2)
         report = checkpointer.wait()
         assert report is not None
-        assert "weights: stored as an anchor, because the base cannot be read" in " ".join(report.notes)
+        assert "weights: stored as a full file, because the base cannot be read" in " ".join(report.notes)
         before = state_of(run)
         run.step()
         checkpointer.restore(2)

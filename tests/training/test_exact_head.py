@@ -118,7 +118,7 @@ def test_weights_get_their_name_last_and_only_then_older_residuals_go(
     monkeypatch.setattr(os, "unlink", lambda a, **how: (events.append(f"- {Path(a).name}"), unlink(a, **how)))
     run = Run(seed=99)
     keep = KeepPolicy(last=1)
-    with run.checkpointer(folder, config=GRID, keep=keep, anchor_every=1, background=False) as checkpointer:
+    with run.checkpointer(folder, config=GRID, keep=keep, full_every=1, background=False) as checkpointer:
         checkpointer.restore_latest()
         run.step()
         checkpointer.save(5)
@@ -300,7 +300,7 @@ def test_a_prune_keeps_residuals_unless_it_is_told_how_many(folder: Path, losses
 
 
 def test_residuals_go_before_all_lossy_files_whatever_their_step(tmp_path: Path) -> None:
-    saved_run(tmp_path, 4, config=GRID, keep=KeepPolicy(exact=None), anchor_every=1)
+    saved_run(tmp_path, 4, config=GRID, keep=KeepPolicy(exact=None), full_every=1)
     report = prune_folder(tmp_path, KeepPolicy(last=1), dry_run=True)
     kinds = [".exact." in name for name in report.removed]
     assert kinds == sorted(kinds, reverse=True)

@@ -152,7 +152,7 @@ def test_views_of_live_tensors_follow_several_files_in_a_call(
         name: torch.randint(0, 99, view.shape, generator=generator).to(view.dtype)
         for name, view in live.items()
     }
-    publisher = Publisher(tmp_path, anchor_every=4)
+    publisher = Publisher(tmp_path, full_every=4)
     follower = Follower(tmp_path, check=check)
     n_files = list[int]()
     for step in range(1, 22):

@@ -53,7 +53,7 @@ def saved(folder: Path, base: Path | None, n_steps: int = 2, **options: Any) -> 
             checkpointer.save(step)
             report = checkpointer.wait()
             assert report is not None
-            assert not [note for note in report.notes if "anchor" in note]
+            assert not [note for note in report.notes if "full" in note]
     return run
 
 
@@ -97,18 +97,18 @@ def test_a_file_of_own_names_is_restored_to_one(tmp_path: Path, folder: Path, pr
     assert same(load_plain(tmp_path / "tuned.safetensors"), state_of(run))
 
 
-def test_every_anchor_is_stored_against_it(folder: Path, pretrained: Path) -> None:
-    saved(folder, pretrained, n_steps=4, anchor_every=2, keep=KeepPolicy(last=None))
+def test_every_full_file_is_stored_against_it(folder: Path, pretrained: Path) -> None:
+    saved(folder, pretrained, n_steps=4, full_every=2, keep=KeepPolicy(last=None))
     depths = [inspect(folder / f"step-{step:08d}.ckptz").depth for step in (1, 2, 3, 4)]
     assert depths == [1, 2, 1, 2]
     assert [inspect(folder / f"step-{step:08d}.state.ckptz").depth for step in (1, 3)] == [0, 0]
 
 
-@pytest.mark.parametrize("anchor_step", [None, 0.5])
-def test_a_file_against_it_has_the_step_of_an_anchor(
-    folder: Path, pretrained: Path, anchor_step: float | None
+@pytest.mark.parametrize("full_step", [None, 0.5])
+def test_a_file_against_it_has_the_step_of_a_full_file(
+    folder: Path, pretrained: Path, full_step: float | None
 ) -> None:
-    run, config = tuned(), replace(GRID, anchor_step=anchor_step)
+    run, config = tuned(), replace(GRID, full_step=full_step)
     with torch.no_grad():
         for parameter in run.model.parameters():  # so far that no step is halved
             parameter += 0.5 * torch.randn_like(parameter)
@@ -121,7 +121,7 @@ def test_a_file_against_it_has_the_step_of_an_anchor(
     for name in (STEP_1, STEP_2):
         records = [tensor.lossy for tensor in inspect(folder / name).tensors]
         steps.append({one.settings["step"] for one in records if one is not None and one.method == "grid"})
-    assert steps[0] == {anchor_step or GRID.step / 4}
+    assert steps[0] == {full_step or GRID.step / 4}
     assert max(steps[1]) == GRID.step, "deltas of the run have their own"
 
 
@@ -140,7 +140,7 @@ def test_a_run_that_goes_on_without_being_told_stays_with_its_names(folder: Path
 
 
 def test_retention_leaves_it_and_does_not_wait_for_it(folder: Path, pretrained: Path) -> None:
-    saved(folder, pretrained, n_steps=4, anchor_every=2, keep=KeepPolicy(last=None))
+    saved(folder, pretrained, n_steps=4, full_every=2, keep=KeepPolicy(last=None))
     report = prune_folder(folder, KeepPolicy(last=1))
     assert (report.steps, report.notes) == ((4,), ())
     assert len(links_in(folder)) == 1
@@ -195,7 +195,7 @@ def test_where_it_goes_during_a_run_files_stand_alone(folder: Path, pretrained: 
         checkpointer.save(1)
         report = checkpointer.wait()
     assert report is not None
-    assert any("weights: stored as an anchor" in note for note in report.notes)
+    assert any("weights: stored as a full file" in note for note in report.notes)
     assert inspect(folder / STEP_1).depth == 0
 
 
