@@ -29,8 +29,8 @@ MAX_INDICES: Final = 1 << 24  # labels that a header may hold for rows or blocks
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CLASSES: Final = 256
 
-MIN_REPEATED: Final = 1 << 12  # units of a row; shorter ones are filled together
-MIN_RUN: Final = 32  # units that are moved as a whole
+MIN_REPEATED: Final = 1 << 12  # patterns of a row; shorter ones are filled together
+MIN_RUN: Final = 32  # patterns that are moved as a whole
 
 Labels = NDArray[Any]  # uint8 or uint16
 
@@ -46,7 +46,7 @@ class RuleId(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The eight bits below the sign: of the base's unit, or of tensor `source` of the same file."""
+    """The eight bits below the sign: of the base's pattern, or of tensor `source` of the same file."""
 
     source: str | None = None
 
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A stored label for each block of `size` units."""
+    """A stored label for each block of `size` patterns."""
 
     radix: int
     size: int
@@ -89,28 +89,28 @@ def n_classes_of(rules: Sequence[ClassRule]) -> int:
 
 
 class ClassSources(Protocol):
-    """Arrays that class rules look at, for the units begin..end of one chunk."""
+    """Arrays that class rules look at, for the patterns begin..end of one chunk."""
 
     begin: int
     end: int
 
-    def base_units(self) -> Any:
-        """Read units [end - begin] of the base."""
+    def base_patterns(self) -> Any:
+        """Read patterns [end - begin] of the base."""
         ...
 
     def base_codes(self) -> NDArray[np.uint8] | None:
         """Read codes [end - begin] of the base's frame, or None."""
         ...
 
-    def units_of(self, name: str) -> Any:
-        """Read units [end - begin] of another tensor of the same file."""
+    def patterns_of(self, name: str) -> Any:
+        """Read patterns [end - begin] of another tensor of the same file."""
         ...
 
 
-def _labels_of(rule: ClassRule, sources: ClassSources, row_units: int) -> Labels:
+def _labels_of(rule: ClassRule, sources: ClassSources, row_patterns: int) -> Labels:
     if isinstance(rule, Magnitude):
-        units = sources.base_units() if rule.source is None else sources.units_of(rule.source)
-        return cpu().magnitude_classes(units)
+        patterns = sources.base_patterns() if rule.source is None else sources.patterns_of(rule.source)
+        return cpu().magnitude_classes(patterns)
     if isinstance(rule, BaseCode):
         codes = sources.base_codes()
         if codes is None:
@@ -118,29 +118,29 @@ def _labels_of(rule: ClassRule, sources: ClassSources, row_units: int) -> Labels
         if len(codes) and int(codes.max()) >= rule.radix:
             raise CorruptionError(f"the base uses code {int(codes.max())}, the frame expects {rule.radix}")
         return codes
-    size = row_units if isinstance(rule, Row) else rule.size
+    size = row_patterns if isinstance(rule, Row) else rule.size
     return labels_of_rows(rule.indices, sources.begin, sources.end, size)
 
 
-def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_units: int) -> NDArray[np.uint8]:
-    """Give the labels [end - begin] of units begin..end of rows, or blocks, with a label each."""
-    first, last = begin // row_units, -(-end // row_units)
+def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_patterns: int) -> NDArray[np.uint8]:
+    """Give the labels [end - begin] of patterns begin..end of rows, or blocks, with a label each."""
+    first, last = begin // row_patterns, -(-end // row_patterns)
     own = indices[first:last]
-    if row_units < MIN_REPEATED:
-        return np.repeat(own, row_units)[begin - first * row_units :][: end - begin]
+    if row_patterns < MIN_REPEATED:
+        return np.repeat(own, row_patterns)[begin - first * row_patterns :][: end - begin]
     labels = np.empty(end - begin, np.uint8)
     for label, row in zip(own.tolist(), range(first, last), strict=True):
-        labels[max(row * row_units - begin, 0) : (row + 1) * row_units - begin] = label
+        labels[max(row * row_patterns - begin, 0) : (row + 1) * row_patterns - begin] = label
     return labels
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The units [n] of a chunk as runs of one class each.
+    """The patterns [n] of a chunk as runs of one class each.
 
     Attributes:
         labels: the class of each run.
-        size: units of a run.
+        size: patterns of a run.
         n_classes: that labels may name.
     """
 
@@ -150,7 +150,7 @@ class Runs:
 
     @cached_property
     def per_class(self) -> NDArray[np.int64]:
-        """Units of each class [n_classes]."""
+        """Patterns of each class [n_classes]."""
         return np.bincount(self.labels, minlength=self.n_classes) * self.size
 
     @cached_property
@@ -164,7 +164,7 @@ class Runs:
         return codes if self._order is None else codes.view(f"V{self.size}")[self._order].view(np.uint8)
 
     def ungroup(self, grouped: Bytes) -> Bytes:
-        """Put codes [n] from class order in that of the units."""
+        """Put codes [n] from class order in that of the patterns."""
         if self._order is None:
             return grouped
         codes = np.empty_like(grouped)
@@ -172,12 +172,12 @@ class Runs:
         return codes
 
 
-def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_units: int) -> Runs | None:
-    """Find runs in units begin..end; None if classes depend on more than the place, or change too often."""
+def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_patterns: int) -> Runs | None:
+    """Find runs in patterns begin..end; None if classes depend on more than places, or change too often."""
     rule = rules[0] if len(rules) == 1 else None
     if not isinstance(rule, Row | Block):
         return None
-    whole = row_units if isinstance(rule, Row) else rule.size
+    whole = row_patterns if isinstance(rule, Row) else rule.size
     size = math.gcd(whole, begin, end)
     if size < MIN_RUN:
         return None
@@ -185,13 +185,13 @@ def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_units: int) ->
     return Runs(labels, size, rule.radix)
 
 
-def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_units: int) -> Labels:
-    """Give the class of each unit of a chunk [n], by at least one rule; `row_units` are those of one row."""
-    labels: Labels = _labels_of(rules[0], sources, row_units)
+def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_patterns: int) -> Labels:
+    """Give the class of each pattern of a chunk [n], by at least one rule; `row_patterns`: of one row."""
+    labels: Labels = _labels_of(rules[0], sources, row_patterns)
     if len(rules) > 1:
         labels = labels.astype(np.uint16)
         for rule in rules[1:]:
-            labels = labels * np.uint16(rule.radix) + _labels_of(rule, sources, row_units)
+            labels = labels * np.uint16(rule.radix) + _labels_of(rule, sources, row_patterns)
     return labels
 
 

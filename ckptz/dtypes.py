@@ -1,8 +1,8 @@
 """Names, sizes and bit layouts of the element types. Implements spec/registry.md#dtypes.
 
-ckptz never computes with an element's own arithmetic: every tensor is a sequence of *units*, unsigned
-little-endian integers of 1, 2, 4 or 8 bytes that hold its bit patterns. One element is one unit,
-except C64 (two 4-byte units) and the sub-byte types (the units are the bytes they are packed into).
+ckptz never computes with an element's own arithmetic: every tensor is a sequence of *patterns*, unsigned
+little-endian integers of 1, 2, 4 or 8 bytes that hold its bit patterns. One element is one pattern,
+except C64 (two 4-byte patterns) and the sub-byte types (the patterns are the bytes they are packed into).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class DType:
         name: the code that safetensors uses, "BF16".
         id: the byte that stands for it in a frame.
         bits: size of one element in bits.
-        unit_bytes: size of one unit in bytes.
-        is_float: sign, exponent and mantissa in IEEE order within a unit.
+        pattern_bytes: size of one pattern in bytes.
+        is_float: sign, exponent and mantissa in IEEE order within a pattern.
     """
 
     name: str
     id: int
     bits: int
-    unit_bytes: int
+    pattern_bytes: int
     is_float: bool
 
     def n_bytes(self, shape: Sequence[int]) -> int:
@@ -54,9 +54,9 @@ class DType:
             raise CorruptionError(f"{self.name} tensor of shape {list(shape)} does not fill whole bytes")
         return n_bits // 8
 
-    def n_units(self, shape: Sequence[int]) -> int:
-        """Count the units of a dense tensor."""
-        return self.n_bytes(shape) // self.unit_bytes
+    def n_patterns(self, shape: Sequence[int]) -> int:
+        """Count the patterns of a dense tensor."""
+        return self.n_bytes(shape) // self.pattern_bytes
 
 
 # Each with the name by which numpy and PyTorch know it, where they do.

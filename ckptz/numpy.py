@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ckptz.api.safe_open import PathLike, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
-from ckptz.codec.units import UNIT_TYPES, ArraySource
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource
 from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import DTypeError
 from ckptz.methods.lossless import LOSSLESS
@@ -154,5 +154,5 @@ def _source(name: str, array: NDArray[Any]) -> ArraySource:
         )
     little = np.asarray(array).astype(array.dtype.newbyteorder("<"), order="C", copy=False)
     dtype = dtype_of(code)
-    units = np.require(little.reshape(-1).view(UNIT_TYPES[dtype.unit_bytes]), requirements=["A"])
-    return ArraySource(dtype, array.shape, units)
+    patterns = np.require(little.reshape(-1).view(PATTERN_TYPES[dtype.pattern_bytes]), requirements=["A"])
+    return ArraySource(dtype, array.shape, patterns)

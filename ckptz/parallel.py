@@ -20,7 +20,7 @@ V = TypeVar("V")
 RESULTS_IN_FLIGHT: Final = 2  # of each thread that may wait to be consumed, which bounds memory
 SMALL_IN_FLIGHT: Final = 64  # results of small items among them
 MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads only when asked for
-SMALL_UNITS: Final = 1 << 15  # of a chunk that takes more Python than arithmetic, measured on two cores
+SMALL_VALUES: Final = 1 << 15  # of a chunk that takes more Python than arithmetic, measured on two cores
 
 
 def default_jobs() -> int:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.frame_writer import Contents, Earlier, FileRecord, Progress
 from ckptz.container.writer import Written, write_container
 from ckptz.encoding.tensor import SideInformation

@@ -22,7 +22,7 @@ from ckptz.api.apply import apply_
 from ckptz.api.read import check_limit, decoded_chunks
 from ckptz.api.safe_open import PathLike, checked_path, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
-from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, Units, tensor_bytes
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource, Patterns, TensorSource, tensor_bytes
 from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
@@ -448,21 +448,21 @@ class FetchedSource(TensorSource):
     shape: tuple[int, ...]
     flat: torch.Tensor
 
-    def units(self, begin: int, end: int) -> Units:
-        n = self.dtype.unit_bytes
-        return self.flat[n * begin : n * end].cpu().numpy().view(UNIT_TYPES[n])
+    def patterns(self, begin: int, end: int) -> Patterns:
+        n = self.dtype.pattern_bytes
+        return self.flat[n * begin : n * end].cpu().numpy().view(PATTERN_TYPES[n])
 
 
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
-    """Give the units of a dense, contiguous tensor without gradient, on any device; messages say `name`."""
+    """Give the patterns of a dense, contiguous tensor without gradient, on any device; errors name `name`."""
     if tensor.device.type == "meta":
         # These words, like those above, are safetensors' own: its callers look for them.
         raise NotImplementedError(f"Cannot copy out of meta tensor; no data! (tensor {name!r})")
     dtype, shape = stored_type(name, tensor)
     if not tensor.numel():
-        return ArraySource(dtype, shape, np.empty(0, UNIT_TYPES[dtype.unit_bytes]))
+        return ArraySource(dtype, shape, np.empty(0, PATTERN_TYPES[dtype.pattern_bytes]))
     tensor = tensor.resolve_conj().resolve_neg()
     if lives_elsewhere(tensor):
         return FetchedSource(dtype, shape, bytes_of(tensor))
-    units = bytes_of(tensor).numpy().view(UNIT_TYPES[dtype.unit_bytes])
-    return ArraySource(dtype, shape, np.require(units, requirements=["A"]))
+    patterns = bytes_of(tensor).numpy().view(PATTERN_TYPES[dtype.pattern_bytes])
+    return ArraySource(dtype, shape, np.require(patterns, requirements=["A"]))

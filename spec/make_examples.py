@@ -29,7 +29,7 @@ from ckptz.codec.plan import (
     StreamTables,
     exact_plan,
 )
-from ckptz.codec.units import ArraySource, ChunkSources
+from ckptz.codec.sources import ArraySource, ChunkSources
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import Region, build_header
 from ckptz.container.index import INDEX_NAME, Index, TensorEntry, content_id, envelope_metadata
@@ -315,12 +315,12 @@ def frame_lines(framed: Framed, base: int) -> list[str]:
 
 def decoded_lines(data: bytes) -> list[str]:
     """What a reader gets."""
-    lines = ["", "## Decoded", "", "| tensor | units |", "|---|---|"]
+    lines = ["", "## Decoded", "", "| tensor | patterns |", "|---|---|"]
     checkpoint = open_source(MemoryBytes(data))
     for name, source in checkpoint.tensors.items():
-        units = source.units(0, source.dtype.n_units(source.shape))
-        digits = 2 * source.dtype.unit_bytes
-        lines.append(f"| {name} | {' '.join(f'{int(u):0{digits}x}' for u in units)} |")
+        patterns = source.patterns(0, source.dtype.n_patterns(source.shape))
+        digits = 2 * source.dtype.pattern_bytes
+        lines.append(f"| {name} | {' '.join(f'{int(u):0{digits}x}' for u in patterns)} |")
     return lines
 
 

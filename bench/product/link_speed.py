@@ -52,8 +52,8 @@ REUSE = "Top10, positions reused"
 class Case:
     """One codec on one set of kernels; encode and decode alternate."""
 
-    def __init__(self, policy: LinkPolicy, units: Any, shape: tuple[int, ...], kernels: Any) -> None:
-        self._policy, self._units, self._shape, self._kernels = policy, units, shape, kernels
+    def __init__(self, policy: LinkPolicy, patterns: Any, shape: tuple[int, ...], kernels: Any) -> None:
+        self._policy, self._patterns, self._shape, self._kernels = policy, patterns, shape, kernels
         self._links, self._step, self.message = self._pair(), -1, None
 
     def _pair(self) -> Any:
@@ -64,7 +64,7 @@ class Case:
         """Do what comes before the message that is timed."""
 
     def _send(self, place: Place) -> Any:
-        return self._links[0].send(FORWARD, self._units, F32, self._shape, place).message
+        return self._links[0].send(FORWARD, self._patterns, F32, self._shape, place).message
 
     def _receive(self, place: Place) -> None:
         self._links[1].receive(FORWARD, self.message, F32, self._shape, place)
@@ -92,7 +92,7 @@ class OfTensors(Case):
         return tuple(TensorLink(0, 1, self._policy) for _ in range(2))
 
     def _send(self, place: Place) -> Any:
-        return self._links[0].send(FORWARD, self._units, place)[0]
+        return self._links[0].send(FORWARD, self._patterns, place)[0]
 
     def _receive(self, place: Place) -> None:
         self._links[1].receive(FORWARD, self.message, torch.float32, self._shape, place)
@@ -105,7 +105,7 @@ class Reused(Case):
         self._links[1].receive(FORWARD, super()._send(place), F32, self._shape, place)
 
     def _send(self, place: Place) -> Any:
-        return self._links[1].send(BACKWARD, self._units, F32, self._shape, place).message
+        return self._links[1].send(BACKWARD, self._patterns, F32, self._shape, place).message
 
     def _receive(self, place: Place) -> None:
         self._links[0].receive(BACKWARD, self.message, F32, self._shape, place)
@@ -113,9 +113,9 @@ class Reused(Case):
 
 def make_cases(values: np.ndarray[Any, Any], shape: tuple[int, ...]) -> dict[str, Case]:
     """All codecs, compiled; some of them on torch as well."""
-    units = values.view(np.uint32)
-    cases = {name: Case(policy, units, shape, wire_cpu) for name, policy in POLICIES.items()}
-    cases[REUSE] = Reused(PRESETS["paper_top10"], units, shape, wire_cpu)
+    patterns = values.view(np.uint32)
+    cases = {name: Case(policy, patterns, shape, wire_cpu) for name, policy in POLICIES.items()}
+    cases[REUSE] = Reused(PRESETS["paper_top10"], patterns, shape, wire_cpu)
     as_torch = torch.from_numpy(values.view(np.int32))
     for name in ("q8", "q4"):
         tensor = torch.from_numpy(values).view(shape)

@@ -45,20 +45,20 @@ LAYERS, WIDTH, INNER, VOCABULARY = 8, 1024, 2816, 32000
 
 
 State = dict[str, torch.Tensor]
-Units = NDArray[np.uint16]
+Patterns = NDArray[np.uint16]
 
 
 # --- states -------------------------------------------------------------------------------------
 
 
-def units_of(tensor: torch.Tensor) -> Units:
+def patterns_of(tensor: torch.Tensor) -> Patterns:
     """The bit patterns of a bf16 tensor, shared."""
     return tensor.detach().view(torch.int16).numpy().view(np.uint16).reshape(-1)
 
 
-def concatenated(state: State) -> Units:
+def concatenated(state: State) -> Patterns:
     """All bit patterns one after another."""
-    return np.concatenate([units_of(tensor) for tensor in state.values()])
+    return np.concatenate([patterns_of(tensor) for tensor in state.values()])
 
 
 def cloned(state: State) -> State:
@@ -68,11 +68,11 @@ def cloned(state: State) -> State:
 
 def require_equal(a: State, b: State) -> None:
     """Stop where a follower is wrong."""
-    if any(not np.array_equal(units_of(a[name]), units_of(b[name])) for name in b):
+    if any(not np.array_equal(patterns_of(a[name]), patterns_of(b[name])) for name in b):
         raise AssertionError("a follower holds other bits than were published")
 
 
-def xor_apply(blobs: list[bytes], live: Units) -> None:
+def xor_apply(blobs: list[bytes], live: Patterns) -> None:
     """Bring `live` up to date in place; no checks."""
     difference = np.empty((len(live), 2), np.uint8)
     for i, blob in enumerate(blobs):
@@ -100,9 +100,9 @@ def changed_copy(state: State, share: float) -> State:
     """A copy of which a share of the elements is a unit in the last place up or down."""
     rng, out = np.random.default_rng(1), cloned(state)
     for tensor in out.values():
-        units = units_of(tensor)
-        places = np.flatnonzero(rng.random(len(units), np.float32) < share)
-        units[places] += rng.choice(np.array([1, 0xFFFF], np.uint16), len(places))
+        patterns = patterns_of(tensor)
+        places = np.flatnonzero(rng.random(len(patterns), np.float32) < share)
+        patterns[places] += rng.choice(np.array([1, 0xFFFF], np.uint16), len(places))
     return out
 
 

@@ -17,12 +17,12 @@ import torch
 from ckptz.api.read import check_limit
 from ckptz.api.safe_open import PathLike, checked_path
 from ckptz.codec.decode import Positions
-from ckptz.codec.units import UNIT_TYPES
+from ckptz.codec.sources import PATTERN_TYPES
 from ckptz.container.byte_source import FileBytes, MemoryBytes
 from ckptz.container.reader import Container
 from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, FormatError
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.kernels.torch import bytes_of
 from ckptz.parallel import Workers
 from ckptz.state.torch import stored_type
@@ -31,7 +31,7 @@ from ckptz.store.resolve import open_file
 
 State = Mapping[str, torch.Tensor]
 
-# PyTorch indexes only some of its unsigned types; a unit's bits are the same in the signed one.
+# PyTorch indexes only some of its unsigned types; a pattern's bits are the same in the signed one.
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -135,12 +135,12 @@ def _overlaps(tensor: torch.Tensor) -> bool:
 
 
 def _contiguous(dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor) -> LiveTensor:
-    flat = bytes_of(tensor).view(_SIGNED[dtype.unit_bytes])
+    flat = bytes_of(tensor).view(_SIGNED[dtype.pattern_bytes])
     return _HostTensor(dtype, shape, flat) if tensor.device.type == "cpu" else _FlatTensor(dtype, shape, flat)
 
 
 class _FlatTensor(LiveTensor):
-    """A contiguous tensor on any device; `flat` are its units as signed integers."""
+    """A contiguous tensor on any device; `flat` are its patterns as signed integers."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -148,17 +148,17 @@ class _FlatTensor(LiveTensor):
     def __init__(self, dtype: DType, shape: tuple[int, ...], flat: Any) -> None:
         self.dtype, self.shape, self._flat = dtype, shape, flat
 
-    def units(self, begin: int, end: int) -> Units:
-        return _units_of(self._flat[begin:end])
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return _patterns_of(self._flat[begin:end])
 
-    def take(self, positions: Positions) -> Units:
-        return _units_of(self._flat[self._moved(positions)])
+    def take(self, positions: Positions) -> Patterns:
+        return _patterns_of(self._flat[self._moved(positions)])
 
-    def put(self, positions: Positions, units: Units) -> None:
-        self._flat[self._moved(positions)] = self._moved(_signed(units))
+    def put(self, positions: Positions, patterns: Patterns) -> None:
+        self._flat[self._moved(positions)] = self._moved(_signed(patterns))
 
-    def write(self, begin: int, units: Units) -> None:
-        self._flat[begin : begin + len(units)] = self._moved(_signed(units))
+    def write(self, begin: int, patterns: Patterns) -> None:
+        self._flat[begin : begin + len(patterns)] = self._moved(_signed(patterns))
 
     def _moved(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array).to(self._flat.device)
@@ -168,20 +168,20 @@ class _HostTensor(_FlatTensor):
     """A contiguous tensor in memory that numpy shares."""
 
     def __init__(self, dtype: DType, shape: tuple[int, ...], flat: torch.Tensor) -> None:
-        super().__init__(dtype, shape, _units_of(flat))
+        super().__init__(dtype, shape, _patterns_of(flat))
 
-    def units(self, begin: int, end: int) -> Units:
+    def patterns(self, begin: int, end: int) -> Patterns:
         return np.require(self._flat[begin:end], requirements=["A"])
 
-    def take(self, positions: Positions) -> Units:
-        taken: Units = self._flat[positions]
+    def take(self, positions: Positions) -> Patterns:
+        taken: Patterns = self._flat[positions]
         return taken
 
-    def put(self, positions: Positions, units: Units) -> None:
-        self._flat[positions] = units
+    def put(self, positions: Positions, patterns: Patterns) -> None:
+        self._flat[positions] = patterns
 
-    def write(self, begin: int, units: Units) -> None:
-        self._flat[begin : begin + len(units)] = units
+    def write(self, begin: int, patterns: Patterns) -> None:
+        self._flat[begin : begin + len(patterns)] = patterns
 
 
 class _StridedTensor(LiveTensor):
@@ -197,7 +197,7 @@ class _StridedTensor(LiveTensor):
         self.dtype, self.shape, self._tensor = dtype, shape, tensor
         span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
         self._memory = _contiguous(dtype, (span,), tensor.as_strided((span,), (1,)))
-        self._n_parts = tensor.element_size() // dtype.unit_bytes
+        self._n_parts = tensor.element_size() // dtype.pattern_bytes
         self._read: LiveTensor | None = None
 
     @property
@@ -206,31 +206,31 @@ class _StridedTensor(LiveTensor):
             self._read = _contiguous(self.dtype, self.shape, self._tensor.contiguous())
         return self._read
 
-    def units(self, begin: int, end: int) -> Units:
-        return self._ordered.units(begin, end)
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self._ordered.patterns(begin, end)
 
-    def take(self, positions: Positions) -> Units:
+    def take(self, positions: Positions) -> Patterns:
         return self._ordered.take(positions)
 
-    def put(self, positions: Positions, units: Units) -> None:
+    def put(self, positions: Positions, patterns: Patterns) -> None:
         element, part = np.divmod(positions, self._n_parts)
         indices = np.unravel_index(element, tuple(self._tensor.shape))
         offset = sum(i * stride for i, stride in zip(indices, self._tensor.stride(), strict=True))
-        self._memory.put(offset * self._n_parts + part, units)
+        self._memory.put(offset * self._n_parts + part, patterns)
         if self._read is not None:
-            self._read.put(positions, units)
+            self._read.put(positions, patterns)
 
     def forget(self) -> None:
         self._read = None
 
-    def write(self, begin: int, units: Units) -> None:
-        self.put(np.arange(begin, begin + len(units)), units)
+    def write(self, begin: int, patterns: Patterns) -> None:
+        self.put(np.arange(begin, begin + len(patterns)), patterns)
 
 
-def _units_of(flat: torch.Tensor) -> Units:
+def _patterns_of(flat: torch.Tensor) -> Patterns:
     array = flat.cpu().numpy()
-    return array.view(UNIT_TYPES[array.itemsize])
+    return array.view(PATTERN_TYPES[array.itemsize])
 
 
-def _signed(units: Units) -> Any:
-    return units.view(np.uint8 if units.itemsize == 1 else f"<i{units.itemsize}")
+def _signed(patterns: Patterns) -> Any:
+    return patterns.view(np.uint8 if patterns.itemsize == 1 else f"<i{patterns.itemsize}")

@@ -13,12 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds, n_chunks_of
+from ckptz.codec.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.dtypes import DType
 from ckptz.errors import LimitError, real
-from ckptz.kernels.floats import Units
-from ckptz.parallel import SMALL_UNITS, Workers, jobs_of
+from ckptz.kernels.floats import Patterns
+from ckptz.parallel import SMALL_VALUES, Workers, jobs_of
 from ckptz.progress import SILENT, Progress
 from ckptz.state.arrays import Framework, Selection
 from ckptz.state.window import WindowPart
@@ -97,20 +97,20 @@ def read_tensors(
     """Read whole tensors by name, in order, on `jobs` threads: yields (name, tensor)."""
     made: dict[str, Any] = {}
 
-    def allocate(name: str) -> Units:
+    def allocate(name: str) -> Patterns:
         dtype = sources[name].dtype
-        made[name], units = _allocated(framework, dtype, sources[name].shape, name)
-        return units
+        made[name], patterns = _allocated(framework, dtype, sources[name].shape, name)
+        return patterns
 
-    def tasks() -> Iterator[tuple[FrameSource, int, Units]]:
+    def tasks() -> Iterator[tuple[FrameSource, int, Patterns]]:
         for name, n in n_chunks.items():
-            units = allocate(name)
-            for index, (begin, end) in enumerate(chunk_bounds(len(units)) if n else ()):
-                yield sources[name], index, units[begin:end]
+            patterns = allocate(name)
+            for index, (begin, end) in enumerate(chunk_bounds(len(patterns)) if n else ()):
+                yield sources[name], index, patterns[begin:end]
 
     n_chunks = {name: _n_chunks(source) for name, source in sources.items()}
     with _workers(jobs, sum(n_chunks.values())) as workers:
-        done = workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_UNITS)
+        done = workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_VALUES)
         for name, n in n_chunks.items():
             for _ in range(n):
                 next(done)
@@ -119,7 +119,7 @@ def read_tensors(
             yield name, framework.finish(made.pop(name))
 
 
-def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name: str) -> tuple[Any, Units]:
+def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name: str) -> tuple[Any, Patterns]:
     try:
         return framework.allocate(dtype, framework.shape_of(dtype, shape))
     except MemoryError:
@@ -129,32 +129,32 @@ def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name:
 def _n_chunks(source: FrameSource) -> int:
     """Count the chunks of a tensor; where there are none, check its frame at once."""
     check_empty(source)
-    return n_chunks_of(source.n_units)
+    return n_chunks_of(source.n_patterns)
 
 
 def decoded_chunks(
     tensors: Mapping[str, TensorSource], workers: Workers, progress: Progress = SILENT
-) -> Iterator[Units]:
-    """Decode all tensors on threads: units in order, unsigned [at most 2^20], a few chunks in flight."""
+) -> Iterator[Patterns]:
+    """Decode all tensors on threads: patterns in order, unsigned [at most 2^20], a few chunks in flight."""
 
-    def chunks() -> Iterator[Callable[[], Units]]:
+    def chunks() -> Iterator[Callable[[], Patterns]]:
         for source in tensors.values():
             check_empty(source)
             for begin, end in source.chunk_bounds():
-                yield functools.partial(source.units, begin, end)
+                yield functools.partial(source.patterns, begin, end)
 
-    for units in workers.map(lambda decode: decode(), chunks()):
-        yield units
-        progress.advance(units.nbytes)
+    for patterns in workers.map(lambda decode: decode(), chunks()):
+        yield patterns
+        progress.advance(patterns.nbytes)
 
 
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:
     """Read the tensor that `selection` picks from `source`; only the chunks it touches are decoded."""
     groups = [(chunk, list(pieces)) for chunk, pieces in groupby(_pieces(selection), lambda p: p.chunk)]
-    tensor, units = framework.allocate(source.dtype, selection.shape)
+    tensor, patterns = framework.allocate(source.dtype, selection.shape)
 
     def fill(group: Group) -> None:
-        _fill(source, *group, units)
+        _fill(source, *group, patterns)
 
     with _workers(jobs, len(groups)) as workers:
         for _ in workers.map(fill, groups):
@@ -166,20 +166,20 @@ def _pieces(selection: Selection) -> Iterator[WindowPart]:
     at = 0
     for window in selection.windows:
         yield from window.pieces(at)
-        at += window.n_units
+        at += window.n_patterns
 
 
-def _fill(source: FrameSource, chunk: int, pieces: Iterable[WindowPart], out: Units) -> None:
-    """Bring the units of one chunk to their places."""
+def _fill(source: FrameSource, chunk: int, pieces: Iterable[WindowPart], out: Patterns) -> None:
+    """Bring the patterns of one chunk to their places."""
     first, *more = pieces
-    n_units = min(CHUNK_UNITS, source.n_units - chunk * CHUNK_UNITS)
-    if not more and first.is_run and first.n_units == n_units:
+    n_patterns = min(CHUNK_VALUES, source.n_patterns - chunk * CHUNK_VALUES)
+    if not more and first.is_run and first.n_patterns == n_patterns:
         # All of it, in order: decoded in place, and not kept.
-        source.decode_chunk(chunk, out[first.at : first.at + first.n_units])
+        source.decode_chunk(chunk, out[first.at : first.at + first.n_patterns])
         return
-    units = source.chunk(chunk)
+    patterns = source.chunk(chunk)
     for piece in (first, *more):
-        piece.copy(units, out)
+        piece.copy(patterns, out)
 
 
 def _workers(jobs: int | None, n_tasks: int) -> Workers:

@@ -100,7 +100,7 @@ class SafeSlice:
         """The tensor's elements that `index` picks, in a tensor of their own."""
         opened, source = self._opened, self._source
         selection = opened.framework.select(index, source.dtype, source.shape)
-        n_bytes = sum(window.n_units for window in selection.windows) * source.dtype.unit_bytes
+        n_bytes = sum(window.n_patterns for window in selection.windows) * source.dtype.pattern_bytes
         check_limit(n_bytes, opened.max_decoded_bytes, f"{opened.checkpoint.name}: {source.entry.name!r}")
         return read_selection(source, selection, opened.framework, opened.jobs)
 

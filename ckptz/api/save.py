@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ckptz.api.safe_open import PathLike, checked_path
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.publish import is_same, publish
 from ckptz.container.writer import check_names
 from ckptz.errors import ConfigError, WriteError

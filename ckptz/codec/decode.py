@@ -1,8 +1,8 @@
 """Decoding one chunk of a frame. Implements spec/05-frame.md#decoding; every check is a refusal there.
 
-Chunks of which few units differ from the base take time for those units only. Their bytes are ordinary code
+Chunks of which few patterns differ from the base take time for those only. Their bytes are ordinary code
 streams, every one of them constant zero or sparse around zero, so any decoder reads them. Here the changed
-units are found without walking all planes, and given back as positions and values, so that they can be
+patterns are found without walking all planes, and given back as positions and values, so that they can be
 written into memory that holds the base.
 """
 
@@ -19,23 +19,23 @@ from ckptz.bits import ByteReader, xxh64
 from ckptz.class_rules import Labels, Runs, labels_of, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import BASE_MODES, Predictor, kernel_mode
-from ckptz.codec.units import ChunkSources
+from ckptz.codec.sources import ChunkSources
 from ckptz.codec.values import predicted
 from ckptz.entropy.streams import CoderId, decode_stream, read_sparse, unpack_gaps
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import RAW, Bytes, Units
+from ckptz.kernels.floats import RAW, Bytes, Patterns
 from ckptz.kernels.floats import Positions as Positions
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The units of one chunk that differ from the base.
+    """The patterns of one chunk that differ from the base.
 
     Attributes:
         positions: where, counted from the start of the chunk, ascending.
         planes: the codes there, one array a byte plane.
-        mode: the kernels' number for how codes and base make units.
+        mode: the kernels' number for how codes and base make patterns.
     """
 
     positions: Positions
@@ -45,8 +45,8 @@ class Changes:
     def __len__(self) -> int:
         return len(self.positions)
 
-    def units(self, base: Units) -> Units:
-        """Compute what the units become, from the base's units at the same positions."""
+    def patterns(self, base: Patterns) -> Patterns:
+        """Compute what the patterns become, from the base's patterns at the same positions."""
         out = np.empty_like(base)
         if len(out):
             cpu().merge_planes(self.planes, base, self.mode, out)
@@ -54,7 +54,7 @@ class Changes:
 
 
 def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: int) -> Changes | None:
-    """Read the changes of a chunk of `n` units whose streams are all constant zero or sparse around zero.
+    """Read the changes of a chunk of `n` patterns whose streams are all constant zero or sparse around zero.
 
     Returns:
         None for any other chunk: it is decoded as a whole.
@@ -116,7 +116,7 @@ def _placed(plane: tuple[Positions, Bytes] | None, everywhere: Positions) -> Byt
 
 
 def decode_chunk(
-    header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources, out: Units
+    header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources, out: Patterns
 ) -> Bytes | None:
     """Decode chunk `index` into `out` and check it; returns its codes, if a quantization map made them.
 
@@ -125,7 +125,7 @@ def decode_chunk(
         index: which chunk.
         payload: its stored bytes.
         sources: the chunk's bounds, and the base where the frame needs one.
-        out: the chunk's units.
+        out: the chunk's patterns.
 
     Raises:
         ChecksumError: the stored bytes were changed.
@@ -149,7 +149,7 @@ def decode_chunk(
 
 
 def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources) -> Bytes:
-    """Decode only the codes of chunk `index`, uint8 [n_units], for a delta that is grouped by them.
+    """Decode only the codes of chunk `index`, uint8 [n_patterns], for a delta that is grouped by them.
 
     Without values there is no decoded checksum to compare, so the stored one is. Faults of the values alone
     are not seen: spec/03-transforms.md#classes.
@@ -187,7 +187,7 @@ class _Streams:
         # Labels may be what is wrong with a chunk, so they are read; those of runs were when the header was.
         self._labels: Labels | None = None
         if rules and (is_map or self._runs is None):
-            self._labels = labels_of(rules, sources, header.row_units)
+            self._labels = labels_of(rules, sources, header.row_patterns)
 
     def _check_base_codes(self) -> None:
         expected = self._record.base_codes
@@ -201,11 +201,11 @@ class _Streams:
     @functools.cached_property
     def _runs(self) -> Runs | None:
         header, sources = self._header, self._sources
-        return runs_of(header.plan.rules, sources.begin, sources.end, header.row_units)
+        return runs_of(header.plan.rules, sources.begin, sources.end, header.row_patterns)
 
     @functools.cached_property
     def _counts(self) -> NDArray[np.uint32]:
-        """Units of each class, as kernels that sort by classes need them."""
+        """Patterns of each class, as kernels that sort by classes need them."""
         if self._labels is None:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
         found: NDArray[np.uint32] = cpu().class_counts(
@@ -220,22 +220,22 @@ class _Streams:
         self._offset += stream.n_bytes
         return stream.coder, data
 
-    def decode(self, out: Units) -> Bytes | None:
-        """All streams, into units; returns the codes of a quantization map."""
+    def decode(self, out: Patterns) -> Bytes | None:
+        """All streams, into patterns; returns the codes of a quantization map."""
         if self._header.plan.quant_map is None:
             self._decode_planes(out)
             return None
         return self._decode_map(out)
 
-    def _decode_planes(self, out: Units) -> None:
+    def _decode_planes(self, out: Patterns) -> None:
         plan, dtype = self._header.plan, self._header.dtype
-        base = self._sources.base_units() if plan.predictor is Predictor.BASE else out
+        base = self._sources.base_patterns() if plan.predictor is Predictor.BASE else out
         changes = read_changes(self._header, self._record, self._payload, self._n)
         if changes is not None:
             out[:] = base
-            out[changes.positions] = changes.units(base[changes.positions])
+            out[changes.positions] = changes.patterns(base[changes.positions])
             return
-        planes, by_class = self._planes(dtype.unit_bytes)
+        planes, by_class = self._planes(dtype.pattern_bytes)
         mode = kernel_mode(plan.mode, dtype)
         if by_class:
             codes = np.empty_like(out)
@@ -244,7 +244,7 @@ class _Streams:
         else:
             cpu().merge_planes(planes, base, mode, out)
 
-    def _decode_map(self, out: Units) -> Bytes:
+    def _decode_map(self, out: Patterns) -> Bytes:
         plan, sources = self._header.plan, self._sources
         quant_map = plan.quant_map
         assert quant_map is not None
@@ -271,7 +271,7 @@ class _Streams:
             raise CorruptionError(f"code {int(codes.max())} is beyond the {quant_map.n_codes} of the map")
         return codes
 
-    def _put(self, at: NDArray[np.intp], out: Units) -> None:
+    def _put(self, at: NDArray[np.intp], out: Patterns) -> None:
         n = len(at)
         planes = [self._plain(*self._take(), n) for _ in range(out.itemsize)]
         values = np.empty(n, out.dtype)
@@ -301,7 +301,7 @@ class _Streams:
 
     @functools.cached_property
     def _classes(self) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-        """The classes that occur, and the units of each."""
+        """The classes that occur, and the patterns of each."""
         if self._runs is None:
             per_class = self._counts.sum(axis=(0, 1), dtype=np.int64)
         else:
@@ -316,8 +316,8 @@ class _Streams:
         decode_stream(CoderId.RANS_SHARED, data.data, grouped, segments)
         return grouped
 
-    def _put_in_order(self, planes: Sequence[Bytes], by_class: Sequence[int], out: Units) -> None:
-        """Merge planes [n], of which some are in the order of classes, to units [n] in their own order."""
+    def _put_in_order(self, planes: Sequence[Bytes], by_class: Sequence[int], out: Patterns) -> None:
+        """Merge planes [n], of which some are in the order of classes, to patterns [n] in their own order."""
         grouped, nothing = np.empty_like(out), np.zeros(self._n, np.uint8)
         sorted_planes = [plane if i in by_class else nothing for i, plane in enumerate(planes)]
         cpu().merge_planes(sorted_planes, grouped, RAW, grouped)

@@ -57,7 +57,7 @@ from ckptz.codec.plan import (
     StoredOuter,
     StreamTables,
 )
-from ckptz.codec.units import UNIT_TYPES, n_chunks_of, n_rows_of
+from ckptz.codec.sources import PATTERN_TYPES, n_chunks_of, n_rows_of
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType, dtype_of_id
 from ckptz.entropy.frequency import parse_tables, write_tables
@@ -163,7 +163,7 @@ def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
     n_classes = n_classes_of(rules)
     is_map = domain is not Domain.PLANES
     quant_map = _parse_map(source, dtype, domain, n_classes, flags) if is_map else None
-    tables = _parse_tables(source, n_classes, 1 if is_map else dtype.unit_bytes) if rules else ()
+    tables = _parse_tables(source, n_classes, 1 if is_map else dtype.pattern_bytes) if rules else ()
     outer: AnyOuter | None = None
     if predictor is Predictor.OUTER:
         outer = _parse_outer(source, shape)
@@ -242,18 +242,18 @@ def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> Cla
         raise CorruptionError(f"class radix {radix} is outside 1..{MAX_CODES}")
     if rule is RuleId.BASE_CODE:
         return BaseCode(radix)
-    n_units = dtype.n_units(shape)
+    n_patterns = dtype.n_patterns(shape)
     if rule is RuleId.ROW:
         n_rows = n_rows_of(shape)
-        if n_units % n_rows:
+        if n_patterns % n_rows:
             raise CorruptionError(
-                f"a class rule by rows: {n_units} units cannot be divided into {n_rows} rows"
+                f"a class rule by rows: {n_patterns} patterns cannot be divided into {n_rows} rows"
             )
-        return Row(radix, _parse_indices(source, radix, n_rows if n_units else 0))
+        return Row(radix, _parse_indices(source, radix, n_rows if n_patterns else 0))
     size = source.varint("block size")
     if not 1 <= size <= MAX_ELEMENTS:
         raise CorruptionError(f"block size {size} is outside 1..2^48")
-    return Block(radix, size, _parse_indices(source, radix, math.ceil(n_units / size)))
+    return Block(radix, size, _parse_indices(source, radix, math.ceil(n_patterns / size)))
 
 
 def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:
@@ -282,7 +282,7 @@ def _write_map(out: ByteWriter, quant_map: QuantizationMap, dtype: DType) -> Non
 
 def _write_entries(out: ByteWriter, table: AnyTable, dtype: DType) -> None:
     if isinstance(table, ExplicitTable):
-        out.raw(table.entries.astype(UNIT_TYPES[table.entries.itemsize]).tobytes())
+        out.raw(table.entries.astype(PATTERN_TYPES[table.entries.itemsize]).tobytes())
     else:
         for vector in (table.scale, table.level, table.offset):
             out.raw(vector.astype("<f8").tobytes())
@@ -315,7 +315,7 @@ def _parse_entries(
         return np.frombuffer(source.take(n_bytes, "quantization table"), of).copy()
 
     if kind is TableKind.EXPLICIT:
-        of = "<u4" if domain is Domain.LINEAR else UNIT_TYPES[dtype.unit_bytes].str
+        of = "<u4" if domain is Domain.LINEAR else PATTERN_TYPES[dtype.pattern_bytes].str
         return ExplicitTable(vector(n_rows * n_codes, of).reshape(shape))
     if domain is Domain.BITS:
         raise UnsupportedError("the map is an expanded table of integers, which this version of ckptz lacks")
@@ -390,7 +390,7 @@ class StreamRecord:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecord:
-    """Checksums of a chunk's stored bytes and decoded units, and its streams: spec/05-frame.md#chunk-records.
+    """Checksums of a chunk's stored bytes and decoded patterns; its streams: spec/05-frame.md#chunk-records.
 
     `base_codes` is the checksum of the base's codes in this chunk, where a class rule reads them.
     """
@@ -433,14 +433,14 @@ class FrameHeader:
     chunks: tuple[ChunkRecord, ...]
 
     @property
-    def n_units(self) -> int:
-        """Units of the tensor."""
-        return self.dtype.n_units(self.shape)
+    def n_patterns(self) -> int:
+        """Patterns of the tensor."""
+        return self.dtype.n_patterns(self.shape)
 
     @property
-    def row_units(self) -> int:
-        """Units of one index of the first dimension."""
-        return max(self.n_units // n_rows_of(self.shape), 1)
+    def row_patterns(self) -> int:
+        """Patterns of one index of the first dimension."""
+        return max(self.n_patterns // n_rows_of(self.shape), 1)
 
     @property
     def checksum(self) -> int:
@@ -503,7 +503,7 @@ class FrameHeader:
 
 def header_bytes(dtype: DType, shape: tuple[int, ...], plan: Plan, packed_plan: bytes) -> int:
     """Count the bytes of the packed header, known before any chunk is encoded."""
-    records = n_chunks_of(dtype.n_units(shape)) * chunk_record_bytes(dtype, plan)
+    records = n_chunks_of(dtype.n_patterns(shape)) * chunk_record_bytes(dtype, plan)
     return PREFIX_BYTES + len(packed_plan) + records + CHECKSUM_BYTES
 
 
@@ -518,7 +518,7 @@ def header_length(prefix: bytes, most: int) -> int:
 def _parse_chunks(
     source: ByteReader, dtype: DType, shape: tuple[int, ...], plan: Plan
 ) -> tuple[ChunkRecord, ...]:
-    n_chunks = n_chunks_of(dtype.n_units(shape))
+    n_chunks = n_chunks_of(dtype.n_patterns(shape))
     if n_chunks * chunk_record_bytes(dtype, plan) != source.left:
         raise CorruptionError(f"{source.left} bytes of chunk records for {n_chunks} chunks")
     n_sums, chunks = 2 + plan.reads_base_codes, []

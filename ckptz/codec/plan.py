@@ -26,7 +26,7 @@ from ckptz.kernels import cpu, floats
 MAX_CODES: Final = 256
 MAX_ROWS: Final = 4096
 
-Table = NDArray[Any]  # uint32 patterns, or integers as wide as the unit
+Table = NDArray[Any]  # uint32 patterns, or integers as wide as the pattern
 OUTER_BYTES: Final = 4  # planes of an outer vector
 MAX_RANK: Final = 64
 PLAIN: Final = 0x0D800000  # 2^-100 as an F32 pattern
@@ -35,7 +35,7 @@ LARGEST_SCALE: Final = 0x71800000  # 2^100 as an F32 pattern, of a term of low r
 
 
 class _Table(ABC):
-    """What the codes of each row stand for: F32 patterns, or unit-wide integers."""
+    """What the codes of each row stand for: F32 patterns, or integers as wide as a pattern."""
 
     __slots__ = ()
 
@@ -127,7 +127,7 @@ class QuantizationMap:
 
 
 class PlaneMode(IntEnum):
-    """Changes of a unit before it is split into bytes: spec/registry.md#plane-modes."""
+    """Changes of a pattern before it is split into bytes: spec/registry.md#plane-modes."""
 
     RAW = 0  # the bit pattern
     ROTATED = 1  # rotated left by one, so that the exponent of F32 and BF16 fills the top byte
@@ -180,7 +180,7 @@ class StreamTables:
 
         Args:
             classes: that occur in the chunk, ascending [n_used].
-            per_class: units of each [n_used].
+            per_class: patterns of each [n_used].
             slots: decoding tables [n_tables, 4096], where the caller has them.
         """
         return Segments(np.cumsum(per_class), self.table_of[classes], self.frequencies, slots)
@@ -317,7 +317,7 @@ class Plan:
     """The part of a frame's header that says how its codes become the tensor.
 
     Attributes:
-        mode: planes domain only: what happens to a unit before it is split.
+        mode: planes domain only: what happens to a pattern before it is split.
         quant_map: linear and bits domains: what codes stand for; None in the planes domain.
         domain: how codes become values.
         predictor: what they are relative to.
@@ -340,11 +340,11 @@ class Plan:
         return n_classes_of(self.rules)
 
     @property
-    def reads_base_units(self) -> bool:
+    def reads_base_patterns(self) -> bool:
         """Whether decoding reads the base's values."""
-        return self.reads_units(only_codes=False)
+        return self.reads_patterns(only_codes=False)
 
-    def reads_units(self, *, only_codes: bool) -> bool:
+    def reads_patterns(self, *, only_codes: bool) -> bool:
         """Tell whether decoding, or decoding the codes alone, reads the base's values."""
         by_magnitude = any(isinstance(rule, Magnitude) and rule.source is None for rule in self.rules)
         return by_magnitude or (not only_codes and self.predictor is Predictor.BASE)
@@ -357,7 +357,7 @@ class Plan:
     @property
     def needs_base(self) -> bool:
         """Whether decoding reads the base's values or codes."""
-        return self.reads_base_units or self.reads_base_codes
+        return self.reads_base_patterns or self.reads_base_codes
 
     @property
     def reads_base_codes(self) -> bool:
@@ -371,13 +371,13 @@ class Plan:
 
     def n_code_streams(self, dtype: DType) -> int:
         """Count the streams of codes in each chunk."""
-        return dtype.unit_bytes if self.quant_map is None else 1
+        return dtype.pattern_bytes if self.quant_map is None else 1
 
     def n_streams(self, dtype: DType) -> int:
         """Count the streams in each chunk: codes and escaped values."""
         n = self.n_code_streams(dtype)
         if self.quant_map is not None:
-            n += dtype.unit_bytes * (self.quant_map.escape_code is not None)
+            n += dtype.pattern_bytes * (self.quant_map.escape_code is not None)
         return n
 
 
@@ -391,5 +391,5 @@ def planes_plan(
 
 def exact_plan(dtype: DType) -> Plan:
     """Make the lossless plan for a tensor without a base."""
-    is_split = dtype.is_float and dtype.unit_bytes > 1
+    is_split = dtype.is_float and dtype.pattern_bytes > 1
     return planes_plan(PlaneMode.ROTATED if is_split else PlaneMode.RAW)

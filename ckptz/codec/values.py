@@ -1,4 +1,4 @@
-"""From codes to units by the quantization map. Implements spec/04-quantization.md#decoding."""
+"""From codes to patterns by the quantization map. Implements spec/04-quantization.md#decoding."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.plan import MAX_CODES, Domain, Plan, Predictor, QuantizationMap
-from ckptz.codec.units import UNIT_TYPES, ChunkSources
+from ckptz.codec.sources import PATTERN_TYPES, ChunkSources
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, floats
-from ckptz.kernels.floats import Bytes, Units
+from ckptz.kernels.floats import Bytes, Patterns
 
 MAX_BY_CLASS: Final = 1 << 16  # values of codes by class, where classes share rows
 ONE_ROW: Final = np.zeros(1, np.uint16)
@@ -41,7 +41,7 @@ class ValueTable:
 
     @cached_property
     def entries(self) -> NDArray[Any]:
-        """Values of all codes [n_rows, n_codes]: F32 patterns or integers, or units if added to zero."""
+        """Values of all codes [n_rows, n_codes]: F32 patterns or integers, or patterns if added to zero."""
         return np.ascontiguousarray(self._ready(self.quant_map.table.expand()))
 
     @cached_property
@@ -63,14 +63,16 @@ class ValueTable:
         flat = cpu().add_f32(np.zeros(entries.size, np.uint32), entries.reshape(-1))
         return cpu().from_f32(flat, self.kind).reshape(entries.shape)
 
-    def decode(self, codes: Bytes, labels: NDArray[Any] | None, prediction: Units | None, out: Units) -> None:
-        """Restore codes [n] into `out`, units [n]; escaped ones are still to be put in place.
+    def decode(
+        self, codes: Bytes, labels: NDArray[Any] | None, prediction: Patterns | None, out: Patterns
+    ) -> None:
+        """Restore codes [n] into `out`, patterns [n]; escaped ones are still to be put in place.
 
         Args:
             codes: [n].
             labels: class of each, or None if there is one class.
-            prediction: units of the base, F32 patterns of the outer product, or None.
-            out: units [n].
+            prediction: patterns of the base, F32 patterns of the outer product, or None.
+            out: patterns [n].
         """
         if labels is None:
             self._decode(codes, self.row_of_class[:1], self.entries, prediction, out)
@@ -85,7 +87,7 @@ class ValueTable:
             out[np.flatnonzero(codes == self.quant_map.zero_code)] = 0
 
     def _only(self, rows: NDArray[np.uint16], codes: Bytes) -> tuple[Bytes, NDArray[np.uint16], NDArray[Any]]:
-        """Make a table of what few units use, less than a million, with one entry for each.
+        """Make a table of what few patterns use, less than a million, with one entry for each.
 
         A header of a few kilobytes may stand for a table of a million entries.
         """
@@ -99,13 +101,13 @@ class ValueTable:
         codes: Bytes,
         rows: NDArray[np.uint16],
         entries: NDArray[Any],
-        prediction: Units | None,
-        out: Units,
+        prediction: Patterns | None,
+        out: Patterns,
     ) -> None:
         is_outer = self.plan.predictor in (Predictor.OUTER, Predictor.LOW_RANK)
         if self.plan.domain is not Domain.LINEAR:
             if prediction is None:
-                prediction = np.zeros(len(codes), UNIT_TYPES[self.dtype.unit_bytes])
+                prediction = np.zeros(len(codes), PATTERN_TYPES[self.dtype.pattern_bytes])
             elif is_outer:
                 prediction = cpu().from_f32(prediction, self.kind)
             cpu().add_bits(prediction, codes, rows, entries, out)
@@ -119,8 +121,8 @@ class ValueTable:
             cpu().add_linear(prediction, codes, rows, entries, self.kind, out)
 
 
-def predicted(plan: Plan, sources: ChunkSources) -> Units | None:
-    """Compute what the map's entries are added to: base units, outer products in F32, or None for zero."""
+def predicted(plan: Plan, sources: ChunkSources) -> Patterns | None:
+    """Compute what the map's entries are added to: base patterns, outer products in F32, or None for zero."""
     if plan.outer is not None:
         return plan.outer.products(sources.begin, sources.end)
-    return sources.base_units() if plan.predictor is Predictor.BASE else None
+    return sources.base_patterns() if plan.predictor is Predictor.BASE else None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckptz.class_rules import Block, Row
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.errors import LimitError
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.parallel import Recent
 
 MAX_FRAMES: Final = 256  # that one chunk is decoded from; 65 files of three tensors are 195
@@ -32,15 +32,15 @@ SLOT_TABLE_BYTES: Final = 4 * 4096
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A chunk: its units, or None if only the codes were wanted; its codes, or None if it has none."""
+    """A chunk: its patterns, or None if only the codes were wanted; its codes, or None if it has none."""
 
-    units: NDArray[Any] | None
+    patterns: NDArray[Any] | None
     codes: NDArray[np.uint8] | None
 
     @property
     def n_bytes(self) -> int:
         """Bytes of memory held."""
-        return sum(part.nbytes for part in (self.units, self.codes) if part is not None)
+        return sum(part.nbytes for part in (self.patterns, self.codes) if part is not None)
 
 
 class Frame(Protocol):
@@ -102,11 +102,11 @@ def _in_order(wanted: list[Node]) -> dict[Node, list[Node]]:
     return done
 
 
-class ChunkCache(Recent[Units]):
+class ChunkCache(Recent[Patterns]):
     """The decoded chunks used last, by tensor and number; never to be written to."""
 
     def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
-        super().__init__(max_bytes, lambda units: units.nbytes)
+        super().__init__(max_bytes, lambda patterns: patterns.nbytes)
 
 
 class LastChunks:
@@ -163,11 +163,13 @@ class HeaderCache(Recent[FrameHeader]):
         self._n_idle = 0
 
     def charge_idle(self, n_elements: int) -> None:
-        """Count elements of vectors that no unit is decoded from.
+        """Count elements of vectors that no pattern is decoded from.
 
         Raises:
             LimitError: a few bytes stand for each million of them, and checking them takes its time.
         """
         self._n_idle += n_elements
         if self._n_idle > MAX_IDLE_ELEMENTS:
-            raise LimitError("tensors without units have outer vectors of more than 2^24 elements together")
+            raise LimitError(
+                "tensors without patterns have outer vectors of more than 2^24 elements together"
+            )

@@ -20,7 +20,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from ckptz.bits import ByteWriter, combine, xxh64
-from ckptz.codec.units import UNIT_TYPES, TensorSource
+from ckptz.codec.sources import PATTERN_TYPES, TensorSource
 from ckptz.container.byte_source import ByteSource
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import ChecksumError, CorruptionError, TruncatedError, named
@@ -254,10 +254,10 @@ class RegionSource(TensorSource):
     def shape(self) -> tuple[int, ...]:
         return self.region.shape
 
-    def units(self, begin: int, end: int) -> NDArray[Any]:
-        size = self.dtype.unit_bytes
+    def patterns(self, begin: int, end: int) -> NDArray[Any]:
+        size = self.dtype.pattern_bytes
         raw = self.file.read(self.region.begin + begin * size, (end - begin) * size)
-        return raw.view(UNIT_TYPES[size])
+        return raw.view(PATTERN_TYPES[size])
 
 
 class PlainFile:
@@ -288,7 +288,7 @@ class PlainFile:
 def tensor_checksum(source: TensorSource) -> int:
     """Compute the checksum of a tensor, as a frame of it would record."""
     bounds = source.chunk_bounds()
-    return combine(xxh64(source.units(begin, end)) for begin, end in bounds)
+    return combine(xxh64(source.patterns(begin, end)) for begin, end in bounds)
 
 
 def metadata_checksum(metadata: Mapping[str, str] | None) -> int:
@@ -336,7 +336,7 @@ def write_plain(
     metadata: Mapping[str, str] | None,
     chunks: Iterator[NDArray[Any]],
 ) -> None:
-    """Write a safetensors file from the units of its tensors, chunk after chunk, in order."""
+    """Write a safetensors file from the patterns of its tensors, chunk after chunk, in order."""
     sink.write(build_header(regions, metadata))
-    for units in chunks:
-        sink.write(units.data)
+    for patterns in chunks:
+        sink.write(patterns.data)

@@ -15,7 +15,14 @@ import msgspec
 from ckptz.bits import xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
 from ckptz.codec.plan import Plan, QuantizationMap, exact_plan
-from ckptz.codec.units import CHUNK_UNITS, ChunkSources, Companions, TensorSource, chunk_bounds, companions_of
+from ckptz.codec.sources import (
+    CHUNK_VALUES,
+    ChunkSources,
+    Companions,
+    TensorSource,
+    chunk_bounds,
+    companions_of,
+)
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
 from ckptz.dtypes import DType
@@ -26,13 +33,13 @@ from ckptz.encoding.moved import MovedSource, Moves
 from ckptz.encoding.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe, Setting
-from ckptz.parallel import SMALL_UNITS, Workers
+from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.roles import Role
 
 Progress = Callable[[int], None]
-LEAST_BATCH: Final = CHUNK_UNITS // 4  # units
+LEAST_BATCH: Final = CHUNK_VALUES // 4  # patterns
 BATCHES: Final = 4  # of each thread at least, so that all have work to the end
-SMALL_UNITS_TOGETHER: Final = 1 << 13  # as `SMALL_UNITS`, where chunks of a batch are encoded together
+SMALL_VALUES_TOGETHER: Final = 1 << 13  # as `SMALL_VALUES`, where chunks of a batch are encoded together
 MOVED: Final = "moved"  # in records: the share of the moves of lost momentum that a weight was moved by
 MOST_IN_BATCH: Final = 64  # of tiny tensors, each of which has a header
 
@@ -111,12 +118,14 @@ class _Planning:
     def measure(self, run: MapFunction) -> None:
         """Measure what the plans of several tensors depend on together."""
         recipes = self._contents.recipes
-        joint = [name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_units]
+        joint = [
+            name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_patterns
+        ]
         found = run(lambda name: recipes[name].movement(self._subject(name, self.base(name))), joint)
-        sizes = (self.tensors[name].n_units for name in joint)
+        sizes = (self.tensors[name].n_patterns for name in joint)
         pairs = [(moved, n) for moved, n in zip(found, sizes, strict=True) if moved is not None]
-        n_units = sum(n for _, n in pairs)
-        self._movement = sum(moved * n for moved, n in pairs) / n_units if n_units else None
+        n_patterns = sum(n for _, n in pairs)
+        self._movement = sum(moved * n for moved, n in pairs) / n_patterns if n_patterns else None
 
     def move(self, moves: Moves, run: MapFunction) -> None:
         """Move the weights; the first moments that this depends on are planned for it."""
@@ -137,7 +146,7 @@ class _Planning:
         """Give what a tensor may be stored against; held where several passes will read it."""
         base = matching_base(self.tensors[name], self._contents.record.bases.get(name))
         recipe = self._contents.recipes[name]
-        if base is None or recipe == EXACT or (base.n_units > CHUNK_UNITS and not recipe.is_lossy):
+        if base is None or recipe == EXACT or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
             return base
         return self._chunks.of(f"base of {name}", base)
 
@@ -165,7 +174,7 @@ class _Planning:
     def _planned(
         self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction
     ) -> EncodingPlan:
-        recipe = self._contents.recipes[name] if self.tensors[name].n_units else EXACT
+        recipe = self._contents.recipes[name] if self.tensors[name].n_patterns else EXACT
         return recipe.plan(self._subject(name, base, companions, run))
 
     def _subject(
@@ -191,34 +200,34 @@ def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iter
     """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
     for name in names:
         source = planning.tensors[name]
-        n_units = source.n_units
+        n_patterns = source.n_patterns
         base, draft, companions = planning.base(name), None, companions_of({})
-        if n_units > CHUNK_UNITS:
+        if n_patterns > CHUNK_VALUES:
             companions = planning.companions(name, workers.map)
             draft = planning.draft(name, base, companions, workers.map)
-        for begin, end in chunk_bounds(n_units):
+        for begin, end in chunk_bounds(n_patterns):
             yield name, source, draft, ChunkSources(begin, end, base, companions)
 
 
 def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
-    """Put small chunks together, up to `most` units: calls cost as much, and so do threads."""
+    """Put small chunks together, up to `most` patterns: calls cost as much, and so do threads."""
     batch, total = list[_Chunk](), 0
     for chunk in chunks:
-        n_units = chunk[-1].end - chunk[-1].begin
-        if batch and (total + n_units > most or len(batch) == MOST_IN_BATCH):
+        n_patterns = chunk[-1].end - chunk[-1].begin
+        if batch and (total + n_patterns > most or len(batch) == MOST_IN_BATCH):
             yield batch
             batch, total = [], 0
         batch.append(chunk)
-        total += n_units
+        total += n_patterns
     if batch:
         yield batch
 
 
 def _is_small(planning: _Planning, batch: Sequence[_Chunk]) -> bool:
-    """Tell whether the chunks of a batch take more Python than arithmetic, by their units on average."""
+    """Tell whether the chunks of a batch take more Python than arithmetic, by their patterns on average."""
     is_together = all(planning.alike(chunk) for chunk in batch)
-    n_units = sum(sources.end - sources.begin for *_, sources in batch)
-    return n_units < len(batch) * (SMALL_UNITS_TOGETHER if is_together else SMALL_UNITS)
+    n_patterns = sum(sources.end - sources.begin for *_, sources in batch)
+    return n_patterns < len(batch) * (SMALL_VALUES_TOGETHER if is_together else SMALL_VALUES)
 
 
 def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[EncodingPlan, EncodedChunk]]:
@@ -263,8 +272,8 @@ def _lossy_record(
         n_protected=0 if escape is None else int(deviation.counts[escape]),
         # Doubles round the difference of two floats that are far apart; the bound must not be.
         max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
-        rms_error=_brief(math.sqrt(deviation.error / header.n_units)),
-        rms=_brief(math.sqrt(deviation.power / header.n_units)),
+        rms_error=_brief(math.sqrt(deviation.error / header.n_patterns)),
+        rms=_brief(math.sqrt(deviation.power / header.n_patterns)),
         promise="none",
     )
 
@@ -298,8 +307,8 @@ def write_frames(
     if contents.moves is not None:
         planning.move(contents.moves, workers.map)
     planning.measure(workers.map)
-    share = sum(tensors[name].n_units for name in fresh) // (BATCHES * workers.jobs)
-    batches = _batches(_chunks(planning, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_UNITS))
+    share = sum(tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
+    batches = _batches(_chunks(planning, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_VALUES))
     encode, is_small = functools.partial(_encode_all, planning), functools.partial(_is_small, planning)
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
     for name, source in planning.tensors.items():
@@ -346,7 +355,7 @@ def _write_frame(
     progress: Progress | None,
 ) -> tuple[EncodingPlan, FrameHeader, Deviation | None]:
     """Stream the chunks of one frame behind its header, which is written when they are."""
-    if 0 < source.n_units <= CHUNK_UNITS:
+    if 0 < source.n_patterns <= CHUNK_VALUES:
         draft, chunk = next(encoded)
         header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, (chunk.record,))
         sink.writelines((header.pack(), *chunk.streams))
@@ -357,7 +366,7 @@ def _write_frame(
     draft, packed_plan = EncodingPlan(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
-    for begin, end in chunk_bounds(source.dtype.n_units(shape)):
+    for begin, end in chunk_bounds(source.dtype.n_patterns(shape)):
         draft, chunk = next(encoded)
         if not records:
             packed_plan = pack_plan(source.dtype, shape, draft.plan)
@@ -368,7 +377,7 @@ def _write_frame(
         if chunk.deviation is not None:
             deviations.append(chunk.deviation)
         if progress:
-            progress((end - begin) * source.dtype.unit_bytes)
+            progress((end - begin) * source.dtype.pattern_bytes)
     header = FrameHeader(source.dtype, shape, draft.plan, tuple(records))
     packed = header.pack(packed_plan)
     sink.seek(start)

@@ -17,7 +17,7 @@ import msgspec
 from numpy.typing import NDArray
 
 from ckptz._version import __version__
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.envelope import (
     Count,
     Envelope,

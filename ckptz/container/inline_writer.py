@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.envelope import build_header
 from ckptz.container.frame_writer import Contents, FileRecord, Progress, copy_frame, write_frames
 from ckptz.container.index import (

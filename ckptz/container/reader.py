@@ -22,9 +22,9 @@ from ckptz.codec.decode import (
     read_changes,
 )
 from ckptz.codec.frame import PREFIX_BYTES, FrameHeader, header_length
-from ckptz.codec.units import (
-    CHUNK_UNITS,
-    UNIT_TYPES,
+from ckptz.codec.sources import (
+    CHUNK_VALUES,
+    PATTERN_TYPES,
     ChunkSources,
     Stored,
     TensorSource,
@@ -53,7 +53,7 @@ from ckptz.errors import (
     UnsupportedError,
     naming,
 )
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 
 USUAL_HEADER_BYTES: Final = 256  # are read at once; longer headers are read again
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
@@ -120,9 +120,9 @@ class FrameSource(TensorSource):
             if only_codes and plan.quant_map is None:
                 return []
             needed: list[Node] = [(self._companion(name), False) for name in plan.companion_names]
-            units = plan.reads_units(only_codes=only_codes)
-            if (units or plan.reads_base_codes) and isinstance(base := self.base, FrameSource):
-                needed.append((base, not units))
+            patterns = plan.reads_patterns(only_codes=only_codes)
+            if (patterns or plan.reads_base_codes) and isinstance(base := self.base, FrameSource):
+                needed.append((base, not patterns))
             return needed
 
     def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
@@ -136,10 +136,10 @@ class FrameSource(TensorSource):
                 return Decoded(
                     None, decode_codes(self.header, index, payload, self._sources(begin, end, held))
                 )
-        units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
-        return Decoded(units, self._decode(index, units, held))
+        patterns = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
+        return Decoded(patterns, self._decode(index, patterns, held))
 
-    def _decode(self, index: int, out: Units, held: DecodedBases) -> NDArray[np.uint8] | None:
+    def _decode(self, index: int, out: Patterns, held: DecodedBases) -> NDArray[np.uint8] | None:
         payload = self.payload(index)
         with self._container.naming(self.entry.name):
             sources = self._sources(*self._bounds(index), held)
@@ -151,7 +151,7 @@ class FrameSource(TensorSource):
             base = _DecodedChunk(
                 base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None)
             )
-        both = plan.reads_base_units and plan.reads_base_codes
+        both = plan.reads_base_patterns and plan.reads_base_codes
 
         def companion(name: str) -> TensorSource:
             found = self._companion(name)
@@ -165,10 +165,10 @@ class FrameSource(TensorSource):
         return self.header.plan.companion_names
 
     def _companion(self, name: str) -> FrameSource:
-        """Another tensor of the file, for classes by its magnitude: of the same units, at most two deep."""
+        """Another tensor of the file, for classes by its magnitude: of as many patterns, at most two deep."""
         source = companions_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
-        if source.n_units != self.header.n_units:
+        if source.n_patterns != self.header.n_patterns:
             raise CorruptionError(f"it is decoded with tensor {name!r}, which has another shape")
         if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
             raise CorruptionError(f"it is decoded with tensor {name!r}, and that with too many others")
@@ -200,9 +200,9 @@ class FrameSource(TensorSource):
                 outer.check()
 
     def _bounds(self, index: int) -> tuple[int, int]:
-        """(begin, end) in units of chunk `index`."""
-        begin = index * CHUNK_UNITS
-        return begin, min(begin + CHUNK_UNITS, self.n_units)
+        """(begin, end) in patterns of chunk `index`."""
+        begin = index * CHUNK_VALUES
+        return begin, min(begin + CHUNK_VALUES, self.n_patterns)
 
     def payload(self, index: int) -> NDArray[np.uint8]:
         """Read the stored bytes of a chunk."""
@@ -220,13 +220,13 @@ class FrameSource(TensorSource):
                 check_stored(record, index, payload)
             yield payload
 
-    def _codes_alone(self, index: int, out: Units | None = None) -> NDArray[np.uint8] | None:
+    def _codes_alone(self, index: int, out: Patterns | None = None) -> NDArray[np.uint8] | None:
         """Decode only the codes of chunk `index`."""
         del out
         return self.decoded(index, True, gather(index, self.needs(True))).codes
 
-    def decode_chunk(self, index: int, out: Units) -> NDArray[np.uint8] | None:
-        """Decode chunk `index` into `out`, all its units; returns the codes, if a map made them."""
+    def decode_chunk(self, index: int, out: Patterns) -> NDArray[np.uint8] | None:
+        """Decode chunk `index` into `out`, all its patterns; returns the codes, if a map made them."""
         return self._decode(index, out, self._gathered(index))
 
     def _gathered(self, index: int) -> DecodedBases:
@@ -249,24 +249,24 @@ class FrameSource(TensorSource):
         last = self._container.last
         return None if last is None else last.get(self.entry.name, index, self.header.chunks[index])
 
-    def fill(self, index: int, out: Units) -> None:
-        """Decode chunk `index` into `out`, all its units, or copy it if it is kept."""
+    def fill(self, index: int, out: Patterns) -> None:
+        """Decode chunk `index` into `out`, all its patterns, or copy it if it is kept."""
         kept = self._container.cache.held((self, index))
         if kept is None:
             self.decode_chunk(index, out)
         else:
             out[:] = kept
 
-    def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
-        """Decode units and codes of begin..end, which are one chunk, at once."""
-        index, held = begin // CHUNK_UNITS, self._container.last
-        if (last := self.last(index)) is not None and last.units is not None:
-            return last.units, last.codes
-        units = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
-        codes = self.decode_chunk(index, units)
+    def patterns_and_codes(self, begin: int, end: int) -> tuple[Patterns, NDArray[np.uint8] | None]:
+        """Decode patterns and codes of begin..end, which are one chunk, at once."""
+        index, held = begin // CHUNK_VALUES, self._container.last
+        if (last := self.last(index)) is not None and last.patterns is not None:
+            return last.patterns, last.codes
+        patterns = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
+        codes = self.decode_chunk(index, patterns)
         if held is not None:
-            held.put(self.entry.name, index, self.header.chunks[index], Decoded(units, codes))
-        return units, codes
+            held.put(self.entry.name, index, self.header.chunks[index], Decoded(patterns, codes))
+        return patterns, codes
 
     @property
     def stored(self) -> Stored:
@@ -282,8 +282,8 @@ class FrameSource(TensorSource):
         return None if quant_map is None else quant_map.n_codes
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Decode the codes of units begin..end, one chunk; None if no quantization map made them."""
-        index = begin // CHUNK_UNITS
+        """Decode the codes of patterns begin..end, one chunk; None if no quantization map made them."""
+        index = begin // CHUNK_VALUES
         last = self.last(index)
         return self._codes_alone(index) if last is None else last.codes
 
@@ -305,26 +305,26 @@ class FrameSource(TensorSource):
         with self._container.naming(self.entry.name):
             check_stored(self.header.chunks[index], index, payload)
 
-    def chunk(self, index: int) -> Units:
-        """Give the units of chunk `index`, shared with whoever asked for them before: read only."""
+    def chunk(self, index: int) -> Patterns:
+        """Give the patterns of chunk `index`, shared with whoever asked for them before: read only."""
         return self._container.cache.get((self, index), lambda: self._fresh_chunk(index))
 
-    def _fresh_chunk(self, index: int) -> Units:
+    def _fresh_chunk(self, index: int) -> Patterns:
         begin, end = self._bounds(index)
-        return self.units_and_codes(begin, end)[0]
+        return self.patterns_and_codes(begin, end)[0]
 
-    def units(self, begin: int, end: int) -> Units:
-        """Read units begin..end; decodes only the chunks that they touch."""
-        n_units = self.header.n_units
-        first, last = begin // CHUNK_UNITS, -(-end // CHUNK_UNITS)
-        whole = (begin, end) == (first * CHUNK_UNITS, min(last * CHUNK_UNITS, n_units))
+    def patterns(self, begin: int, end: int) -> Patterns:
+        """Read patterns begin..end; decodes only the chunks that they touch."""
+        n_patterns = self.header.n_patterns
+        first, last = begin // CHUNK_VALUES, -(-end // CHUNK_VALUES)
+        whole = (begin, end) == (first * CHUNK_VALUES, min(last * CHUNK_VALUES, n_patterns))
         if whole and last - first == 1:
             # Chunk by chunk through a chain: nothing would be read twice, so nothing is kept.
             kept = self._container.cache.held((self, first))
             return self._fresh_chunk(first) if kept is None else kept
-        out = np.empty(end - begin, UNIT_TYPES[self.dtype.unit_bytes])
+        out = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
         for index in range(first, last):
-            at, chunk = index * CHUNK_UNITS, self.chunk(index)
+            at, chunk = index * CHUNK_VALUES, self.chunk(index)
             low, high = max(begin, at), min(end, at + len(chunk))
             out[low - begin : high - begin] = chunk[low - at : high - at]
         return out
@@ -336,16 +336,16 @@ class _DecodedChunk(ViewOf):
 
     chunk: Decoded
 
-    def units(self, begin: int, end: int) -> Units:
-        assert self.chunk.units is not None
-        return self.chunk.units
+    def patterns(self, begin: int, end: int) -> Patterns:
+        assert self.chunk.patterns is not None
+        return self.chunk.patterns
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         return self.chunk.codes
 
-    def units_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
-        """Give both, the units only if they were decoded: who wants the codes alone does not look at them."""
-        return self.chunk.units, self.chunk.codes
+    def patterns_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
+        """Give both, the patterns only if they were decoded; callers that want codes alone ignore them."""
+        return self.chunk.patterns, self.chunk.codes
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +358,8 @@ class CachedFrame(ViewOf):
 
     source: FrameSource
 
-    def units(self, begin: int, end: int) -> Units:
-        return self.source.chunk(begin // CHUNK_UNITS)[: end - begin]
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.source.chunk(begin // CHUNK_VALUES)[: end - begin]
 
 
 class InlineFrames:
@@ -464,11 +464,11 @@ class Container:
 
 
 def check_empty(source: TensorSource) -> None:
-    """Read the frame of a tensor without units, of which no chunk would be decoded.
+    """Read the frame of a tensor without patterns, of which no chunk would be decoded.
 
     Raises:
         LimitError: such tensors of the file have more than 2^24 elements of outer vectors together.
     """
-    if isinstance(source, FrameSource) and not source.n_units:
+    if isinstance(source, FrameSource) and not source.n_patterns:
         source.check_base()
         source.check_vectors()

@@ -17,7 +17,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from ckptz.codec.frame import MAX_DIMS, MAX_ELEMENTS
-from ckptz.codec.units import TensorSource, tensor_bytes
+from ckptz.codec.sources import TensorSource, tensor_bytes
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import (
     MAX_HEADER_BYTES,

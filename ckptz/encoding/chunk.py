@@ -18,7 +18,7 @@ from ckptz.bits import xxh64, xxh64_of_parts
 from ckptz.class_rules import N_MAGNITUDE_CLASSES, Labels, Magnitude, labels_of, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
-from ckptz.codec.units import ChunkSources, TensorSource
+from ckptz.codec.sources import ChunkSources, TensorSource
 from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
@@ -29,26 +29,26 @@ from ckptz.encoding.run_contexts import encode_by_runs
 from ckptz.entropy.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
 from ckptz.errors import ConfigError
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.floats import RAW, Bytes, Counts, Units, widen_f64
+from ckptz.kernels.floats import RAW, Bytes, Counts, Patterns, widen_f64
 from ckptz.quant.quantizer import Quantizer
 
 FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
-# From bench/product/weight_sync.py: where more units change, a sparse chunk decodes no faster
+# From bench/product/weight_sync.py: where more patterns change, a sparse chunk decodes no faster
 # than the dense one, which is smaller.
 MAX_SPARSE_SHARE = 0.25
 _UNCHANGED = (CoderId.CONSTANT, b"\x00")
-# Codes of a lossy chunk, the units they decode to, and where these escaped.
-Quantized = tuple[Bytes, Units, NDArray[np.intp] | None]
+# Codes of a lossy chunk, the patterns they decode to, and where these escaped.
+Quantized = tuple[Bytes, Patterns, NDArray[np.intp] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Errors of decoded values, summed over units, so that chunks add up."""
+    """Errors of decoded values, summed over patterns, so that chunks add up."""
 
     largest: float  # greatest absolute error
     error: float  # sum of squared errors
     power: float  # sum of squared values
-    counts: NDArray[np.int64]  # units by code [256]
+    counts: NDArray[np.int64]  # patterns by code [256]
 
     def __add__(self, other: Deviation) -> Deviation:
         largest, error, power = (
@@ -73,7 +73,7 @@ class EncodedChunk:
         return b"".join(self.streams)
 
 
-def _encode_codes(codes: Units, draft: EncodingPlan, labels: Labels | None) -> list[Stream]:
+def _encode_codes(codes: Patterns, draft: EncodingPlan, labels: Labels | None) -> list[Stream]:
     """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
     if labels is None:
         return encode_streams(cpu().split_planes(codes, codes, RAW))
@@ -81,17 +81,17 @@ def _encode_codes(codes: Units, draft: EncodingPlan, labels: Labels | None) -> l
     return contexts.sort(codes, draft.counted).encode_by(draft.plan.tables)
 
 
-def encode_values(units: Units) -> list[Stream]:
-    """Code units [n] as they are, each byte plane a stream; empty streams for no units."""
-    if not len(units):
-        return [(CoderId.STORED, b"")] * units.itemsize
-    return encode_streams(cpu().split_planes(units, units, 0))
+def encode_values(patterns: Patterns) -> list[Stream]:
+    """Code patterns [n] as they are, each byte plane a stream; empty streams for no patterns."""
+    if not len(patterns):
+        return [(CoderId.STORED, b"")] * patterns.itemsize
+    return encode_streams(cpu().split_planes(patterns, patterns, 0))
 
 
 def _quantize(
     header: FrameHeader,
     quantizer: Quantizer | None,
-    units: Units,
+    patterns: Patterns,
     sources: ChunkSources,
     labels: Labels | None,
 ) -> Quantized:
@@ -99,12 +99,12 @@ def _quantize(
     if plan.quant_map is None or quantizer is None:
         raise ConfigError("a plan in the linear or bits domain needs a map and a quantizer to encode")
     begin, end = sources.begin, sources.end
-    codes, decoded = quantizer.codes(begin, end, units), np.empty_like(units)
+    codes, decoded = quantizer.codes(begin, end, patterns), np.empty_like(patterns)
     header.value_table.decode(codes, labels, predicted(plan, sources), decoded)
     if plan.quant_map.escape_code is None:
         return codes, decoded, None
     escaped = np.flatnonzero(codes == plan.quant_map.escape_code)
-    decoded[escaped] = quantizer.kept(begin, units)[escaped]
+    decoded[escaped] = quantizer.kept(begin, patterns)[escaped]
     return codes, decoded, escaped
 
 
@@ -116,8 +116,8 @@ def _encode_quantized(draft: EncodingPlan, quantized: Quantized, labels: Labels 
     return streams
 
 
-def _deviation(kind: int, units: Units, decoded: Units, counts: NDArray[np.int64]) -> Deviation:
-    exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (units, decoded))
+def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray[np.int64]) -> Deviation:
+    exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (patterns, decoded))
     largest, error, power = planning().deviation(exact, restored)
     if largest < FLUSHED_BELOW:
         # Differences this small may have been flushed to zero by the processor.
@@ -127,25 +127,25 @@ def _deviation(kind: int, units: Units, decoded: Units, counts: NDArray[np.int64
     return Deviation(float(largest), float(error), float(power), counts)
 
 
-def restored_units(source: TensorSource, draft: EncodingPlan, sources: ChunkSources) -> Units:
-    """Give the units [n] that a chunk will decode to, without coding it; others may be classed by them."""
-    units = source.units(sources.begin, sources.end)
+def restored_patterns(source: TensorSource, draft: EncodingPlan, sources: ChunkSources) -> Patterns:
+    """Give the patterns [n] that a chunk will decode to, without coding it; others may be classed by them."""
+    patterns = source.patterns(sources.begin, sources.end)
     if draft.plan.quant_map is None:
         if draft.rounding is None:
-            return units
-        return draft.rounding.rounded(units, KINDS[source.dtype.name], sources.begin)
+            return patterns
+        return draft.rounding.rounded(patterns, KINDS[source.dtype.name], sources.begin)
     header = FrameHeader(source.dtype, source.shape, draft.plan, ())
-    labels = labels_of(draft.plan.rules, sources, header.row_units) if draft.plan.rules else None
-    return _quantize(header, draft.quantizer, units, sources, labels)[1]
+    labels = labels_of(draft.plan.rules, sources, header.row_patterns) if draft.plan.rules else None
+    return _quantize(header, draft.quantizer, patterns, sources, labels)[1]
 
 
-def encode_changes(units: Units, base: Units, plan: Plan, dtype: DType) -> list[Stream] | None:
-    """Code a chunk, units [n], of which few differ from the base [n]; None if too many do."""
-    positions = np.flatnonzero(units != base)
-    if len(positions) > MAX_SPARSE_SHARE * len(units):
+def encode_changes(patterns: Patterns, base: Patterns, plan: Plan, dtype: DType) -> list[Stream] | None:
+    """Code a chunk, patterns [n], of which few differ from the base [n]; None if too many do."""
+    positions = np.flatnonzero(patterns != base)
+    if len(positions) > MAX_SPARSE_SHARE * len(patterns):
         return None
     mode = kernel_mode(plan.mode, dtype)
-    planes = cpu().split_planes(units[positions], base[positions], mode)
+    planes = cpu().split_planes(patterns[positions], base[positions], mode)
     return [_encode_plane(positions, plane) for plane in planes]
 
 
@@ -163,18 +163,18 @@ def encode_chunk(source: TensorSource, draft: EncodingPlan, sources: ChunkSource
     plan = draft.plan
     header = FrameHeader(source.dtype, source.shape, plan, ())
     is_lossless = plan.quant_map is None and draft.rounding is None
-    exact = unmoved(source).units(sources.begin, sources.end)
-    units = exact if is_lossless else source.units(sources.begin, sources.end)
-    runs = runs_of(plan.rules, sources.begin, sources.end, header.row_units)
+    exact = unmoved(source).patterns(sources.begin, sources.end)
+    patterns = exact if is_lossless else source.patterns(sources.begin, sources.end)
+    runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns)
     runs = None if plan.quant_map is not None else runs
-    labels = labels_of(plan.rules, sources, header.row_units) if plan.rules and runs is None else None
-    deviation, decoded = None, units
+    labels = labels_of(plan.rules, sources, header.row_patterns) if plan.rules and runs is None else None
+    deviation, decoded = None, patterns
     if plan.quant_map is None:
         if draft.rounding is not None:
             kind = KINDS[source.dtype.name]
-            decoded = draft.rounding.rounded(units, kind, sources.begin)
+            decoded = draft.rounding.rounded(patterns, kind, sources.begin)
             deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
-        base = sources.base_units() if plan.predictor is Predictor.BASE else decoded
+        base = sources.base_patterns() if plan.predictor is Predictor.BASE else decoded
         changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
         if changed is None:
             mode = kernel_mode(plan.mode, source.dtype)
@@ -186,7 +186,7 @@ def encode_chunk(source: TensorSource, draft: EncodingPlan, sources: ChunkSource
                 changed = encode_streams(cpu().split_planes(decoded, base, mode))
         streams = changed
     else:
-        quantized = _quantize(header, draft.quantizer, units, sources, labels)
+        quantized = _quantize(header, draft.quantizer, patterns, sources, labels)
         streams, (codes, decoded, _) = _encode_quantized(draft, quantized, labels), quantized
         if isinstance(draft.quantizer, CodedQuantizer):  # its errors were measured where its values are
             deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(codes))
@@ -202,11 +202,11 @@ def encode_chunk(source: TensorSource, draft: EncodingPlan, sources: ChunkSource
 
 def encoded_chunk(
     streams: Sequence[Stream],
-    decoded: Units,
+    decoded: Patterns,
     base_codes: int | None = None,
     deviation: Deviation | None = None,
 ) -> EncodedChunk:
-    """Make the chunk of these streams, which decodes to units [n]."""
+    """Make the chunk of these streams, which decodes to patterns [n]."""
     parts = tuple([data for _, data in streams])
     records = tuple([StreamRecord(coder, len(data)) for coder, data in streams])
     return EncodedChunk(
@@ -218,29 +218,29 @@ Encoded = tuple[EncodingPlan, EncodedChunk]
 
 
 class Batch:
-    """Tensors of one dtype, none of them empty: the units of each, and of the bases that all or none have."""
+    """Tensors of one dtype, none empty: the patterns of each, and of the bases that all or none have."""
 
-    def __init__(self, dtype: DType, units: Sequence[Units], bases: Sequence[Units]) -> None:
-        self.dtype, self.units, self.bases = dtype, units, bases
+    def __init__(self, dtype: DType, patterns: Sequence[Patterns], bases: Sequence[Patterns]) -> None:
+        self.dtype, self.patterns, self.bases = dtype, patterns, bases
 
     @cached_property
     def ends(self) -> Counts:
         """End of each tensor [m], one behind the other."""
-        return np.cumsum([len(own) for own in self.units])
+        return np.cumsum([len(own) for own in self.patterns])
 
-    def _each(self, out: Any) -> Iterator[tuple[Units, Units, Any]]:
-        """Give units and base of each tensor, the units themselves without a base, and its part of `out`."""
+    def _each(self, out: Any) -> Iterator[tuple[Patterns, Patterns, Any]]:
+        """Give the patterns of each tensor and of its base, or the same twice, and its part of `out`."""
         begin = 0
-        for own, base in zip(self.units, self.bases or self.units, strict=True):
+        for own, base in zip(self.patterns, self.bases or self.patterns, strict=True):
             yield own, base, out[..., begin : begin + len(own)]
             begin += len(own)
 
     def only(self, which: Sequence[int], most: int | None = None) -> Batch:
-        """Give some of the tensors, in this order, and of each its first units, `most` or all."""
-        if most is None and len(which) == len(self.units):
+        """Give some of the tensors, in this order, and of each its first patterns, `most` or all."""
+        if most is None and len(which) == len(self.patterns):
             return self
-        units = [self.units[k][:most] for k in which]
-        return Batch(self.dtype, units, [self.bases[k][:most] for k in which] if self.bases else ())
+        patterns = [self.patterns[k][:most] for k in which]
+        return Batch(self.dtype, patterns, [self.bases[k][:most] for k in which] if self.bases else ())
 
     @cached_property
     def by_magnitude(self) -> Contexts:
@@ -250,16 +250,16 @@ class Batch:
             cpu().magnitude_classes(base, out)
         return Contexts(labels, self.ends, N_MAGNITUDE_CLASSES)
 
-    def transformed(self, mode: PlaneMode) -> Units:
-        """Give units [n] as a mode changes them, before they are split into planes."""
-        found = np.empty(self.ends[-1], self.units[0].dtype)
+    def transformed(self, mode: PlaneMode) -> Patterns:
+        """Give patterns [n] as a mode changes them, before they are split into planes."""
+        found = np.empty(self.ends[-1], self.patterns[0].dtype)
         for own, base, out in self._each(found):
             cpu().transform(own, base, kernel_mode(mode, self.dtype), out)
         return found
 
     def planes(self, mode: PlaneMode) -> Bytes:
         """Split into planes [n_planes, n]."""
-        found = np.empty((self.dtype.unit_bytes, self.ends[-1]), np.uint8)
+        found = np.empty((self.dtype.pattern_bytes, self.ends[-1]), np.uint8)
         for own, base, out in self._each(found):
             cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
         return found
@@ -271,8 +271,8 @@ class Batch:
 
     def chunks(self, streams: Sequence[Stream]) -> list[EncodedChunk]:
         """Give the chunk of each tensor from its streams, in the order of `parts`."""
-        n = self.dtype.unit_bytes
-        return [encoded_chunk(streams[n * k : n * k + n], own) for k, own in enumerate(self.units)]
+        n = self.dtype.pattern_bytes
+        return [encoded_chunk(streams[n * k : n * k + n], own) for k, own in enumerate(self.patterns)]
 
 
 def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
@@ -286,5 +286,5 @@ def encode_classed(batch: Batch, mode: PlaneMode) -> list[Encoded]:
     tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode()
     return [
         (EncodingPlan(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
-        for own, own_tables, own_streams in zip(batch.units, tables, streams, strict=True)
+        for own, own_tables, own_streams in zip(batch.patterns, tables, streams, strict=True)
     ]

@@ -12,11 +12,11 @@ from functools import cached_property
 import numpy as np
 
 from ckptz.codec.plan import Domain, Plan, QuantizationMap
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES, TensorSource
 from ckptz.codec.values import ValueTable
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import Bytes, Units
+from ckptz.kernels.floats import Bytes, Patterns
 from ckptz.quant.quantizer import Quantizer
 
 Errors = tuple[float, float, float]
@@ -29,34 +29,34 @@ def bits_for(n_codes: int) -> int:
 
 @dataclass(frozen=True)
 class CodedSource(TensorSource):
-    """A tensor as packed codes; its units are decoded from them, chunk by chunk."""
+    """A tensor as packed codes; its patterns are decoded from them, chunk by chunk."""
 
     dtype: DType  # of the tensor, F32, BF16 or F16
     shape: tuple[int, ...]  # of the tensor
     quant_map: QuantizationMap  # one class, linear, without a base
     packed: Bytes  # all codes with `bits_for` bits each
-    kept: Units  # units that escaped, as they are restored, in order
+    kept: Patterns  # patterns that escaped, as they are restored, in order
     kept_ends: tuple[int, ...]  # how many of them there are up to the end of each chunk
     # of each chunk, largest absolute error, sum of squared errors, sum of squared values
     errors: tuple[Errors, ...]
 
     def codes_of(self, begin: int, end: int) -> Bytes:
-        """Give the codes uint8 [end - begin] of units begin..end, which are one chunk."""
+        """Give the codes uint8 [end - begin] of patterns begin..end, which are one chunk."""
         n_bits = bits_for(self.quant_map.n_codes)
         codes = np.empty(end - begin, np.uint8)
         first = begin * n_bits // 8
         cpu().unpack_codes(self.packed[first : first + -(-len(codes) * n_bits // 8)], n_bits, codes)
         return codes
 
-    def units(self, begin: int, end: int) -> Units:
+    def patterns(self, begin: int, end: int) -> Patterns:
         codes = self.codes_of(begin, end)
-        units = np.empty(len(codes), UNIT_TYPES[self.dtype.unit_bytes])
-        self._table.decode(codes, None, None, units)
+        patterns = np.empty(len(codes), PATTERN_TYPES[self.dtype.pattern_bytes])
+        self._table.decode(codes, None, None, patterns)
         if self.quant_map.escape_code is not None:
-            chunk = begin // CHUNK_UNITS
+            chunk = begin // CHUNK_VALUES
             first = self.kept_ends[chunk - 1] if chunk else 0
-            units[codes == self.quant_map.escape_code] = self.kept[first : self.kept_ends[chunk]]
-        return units
+            patterns[codes == self.quant_map.escape_code] = self.kept[first : self.kept_ends[chunk]]
+        return patterns
 
     @cached_property
     def _table(self) -> ValueTable:
@@ -74,10 +74,10 @@ class CodedQuantizer(Quantizer):
 
     source: CodedSource
 
-    def codes(self, begin: int, end: int, units: Units) -> Bytes:
-        del units
+    def codes(self, begin: int, end: int, patterns: Patterns) -> Bytes:
+        del patterns
         return self.source.codes_of(begin, end)
 
     def errors(self, begin: int) -> Errors:
-        """Give (largest error, sum of squared errors, sum of squares) of the chunk from unit `begin` on."""
-        return self.source.errors[begin // CHUNK_UNITS]
+        """Give (largest error, sum of squared errors, sum of squares) of the chunk that starts at `begin`."""
+        return self.source.errors[begin // CHUNK_VALUES]

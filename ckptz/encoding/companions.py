@@ -14,14 +14,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import CHUNK_UNITS, ChunkSources, SourceOf, TensorSource, ViewOf
-from ckptz.encoding.chunk import restored_units
+from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, SourceOf, TensorSource, ViewOf
+from ckptz.encoding.chunk import restored_patterns
 from ckptz.encoding.encoding_plan import EncodingPlan
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.parallel import Recent
 
-Decoded = tuple[Units, NDArray[np.uint8] | None]
-HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit units, with its base
+Decoded = tuple[Patterns, NDArray[np.uint8] | None]
+HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit patterns, with its base
 MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
 
 
@@ -42,28 +42,28 @@ class CachedChunks(Recent[Decoded]):
 
 @dataclass(frozen=True, slots=True)
 class CachedTensor(ViewOf):
-    """A tensor of which chunks are held, units and codes from one decoding."""
+    """A tensor of which chunks are held, patterns and codes from one decoding."""
 
     name: str
     chunks: CachedChunks = field(compare=False)
 
     def _chunk(self, begin: int) -> Decoded:
-        end = min(begin + CHUNK_UNITS, self.n_units)
+        end = min(begin + CHUNK_VALUES, self.n_patterns)
         if self.n_codes is None:
-            return self.source.units(begin, end), None
-        return self.source.units_and_codes(begin, end)
+            return self.source.patterns(begin, end), None
+        return self.source.patterns_and_codes(begin, end)
 
     def _held(self, begin: int) -> Decoded:
         return self.chunks.get((self.name, begin), lambda: self._chunk(begin))
 
-    def units(self, begin: int, end: int) -> Units:
-        first = begin // CHUNK_UNITS * CHUNK_UNITS
-        if end > first + CHUNK_UNITS:
-            return self.source.units(begin, end)
+    def patterns(self, begin: int, end: int) -> Patterns:
+        first = begin // CHUNK_VALUES * CHUNK_VALUES
+        if end > first + CHUNK_VALUES:
+            return self.source.patterns(begin, end)
         return self._held(first)[0][begin - first : end - first]
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        first = begin // CHUNK_UNITS * CHUNK_UNITS
+        first = begin // CHUNK_VALUES * CHUNK_VALUES
         codes = self._held(first)[1]
         return None if codes is None else codes[begin - first : end - first]
 
@@ -75,8 +75,8 @@ class RestoredSource(SourceOf):
     base: TensorSource | None
     draft: EncodingPlan
 
-    def units(self, begin: int, end: int) -> Units:
-        return restored_units(self.source, self.draft, ChunkSources(begin, end, self.base))
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return restored_patterns(self.source, self.draft, ChunkSources(begin, end, self.base))
 
 
 class EncodingPlans:

@@ -27,7 +27,7 @@ from ckptz.entropy.streams import (
     n_lanes_for,
 )
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.floats import RAW, SCALE, Bytes, Counts, Frequencies, Reals, Units
+from ckptz.kernels.floats import RAW, SCALE, Bytes, Counts, Frequencies, Patterns, Reals
 
 MAX_LANE_BYTES: Final = 1 + 4 * LANE_CHOICES[-1]
 # Bits that one more table of a delta must save. A table takes time to make, in the encoder and in every
@@ -46,11 +46,11 @@ class Contexts:
     """The classes of tensors [m], one behind the other.
 
     Attributes:
-        labels: class of each unit [n], below `n_classes`.
+        labels: class of each pattern [n], below `n_classes`.
         ends: of each tensor [m].
-        counts: units of each class, by tensor and quarter, as kernels need them.
+        counts: patterns of each class, by tensor and quarter, as kernels need them.
         classes: that occur, ascending, of one tensor behind the other [n_rows].
-        row_ends: end of each of those once units are sorted [n_rows].
+        row_ends: end of each of those once patterns are sorted [n_rows].
         tensor_rows: how many of them there are up to the end of each tensor [m].
         rows_of: of each tensor and class [m, n_classes], which of the tensor's own rows has the class or, if
             it does not occur, the one before it: that keeps runs of equal tables long.
@@ -66,7 +66,7 @@ class Contexts:
         self.tensor_rows = np.cumsum(np.count_nonzero(is_used, axis=1))
         self.rows_of = np.maximum(np.cumsum(is_used, axis=1) - 1, 0)
 
-    def sort(self, codes: Units, counted: Sequence[ClassCounts] = ()) -> Sorted:
+    def sort(self, codes: Patterns, counted: Sequence[ClassCounts] = ()) -> Sorted:
         """Sort codes [n]; `counted` has how often each occurs in each class, by byte plane, where known."""
         return Sorted(self, codes, counted)
 
@@ -82,7 +82,7 @@ class Sorted:
         part_rows: how many rows of `counts` there are up to the end of each part [k * m].
     """
 
-    def __init__(self, contexts: Contexts, codes: Units, counted: Sequence[ClassCounts]) -> None:
+    def __init__(self, contexts: Contexts, codes: Patterns, counted: Sequence[ClassCounts]) -> None:
         self.contexts, self._codes = contexts, codes
         grouped = cpu().group(codes, contexts.labels, contexts.ends, contexts.counts)
         self.planes: Bytes = cpu().split_planes(grouped, grouped, RAW)
@@ -141,7 +141,7 @@ class Sorted:
 
     @cached_property
     def _parts(self) -> list[Bytes]:
-        """Each part in the order of its units."""
+        """Each part in the order of its patterns."""
         return cut(cpu().split_planes(self._codes, self._codes, RAW).reshape(-1), self._part_ends)
 
     def _coded(

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 from ckptz.codec.plan import Plan, PlaneMode, StreamTables, kernel_mode
-from ckptz.codec.units import MapFunction as MapFunction
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import MapFunction as MapFunction
+from ckptz.codec.sources import TensorSource
 from ckptz.entropy.frequency import normalise, row_cost_bits
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.quant.quantizer import Quantizer
 
 # Bits that one more frequency table must save to stand for itself: the measured size of a packed table.
@@ -61,7 +61,7 @@ class ClassCounts:
 
     @property
     def per_class(self) -> NDArray[np.int64]:
-        """Units of each class [n_used]."""
+        """Patterns of each class [n_used]."""
         return self.counts.sum(axis=1)
 
     def bytes_by(self, tables: StreamTables) -> float:
@@ -76,9 +76,9 @@ def plane_counts(
     source: TensorSource, base: TensorSource, mode: PlaneMode, bounds: tuple[int, int]
 ) -> list[ClassCounts]:
     """Count the codes of each plane of a chunk (begin, end) by the magnitude of the base."""
-    units, base_units = source.units(*bounds), base.units(*bounds)
-    labels = cpu().magnitude_classes(base_units)
-    planes = cpu().split_planes(units, base_units, kernel_mode(mode, source.dtype))
+    patterns, base_patterns = source.patterns(*bounds), base.patterns(*bounds)
+    labels = cpu().magnitude_classes(base_patterns)
+    planes = cpu().split_planes(patterns, base_patterns, kernel_mode(mode, source.dtype))
     return [ClassCounts.of(labels, plane, N_MAGNITUDE_CLASSES) for plane in planes]
 
 
@@ -111,10 +111,10 @@ def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
 
 
 class Rounding(Protocol):
-    """A rounding of units before they are split into byte planes."""
+    """A rounding of patterns before they are split into byte planes."""
 
-    def rounded(self, units: Units, kind: int, begin: int) -> Units:
-        """Round units [n] from `begin` on, of a kind of `ckptz.kernels.floats`."""
+    def rounded(self, patterns: Patterns, kind: int, begin: int) -> Patterns:
+        """Round patterns [n] from `begin` on, of a kind of `ckptz.kernels.floats`."""
         ...
 
 
@@ -127,8 +127,8 @@ class EncodingPlan:
     note: str = ""  # what the user should know, or empty
     # codes by class of each stream, if the planner counted the one chunk there is
     counted: tuple[ClassCounts, ...] = ()
-    is_sparse: bool = False  # code a chunk of which few units changed by their positions
+    is_sparse: bool = False  # code a chunk of which few patterns changed by their positions
     # what the file's record says of the planning, beside what was asked
     found: Mapping[str, int | float | bool | str] = field(default_factory=dict)
-    # planes domain: what units are rounded to before they are split, if at all
+    # planes domain: what patterns are rounded to before they are split, if at all
     rounding: Rounding | None = None

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckptz.codec.units import SourceOf, TensorSource
-from ckptz.kernels.floats import Units
+from ckptz.codec.sources import SourceOf, TensorSource
+from ckptz.kernels.floats import Patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class MovedSource(SourceOf):
     moved: TensorSource
     share: float
 
-    def units(self, begin: int, end: int) -> Units:
-        return self.moved.units(begin, end)
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.moved.patterns(begin, end)
 
 
 # weights as they are moved, and notes on those that should be and are not, by name

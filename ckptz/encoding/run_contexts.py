@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptz.class_rules import MIN_RUN, Block, Runs
 from ckptz.codec.plan import StreamTables, exact_plan, planes_plan
-from ckptz.codec.units import CHUNK_UNITS, MapFunction, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, MapFunction, TensorSource
 from ckptz.dtypes import DType
 from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.entropy.frequency import entropy_bits, normalise, pack_tables, row_cost_bits, row_entropy_bits
@@ -31,11 +31,11 @@ from ckptz.entropy.streams import (
     zstd_promises,
 )
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Frequencies, Units
+from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Frequencies, Patterns
 
-MIN_UNITS: Final = 1 << 18  # below, tables and labels take more time than they save bytes
-RUN_UNITS: Final = (128, 4096)  # of a run: fewer cost too much for their labels, more differ within
-FLAT_RUN: Final = 512  # units of a run where rows are too short or too long
+MIN_VALUES: Final = 1 << 18  # below, tables and labels take more time than they save bytes
+RUN_VALUES: Final = (128, 4096)  # of a run: fewer cost too much for their labels, more differ within
+FLAT_RUN: Final = 512  # patterns of a run where rows are too short or too long
 PER_OCTAVE: Final = 4  # classes of scale for each factor of two
 N_SCALES: Final = 16
 N_REFERENCE: Final = 512  # runs of the middle chunk, whose median is the middle class
@@ -51,7 +51,7 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> EncodingPlan 
         source: the tensor.
         run: maps over parts of it.
     """
-    n, size = source.n_units, _run_units(source)
+    n, size = source.n_patterns, _run_patterns(source)
     if size is None:
         return None
     borders = [-(-begin // size) * size for begin, _ in source.chunk_bounds()]
@@ -60,33 +60,33 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> EncodingPlan 
     if end - begin < size:
         begin, end = bounds[0]
     n_runs = min((end - begin) // size, N_REFERENCE)
-    exponents = _exponents(source.units(begin, begin + n_runs * size))
+    exponents = _exponents(source.patterns(begin, begin + n_runs * size))
     sample = middle_of(exponents)
     if zstd_promises(sample, len(sample), entropy_bits(cpu().histogram(sample)) / 8):
         return None
     reference = int(np.median(_levels(exponents, size)))
-    found = [*run(lambda part: _Measured.of(source.units(*part), size, reference).where_it_pays(), bounds)]
+    found = [*run(lambda part: _Measured.of(source.patterns(*part), size, reference).where_it_pays(), bounds)]
     return _draft(source.dtype, size, functools.reduce(operator.add, found))
 
 
-def _run_units(source: TensorSource) -> int | None:
-    """Choose the units of a run whose pieces in chunks can be moved as a whole; None if there are none."""
-    dtype, shape, n = source.dtype, source.shape, source.n_units
-    if n < MIN_UNITS or not dtype.is_float or dtype.unit_bytes == 1 or len(shape) == 0:
+def _run_patterns(source: TensorSource) -> int | None:
+    """Choose the patterns of a run whose pieces in chunks can be moved as a whole; None if there are none."""
+    dtype, shape, n = source.dtype, source.shape, source.n_patterns
+    if n < MIN_VALUES or not dtype.is_float or dtype.pattern_bytes == 1 or len(shape) == 0:
         return None
     row = n // max(shape[0], 1)
-    size = row if RUN_UNITS[0] <= row <= RUN_UNITS[1] else FLAT_RUN
-    piece = math.gcd(size, n, CHUNK_UNITS if n > CHUNK_UNITS else n)
+    size = row if RUN_VALUES[0] <= row <= RUN_VALUES[1] else FLAT_RUN
+    piece = math.gcd(size, n, CHUNK_VALUES if n > CHUNK_VALUES else n)
     return size if piece >= MIN_RUN else None
 
 
-def _exponents(units: Units) -> Bytes:
+def _exponents(patterns: Patterns) -> Bytes:
     """Take the eight bits below the sign, [n]."""
-    return (units >> units.dtype.type(8 * units.itemsize - 9)).astype(np.uint8)
+    return (patterns >> patterns.dtype.type(8 * patterns.itemsize - 9)).astype(np.uint8)
 
 
 def _levels(exponents: Bytes, size: int) -> Counts:
-    """Give the mean exponent of each run of `size` units, in parts of an octave."""
+    """Give the mean exponent of each run of `size` patterns, in parts of an octave."""
     sums = exponents.reshape(-1, size).sum(axis=1, dtype=np.uint32).astype(np.int64)
     return (PER_OCTAVE * sums + size // 2) // size
 
@@ -114,18 +114,18 @@ class _Measured:
     planes: Counts
 
     @classmethod
-    def of(cls, units: Units, size: int, reference: int) -> _Measured:
-        """Measure units in runs, the last may be shorter; `reference` is the level of the middle class."""
-        if len(units) > size and (rest := len(units) % size):
-            return cls.of(units[:-rest], size, reference) + cls.of(units[-rest:], rest, reference)
-        size = min(size, len(units))
-        exponents, n_planes = _exponents(units), units.itemsize
+    def of(cls, patterns: Patterns, size: int, reference: int) -> _Measured:
+        """Measure patterns in runs, the last may be shorter; `reference` is the level of the middle class."""
+        if len(patterns) > size and (rest := len(patterns) % size):
+            return cls.of(patterns[:-rest], size, reference) + cls.of(patterns[-rest:], rest, reference)
+        size = min(size, len(patterns))
+        exponents, n_planes = _exponents(patterns), patterns.itemsize
         scale = np.clip(_levels(exponents, size) - reference + N_SCALES // 2, 0, N_SCALES - 1)
         planes, is_narrow = np.zeros((n_planes - 1, 2, 256), np.int64), np.zeros(len(scale), np.bool_)
         if n_planes > 2:  # of two bytes, the low one has bits of the mantissa that any value has
-            is_narrow = ~(units.reshape(-1, size)[:, :N_TESTED] & units.dtype.type(0x7F)).any(axis=1)
+            is_narrow = ~(patterns.reshape(-1, size)[:, :N_TESTED] & patterns.dtype.type(0x7F)).any(axis=1)
             if is_narrow.any() and not is_narrow.all():
-                split = cpu().split_planes(units, units, ROTATED)
+                split = cpu().split_planes(patterns, patterns, ROTATED)
                 kinds = is_narrow.astype(np.uint8)
                 planes = np.array([_count(plane, kinds, size, 2) for plane in split[:-1]])
         labels = (scale + N_SCALES * is_narrow).astype(np.uint8)
@@ -181,8 +181,8 @@ def encode_by_runs(planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamT
     streams = list[Stream]()
     for plane, own in zip(planes, tables, strict=True):
         segments = own.segments(classes, runs.per_class[classes])
-        n_units = np.bincount(segments.table_of, weights=runs.per_class[classes])
-        if n_units.max() > (1 - MIN_GAIN) * len(plane):  # of one table, but for a run that reaches in
+        n_patterns = np.bincount(segments.table_of, weights=runs.per_class[classes])
+        if n_patterns.max() > (1 - MIN_GAIN) * len(plane):  # of one table, but for a run that reaches in
             streams += encode_streams([plane])
             continue
         grouped = runs.group(plane)

@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import CHUNK_UNITS, Companions, TensorSource, Units, n_rows_of
-from ckptz.codec.units import MapFunction as MapFunction
+from ckptz.codec.sources import CHUNK_VALUES, Companions, Patterns, TensorSource, n_rows_of
+from ckptz.codec.sources import MapFunction as MapFunction
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.kernels import cpu, rounding
@@ -47,7 +47,7 @@ class InputCovariance:
 
 
 def _floats(source: TensorSource, begin: int, end: int) -> Floats:
-    return floats_of(source.units(begin, end), KINDS[source.dtype.name])
+    return floats_of(source.patterns(begin, end), KINDS[source.dtype.name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,9 +74,9 @@ NO_SIDE_INFORMATION: Final = SideInformation()
 
 @dataclass(frozen=True, slots=True)
 class GuidedSensitivities:
-    """Sensitivities of units begin..end."""
+    """Sensitivities of patterns begin..end."""
 
-    kind: int  # of the tensor's units
+    kind: int  # of the tensor's patterns
     gradients: TensorSource  # averages of gradients, or of their squares; of the tensor's shape
     is_squared: bool  # which of them
 
@@ -86,14 +86,14 @@ class GuidedSensitivities:
         with np.errstate(all="ignore"):
             return np.sqrt(found) if self.is_squared else np.abs(found)
 
-    def __call__(self, begin: int, end: int, units: Units) -> Floats:
-        """Rank units begin..end by |g*w|, float32 [end - begin]."""
+    def __call__(self, begin: int, end: int, patterns: Patterns) -> Floats:
+        """Rank patterns begin..end by |g*w|, float32 [end - begin]."""
         with np.errstate(all="ignore"):
-            return self.gradients_of(begin, end) * np.abs(floats_of(units, self.kind))
+            return self.gradients_of(begin, end) * np.abs(floats_of(patterns, self.kind))
 
 
 def sensitivities_of(source: TensorSource, guide: SideInformation) -> GuidedSensitivities | None:
-    """Find the sensitivities of a tensor's units; None if no gradient is known in a type that has values."""
+    """Find the sensitivities of a tensor; None if no gradient is known in a type that has values."""
     for gradients, is_squared in ((guide.gradient, False), (guide.second_moment, True)):
         if gradients is not None and gradients.dtype.name in KINDS:
             return GuidedSensitivities(KINDS[source.dtype.name], gradients, is_squared)
@@ -124,7 +124,7 @@ def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: Te
 class TensorStatistics:
     """Size, largest value and powers of a tensor: all that its steps follow from, summed over chunks."""
 
-    n_units: int  # values
+    n_patterns: int  # values
     largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
     power: float  # sum of squares
     residual_power: float  # of the differences to the base; infinite without one
@@ -145,19 +145,19 @@ class TensorStatistics:
     ) -> TensorStatistics:
         """Measure one chunk, with its base and its guide."""
         kind = KINDS[source.dtype.name]
-        values = floats_of(source.units(*bounds), kind)
-        others = None if base is None else floats_of(base.units(*bounds), kind)
+        values = floats_of(source.patterns(*bounds), kind)
+        others = None if base is None else floats_of(base.patterns(*bounds), kind)
         largest = max(_largest(values), 0 if others is None else _largest(others))
         squares, row_sums, energy, is_measured = guide.second_moment or guide.gradient, None, 0.0, True
         if squares is not None:
             n_rows, is_root = n_rows_of(source.shape), guide.second_moment is None
-            given = floats_of(squares.units(*bounds), KINDS[squares.dtype.name])
-            row_units, row_sums = source.n_units // n_rows, np.zeros(n_rows)
+            given = floats_of(squares.patterns(*bounds), KINDS[squares.dtype.name])
+            row_patterns, row_sums = source.n_patterns // n_rows, np.zeros(n_rows)
             energy, is_measured = rounding().sensitivities(
-                values, given, is_root, bounds[0], row_units, row_sums
+                values, given, is_root, bounds[0], row_patterns, row_sums
             )
         return cls(
-            n_units=len(values),
+            n_patterns=len(values),
             largest=float(np.uint32(largest).view(np.float32)),
             power=rounding().power(values),
             residual_power=np.inf if others is None else rounding().power(values, others),
@@ -171,7 +171,7 @@ class TensorStatistics:
         if row_sums is not None and other.row_sums is not None:
             row_sums = row_sums + other.row_sums
         return TensorStatistics(
-            self.n_units + other.n_units,
+            self.n_patterns + other.n_patterns,
             max(self.largest, other.largest, key=_by_size),
             self.power + other.power,
             self.residual_power + other.residual_power,
@@ -183,7 +183,7 @@ class TensorStatistics:
     @property
     def spread(self) -> float:
         """Root of the mean square of the values."""
-        return float(np.sqrt(self.power / self.n_units))
+        return float(np.sqrt(self.power / self.n_patterns))
 
     def fault(self, dtype: DType) -> str:
         """Say why no grid fits, or nothing."""
@@ -200,7 +200,7 @@ class TensorStatistics:
 
 def reals(source: TensorSource, begin: int, end: int) -> Reals:
     """Read values, float64 [end - begin], of a tensor of a dtype in `KINDS`."""
-    return values_of(source.units(begin, end), source.dtype)
+    return values_of(source.patterns(begin, end), source.dtype)
 
 
 def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float | None:
@@ -208,17 +208,17 @@ def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float 
 
     `pairs` are weights and their second moments, of dtypes in `KINDS`.
     """
-    energy = n_units = 0.0
+    energy = n_patterns = 0.0
     for weight, moments in pairs:
-        n = weight.n_units
-        begin = n // 2 // CHUNK_UNITS * CHUNK_UNITS
-        bounds = (begin, min(begin + CHUNK_UNITS, n))
+        n = weight.n_patterns
+        begin = n // 2 // CHUNK_VALUES * CHUNK_VALUES
+        bounds = (begin, min(begin + CHUNK_VALUES, n))
         values, squares = reals(weight, *bounds), reals(moments, *bounds)
         is_known = np.isfinite(values) & np.isfinite(squares) & (squares >= 0)
         if len(weight.shape) > 1 and is_known.all() and n:
             energy += float(squares @ values**2) * n / len(values)
-            n_units += n
-    return energy / n_units if energy > 0 else None
+            n_patterns += n
+    return energy / n_patterns if energy > 0 else None
 
 
 def _largest(values: Floats) -> int:
@@ -232,9 +232,9 @@ def _by_size(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def values_of(units: Units, dtype: DType) -> Reals:
-    """Convert units [n] of a dtype in `KINDS` to values, float64 [n]."""
-    patterns = cpu().to_f32(units, KINDS[dtype.name])
+def values_of(patterns: Patterns, dtype: DType) -> Reals:
+    """Convert patterns [n] of a dtype in `KINDS` to values, float64 [n]."""
+    f32_patterns = cpu().to_f32(patterns, KINDS[dtype.name])
     with np.errstate(invalid="ignore"):  # signalling NaN
-        values: Reals = patterns.view(np.float32).astype(np.float64)
+        values: Reals = f32_patterns.view(np.float32).astype(np.float64)
     return values

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptz.codec.units import UNIT_TYPES, TensorSource, Units
+from ckptz.codec.sources import PATTERN_TYPES, Patterns, TensorSource
 from ckptz.container.publish import make_folder, mode_for
 from ckptz.dtypes import DType, dtype_of
 from ckptz.errors import (
@@ -147,7 +147,7 @@ class DcpTensor(TensorSource):
     shape: Numbers
 
     def __init__(
-        self, name: str, dtype: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Units]
+        self, name: str, dtype: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Patterns]
     ) -> None:
         if dtype not in CODES:
             raise UnsupportedError(
@@ -159,10 +159,10 @@ class DcpTensor(TensorSource):
         if all(map(Path.is_file, paths)) and self.n_bytes > sum(path.stat().st_size for path in paths):
             raise TruncatedError(f"tensor {name!r}: the shards are smaller than it; copy the folder whole")
 
-    def units(self, begin: int, end: int) -> Units:
+    def patterns(self, begin: int, end: int) -> Patterns:
         return self._kept.get(self._name, self._read)[begin:end]
 
-    def _read(self) -> Units:
+    def _read(self) -> Patterns:
         import torch
 
         # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
@@ -175,7 +175,7 @@ class DcpTensor(TensorSource):
                 raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
             ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
             target[tuple(map(slice, part.offset or (), ends))] = found.detach()
-        return target.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[self.dtype.unit_bytes])
+        return target.reshape(-1).view(torch.uint8).numpy().view(PATTERN_TYPES[self.dtype.pattern_bytes])
 
 
 def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
@@ -277,7 +277,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
     """(tensors, objects, how the state was flattened)."""
     top = _attributes(raw, "Metadata")
     places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
-    kept: Recent[Units] = Recent(KEPT_TENSORS, lambda _: 1)
+    kept: Recent[Patterns] = Recent(KEPT_TENSORS, lambda _: 1)
     tensors: dict[str, TensorSource] = {}
     objects = {}
     for name, entry in _dict(top, "state_dict_metadata"):
@@ -372,7 +372,7 @@ def write_dcp(
         folder: must not exist, or be empty.
         tensors: by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
-        chunks: gives the units of all tensors in order.
+        chunks: gives the patterns of all tensors in order.
         like: files whose common permissions the files of the folder get, from the first byte on.
 
     Raises:

@@ -15,7 +15,7 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.envelope import MAX_HEADER_BYTES, strict_json
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import TEMPORARY_SUFFIX

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.envelope import plain_regions, strict_json, write_plain
 from ckptz.container.index import Sharding
 from ckptz.container.publish import Publication, make_folder, publish_together
@@ -135,7 +135,7 @@ def write_folder(
         sharding: the record, as `check_sharding` accepts it.
         tree: `Index.tree`: the shards that it names were torch files, and become such again.
         carried: the other files.
-        chunks: gives the units of all tensors of a shard in order.
+        chunks: gives the patterns of all tensors of a shard in order.
         like: files whose permissions shards and index get, as `publish` does it.
     """
     check_sharding(sharding, tensors)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn, cast
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.publish import publish
 from ckptz.errors import (
     ConfigError,
@@ -150,7 +150,7 @@ def write(
         path: appears whole or not at all.
         tensors: by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
-        chunks: gives the units of all tensors in order.
+        chunks: gives the patterns of all tensors in order.
         like: files whose permissions it gets, as `publish` does it.
     """
     require_torch(path)

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.byte_source import is_folder
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish_together
@@ -122,7 +122,7 @@ def write_plain_trainer(
     Args:
         folder: is there; files of other names stay.
         trainer: what to write.
-        chunks: gives the units of all tensors of a file in order.
+        chunks: gives the patterns of all tensors of a file in order.
         like: files whose permissions the new ones get, as `publish` does it.
 
     Raises:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import Units
+from ckptz.codec.sources import Patterns
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.envelope import Count, PlainFile, RegionSource, strict_json
 from ckptz.container.index import Shape
@@ -282,7 +282,7 @@ class SideInformationFile(Recordings[Recorded]):
     def array(self, tensor: str) -> NDArray[Any]:
         """Read a tensor's finite values, of its dtype and shape [...], into memory of the caller's own."""
         region = self._file.tensors[tensor]
-        flat: Units = region.units(0, region.n_units)
+        flat: Patterns = region.patterns(0, region.n_patterns)
         array: NDArray[Any] = flat.view(_ARRAY_TYPES[region.dtype.name]).reshape(region.shape)
         if not np.isfinite(array).all():
             raise self.error(f"tensor {tensor!r} has values that are not finite; record again")

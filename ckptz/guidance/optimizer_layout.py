@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.envelope import strict_json
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.methods.method import MOMENT_ROLES
@@ -400,4 +400,4 @@ def _lossless_states(
 
 def _is_large(source: TensorSource) -> bool:
     """Tell whether a state has an element for each of a parameter's, and is no counter."""
-    return source.dtype.is_float and source.n_units > 1
+    return source.dtype.is_float and source.n_patterns > 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.tensor import InputCovariance, SideInformation, moments_energy

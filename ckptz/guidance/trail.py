@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import SourceOf, TensorSource
+from ckptz.codec.sources import SourceOf, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.companions import CachedChunks
@@ -26,7 +26,7 @@ from ckptz.encoding.tensor import SideInformation
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in
 from ckptz.kernels import cpu
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.quant.sensitivity import floats_of
 from ckptz.roles import Role
 from ckptz.state.skeleton import TensorRef, parse_tree
@@ -141,12 +141,12 @@ class _Moved(SourceOf):
     lost: Lost
     share: float
 
-    def units(self, begin: int, end: int) -> Units:
-        kind, units = KINDS[self.dtype.name], self.source.units(begin, end)
+    def patterns(self, begin: int, end: int) -> Patterns:
+        kind, patterns = KINDS[self.dtype.name], self.source.patterns(begin, end)
         with np.errstate(all="ignore"):
-            values = floats_of(units, kind) + np.float32(self.share) * self.lost.moves(begin, end)
-        moved: Units = cpu().from_f32(values.view(np.uint32), kind)
-        return np.where(np.isfinite(floats_of(moved, kind)), moved, units)
+            values = floats_of(patterns, kind) + np.float32(self.share) * self.lost.moves(begin, end)
+        moved: Patterns = cpu().from_f32(values.view(np.uint32), kind)
+        return np.where(np.isfinite(floats_of(moved, kind)), moved, patterns)
 
 
 class Trail:
@@ -296,7 +296,7 @@ class Momentum:
 
 def can_move(weight: TensorSource) -> bool:
     """Tell whether a weight has values here that can be moved."""
-    return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_units > 0
+    return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_patterns > 0
 
 
 def trained_in(
@@ -361,7 +361,7 @@ def _sampled(source: TensorSource) -> Sample:
 
 def _at_samples(source: TensorSource, values: Callable[[int, int], Sample]) -> Sample:
     """Take the sampled elements of values that are computed chunk by chunk."""
-    stride = stride_of(source.n_units)
+    stride = stride_of(source.n_patterns)
     return np.concatenate([values(b, e)[-b % stride :: stride] for b, e in source.chunk_bounds()])
 
 
@@ -370,4 +370,4 @@ def _rms(sample: Sample) -> float:
 
 
 def _values(source: TensorSource, begin: int, end: int) -> Sample:
-    return floats_of(source.units(begin, end), KINDS[source.dtype.name])
+    return floats_of(source.patterns(begin, end), KINDS[source.dtype.name])

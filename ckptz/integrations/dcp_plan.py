@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DTYPE_CODES
 from ckptz.encoding.tensor import SideInformation
@@ -235,4 +235,4 @@ def merged_guides(
 def _histogram(pieces: Sequence[TensorSource], kind: int) -> Histogram:
     empty = Histogram(kind, torch.zeros(1 << 16, dtype=torch.int64).numpy())
     chunks = ((s, bounds) for s in pieces for bounds in s.chunk_bounds())
-    return reduce(add, (Histogram.of(source.units(*bounds), kind) for source, bounds in chunks), empty)
+    return reduce(add, (Histogram.of(source.patterns(*bounds), kind) for source, bounds in chunks), empty)

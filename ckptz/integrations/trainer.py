@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.container.publish import make_folder
 from ckptz.encoding.tensor import SideInformation, moments_energy

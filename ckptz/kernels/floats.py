@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
-Units = NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
+Patterns = NDArray[Any]  # unsigned integers of 1, 2, 4 or 8 bytes
 Counts = NDArray[np.int64]
 Frequencies = NDArray[np.uint16]  # [256] of one table, [n_tables, 256] of several
 Positions = NDArray[np.int64]
@@ -36,10 +36,10 @@ MAX_MAGNITUDE: Final = 127  # codes of a grid: both signs, zero and the escape f
 ESCAPE: Final = 255  # stands for the escape code until the alphabet is known
 
 
-def order(units: Units) -> Units:
+def order(patterns: Patterns) -> Patterns:
     """Turn float patterns [...] into integers in the order of the values; -0.0 just below 0.0."""
-    top = units.dtype.type(1 << (8 * units.itemsize - 1))
-    return np.where(units & top, ~units, units | top)
+    top = patterns.dtype.type(1 << (8 * patterns.itemsize - 1))
+    return np.where(patterns & top, ~patterns, patterns | top)
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -49,24 +49,24 @@ N_BUCKETS = 1 << 16
 TINY_EXPONENT = 27  # sums of two floats below 2^-100 are made of integers, see `add_f32`
 
 
-def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
-    """Give codes[r] of each unit, r the number of boundaries at or below it in the order of the values.
+def region_codes(patterns: Patterns, boundaries: Patterns, codes: Bytes) -> Bytes:
+    """Give codes[r] of each pattern, r the number of boundaries at or below it in the order of the values.
 
     `boundaries` are ascending results of `order`; `codes` has one more entry.
     """
-    return codes[np.searchsorted(boundaries, order(units), side="right")]
+    return codes[np.searchsorted(boundaries, order(patterns), side="right")]
 
 
-def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
-    """Convert units [...] to the bit patterns of F32, exactly."""
+def to_f32(patterns: Patterns, kind: int) -> NDArray[np.uint32]:
+    """Convert patterns [...] to the bit patterns of F32, exactly."""
     if kind == BF16:
-        return units.astype(np.uint32) << np.uint32(16)
+        return patterns.astype(np.uint32) << np.uint32(16)
     if kind == F16:
-        return units.view(np.float16).astype(np.float32).view(np.uint32)
-    return units.astype(np.uint32)
+        return patterns.view(np.float16).astype(np.float32).view(np.uint32)
+    return patterns.astype(np.uint32)
 
 
-def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
+def from_f32(patterns: NDArray[np.uint32], kind: int) -> Patterns:
     """Round F32 patterns [...] to nearest, ties to even; spec/04-quantization.md#cast."""
     if kind == BF16:
         half = np.uint32(0x7FFF) + ((patterns >> np.uint32(16)) & np.uint32(1))
@@ -81,10 +81,10 @@ def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
     return patterns
 
 
-def all_finite(units: Units, kind: int) -> bool:
-    """Tell whether no unit is an infinity or NaN."""
-    exponent = units.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
-    return not bool(((units & exponent) == exponent).any())
+def all_finite(patterns: Patterns, kind: int) -> bool:
+    """Tell whether no pattern is an infinity or NaN."""
+    exponent = patterns.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
+    return not bool(((patterns & exponent) == exponent).any())
 
 
 def outer_product(

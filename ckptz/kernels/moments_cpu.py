@@ -22,16 +22,16 @@ MANTISSA, UNIT_EXPONENT = 0x000FFFFFFFFFFFFF, 0x3FF0000000000000  # of a double
 
 
 @inlined
-def _ordered(unit: Any, top: Any, mask: Any) -> Any:
-    return unit ^ (mask if unit & top else top)
+def _ordered(pattern: Any, top: Any, mask: Any) -> Any:
+    return pattern ^ (mask if pattern & top else top)
 
 
 @kernel
-def _indices(units: Any, predicted: Any, ladder: Any, indices: Any, nominal: Any) -> None:
-    """Find the level of each unit [n], EXCEPTION if it cannot restore it, and the units of levels [n].
+def _indices(patterns: Any, predicted: Any, ladder: Any, indices: Any, nominal: Any) -> None:
+    """Find the level of each pattern [n], EXCEPTION if it cannot restore it, and the patterns of levels [n].
 
     `predicted` has no elements for a prediction of zero. `ladder` is (step, phase, top bit, all bits, largest
-    unit).
+    pattern).
     """
     step, phase, top_bit, all_bits, largest = ladder
     top, mask = uint32(top_bit), uint32(all_bits)
@@ -39,16 +39,16 @@ def _indices(units: Any, predicted: Any, ladder: Any, indices: Any, nominal: Any
     highest, zero = float64(top_bit + largest) - half, float64(top_bit)
     width, shift = float64(step), half - float64(phase)
     if len(predicted) == 0:
-        for i in range(len(units)):
-            distance = float64(_ordered(uint32(units[i]), top, mask)) - zero
+        for i in range(len(patterns)):
+            distance = float64(_ordered(uint32(patterns[i]), top, mask)) - zero
             index = np.floor((distance + shift) / width)
             restored = zero + index * width + float64(phase)
             nominal[i] = uint32(int64(max(restored - zero, 1.0)))
             indices[i] = index if restored <= highest else EXCEPTION
     else:
-        for i in range(len(units)):
+        for i in range(len(patterns)):
             origin = float64(_ordered(uint32(predicted[i]), top, mask))
-            distance = float64(_ordered(uint32(units[i]), top, mask)) - origin
+            distance = float64(_ordered(uint32(patterns[i]), top, mask)) - origin
             index = np.floor((distance + shift) / width)
             restored = origin + index * width + float64(phase)
             nominal[i] = uint32(int64(max(restored - zero, 1.0)))
@@ -56,12 +56,12 @@ def _indices(units: Any, predicted: Any, ladder: Any, indices: Any, nominal: Any
 
 
 @kernel
-def ladder_codes(units: Any, predicted: Any, ladder: Any, codes_of: Any, out: Any) -> None:
-    """Write the codes of units [n]; `codes_of` is (lowest level, levels, zero code, escape code)."""
+def ladder_codes(patterns: Any, predicted: Any, ladder: Any, codes_of: Any, out: Any) -> None:
+    """Write the codes of patterns [n]; `codes_of` is (lowest level, levels, zero code, escape code)."""
     lowest, n_levels, zero_code, escape_code = codes_of
-    indices, nominal = np.empty(BLOCK), np.empty(BLOCK, units.dtype)
-    for begin in range(0, len(units), BLOCK):
-        here, codes = units[begin : begin + BLOCK], out[begin : begin + BLOCK]
+    indices, nominal = np.empty(BLOCK), np.empty(BLOCK, patterns.dtype)
+    for begin in range(0, len(patterns), BLOCK):
+        here, codes = patterns[begin : begin + BLOCK], out[begin : begin + BLOCK]
         _indices(here, predicted[begin : begin + BLOCK], ladder, indices, nominal)
         for i in range(len(here)):
             code = indices[i] - float64(lowest)
@@ -72,21 +72,21 @@ def ladder_codes(units: Any, predicted: Any, ladder: Any, codes_of: Any, out: An
 
 @kernel
 def ladder_sums(
-    units: Any, predicted: Any, ladder: Any, kind: int, first: int, counts: Any, roots: Any
+    patterns: Any, predicted: Any, ladder: Any, kind: int, first: int, counts: Any, roots: Any
 ) -> None:
     """Add up occurrences of levels from `first` on, and roots of elements in roots of their level.
 
     Both are [4, n_levels + 2], by turns, so that equal neighbours need not wait for each other's sum. The
     last two are zeros, and elements that none of the levels restores.
     """
-    indices, nominal = np.empty(BLOCK), np.empty(BLOCK, units.dtype)
+    indices, nominal = np.empty(BLOCK), np.empty(BLOCK, patterns.dtype)
     exact, level = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     ratios, places = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.uint32)
     exact_f32, level_f32 = exact.view(np.float32), level.view(np.float32)
     width = counts.shape[1]
     n_levels, flat_counts, flat_roots = float64(width - 2), counts.reshape(-1), roots.reshape(-1)
-    for begin in range(0, len(units), BLOCK):
-        here = units[begin : begin + BLOCK]
+    for begin in range(0, len(patterns), BLOCK):
+        here = patterns[begin : begin + BLOCK]
         n = len(here)
         _indices(here, predicted[begin : begin + BLOCK], ladder, indices, nominal)
         _to_f32(here, kind, exact[:n])
@@ -268,7 +268,7 @@ def level_sums(
 def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) -> Any:
     """Write magnitudes of floats [n] in roots of their second moments, and return how many have one.
 
-    `roots` are of the magnitude classes of second moments, units [n]; zeros have none.
+    `roots` are of the magnitude classes of second moments, patterns [n]; zeros have none.
     """
     n, shift = uint64(0), uint32(8 * moments.itemsize - 9)
     for i in range(len(patterns)):

@@ -34,11 +34,11 @@ summing = _compiled(fastmath={"reassoc"})
 summing_part = _compiled(fastmath={"reassoc"}, no_cpython_wrapper=True)
 inlined = numba.njit(inline="always")
 
-BLOCK = 4096  # units per pass: a block and its planes stay in the first-level cache
+BLOCK = 4096  # patterns per pass: a block and its planes stay in the first-level cache
 ONE = np.uint64(1)
 
 
 @inlined
-def sign_fill(unit: Any, shift: Any) -> Any:
+def sign_fill(pattern: Any, shift: Any) -> Any:
     """Give all ones where the sign bit, `shift` places up, is set."""
-    return uint64(0) - (unit >> shift)
+    return uint64(0) - (pattern >> shift)

@@ -32,7 +32,7 @@ from ckptz.kernels.floats import (
     Bytes,
     Counts,
     Frequencies,
-    Units,
+    Patterns,
     order,
 )
 
@@ -81,52 +81,52 @@ def _counted(function: Callable[P, T]) -> Callable[P, T]:
 # --- bit patterns -------------------------------------------------------------------------------
 
 
-def unorder(units: Units) -> Units:
-    """Undo `order`, units [...]."""
-    top = units.dtype.type(1 << (8 * units.itemsize - 1))
-    return np.where(units & top, units & ~top, ~units)
+def unorder(patterns: Patterns) -> Patterns:
+    """Undo `order`, patterns [...]."""
+    top = patterns.dtype.type(1 << (8 * patterns.itemsize - 1))
+    return np.where(patterns & top, patterns & ~top, ~patterns)
 
 
-def _rotate(units: Units, n_left: int) -> Units:
-    width = 8 * units.itemsize
-    left, right = units.dtype.type(n_left % width), units.dtype.type((width - n_left) % width)
-    return (units << left) | (units >> right)
+def _rotate(patterns: Patterns, n_left: int) -> Patterns:
+    width = 8 * patterns.itemsize
+    left, right = patterns.dtype.type(n_left % width), patterns.dtype.type((width - n_left) % width)
+    return (patterns << left) | (patterns >> right)
 
 
-def _zeros(like: Units) -> Units:
+def _zeros(like: Patterns) -> Patterns:
     """Zeros of the same type, so that subtraction wraps as unsigned."""
     return np.zeros_like(like)
 
 
-def _zigzag(difference: Units) -> Units:
+def _zigzag(difference: Patterns) -> Patterns:
     top = difference.dtype.type(8 * difference.itemsize - 1)
     one = difference.dtype.type(1)
     return (difference << one) ^ (_zeros(difference) - (difference >> top))
 
 
-def _unzigzag(code: Units) -> Units:
+def _unzigzag(code: Patterns) -> Patterns:
     one = code.dtype.type(1)
     return (code >> one) ^ (_zeros(code) - (code & one))
 
 
-def transform(units: Units, base: Units, mode: int, out: Units | None = None) -> Units:
-    """Turn units [n] into what a plane mode splits, in `out` if given; spec/03-transforms.md#planes."""
-    found = units
+def transform(patterns: Patterns, base: Patterns, mode: int, out: Patterns | None = None) -> Patterns:
+    """Turn patterns [n] into what a plane mode splits, in `out` if given; spec/03-transforms.md#planes."""
+    found = patterns
     if mode == ROTATED:
-        found = _rotate(units, 1)
+        found = _rotate(patterns, 1)
     elif mode == XOR:
-        found = units ^ base
+        found = patterns ^ base
     elif mode == DIFFERENCE:
-        found = _zigzag(units - base)
+        found = _zigzag(patterns - base)
     elif mode == ORDERED_DIFFERENCE:
-        found = _zigzag(order(units) - order(base))
+        found = _zigzag(order(patterns) - order(base))
     if out is None:
         return found
     out[:] = found
     return out
 
 
-def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
+def restore(codes: Patterns, base: Patterns, mode: int, out: Patterns) -> None:
     """Undo `transform`, into `out` [n], which may be `codes`."""
     if mode == ROTATED:
         out[:] = _rotate(codes, 8 * out.itemsize - 1)
@@ -141,12 +141,12 @@ def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
 
 
 @_counted
-def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None) -> Bytes:
-    """Split the bytes of each unit after `mode` into planes: [unit bytes, n], least significant first.
+def split_planes(patterns: Patterns, base: Patterns, mode: int, out: Bytes | None = None) -> Bytes:
+    """Split the bytes of each pattern after `mode` into planes: [pattern bytes, n], least significant first.
 
     They are in `out` if it is given.
     """
-    planes = transform(units, base, mode).reshape(-1, 1).view(np.uint8).T
+    planes = transform(patterns, base, mode).reshape(-1, 1).view(np.uint8).T
     if out is None:
         return np.ascontiguousarray(planes)
     out[:] = planes
@@ -154,7 +154,7 @@ def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None)
 
 
 @_counted
-def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
+def merge_planes(planes: Sequence[Bytes], base: Patterns, mode: int, out: Patterns) -> None:
     """Undo `split_planes`, into `out`; each plane is an array [n]."""
     restore(np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1), base, mode, out)
 

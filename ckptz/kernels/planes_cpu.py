@@ -10,18 +10,18 @@ from numba import uint8, uint16, uint32, uint64
 from numpy.typing import NDArray
 
 from ckptz.kernels import plain
-from ckptz.kernels.floats import ORDERED_DIFFERENCE, RAW, ROTATED, Bytes, Counts, Units
+from ckptz.kernels.floats import ORDERED_DIFFERENCE, RAW, ROTATED, Bytes, Counts, Patterns
 from ckptz.kernels.numba_base import ONE, kernel, sign_fill
 
 # --- plane modes --------------------------------------------------------------------------------
 
 
 @kernel
-def _ordered_difference(units: Any, base: Any, width: int, out: Any) -> None:
+def _ordered_difference(patterns: Any, base: Any, width: int, out: Any) -> None:
     shift = uint64(width - 1)
     mask, top = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width), ONE << shift
     for i in range(len(out)):
-        a, b = uint64(units[i]), uint64(base[i])
+        a, b = uint64(patterns[i]), uint64(base[i])
         d = ((a ^ (sign_fill(a, shift) | top)) - (b ^ (sign_fill(b, shift) | top))) & mask
         out[i] = (d << ONE) ^ sign_fill(d, shift)
 
@@ -37,15 +37,15 @@ def _add_ordered(codes: Any, base: Any, width: int, out: Any) -> None:
         out[i] = ordered ^ (((ordered >> shift) - ONE) | top)
 
 
-def transform(units: Units, base: Units, mode: int, out: Units | None = None) -> Units:
+def transform(patterns: Patterns, base: Patterns, mode: int, out: Patterns | None = None) -> Patterns:
     if mode != ORDERED_DIFFERENCE:
-        return plain.transform(units, base, mode, out)
-    out = np.empty_like(units) if out is None else out
-    _ordered_difference(units, base, 8 * units.itemsize, out)
+        return plain.transform(patterns, base, mode, out)
+    out = np.empty_like(patterns) if out is None else out
+    _ordered_difference(patterns, base, 8 * patterns.itemsize, out)
     return out
 
 
-def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
+def restore(codes: Patterns, base: Patterns, mode: int, out: Patterns) -> None:
     if mode == ORDERED_DIFFERENCE:
         _add_ordered(codes, base, 8 * out.itemsize, out)
     else:
@@ -57,37 +57,37 @@ def restore(codes: Units, base: Units, mode: int, out: Units) -> None:
 
 
 @kernel
-def _split_2(units: Any, low: Any, high: Any) -> None:
-    for i in range(len(units)):
-        low[i] = uint8(units[i])
-        high[i] = uint8(units[i] >> uint16(8))
+def _split_2(patterns: Any, low: Any, high: Any) -> None:
+    for i in range(len(patterns)):
+        low[i] = uint8(patterns[i])
+        high[i] = uint8(patterns[i] >> uint16(8))
 
 
 @kernel
-def _split_rotated_2(units: Any, low: Any, high: Any) -> None:
-    for i in range(len(units)):
-        unit = uint16(uint16(units[i] << uint16(1)) | uint16(units[i] >> uint16(15)))
-        low[i] = uint8(unit)
-        high[i] = uint8(unit >> uint16(8))
+def _split_rotated_2(patterns: Any, low: Any, high: Any) -> None:
+    for i in range(len(patterns)):
+        pattern = uint16(uint16(patterns[i] << uint16(1)) | uint16(patterns[i] >> uint16(15)))
+        low[i] = uint8(pattern)
+        high[i] = uint8(pattern >> uint16(8))
 
 
 @kernel
-def _split_4(units: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
-    for i in range(len(units)):
-        p0[i] = uint8(units[i])
-        p1[i] = uint8(units[i] >> uint32(8))
-        p2[i] = uint8(units[i] >> uint32(16))
-        p3[i] = uint8(units[i] >> uint32(24))
+def _split_4(patterns: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
+    for i in range(len(patterns)):
+        p0[i] = uint8(patterns[i])
+        p1[i] = uint8(patterns[i] >> uint32(8))
+        p2[i] = uint8(patterns[i] >> uint32(16))
+        p3[i] = uint8(patterns[i] >> uint32(24))
 
 
 @kernel
-def _split_rotated_4(units: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
-    for i in range(len(units)):
-        unit = uint32(uint32(units[i] << uint32(1)) | uint32(units[i] >> uint32(31)))
-        p0[i] = uint8(unit)
-        p1[i] = uint8(unit >> uint32(8))
-        p2[i] = uint8(unit >> uint32(16))
-        p3[i] = uint8(unit >> uint32(24))
+def _split_rotated_4(patterns: Any, p0: Any, p1: Any, p2: Any, p3: Any) -> None:
+    for i in range(len(patterns)):
+        pattern = uint32(uint32(patterns[i] << uint32(1)) | uint32(patterns[i] >> uint32(31)))
+        p0[i] = uint8(pattern)
+        p1[i] = uint8(pattern >> uint32(8))
+        p2[i] = uint8(pattern >> uint32(16))
+        p3[i] = uint8(pattern >> uint32(24))
 
 
 @kernel
@@ -99,8 +99,8 @@ def _merge_2(low: Any, high: Any, out: Any) -> None:
 @kernel
 def _merge_rotated_2(low: Any, high: Any, out: Any) -> None:
     for i in range(len(out)):
-        unit = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
-        out[i] = uint16(unit >> uint16(1)) | uint16(unit << uint16(15))
+        pattern = uint16(low[i]) | uint16(uint16(high[i]) << uint16(8))
+        out[i] = uint16(pattern >> uint16(1)) | uint16(pattern << uint16(15))
 
 
 @kernel
@@ -114,30 +114,30 @@ def _merge_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
 def _merge_rotated_4(p0: Any, p1: Any, p2: Any, p3: Any, out: Any) -> None:
     for i in range(len(out)):
         low = uint32(p0[i]) | uint32(uint32(p1[i]) << uint32(8))
-        unit = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
-        out[i] = uint32(unit >> uint32(1)) | uint32(unit << uint32(31))
+        pattern = low | uint32(uint32(p2[i]) << uint32(16)) | uint32(uint32(p3[i]) << uint32(24))
+        out[i] = uint32(pattern >> uint32(1)) | uint32(pattern << uint32(31))
 
 
-def split_planes(units: Units, base: Units, mode: int, out: Bytes | None = None) -> Bytes:
-    width = units.itemsize
+def split_planes(patterns: Patterns, base: Patterns, mode: int, out: Bytes | None = None) -> Bytes:
+    width = patterns.itemsize
     is_rotated = mode == ROTATED and width in (2, 4)
     if mode != RAW and not is_rotated:
-        units = transform(units, base, mode)
-    planes = np.empty((width, len(units)), np.uint8) if out is None else out
+        patterns = transform(patterns, base, mode)
+    planes = np.empty((width, len(patterns)), np.uint8) if out is None else out
     if width == 1:
-        planes[0] = units
+        planes[0] = patterns
     elif width == 2:
         split = _split_rotated_2 if is_rotated else _split_2
-        split(units, planes[0], planes[1])
+        split(patterns, planes[0], planes[1])
     else:
         split = _split_rotated_4 if is_rotated else _split_4
         for j in range(0, width, 4):  # halves of eight bytes one after the other
-            half = units if width == 4 else np.ascontiguousarray(units.view(np.uint32)[j // 4 :: 2])
+            half = patterns if width == 4 else np.ascontiguousarray(patterns.view(np.uint32)[j // 4 :: 2])
             split(half, planes[j], planes[j + 1], planes[j + 2], planes[j + 3])
     return planes
 
 
-def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) -> None:
+def merge_planes(planes: Sequence[Bytes], base: Patterns, mode: int, out: Patterns) -> None:
     width = out.itemsize
     is_rotated = mode == ROTATED and width in (2, 4)
     codes = out if is_rotated or mode == RAW else np.empty_like(out)
@@ -161,15 +161,15 @@ def merge_planes(planes: Sequence[Bytes], base: Units, mode: int, out: Units) ->
 
 
 @kernel
-def _magnitude_classes(units: Any, shift: int, mask: int, out: Any) -> None:
+def _magnitude_classes(patterns: Any, shift: int, mask: int, out: Any) -> None:
     for i in range(len(out)):
-        out[i] = uint8((uint64(units[i]) >> uint64(shift)) & uint64(mask))
+        out[i] = uint8((uint64(patterns[i]) >> uint64(shift)) & uint64(mask))
 
 
-def magnitude_classes(units: Units, out: Bytes | None = None) -> Bytes:
-    out = np.empty(len(units), np.uint8) if out is None else out
-    width = 8 * units.itemsize
-    _magnitude_classes(units, max(width - 9, 0), 0xFF if width > 8 else 0x7F, out)
+def magnitude_classes(patterns: Patterns, out: Bytes | None = None) -> Bytes:
+    out = np.empty(len(patterns), np.uint8) if out is None else out
+    width = 8 * patterns.itemsize
+    _magnitude_classes(patterns, max(width - 9, 0), 0xFF if width > 8 else 0x7F, out)
     return out
 
 
@@ -185,7 +185,7 @@ def _class_histogram(classes: Any, symbols: Any, counts: Any) -> None:
         first[(uint64(classes[n - ONE]) << uint64(8)) | uint64(symbols[n - ONE])] += uint32(1)
 
 
-def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
+def class_histogram(classes: Patterns, symbols: Bytes, n_classes: int) -> Counts:
     counts = np.zeros((2, 256 * n_classes), np.uint32)
     _class_histogram(classes, symbols, counts)
     return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_classes, 256)
@@ -212,7 +212,7 @@ def _class_counts(classes: Any, ends: Any, counts: Any) -> None:
         begin = ends[t]
 
 
-def class_counts(classes: Units, ends: Counts, n_classes: int) -> NDArray[np.uint32]:
+def class_counts(classes: Patterns, ends: Counts, n_classes: int) -> NDArray[np.uint32]:
     counts = np.zeros((len(ends), 4, n_classes), np.uint32)
     _class_counts(classes, ends, counts)
     return counts
@@ -226,12 +226,12 @@ def _starts(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 @kernel
-def _group(units: Any, classes: Any, ends: Any, starts: Any, grouped: Any) -> None:
+def _group(patterns: Any, classes: Any, ends: Any, starts: Any, grouped: Any) -> None:
     begin = 0
     for t in range(len(ends)):
         quarter = uint64((ends[t] - begin) // 4)
         first, second, third, fourth = starts[t, 0], starts[t, 1], starts[t, 2], starts[t, 3]
-        own, there = classes[begin : ends[t]], units[begin : ends[t]]
+        own, there = classes[begin : ends[t]], patterns[begin : ends[t]]
         own_1, own_2, own_3 = own[quarter:], own[2 * quarter :], own[3 * quarter :]
         there_1, there_2, there_3 = there[quarter:], there[2 * quarter :], there[3 * quarter :]
         for i in range(quarter):
@@ -255,9 +255,9 @@ def _group(units: Any, classes: Any, ends: Any, starts: Any, grouped: Any) -> No
         begin = ends[t]
 
 
-def group(units: Units, classes: Units, ends: Counts, counts: NDArray[np.uint32]) -> Any:
-    grouped = np.empty_like(units)
-    _group(units, classes, ends, _starts(counts), grouped)
+def group(patterns: Patterns, classes: Patterns, ends: Counts, counts: NDArray[np.uint32]) -> Any:
+    grouped = np.empty_like(patterns)
+    _group(patterns, classes, ends, _starts(counts), grouped)
     return grouped
 
 
@@ -287,5 +287,5 @@ def _ungroup(grouped: Any, classes: Any, starts: Any, out: Any) -> None:
         fourth[k3] += uint32(1)
 
 
-def ungroup(grouped: Units, classes: Units, counts: NDArray[np.uint32], out: Units) -> None:
+def ungroup(grouped: Patterns, classes: Patterns, counts: NDArray[np.uint32], out: Patterns) -> None:
     _ungroup(grouped, classes, _starts(counts)[0], out)

@@ -79,7 +79,7 @@ def _nearest_codes(
     has_base: bool,
     steps: Any,
     labels: Any,
-    row_units: int,
+    row_patterns: int,
     widened: Any,
     begin: int,
     out: Any,
@@ -88,10 +88,10 @@ def _nearest_codes(
     n = len(out)
     while done < n:
         at = begin + done
-        end = done + row_units - at % row_units
+        end = done + row_patterns - at % row_patterns
         if end > n:
             end = n
-        step = steps[labels[at // row_units]]
+        step = steps[labels[at // row_patterns]]
         _nearest(values[done:end], base[done:end], has_base, step, widened, out[done:end])
         done = end
 
@@ -115,7 +115,7 @@ def _drawn_codes(
     has_base: bool,
     steps: Any,
     labels: Any,
-    row_units: int,
+    row_patterns: int,
     key: int,
     begin: int,
     out: Any,
@@ -125,12 +125,12 @@ def _drawn_codes(
     while done < n:
         at = begin + done
         low = int64(uint64(at) & uint64(0xFFFFFFFF))
-        end, until = done + row_units - at % row_units, done + (1 << 32) - low
+        end, until = done + row_patterns - at % row_patterns, done + (1 << 32) - low
         if end > until:
             end = until
         if end > n:
             end = n
-        step, seeded = steps[labels[at // row_units]], _seeded(key, at)
+        step, seeded = steps[labels[at // row_patterns]], _seeded(key, at)
         _drawn(values[done:end], base[done:end], has_base, step, seeded, uint32(low), out[done:end])
         done = end
 
@@ -140,14 +140,14 @@ def residual_codes(
     base: Floats | None,
     steps: Floats,
     labels: Bytes,
-    row_units: int,
+    row_patterns: int,
     dead_zone: float,
     key: int,
     begin: int,
     out: Bytes,
 ) -> None:
     """Write codes [n] of values less their base, in steps by row, to `out`."""
-    inputs = values, values if base is None else base, base is not None, steps, labels, row_units
+    inputs = values, values if base is None else base, base is not None, steps, labels, row_patterns
     if key == NEAREST:
         _nearest_codes(*inputs, np.float32(0.5 + dead_zone), begin, out)
     else:
@@ -156,15 +156,15 @@ def residual_codes(
 
 @kernel
 def _residual_sums(
-    values: Any, base: Any, has_base: bool, labels: Any, row_units: int, begin: int, codes: Any, sums: Any
+    values: Any, base: Any, has_base: bool, labels: Any, row_patterns: int, begin: int, codes: Any, sums: Any
 ) -> None:
     i, n = uint64(0), uint64(len(codes))
     while i < n:
         at = begin + int64(i)
-        end = i + uint64(row_units - at % row_units)
+        end = i + uint64(row_patterns - at % row_patterns)
         if end > n:
             end = n
-        own = sums[labels[at // row_units]]
+        own = sums[labels[at // row_patterns]]
         for j in range(i, end):
             if codes[j]:
                 value = float64(values[j])
@@ -178,7 +178,7 @@ def residual_sums(
     values: Floats,
     base: Floats | None,
     labels: Bytes,
-    row_units: int,
+    row_patterns: int,
     begin: int,
     codes: Bytes,
     sums: Reals,
@@ -188,7 +188,7 @@ def residual_sums(
     Those of code 0 are left out.
     """
     other = values if base is None else base
-    _residual_sums(values, other, base is not None, labels, row_units, begin, codes, sums)
+    _residual_sums(values, other, base is not None, labels, row_patterns, begin, codes, sums)
 
 
 # --- extents ------------------------------------------------------------------------------------
@@ -278,7 +278,9 @@ def _row_sums(values: Any, squares: Any, is_root: Any) -> Any:
 
 
 @kernel
-def sensitivities(values: Any, squares: Any, is_root: Any, begin: int, row_units: int, row_sums: Any) -> Any:
+def sensitivities(
+    values: Any, squares: Any, is_root: Any, begin: int, row_patterns: int, row_sums: Any
+) -> Any:
     """Add up second moments by row of a weight, floats [n] both; or their roots, whose squares count.
 
     Returns:
@@ -291,11 +293,11 @@ def sensitivities(values: Any, squares: Any, is_root: Any, begin: int, row_units
     energy, done = 0.0, 0
     while done < len(squares):
         at = begin + done
-        n = row_units - at % row_units
+        n = row_patterns - at % row_patterns
         if n > len(squares) - done:
             n = len(squares) - done
         total, more = _row_sums(values[done : done + n], squares[done : done + n], is_root)
-        row_sums[at // row_units] += total
+        row_sums[at // row_patterns] += total
         energy += more
         done += n
     return energy, n_odd == uint32(0)

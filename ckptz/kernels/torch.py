@@ -1,7 +1,7 @@
 """The kernels as torch operations, for tensors where they live.
 
 Bit patterns are torch's integers of the same size (uint8, int16, int32, int64); inside, they widen to
-int64, masked to the width of the unit, because torch has no arithmetic on unsigned types.
+int64, masked to the width of the pattern, because torch has no arithmetic on unsigned types.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptz.kernels.floats import (
     N_BUCKETS,
 )
 
-UNIT_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+PATTERN_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def lives_elsewhere(tensor: Tensor) -> bool:
@@ -37,17 +37,17 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _width(units: Tensor) -> int:
-    return 8 * units.element_size()
+def _width(patterns: Tensor) -> int:
+    return 8 * patterns.element_size()
 
 
 def _mask(width: int) -> int:
     return (1 << width) - 1 if width < 64 else -1
 
 
-def _wide(units: Tensor) -> Tensor:
-    """int64 whose low bits are the unit and whose others are zero (for eight bytes: the unit)."""
-    return units.to(torch.int64) & _mask(_width(units))
+def _wide(patterns: Tensor) -> Tensor:
+    """int64 whose low bits are the pattern and whose others are zero (for eight bytes: the pattern)."""
+    return patterns.to(torch.int64) & _mask(_width(patterns))
 
 
 def _narrow(wide: Tensor, width: int) -> Tensor:
@@ -57,7 +57,7 @@ def _narrow(wide: Tensor, width: int) -> Tensor:
     if width == 64:
         return wide
     top = 1 << (width - 1)
-    return ((wide & _mask(width) ^ top) - top).to(UNIT_TYPES[width // 8])
+    return ((wide & _mask(width) ^ top) - top).to(PATTERN_TYPES[width // 8])
 
 
 def _shift_right(wide: Tensor, n: int, width: int) -> Tensor:
@@ -74,30 +74,30 @@ def _order(wide: Tensor, width: int) -> Tensor:
     return wide ^ ((-sign | _top(width)) & _mask(width))
 
 
-def ordered(units: Tensor) -> Tensor:
+def ordered(patterns: Tensor) -> Tensor:
     """Give the patterns of floats [n] as integers int64 in the order of the values; see `floats.order`."""
-    return _order(_wide(units), _width(units))
+    return _order(_wide(patterns), _width(patterns))
 
 
-def top_histogram(units: Tensor) -> Tensor:
-    width = _width(units)
-    return torch.bincount(_shift_right(_wide(units), width - 16, width), minlength=N_BUCKETS)
+def top_histogram(patterns: Tensor) -> Tensor:
+    width = _width(patterns)
+    return torch.bincount(_shift_right(_wide(patterns), width - 16, width), minlength=N_BUCKETS)
 
 
-def region_codes(units: Tensor, boundaries: Tensor, codes: Tensor) -> Tensor:
-    return codes[torch.searchsorted(_wide(boundaries), ordered(units), right=True)]
+def region_codes(patterns: Tensor, boundaries: Tensor, codes: Tensor) -> Tensor:
+    return codes[torch.searchsorted(_wide(boundaries), ordered(patterns), right=True)]
 
 
-def to_f32(units: Tensor, kind: int) -> Tensor:
+def to_f32(patterns: Tensor, kind: int) -> Tensor:
     if kind == BF16:
-        return _narrow(_wide(units) << 16, 32)
+        return _narrow(_wide(patterns) << 16, 32)
     if kind == F16:
-        wide = _wide(units)
-        exact = units.view(torch.float16).to(torch.float32).view(torch.int32)
+        wide = _wide(patterns)
+        exact = patterns.view(torch.float16).to(torch.float32).view(torch.int32)
         # Not left to torch: on some processors it makes one NaN of all in short or last parts of arrays.
         nan = _narrow((wide & 0x8000) << 16 | 0x7F800000 | (wide & 0x3FF) << 13, 32)
         return torch.where((wide & 0x7FFF) > 0x7C00, nan, exact)
-    return units
+    return patterns
 
 
 def from_f32(patterns: Tensor, kind: int) -> Tensor:

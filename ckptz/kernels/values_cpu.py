@@ -17,34 +17,34 @@ from ckptz.kernels.floats import (
     TINY_EXPONENT,
     Bytes,
     Counts,
-    Units,
+    Patterns,
 )
 from ckptz.kernels.numba_base import BLOCK, ONE, inlined, kernel, part, sign_fill
 
-MIN_TABLED = 1 << 14  # fewer units are searched: a table of all buckets would take longer
+MIN_TABLED = 1 << 14  # fewer patterns are searched: a table of all buckets would take longer
 
 
 # --- values -------------------------------------------------------------------------------------
 
 
 @kernel
-def _top_histogram(units: Any, shift: int, first: Any, second: Any, total: Any) -> None:
+def _top_histogram(patterns: Any, shift: int, first: Any, second: Any, total: Any) -> None:
     # Two histograms in turn: equal neighbours would wait for each other's store in one.
     down = uint64(shift)
-    whole = len(units) // 2 * 2
+    whole = len(patterns) // 2 * 2
     for i in range(0, whole, 2):
-        first[uint64(units[i]) >> down] += uint32(1)
-        second[uint64(units[i + 1]) >> down] += uint32(1)
-    for i in range(whole, len(units)):
-        first[uint64(units[i]) >> down] += uint32(1)
+        first[uint64(patterns[i]) >> down] += uint32(1)
+        second[uint64(patterns[i + 1]) >> down] += uint32(1)
+    for i in range(whole, len(patterns)):
+        first[uint64(patterns[i]) >> down] += uint32(1)
     for j in range(len(total)):
         total[j] = np.int64(first[j]) + second[j]
 
 
-def top_histogram(units: Units) -> Counts:
+def top_histogram(patterns: Patterns) -> Counts:
     first, second = np.zeros((2, N_BUCKETS), np.uint32)
     total = np.empty(N_BUCKETS, np.int64)
-    _top_histogram(units, 0 if units.itemsize == 2 else 16, first, second, total)
+    _top_histogram(patterns, 0 if patterns.itemsize == 2 else 16, first, second, total)
     return total
 
 
@@ -52,7 +52,7 @@ def top_histogram(units: Units) -> Counts:
 def _region_table(
     boundaries: bytes, codes: bytes, width: int
 ) -> tuple[NDArray[np.uint16], Bytes, NDArray[np.bool_]]:
-    """Tell of each top 16 bits of an ordered unit what all chunks of a tensor ask.
+    """Tell of each top 16 bits of an ordered pattern what all chunks of a tensor ask.
 
     Returns:
         The number of boundaries at or below their first value, its code, and whether one is above it.
@@ -69,15 +69,15 @@ def _region_table(
 
 @kernel
 def _region_codes(
-    units: Any, boundaries: Any, codes: Any, low: Any, of_bucket: Any, is_split: Any, width: int, out: Any
+    patterns: Any, boundaries: Any, codes: Any, low: Any, of_bucket: Any, is_split: Any, width: int, out: Any
 ) -> None:
     n = uint64(len(boundaries))
     shift, top = uint64(width - 1), ONE << uint64(width - 1)
     down = uint64(width - 16)
     mask = uint64(0xFFFFFFFFFFFFFFFF) >> uint64(64 - width)
-    for i in range(len(units)):
-        unit = uint64(units[i])
-        ordered = (unit ^ ((uint64(0) - (unit >> shift)) | top)) & mask
+    for i in range(len(patterns)):
+        pattern = uint64(patterns[i])
+        ordered = (pattern ^ ((uint64(0) - (pattern >> shift)) | top)) & mask
         bucket = ordered >> down
         if is_split[bucket]:
             r = uint64(low[bucket])
@@ -88,21 +88,21 @@ def _region_codes(
             out[i] = of_bucket[bucket]
 
 
-def region_codes(units: Units, boundaries: Units, codes: Bytes) -> Bytes:
-    if len(units) < MIN_TABLED:
-        return floats.region_codes(units, boundaries, codes)
-    out = np.empty(len(units), np.uint8)
-    width = 8 * units.itemsize
+def region_codes(patterns: Patterns, boundaries: Patterns, codes: Bytes) -> Bytes:
+    if len(patterns) < MIN_TABLED:
+        return floats.region_codes(patterns, boundaries, codes)
+    out = np.empty(len(patterns), np.uint8)
+    width = 8 * patterns.itemsize
     table = _region_table(boundaries.tobytes(), codes.tobytes(), width)
-    _region_codes(units, boundaries, codes, *table, width, out)
+    _region_codes(patterns, boundaries, codes, *table, width, out)
     return out
 
 
 @inlined
-def _widen_f16(unit: Any) -> Any:
+def _widen_f16(pattern: Any) -> Any:
     """F16 pattern to F32 pattern."""
-    sign = (unit & uint32(0x8000)) << uint32(16)
-    exponent, mantissa = (unit >> uint32(10)) & uint32(0x1F), unit & uint32(0x3FF)
+    sign = (pattern & uint32(0x8000)) << uint32(16)
+    exponent, mantissa = (pattern >> uint32(10)) & uint32(0x1F), pattern & uint32(0x3FF)
     if exponent == uint32(0):
         if mantissa == uint32(0):
             return uint32(sign)
@@ -145,17 +145,17 @@ def _narrow_bf16(pattern: Any) -> Any:
 
 
 @kernel
-def _to_f32(units: Any, kind: int, out: Any) -> None:
+def _to_f32(patterns: Any, kind: int, out: Any) -> None:
     n = len(out)
     if kind == F32:
         for i in range(n):
-            out[i] = units[i]
+            out[i] = patterns[i]
     elif kind == BF16:
         for i in range(n):
-            out[i] = uint32(units[i]) << uint32(16)
+            out[i] = uint32(patterns[i]) << uint32(16)
     else:
         for i in range(n):
-            out[i] = _widen_f16(uint32(units[i]))
+            out[i] = _widen_f16(uint32(patterns[i]))
 
 
 @kernel
@@ -169,15 +169,15 @@ def _from_f32(patterns: Any, kind: int, out: Any) -> None:
             out[i] = _narrow_f16(patterns[i])
 
 
-def to_f32(units: Units, kind: int) -> NDArray[np.uint32]:
+def to_f32(patterns: Patterns, kind: int) -> NDArray[np.uint32]:
     if kind == F32:
-        return units
-    out = np.empty(len(units), np.uint32)
-    _to_f32(units, kind, out)
+        return patterns
+    out = np.empty(len(patterns), np.uint32)
+    _to_f32(patterns, kind, out)
     return out
 
 
-def from_f32(patterns: NDArray[np.uint32], kind: int) -> Units:
+def from_f32(patterns: NDArray[np.uint32], kind: int) -> Patterns:
     if kind == F32:
         return patterns
     out = np.empty(len(patterns), np.uint16)
@@ -282,7 +282,7 @@ def _lookup(codes: Any, rows: Any, table: Any, n_codes: int, out: Any) -> None:
             out[i] = table[uint64(rows[i]) * uint64(n_codes) + uint64(codes[i])]
 
 
-def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+def lookup(codes: Bytes, rows: Patterns, table: Patterns, out: Patterns) -> None:
     _lookup(codes, rows, table.reshape(-1), table.shape[1], out)
 
 
@@ -346,7 +346,7 @@ def _add_linear_16(
 
 
 def add_linear(
-    base: Units, codes: Bytes, rows: Units, table: NDArray[np.uint32], kind: int, out: Units
+    base: Patterns, codes: Bytes, rows: Patterns, table: NDArray[np.uint32], kind: int, out: Patterns
 ) -> None:
     sums, terms = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
     views = sums, sums.view(np.float32), terms, terms.view(np.float32)
@@ -373,21 +373,21 @@ def _add_bits(
             here[i] = ordered ^ (((ordered >> shift) - ONE) | top)
 
 
-def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+def add_bits(base: Patterns, codes: Bytes, rows: Patterns, table: Patterns, out: Patterns) -> None:
     flat, terms = table.reshape(-1), np.empty(BLOCK, table.dtype)
     _add_bits(base, codes, rows, flat, table.shape[1], 8 * out.itemsize, terms, out)
 
 
 @kernel
-def _any_equal_masked(units: Any, mask: int) -> bool:
+def _any_equal_masked(patterns: Any, mask: int) -> bool:
     found = uint32(0)
-    for i in range(len(units)):
-        found |= uint32((uint64(units[i]) & uint64(mask)) == uint64(mask))
+    for i in range(len(patterns)):
+        found |= uint32((uint64(patterns[i]) & uint64(mask)) == uint64(mask))
     return found != uint32(0)
 
 
-def all_finite(units: Units, kind: int) -> bool:
-    return not _any_equal_masked(units, (0x7F800000, 0x7F80, 0x7C00)[kind])
+def all_finite(patterns: Patterns, kind: int) -> bool:
+    return not _any_equal_masked(patterns, (0x7F800000, 0x7F80, 0x7C00)[kind])
 
 
 # --- packing ------------------------------------------------------------------------------------

@@ -56,12 +56,12 @@ def host_bytes(data: Bytes) -> Bytes:
     return data
 
 
-def as_bytes(units: Any) -> Bytes:
+def as_bytes(patterns: Any) -> Bytes:
     """Give the bytes of an array of unsigned integers."""
-    return units.view(np.uint8)
+    return patterns.view(np.uint8)
 
 
-def as_units(data: Bytes, n_bytes: int) -> Any:
+def as_patterns(data: Bytes, n_bytes: int) -> Any:
     """Give bytes [n] as unsigned integers of `n_bytes` bytes; copied where the bytes are not aligned."""
     if data.ctypes.data % n_bytes:
         data = data.copy()
@@ -153,7 +153,7 @@ def scale(a: Patterns, factor: float) -> Patterns:
 
 
 def saturate(patterns: Patterns, largest: float) -> Patterns:
-    """Hold finite values within +-largest; what is not finite stays."""
+    """Hold finite values [n] within +-largest; what is not finite stays."""
     values = patterns.view(np.float32)
     limit = np.float32(largest)
     finite = (patterns & np.uint32(INFINITY)) != INFINITY

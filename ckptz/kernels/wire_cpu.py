@@ -27,7 +27,7 @@ from ckptz.kernels.wire_arrays import (
     TINY,
     Bytes,
     Patterns,
-    as_units,
+    as_patterns,
     signs_of,
 )
 
@@ -68,7 +68,7 @@ def _checksum(words: Any) -> Any:
 
 
 def checksum(data: Bytes) -> int:
-    return int(_checksum(as_units(data, 8)))
+    return int(_checksum(as_patterns(data, 8)))
 
 
 # --- uniform levels -----------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ckptz.kernels import torch as disk
-from ckptz.kernels.torch import UNIT_TYPES, _narrow, _wide
+from ckptz.kernels.torch import PATTERN_TYPES, _narrow, _wide
 from ckptz.kernels.torch import from_f32 as from_f32
 from ckptz.kernels.torch import to_f32 as to_f32
 from ckptz.kernels.wire_arrays import (
@@ -46,7 +46,7 @@ def _signed(value: int) -> int:
 
 
 def zeros(n: int, n_bytes: int, like: Tensor) -> Tensor:
-    return torch.zeros(n, dtype=UNIT_TYPES[n_bytes], device=like.device)
+    return torch.zeros(n, dtype=PATTERN_TYPES[n_bytes], device=like.device)
 
 
 def from_bytes(buffer: Any, like: Tensor) -> Tensor:
@@ -61,16 +61,16 @@ def host_bytes(data: Tensor) -> Any:
     return data.cpu().numpy()
 
 
-def as_bytes(units: Tensor) -> Tensor:
-    return units.contiguous().view(torch.uint8)
+def as_bytes(patterns: Tensor) -> Tensor:
+    return patterns.contiguous().view(torch.uint8)
 
 
-def as_units(data: Tensor, n_bytes: int) -> Tensor:
+def as_patterns(data: Tensor, n_bytes: int) -> Tensor:
     if not len(data):
         return zeros(0, n_bytes, data)
     if data.data_ptr() % n_bytes or data.storage_offset() % n_bytes:
         data = data.clone()
-    return data.view(UNIT_TYPES[n_bytes])
+    return data.view(PATTERN_TYPES[n_bytes])
 
 
 def concat(parts: Sequence[Tensor]) -> Tensor:
@@ -93,7 +93,7 @@ def _shift_33(x: Tensor) -> Tensor:
 
 
 def checksum(data: Tensor) -> Tensor:
-    words = as_units(data, 8)
+    words = as_patterns(data, 8)
     index = torch.arange(1, len(words) + 1, device=data.device)
     x = words + index * _signed(STEP_64)
     for factor in (MIX_64_A, MIX_64_B):

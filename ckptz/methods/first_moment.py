@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from ckptz.class_rules import MAX_INDICES, Magnitude, Row, labels_of_rows
 from ckptz.codec.frame import pack_plan
 from ckptz.codec.plan import Domain, ExplicitTable, LowRank, Plan, Predictor, QuantizationMap
-from ckptz.codec.units import TensorSource, n_rows_of
+from ckptz.codec.sources import TensorSource, n_rows_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan, stream_tables
 from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats, moments
-from ckptz.kernels.floats import Units
-from ckptz.methods.lossless import MIN_CLASSED_UNITS, plan_lossless
+from ckptz.kernels.floats import Patterns
+from ckptz.methods.lossless import MIN_CLASSED_VALUES, plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, histogram_of, sums_by
 from ckptz.quant.low_rank import low_rank
@@ -40,10 +40,10 @@ from ckptz.quant.quantizer import Quantizer
 Floats = NDArray[np.float64]
 Bounds = tuple[int, int]
 
-MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
+MIN_LOSSY_VALUES: Final = 32  # a map takes about as many bytes as this many elements
 RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
 USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
-MIN_ROW_UNITS: Final = 16  # shorter rows would pay more for their labels than these save
+MIN_ROW_VALUES: Final = 16  # shorter rows would pay more for their labels than these save
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +76,8 @@ class FirstMoment(Recipe):
         second = (
             None if self.source is None or subject.companions is None else subject.companions(self.source)
         )
-        n_units = source.dtype.n_units(source.shape)
-        if n_units < MIN_LOSSY_UNITS:
+        n_patterns = source.dtype.n_patterns(source.shape)
+        if n_patterns < MIN_LOSSY_VALUES:
             return plan_lossless(source, subject.base, run)
         if not histogram_of(source, run).is_finite:
             return exact_with_note(subject, "holds NaN or infinity")
@@ -89,7 +89,7 @@ class FirstMoment(Recipe):
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         candidates = [_by_second(second, wanted)]
-        if n_units < MIN_CLASSED_UNITS:
+        if n_patterns < MIN_CLASSED_VALUES:
             candidates.append(_as_one(second, wanted, run))
         sized = [_first_plan(subject, self._quantizer(source, classes)) for classes in candidates]
         return min(sized, key=lambda plan: plan[1])[0]
@@ -100,10 +100,10 @@ class FirstMoment(Recipe):
 
 @dataclass(frozen=True, slots=True)
 class _Zeros(Quantizer):
-    """Gives every unit the one code that there is."""
+    """Gives every pattern the one code that there is."""
 
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        del units
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        del patterns
         return np.zeros(end - begin, np.uint8)
 
 
@@ -133,9 +133,9 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     kind, roots = KINDS[source.dtype.name], class_roots(KINDS[second.dtype.name])
 
     def sums(bounds: Bounds) -> Floats:
-        values = values_of(source.units(*bounds), kind)
+        values = values_of(source.patterns(*bounds), kind)
         ratios = np.empty(bounds[1] - bounds[0])
-        n_live = moments().root_ratios(*values, second.units(*bounds), roots, ratios)
+        n_live = moments().root_ratios(*values, second.patterns(*bounds), roots, ratios)
         return np.array([ratios[:n_live].sum(), n_live])
 
     total, n_live = summed(run, sums, source)
@@ -144,7 +144,7 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
 
 def _by_second(second: TensorSource, wanted: FirstMoment) -> StepClasses:
     def labels(begin: int, end: int) -> Labels:
-        found: Labels = cpu().magnitude_classes(second.units(begin, end))
+        found: Labels = cpu().magnitude_classes(second.patterns(begin, end))
         return found
 
     steps = wanted.step * class_roots(KINDS[second.dtype.name])
@@ -158,7 +158,7 @@ def _one_label(begin: int, end: int) -> Labels:
 def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepClasses:
     """Give all elements one step: the geometric mean of the classes' roots."""
     roots = class_roots(KINDS[second.dtype.name])
-    counts = summed(run, lambda b: cpu().histogram(cpu().magnitude_classes(second.units(*b))), second)
+    counts = summed(run, lambda b: cpu().histogram(cpu().magnitude_classes(second.patterns(*b))), second)
     used = (counts > 0) & (roots > 0)
     logarithms = np.log2(roots[used]) @ counts[used] / max(counts[used].sum(), 1)
     return StepClasses((), np.array([wanted.step * 2.0**logarithms]), _one_label)
@@ -166,23 +166,23 @@ def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 
 def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepClasses:
     """A step for each row, in proportion to its root mean square; rows share steps by half octaves."""
-    n_units, n_rows = source.dtype.n_units(source.shape), n_rows_of(tuple(source.shape))
-    row_units = max(n_units // n_rows, 1)
-    is_cut = row_units >= MIN_ROW_UNITS and n_rows <= MAX_INDICES
-    n_rows, row_units = (n_rows, row_units) if is_cut else (1, n_units)
+    n_patterns, n_rows = source.dtype.n_patterns(source.shape), n_rows_of(tuple(source.shape))
+    row_patterns = max(n_patterns // n_rows, 1)
+    is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES
+    n_rows, row_patterns = (n_rows, row_patterns) if is_cut else (1, n_patterns)
 
     def power(bounds: Bounds) -> Floats:
-        values = floats.widen_f64(cpu().to_f32(source.units(*bounds), KINDS[source.dtype.name]))
-        squares = np.bincount(np.arange(*bounds) // row_units, values * values, n_rows)
+        values = floats.widen_f64(cpu().to_f32(source.patterns(*bounds), KINDS[source.dtype.name]))
+        squares = np.bincount(np.arange(*bounds) // row_patterns, values * values, n_rows)
         return np.asarray(squares, np.float64)
 
     powers = summed(run, power, source)
-    indices, spreads = row_labels(np.sqrt(powers / row_units))
+    indices, spreads = row_labels(np.sqrt(powers / row_patterns))
     if len(spreads) == 1:
         return StepClasses((), wanted.step * spreads, _one_label)
 
     def labels(begin: int, end: int) -> Labels:
-        return labels_of_rows(indices, begin, end, row_units)
+        return labels_of_rows(indices, begin, end, row_patterns)
 
     return StepClasses((Row(len(spreads), indices),), wanted.step * spreads, labels)
 

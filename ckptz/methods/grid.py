@@ -30,7 +30,7 @@ from ckptz.class_rules import (
     write_runs,
 )
 from ckptz.codec.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
-from ckptz.codec.units import CHUNK_UNITS, Stored, TensorSource, Units, chunk_bounds, n_rows_of
+from ckptz.codec.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
 from ckptz.dtypes import DType
 from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan, stream_tables
 from ckptz.encoding.tensor import (
@@ -84,7 +84,7 @@ from ckptz.roles import Role
 # Above, a larger step gives the same size at less loss; on a larger run, 0.2 saves 1.5 % of a file at equal
 # weighted error. Full files take the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.
 DEAD_ZONE: Final = 0.1
-MIN_ROW_UNITS: Final = 32  # shorter rows would pay more for their labels than these save
+MIN_ROW_VALUES: Final = 32  # shorter rows would pay more for their labels than these save
 SAMPLE_OUTPUTS: Final = 128  # of a layer, that levels are fitted to
 N_FITS: Final = 2  # a third changes bits by less than 1 %
 
@@ -158,13 +158,13 @@ class UniformGrid(Recipe):
         found = TensorStatistics.of(source, base, guide, (begin, end))
         if found.fault(source.dtype) or not found.power or found.residual_power >= found.power:
             return None
-        row_units = source.n_units // n_rows_of(source.shape)
-        first, last = begin // row_units, (end - 1) // row_units
+        row_patterns = source.n_patterns // n_rows_of(source.shape)
+        first, last = begin // row_patterns, (end - 1) // row_patterns
         n_rows, sums = last + 1 - first, found.row_sums
         squares = np.zeros(n_rows) if sums is None else sums[first : last + 1] * n_rows / (end - begin)
         rows = row_steps(self.step, found.spread, squares, guide.energy)
         at = sampled(begin, end)
-        steps = rows.steps[rows.labels[at // row_units - first]]
+        steps = rows.steps[rows.labels[at // row_patterns - first]]
         moved = (reals(source, begin, end) - reals(base, begin, end))[at - begin]
         return float(np.minimum(np.abs(moved) / steps, 1.0).mean())
 
@@ -363,7 +363,7 @@ class Grid(Method):
 
 def _middle(source: TensorSource) -> Bounds:
     """Choose the chunk in the middle."""
-    bounds = list(chunk_bounds(source.n_units))
+    bounds = list(chunk_bounds(source.n_patterns))
     return bounds[len(bounds) // 2]
 
 
@@ -372,11 +372,11 @@ def _row_steps(
 ) -> RowSteps:
     """Steps of the rows; one for all of them where rows are too short or too many for labels."""
     n_rows = n_rows_of(tuple(source.shape))
-    row_units = found.n_units // n_rows
-    sensitivity = None if found.row_sums is None else found.row_sums / row_units
-    if sensitivity is not None and (row_units < MIN_ROW_UNITS or n_rows > MAX_INDICES):
+    row_patterns = found.n_patterns // n_rows
+    sensitivity = None if found.row_sums is None else found.row_sums / row_patterns
+    if sensitivity is not None and (row_patterns < MIN_ROW_VALUES or n_rows > MAX_INDICES):
         sensitivity = sensitivity.mean(keepdims=True)
-    energy = guide.energy if guide.energy is not None else found.energy / found.n_units
+    energy = guide.energy if guide.energy is not None else found.energy / found.n_patterns
     return row_steps(step, found.spread, sensitivity, energy)
 
 
@@ -419,18 +419,18 @@ class _GridTensor(OnGrid):
         return n if n * self.rows.n_classes <= MAX_CLASSES else 1
 
     def whole_residual(self) -> NDArray[np.float32]:
-        """All units less the base, [rows, units of a row]."""
+        """All patterns less the base, [rows, patterns of a row]."""
         source, base = self.source, self.base
-        whole = np.empty(source.n_units, np.float32)
+        whole = np.empty(source.n_patterns, np.float32)
         for begin, end in source.chunk_bounds():
             values = reals(source, begin, end)
             whole[begin:end] = values if base is None else values - reals(base, begin, end)
         return whole.reshape(n_rows_of(tuple(source.shape)), -1)
 
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end, uint8 [end - begin], the last one beyond the alphabet."""
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        """Give the codes of patterns begin..end, uint8 [end - begin], the last one beyond the alphabet."""
         if self.rounded is None:
-            return OnGrid.codes(self, begin, end, units)
+            return OnGrid.codes(self, begin, end, patterns)
         return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))
 
     def after(self, new: int, peak: float, movement: float | None) -> _GridTensor:
@@ -444,9 +444,9 @@ class _GridTensor(OnGrid):
         factor: bits and errors of a tensor are then in the same proportion as those of any other.
         """
         bounds = _middle(self.source)
-        values, base, steps, labels, row_units = self.inputs(*bounds, self.source.units(*bounds))
+        values, base, steps, labels, row_patterns = self.inputs(*bounds, self.source.patterns(*bounds))
         at = sampled(*bounds)
-        of_rows = steps[labels[at // row_units]]
+        of_rows = steps[labels[at // row_patterns]]
         places = (values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]) / of_rows
         is_far = np.abs(base[at - bounds[0]]) > peak * of_rows
         if np.count_nonzero(is_far) < MIN_DECIDING:
@@ -475,14 +475,14 @@ class _GridTensor(OnGrid):
 
     def count(self, bounds: Bounds) -> _Counted:
         """Codes of one chunk by row class and code of the base."""
-        units = self.source.units(*bounds)
-        codes = self.codes(*bounds, units)
+        patterns = self.source.patterns(*bounds)
+        codes = self.codes(*bounds, patterns)
         sums = np.zeros((self.rows.n_classes, 256))
         if self.fits_levels:
-            values, base, _, row_labels, row_units = self.inputs(*bounds, units)
-            rounding().residual_sums(values, base, row_labels, row_units, bounds[0], codes, sums)
+            values, base, _, row_labels, row_patterns = self.inputs(*bounds, patterns)
+            rounding().residual_sums(values, base, row_labels, row_patterns, bounds[0], codes, sums)
         n_base_codes = self.n_base_codes
-        classes: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, self.row_units)
+        classes: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, self.row_patterns)
         base_codes = None if self.base is None or n_base_codes == 1 else self.base.codes(*bounds)
         if n_base_codes > 1:
             classes = classes * np.uint16(n_base_codes)
@@ -497,7 +497,7 @@ class _Layer:
 
     Attributes:
         grid: of the tensor.
-        residual: what is rounded [rows, units of a row].
+        residual: what is rounded [rows, patterns of a row].
         is_transposed: whether the first dimension of the weight is that of its inputs.
         feedbacks: of the inputs of each group.
     """
@@ -527,11 +527,11 @@ class _Layer:
         rows = self.grid.rows
         most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)
         for _ in range(N_FITS):
-            found, n_units = Targets.none(rows.n_classes), 0
+            found, n_patterns = Targets.none(rows.n_classes), 0
             for feedback, columns, part in self._parts(SAMPLE_OUTPUTS):
                 found.add(feedback, columns, self._columns(part, most, levels))
-                n_units += columns.size
-            most = largest_magnitude(found.counts.sum(axis=0) * (self.residual.size / n_units))
+                n_patterns += columns.size
+            most = largest_magnitude(found.counts.sum(axis=0) * (self.residual.size / n_patterns))
             levels = fit_levels(rows.steps, found.weights, found.sums, most)
         return most, levels
 
@@ -571,7 +571,7 @@ def _draft_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTab
     if has_escape:
         levels = with_escape(levels)
     quant_map = QuantizationMap(levels, row_of_class, escape_code=2 * most + 1 if has_escape else None)
-    is_counted = grid.source.dtype.n_units(grid.source.shape) <= CHUNK_UNITS and rules
+    is_counted = grid.source.dtype.n_patterns(grid.source.shape) <= CHUNK_VALUES and rules
     plan = Plan(
         quant_map=quant_map,
         domain=Domain.LINEAR,

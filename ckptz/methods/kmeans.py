@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ckptz.class_rules import BaseCode
 from ckptz.codec.plan import Domain, Plan, QuantizationMap
-from ckptz.codec.units import TensorSource, Units
+from ckptz.codec.sources import Patterns, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
@@ -212,7 +212,7 @@ class LevelQuantizer(Quantizer):
 
     Attributes:
         levels: ascending, float32 [n_levels], at least two.
-        kind: of the units.
+        kind: of the patterns.
         key: of the thresholds.
         escape_code: of values that stand exactly, or None.
         ceiling: magnitude above which they do.
@@ -226,16 +226,16 @@ class LevelQuantizer(Quantizer):
     ceiling: float
     keep_as_bf16: bool
 
-    def kept(self, begin: int, units: Units) -> Units:
+    def kept(self, begin: int, patterns: Patterns) -> Patterns:
         if not self.keep_as_bf16 or self.kind != F32:
-            return units
-        low = (rounding().thresholds(self.key, begin, len(units)) * np.float32(1 << 16)).astype(np.uint32)
-        rounded = (units + low) & np.uint32(0xFFFF0000)
+            return patterns
+        low = (rounding().thresholds(self.key, begin, len(patterns)) * np.float32(1 << 16)).astype(np.uint32)
+        rounded = (patterns + low) & np.uint32(0xFFFF0000)
         is_infinite = (rounded & np.uint32(0x7FFFFFFF)) == np.uint32(0x7F800000)
-        return np.where(is_infinite, units, rounded)
+        return np.where(is_infinite, patterns, rounded)
 
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        values = floats_of(units, self.kind)
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        values = floats_of(patterns, self.kind)
         below, share = self._places(values)
         upper = rounding().thresholds(self.key, begin, end - begin) >= np.float32(1) - share
         codes = (below + upper).astype(np.uint8)
@@ -254,7 +254,7 @@ class LevelQuantizer(Quantizer):
         bounds = list(source.chunk_bounds())
         begin, end = bounds[len(bounds) // 2]
         at = sampled(begin, end) - begin
-        values, decoded = (floats_of(one.units(begin, end)[at], self.kind) for one in (source, base))
+        values, decoded = (floats_of(one.patterns(begin, end)[at], self.kind) for one in (source, base))
         below, share = self._places(values)
         gaps = (self.levels[1:] - self.levels[:-1]).astype(np.float64)[below]
         places = np.where((share > 0) & (share < 1), (values.astype(np.float64) - decoded) / gaps, np.nan)
@@ -451,8 +451,8 @@ def rank(
         return None, NO_GRADIENT
 
     def histogram(bounds: tuple[int, int]) -> SensitivityHistogram:
-        units = source.units(*bounds)
-        return SensitivityHistogram.of(found(*bounds, units), units, found.kind)
+        patterns = source.patterns(*bounds)
+        return SensitivityHistogram.of(found(*bounds, patterns), patterns, found.kind)
 
     ranks = summed(run, histogram, source)
     return (Ranked(found, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
@@ -467,10 +467,10 @@ def _fit(
     cut = Cut.of(wanted, histogram, ranked.histogram)
 
     def left_in(bounds: tuple[int, int]) -> Histogram:
-        units = source.units(*bounds)
-        magnitudes = np.abs(floats_of(units, histogram.kind))
-        stays = cut.by_sensitivity.leaves(ranked.sensitivities(*bounds, units), magnitudes)
-        return Histogram.of(units[stays], histogram.kind)
+        patterns = source.patterns(*bounds)
+        magnitudes = np.abs(floats_of(patterns, histogram.kind))
+        stays = cut.by_sensitivity.leaves(ranked.sensitivities(*bounds, patterns), magnitudes)
+        return Histogram.of(patterns[stays], histogram.kind)
 
     left = summed(run, left_in, source)
     return fit_partitions(left, wanted, cut, ranked.sensitivities)

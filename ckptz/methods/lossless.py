@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
-from ckptz.codec.units import CHUNK_UNITS, ChunkSources, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, TensorSource
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, encode_chunk, encode_classed, encode_planes
 from ckptz.encoding.encoding_plan import EncodingPlan, plane_counts, stream_tables
@@ -27,8 +27,8 @@ from ckptz.kernels import cpu, planning
 from ckptz.methods.method import Method, Recipe, Setting, register
 from ckptz.roles import Role
 
-SAMPLE_UNITS: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
-MIN_CLASSED_UNITS: Final = 1 << 11  # below, frequency tables by class cost more than they save
+SAMPLE_VALUES: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
+MIN_CLASSED_VALUES: Final = 1 << 11  # below, frequency tables by class cost more than they save
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
 UNSURE_SHARE: Final = 0.95  # of the plain planes; classes save a few percent
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
@@ -91,12 +91,12 @@ EXACT: Final = Exact()
 
 
 def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> EncodingPlan:
-    """Plan the frame that decodes fastest: positions of changed units, unless too many are."""
-    n_units = source.n_units
-    if base is None or not n_units:
+    """Plan the frame that decodes fastest: positions of changed patterns, unless too many are."""
+    n_patterns = source.n_patterns
+    if base is None or not n_patterns:
         return EncodingPlan(exact_plan(source.dtype))
-    n_changed = summed(run, lambda b: np.count_nonzero(source.units(*b) != base.units(*b)), source)
-    if n_changed > MAX_SPARSE_SHARE * n_units:
+    n_changed = summed(run, lambda b: np.count_nonzero(source.patterns(*b) != base.patterns(*b)), source)
+    if n_changed > MAX_SPARSE_SHARE * n_patterns:
         return plan_lossless(source, base, run)
     # A step down and a step up are both small as ordered differences, whatever they carry into.
     return EncodingPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
@@ -104,13 +104,15 @@ def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunctio
 
 def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> EncodingPlan:
     """Plan the smallest frame; `base` has the same dtype and shape, and `run` maps over chunks."""
-    n_units = source.n_units
-    if base is None or not n_units:
+    n_patterns = source.n_patterns
+    if base is None or not n_patterns:
         return plan_contexts(source, run) or EncodingPlan(exact_plan(source.dtype))
-    begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS  # of a chunk, so that a base decodes one for the sample
-    sample = begin, min(begin + SAMPLE_UNITS, n_units)
+    begin = (
+        n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
+    )  # of a chunk, so that a base decodes one for the sample
+    sample = begin, min(begin + SAMPLE_VALUES, n_patterns)
     [(mode, is_classed)] = _choose(
-        Batch(source.dtype, [source.units(*sample)], [base.units(*sample)]), [n_units]
+        Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns]
     )
     if not is_classed:
         return EncodingPlan(planes_plan(mode))
@@ -119,17 +121,19 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)
     plan = planes_plan(mode, (Magnitude(),), tables)
     # The counts of a tensor of one chunk are those that its encoding needs again.
-    return EncodingPlan(plan, counted=tuple(total) if n_units <= CHUNK_UNITS else ())
+    return EncodingPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
 
 
 def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSource]) -> list[Encoded]:
     """Plan and encode tensors of one dtype, each of one chunk that is not empty; all or none have a base."""
     dtype = sources[0].dtype
-    units, base_units = ([one.units(0, one.n_units) for one in tensors] for tensors in (sources, bases))
-    batch = Batch(dtype, units, base_units)
+    patterns, base_patterns = (
+        [one.patterns(0, one.n_patterns) for one in tensors] for tensors in (sources, bases)
+    )
+    batch = Batch(dtype, patterns, base_patterns)
     if not bases:
         return _encode_whole(sources, batch)
-    choices, encoded = _choose(batch, [len(own) for own in units]), dict[int, Encoded]()
+    choices, encoded = _choose(batch, [len(own) for own in patterns]), dict[int, Encoded]()
     for choice in dict.fromkeys(choices):
         which, (mode, is_classed) = [k for k, other in enumerate(choices) if other == choice], choice
         part = batch.only(which)
@@ -144,17 +148,19 @@ def _encode_whole(sources: Sequence[TensorSource], batch: Batch) -> list[Encoded
     plain = [k for k, draft in enumerate(drafts) if draft is None]
     rest = iter(encode_planes(batch.only(plain), exact_plan(batch.dtype)) if plain else ())
     return [
-        next(rest) if draft is None else (draft, encode_chunk(source, draft, ChunkSources(0, source.n_units)))
+        next(rest)
+        if draft is None
+        else (draft, encode_chunk(source, draft, ChunkSources(0, source.n_patterns)))
         for source, draft in zip(sources, drafts, strict=True)
     ]
 
 
-def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
-    """Choose the mode of tensors of so many units, and whether they have classes, by their first units."""
+def _choose(batch: Batch, n_patterns: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
+    """Choose the mode of tensors of so many patterns, and whether they have classes, by the first ones."""
     modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
-    sample = batch.only(range(len(n_units)), SAMPLE_UNITS)
+    sample = batch.only(range(len(n_patterns)), SAMPLE_VALUES)
     counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
-    bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_units)).sum(axis=1)
+    bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_patterns)).sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
     # Where the difference says little by itself, it may say more by classes.
     for j, mode in enumerate(_DELTA_MODES):
@@ -163,7 +169,7 @@ def _choose(batch: Batch, n_units: Sequence[int]) -> list[tuple[PlaneMode, bool]
             ordered = unsure.by_magnitude.sort(unsure.transformed(mode))
             least[which] = ordered.by_tensor(planning().entropies(ordered.counts))
     is_plain = (least > plain * PLAIN_BIAS) & (plain > 0)
-    is_long = np.array(n_units) >= MIN_CLASSED_UNITS
-    is_classed = ~is_plain & is_long & ((np.array(n_units) > SAMPLE_UNITS) | (least > 0))
+    is_long = np.array(n_patterns) >= MIN_CLASSED_VALUES
+    is_classed = ~is_plain & is_long & ((np.array(n_patterns) > SAMPLE_VALUES) | (least > 0))
     mode_of = np.where(is_plain, len(modes) - 1, own)
     return [(modes[j], by_class) for j, by_class in zip(mode_of.tolist(), is_classed.tolist(), strict=True)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeAlia
 
 import msgspec
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
 from ckptz.encoding.encoding_plan import EncodingPlan
@@ -295,7 +295,7 @@ def is_large_weight(
 ) -> bool:
     """Tell whether a tensor is a weight of two or more dimensions that a map may pay for."""
     is_weight = role.role == "weight" and dtype.name in KINDS
-    return is_weight and len(shape) >= 2 and dtype.n_units(shape) >= min_elements
+    return is_weight and len(shape) >= 2 and dtype.n_patterns(shape) >= min_elements
 
 
 def usual_setting(records: Sequence[Record], name: str) -> Setting | None:

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from ckptz.class_rules import BaseCode
 from ckptz.codec.frame import MAX_OUTER, outer_bytes
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor
-from ckptz.codec.units import CHUNK_UNITS, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.encoding_plan import EncodingPlan, stream_tables
 from ckptz.encoding.tensor import TensorToEncode, summed
 from ckptz.kernels import cpu, floats
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import counts_by_base, exact_with_note, histogram_of, sums_by
@@ -32,9 +32,9 @@ from ckptz.quant.moments import Ladder, LogSums, best_ladder, bits_of, ladder_st
 
 Bounds = tuple[int, int]
 
-MIN_LOSSY_UNITS: Final = 32  # a map takes about as many bytes as this many elements
+MIN_LOSSY_VALUES: Final = 32  # a map takes about as many bytes as this many elements
 MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
-SAMPLE_UNITS: Final = 1 << 16  # decides between predictions
+SAMPLE_VALUES: Final = 1 << 16  # decides between predictions
 BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
 
 
@@ -65,8 +65,8 @@ class SecondMoment(Recipe):
     def plan(self, subject: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of second moments."""
         source = subject.source
-        n_units, kind = source.dtype.n_units(source.shape), KINDS[source.dtype.name]
-        if n_units < MIN_LOSSY_UNITS:
+        n_patterns, kind = source.dtype.n_patterns(source.shape), KINDS[source.dtype.name]
+        if n_patterns < MIN_LOSSY_VALUES:
             return plan_lossless(source, subject.base, subject.run)
         if fault := _fault_of_second(histogram_of(source, subject.run)):
             return exact_with_note(subject, fault)
@@ -97,7 +97,7 @@ def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _log_sums(source: TensorSource, bounds: Bounds, shape: tuple[int, int]) -> LogSums:
-    return LogSums.of(cpu().to_f32(source.units(*bounds), KINDS[source.dtype.name]), bounds[0], shape)
+    return LogSums.of(cpu().to_f32(source.patterns(*bounds), KINDS[source.dtype.name]), bounds[0], shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,35 +112,35 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Every so many-th unit of the chunk in the middle, and the base's codes there."""
+    """Every so many-th pattern of the chunk in the middle, and the base's codes there."""
 
     source: TensorSource
     bounds: Bounds
     stride: int
-    units: Units
+    patterns: Patterns
     base_codes: NDArray[np.uint8] | None
     n_base_codes: int | None
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None) -> _Sample:
-        n_units = source.dtype.n_units(source.shape)
-        begin = n_units // 2 // CHUNK_UNITS * CHUNK_UNITS
-        end = min(begin + CHUNK_UNITS, n_units)
-        stride = -(-(end - begin) // SAMPLE_UNITS)
+        n_patterns = source.dtype.n_patterns(source.shape)
+        begin = n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
+        end = min(begin + CHUNK_VALUES, n_patterns)
+        stride = -(-(end - begin) // SAMPLE_VALUES)
         n_codes = None if base is None else base.n_codes
         codes = base.codes(begin, end) if base is not None and n_codes else None
         codes = None if codes is None else codes[::stride]
-        return cls(source, (begin, end), stride, source.units(begin, end)[::stride], codes, n_codes)
+        return cls(source, (begin, end), stride, source.patterns(begin, end)[::stride], codes, n_codes)
 
     def candidate(self, prediction: Prediction, step: int) -> _Candidate:
         """A prediction with the ladder that fits it best, alone or with classes by the base's codes."""
-        is_live = self.units != 0
-        distances = floats.order(self.units[is_live]).astype(np.float64)
-        predicted = prediction.units(*self.bounds)[:: self.stride]
-        zero = float(1 << (8 * self.units.itemsize - 1))
+        is_live = self.patterns != 0
+        distances = floats.order(self.patterns[is_live]).astype(np.float64)
+        predicted = prediction.patterns(*self.bounds)[:: self.stride]
+        zero = float(1 << (8 * self.patterns.itemsize - 1))
         distances -= floats.order(predicted[is_live]) if len(predicted) else zero
         ladder = best_ladder(distances, step) if len(distances) else Ladder(step)
-        scale = self.source.dtype.n_units(self.source.shape) / len(self.units)
+        scale = self.source.dtype.n_patterns(self.source.shape) / len(self.patterns)
         bits = bits_of(ladder.counts(distances)) * scale if len(distances) else 0.0
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
         classed = self._classed_bits(ladder, distances, is_live) * scale
@@ -160,11 +160,11 @@ class _Sample:
 
 def _second_plan(subject: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
     source, base, run = subject.source, subject.base, subject.run
-    n_units = source.dtype.n_units(source.shape)
+    n_patterns = source.dtype.n_patterns(source.shape)
     prediction, n_classes = chosen.prediction, chosen.n_base_codes or 1
     quantizer = LadderQuantizer(prediction, chosen.ladder)
     found: LadderSums = sums_by(quantizer, source, run)
-    if found.n_exceptions > MAX_EXCEPTIONS * n_units:
+    if found.n_exceptions > MAX_EXCEPTIONS * n_patterns:
         return plan_lossless(source, base, run)
     rungs = found.rungs()
     quantizer = replace(quantizer, rungs=rungs)

@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ckptz.codec.units import CHUNK_UNITS, SourceOf, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan
 from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
 from ckptz.kernels import rounding
-from ckptz.kernels.floats import NEAREST, Units
+from ckptz.kernels.floats import NEAREST, Patterns
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.quant.histogram import Histogram
@@ -28,12 +28,12 @@ from ckptz.quant.quantizer import Quantizer, key_of
 def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
     """Make the histogram of a whole tensor, of a dtype in `KINDS`."""
     kind = KINDS[source.dtype.name]
-    return summed(run, lambda b: Histogram.of(source.units(*b), kind), source)
+    return summed(run, lambda b: Histogram.of(source.patterns(*b), kind), source)
 
 
 def sums_by(quantizer: LadderQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
     """Sum what the levels of a quantizer stand for over a whole tensor."""
-    return summed(run, lambda b: quantizer.found(*b, source.units(*b)), source)
+    return summed(run, lambda b: quantizer.found(*b, source.patterns(*b)), source)
 
 
 def counts_by_base(
@@ -43,7 +43,7 @@ def counts_by_base(
     n_classes = base.n_codes or 1
 
     def found(bounds: tuple[int, int]) -> ClassCounts:
-        codes, labels = quantizer.codes(*bounds, source.units(*bounds)), base.codes(*bounds)
+        codes, labels = quantizer.codes(*bounds, source.patterns(*bounds)), base.codes(*bounds)
         labels = np.zeros(len(codes), np.uint8) if labels is None else labels
         return ClassCounts.of(labels, codes, n_classes)
 
@@ -73,21 +73,21 @@ class RelativeRounding(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"bits": self.bits}
 
-    def rounded(self, units: Units, kind: int, begin: int) -> Units:
-        """Round units from `begin` on; those that would overflow, and subnormal ones, stay as they are."""
+    def rounded(self, patterns: Patterns, kind: int, begin: int) -> Patterns:
+        """Round patterns from `begin` on; those that would overflow, and subnormal ones, stay as they are."""
         n_dropped = self._n_dropped(kind)
         if n_dropped <= 0:
-            return units
-        mask = units.dtype.type((1 << n_dropped) - 1)
+            return patterns
+        mask = patterns.dtype.type((1 << n_dropped) - 1)
         if self.key == NEAREST:
-            added: Any = units.dtype.type(1 << (n_dropped - 1))
+            added: Any = patterns.dtype.type(1 << (n_dropped - 1))
         else:
-            drawn = rounding().thresholds(self.key, begin, len(units))
-            added = (drawn * np.float32(1 << n_dropped)).astype(units.dtype)
-        rounded = (units + added) & ~mask
-        exponents = units.dtype.type(exponent_mask(kind))
-        is_kept = ((rounded & exponents) == exponents) | ((units & exponents) == 0)
-        return np.where(is_kept, units, rounded)
+            drawn = rounding().thresholds(self.key, begin, len(patterns))
+            added = (drawn * np.float32(1 << n_dropped)).astype(patterns.dtype)
+        rounded = (patterns + added) & ~mask
+        exponents = patterns.dtype.type(exponent_mask(kind))
+        is_kept = ((rounded & exponents) == exponents) | ((patterns & exponents) == 0)
+        return np.where(is_kept, patterns, rounded)
 
     def _n_dropped(self, kind: int) -> int:
         return MANTISSA_BITS[kind] + 1 - self.bits
@@ -106,8 +106,8 @@ class RelativeRounding(Recipe):
         n_dropped = self._n_dropped(KINDS[source.dtype.name])
         if n_dropped <= 0:
             return NEAREST
-        units = source.units(0, min(CHUNK_UNITS, source.n_units))
-        low = (units & units.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
+        patterns = source.patterns(0, min(CHUNK_VALUES, source.n_patterns))
+        low = (patterns & patterns.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
         return key_of(low, None, NEAREST, new)
 
 
@@ -117,5 +117,5 @@ class RoundedSource(SourceOf):
 
     rounding: RelativeRounding
 
-    def units(self, begin: int, end: int) -> Units:
-        return self.rounding.rounded(self.source.units(begin, end), KINDS[self.dtype.name], begin)
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.rounding.rounded(self.source.patterns(begin, end), KINDS[self.dtype.name], begin)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.methods.first_moment import FirstMoment

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.plan import LinearTable
-from ckptz.codec.units import TensorSource, Units
+from ckptz.codec.sources import Patterns, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, NEAREST, Counts, Reals
@@ -101,24 +101,24 @@ class OnGrid(Quantizer):
     key: int = NEAREST
     most: int = MAX_MAGNITUDE
 
-    def codes(self, begin: int, end: int, units: Units) -> Codes:
-        """Give the codes of units begin..end, uint8 [end - begin], the last one beyond the alphabet."""
+    def codes(self, begin: int, end: int, patterns: Patterns) -> Codes:
+        """Give the codes of patterns begin..end, uint8 [end - begin], the last one beyond the alphabet."""
         codes = np.empty(end - begin, np.uint8)
-        rounding().residual_codes(*self.inputs(begin, end, units), self.dead_zone, self.key, begin, codes)
+        rounding().residual_codes(*self.inputs(begin, end, patterns), self.dead_zone, self.key, begin, codes)
         return np.minimum(codes, np.uint8(2 * self.most + 1))
 
-    def inputs(self, begin: int, end: int, units: Units) -> tuple[Any, ...]:
-        """Give what the kernels round: values, their base or None, steps, labels, units of a row."""
+    def inputs(self, begin: int, end: int, patterns: Patterns) -> tuple[Any, ...]:
+        """Give what the kernels round: values, their base or None, steps, labels, patterns of a row."""
         kind = KINDS[self.source.dtype.name]
-        values = floats_of(units, kind)
-        base = None if self.base is None else floats_of(self.base.units(begin, end), kind)
+        values = floats_of(patterns, kind)
+        base = None if self.base is None else floats_of(self.base.patterns(begin, end), kind)
         steps = self.rows.steps.astype(np.float32)
-        return values, base, steps, self.rows.labels, self.row_units
+        return values, base, steps, self.rows.labels, self.row_patterns
 
     @property
-    def row_units(self) -> int:
-        """Units of a row that has a label."""
-        return self.source.n_units // len(self.rows.labels)
+    def row_patterns(self) -> int:
+        """Patterns of a row that has a label."""
+        return self.source.n_patterns // len(self.rows.labels)
 
 
 def largest_magnitude(counts: Counts | Reals) -> int:

@@ -44,9 +44,9 @@ class Histogram:
     counts: NDArray[np.int64]
 
     @classmethod
-    def of(cls, units: NDArray[Any], kind: int) -> Histogram:
-        """Count units [n] of a kind of floats."""
-        return cls(kind, cpu().top_histogram(units))
+    def of(cls, patterns: NDArray[Any], kind: int) -> Histogram:
+        """Count patterns [n] of a kind of floats."""
+        return cls(kind, cpu().top_histogram(patterns))
 
     def __add__(self, other: Histogram) -> Histogram:
         return Histogram(self.kind, self.counts + other.counts)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.frame import MAX_OUTER
 from ckptz.codec.plan import MAX_RANK, LowRank
-from ckptz.codec.units import CHUNK_UNITS, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.entropy.streams import Embedded
 from ckptz.quant.sensitivity import floats_of
@@ -108,10 +108,13 @@ class FirstMoments:
 
 
 def _blocks(source: TensorSource, n_columns: int) -> Iterator[tuple[int, Floats]]:
-    kind, n = KINDS[source.dtype.name], max(CHUNK_UNITS // n_columns, 1)
+    kind, n = KINDS[source.dtype.name], max(CHUNK_VALUES // n_columns, 1)
     for begin in range(0, source.shape[0], n):
         end = min(begin + n, source.shape[0])
-        yield begin, floats_of(source.units(begin * n_columns, end * n_columns), kind).reshape(-1, n_columns)
+        yield (
+            begin,
+            floats_of(source.patterns(begin * n_columns, end * n_columns), kind).reshape(-1, n_columns),
+        )
 
 
 def _inverse(means: Floats) -> Floats:

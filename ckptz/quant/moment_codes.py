@@ -13,16 +13,16 @@ from numpy.typing import NDArray
 
 from ckptz.class_rules import ClassRule
 from ckptz.codec.plan import Outer, Predictor
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.kernels import cpu, floats, moments
-from ckptz.kernels.floats import Integers, Units
+from ckptz.kernels.floats import Integers, Patterns
 from ckptz.quant.moments import (
     MANTISSA_BITS,
     MAX_INDEX,
     Ladder,
     LevelSums,
     Rungs,
-    largest_unit,
+    largest_pattern,
     rungs_of,
 )
 from ckptz.quant.quantizer import Quantizer
@@ -43,15 +43,15 @@ class Prediction:
     base: TensorSource | None = None
     outer: Outer | None = None
 
-    def units(self, begin: int, end: int) -> Units:
-        """Predict units begin..end, [end - begin]; none at all for a prediction of zero."""
+    def patterns(self, begin: int, end: int) -> Patterns:
+        """Predict patterns begin..end, [end - begin]; none at all for a prediction of zero."""
         if self.base is not None:
-            return self.base.units(begin, end)
+            return self.base.patterns(begin, end)
         if self.outer is None:
             return np.empty(0, np.uint32 if self.kind == floats.F32 else np.uint16)
         products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
-        units: Units = cpu().from_f32(products, self.kind)
-        return units
+        patterns: Patterns = cpu().from_f32(products, self.kind)
+        return patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,27 +104,27 @@ class LadderQuantizer(Quantizer):
         """The ladder as the kernels take it."""
         width = 32 if self.prediction.kind == floats.F32 else 16
         top, every = 1 << (width - 1), (1 << width) - 1
-        return self.ladder.step, self.ladder.phase, top, every, largest_unit(self.prediction.kind)
+        return self.ladder.step, self.ladder.phase, top, every, largest_pattern(self.prediction.kind)
 
-    def found(self, begin: int, end: int, units: Units) -> LadderSums:
-        """Sum the levels of units begin..end."""
+    def found(self, begin: int, end: int, patterns: Patterns) -> LadderSums:
+        """Sum the levels of patterns begin..end."""
         kind = self.prediction.kind
         first, n = self.ladder.span(kind)
         sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
-        moments().ladder_sums(units, self.prediction.units(begin, end), self.levels, kind, first, *sums)
+        moments().ladder_sums(patterns, self.prediction.patterns(begin, end), self.levels, kind, first, *sums)
         counts, roots = (turns.sum(axis=0) for turns in sums)
         return LadderSums(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
 
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        """Give the codes of patterns begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
 
         A level is the nearest one, if all that it may come to stand for are finite numbers above zero.
         """
         rungs = self.rungs
         assert rungs is not None
-        codes = np.empty(len(units), np.uint8)
+        codes = np.empty(len(patterns), np.uint8)
         codes_of = (rungs.lowest, rungs.n_levels, rungs.zero_code or 0, rungs.escape_code or 0)
-        moments().ladder_codes(units, self.prediction.units(begin, end), self.levels, codes_of, codes)
+        moments().ladder_codes(patterns, self.prediction.patterns(begin, end), self.levels, codes_of, codes)
         return codes
 
 
@@ -155,23 +155,23 @@ class StepQuantizer(Quantizer):
     dead_zone: float
     rungs: Rungs | None = None
 
-    def found(self, begin: int, end: int, units: Units) -> LevelSums:
-        """Sum the levels of units begin..end by class."""
+    def found(self, begin: int, end: int, patterns: Patterns) -> LevelSums:
+        """Sum the levels of patterns begin..end by class."""
         labels, steps = self.classes.labels(begin, end), self.classes.steps
-        return LevelSums.of(cpu().to_f32(units, self.kind), labels, steps, self.dead_zone)
+        return LevelSums.of(cpu().to_f32(patterns, self.kind), labels, steps, self.dead_zone)
 
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes of units begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        """Give the codes of patterns begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
         rungs, labels = self.rungs, self.classes.labels(begin, end)
         assert rungs is not None
-        codes = np.empty(len(units), np.uint8)
+        codes = np.empty(len(patterns), np.uint8)
         codes_of = (rungs.lowest, rungs.n_levels, rungs.escape_code or 0, MAX_INDEX + 1)
         steps = self.classes.steps
-        moments().level_codes(*values_of(units, self.kind), labels, steps, self.dead_zone, codes_of, codes)
+        moments().level_codes(*values_of(patterns, self.kind), labels, steps, self.dead_zone, codes_of, codes)
         return codes
 
 
-def values_of(units: Units, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """Give units [n] as F32 patterns and as the floats that these are."""
-    patterns = cpu().to_f32(units, kind)
-    return patterns, patterns.view(np.float32)
+def values_of(patterns: Patterns, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    """Give patterns [n] as F32 patterns and as the floats that these are."""
+    f32_patterns = cpu().to_f32(patterns, kind)
+    return f32_patterns, f32_patterns.view(np.float32)

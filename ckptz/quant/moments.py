@@ -36,7 +36,7 @@ def exponent_mask(kind: int) -> int:
     return (0x7F800000, 0x7F80, 0x7C00)[kind]
 
 
-def largest_unit(kind: int) -> int:
+def largest_pattern(kind: int) -> int:
     """Give the bit pattern of the largest finite number."""
     return exponent_mask(kind) - 1
 
@@ -155,14 +155,14 @@ def second_map(levels: Integers, rungs: Rungs, kind: int, n_classes: int) -> Qua
     Args:
         levels: of the codes that stand for one, from the predictor in units of the last place [n_levels].
         rungs: which have codes.
-        kind: of the units.
+        kind: of the patterns.
         n_classes: that share the row.
     """
     entries = np.zeros((1, rungs.n_codes), np.int64)
     entries[0, : rungs.n_levels] = levels
-    unit = np.uint32 if kind == floats.F32 else np.uint16
+    pattern = np.uint32 if kind == floats.F32 else np.uint16
     return QuantizationMap(
-        ExplicitTable(entries.astype(unit)),
+        ExplicitTable(entries.astype(pattern)),
         np.zeros(n_classes, np.int64),
         zero_code=rungs.zero_code,
         escape_code=rungs.escape_code,
@@ -217,8 +217,8 @@ def class_roots(kind: int) -> Floats:
     width = 32 if kind == floats.F32 else 16
     labels = np.arange(N_LABELS, dtype=np.int64)
     middles = (labels << (width - 9)) | (1 << (width - 10))
-    unit = np.uint32 if kind == floats.F32 else np.uint16
-    values = floats.widen_f64(floats.to_f32(middles.astype(unit), kind))
+    pattern = np.uint32 if kind == floats.F32 else np.uint16
+    values = floats.widen_f64(floats.to_f32(middles.astype(pattern), kind))
     return np.sqrt(np.where(np.isfinite(values), values, 0.0))
 
 
@@ -267,7 +267,7 @@ def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> Quant
         found: of the whole tensor.
         rungs: which levels have codes.
         steps: of each class [n_classes].
-        kind: of the units.
+        kind: of the patterns.
     """
     is_moving = found.counts.sum(axis=1) > found.counts[:, MAX_INDEX + 1]
     used = np.flatnonzero(is_moving) if is_moving.any() else np.zeros(1, np.int64)
@@ -280,8 +280,8 @@ def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> Quant
     expanded = LinearTable(scale, shared, np.zeros(len(used)))
     n_rows, n_codes = expanded.shape
     if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes:
-        units = floats.from_f32(expanded.expand().reshape(-1), kind)
-        if floats.all_finite(units, kind):
+        patterns = floats.from_f32(expanded.expand().reshape(-1), kind)
+        if floats.all_finite(patterns, kind):
             return QuantizationMap(expanded, row_of_class, escape_code=rungs.escape_code)
     own = np.zeros(expanded.shape)
     own[:, : rungs.n_levels] = _centroids(counts, sums, levels) * scale[:, None]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.plan import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, floats, planning
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.quant.histogram import Histogram
 from ckptz.quant.quantizer import Quantizer
 from ckptz.quant.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivityHistogram, floats_of
@@ -89,32 +89,32 @@ class Partitions:
 class RegionQuantizer(Quantizer):
     """Codes by regions of values."""
 
-    boundaries: Units
+    boundaries: Patterns
     region_code: NDArray[np.uint8]
     kind: int
     keep_as_bf16: bool
 
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes uint8 [n] of units [n], whichever of the tensor they are."""
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        """Give the codes uint8 [n] of patterns [n], whichever of the tensor they are."""
         del begin, end
-        return cpu().region_codes(units, self.boundaries, self.region_code)
+        return cpu().region_codes(patterns, self.boundaries, self.region_code)
 
-    def kept(self, begin: int, units: Units) -> Units:
+    def kept(self, begin: int, patterns: Patterns) -> Patterns:
         del begin
         if not self.keep_as_bf16 or self.kind != floats.F32:
-            return units
-        rounded = cpu().from_f32(units, floats.BF16).astype(np.uint32) << np.uint32(16)
+            return patterns
+        rounded = cpu().from_f32(patterns, floats.BF16).astype(np.uint32) << np.uint32(16)
         # The largest F32 values would round to infinity: those stay exact.
         is_infinite = (rounded & np.uint32(0x7FFFFFFF)) == np.uint32(0x7F800000)
-        return np.where(is_infinite, units, rounded)
+        return np.where(is_infinite, patterns, rounded)
 
 
 def _ordered(value: float, kind: int) -> int:
-    """The least ordered unit whose value is at or above `value`."""
-    pattern = floats.round_f64(np.array([value]))
-    unit = floats.from_f32(pattern, kind)
-    ordered = int(floats.order(unit)[0])
-    exact = floats.widen_f64(floats.to_f32(unit, kind))[0]
+    """The least ordered pattern whose value is at or above `value`."""
+    f32_pattern = floats.round_f64(np.array([value]))
+    pattern = floats.from_f32(f32_pattern, kind)
+    ordered = int(floats.order(pattern)[0])
+    exact = floats.widen_f64(floats.to_f32(pattern, kind))[0]
     return ordered + (exact < value)
 
 
@@ -123,24 +123,24 @@ class SensitivityQuantizer(Quantizer):
     """Regions of values, overruled by sensitivity; protecting goes before pruning."""
 
     regions: RegionQuantizer  # codes by value
-    kind: int  # of the units
+    kind: int  # of the patterns
     cut: SensitivityCut  # what is pruned and protected by sensitivity
-    sensitivities: Sensitivities  # of units begin..end
+    sensitivities: Sensitivities  # of patterns begin..end
     zero_code: int  # of pruned elements
     escape_code: int | None  # of protected elements, or None
 
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        codes = self.regions.codes(begin, end, units)
-        found = self.sensitivities(begin, end, units)
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        codes = self.regions.codes(begin, end, patterns)
+        found = self.sensitivities(begin, end, patterns)
         if self.cut.floor >= 0:
-            pruned = self.cut.prunes(found, np.abs(floats_of(units, self.kind)))
+            pruned = self.cut.prunes(found, np.abs(floats_of(patterns, self.kind)))
             codes[pruned & (codes != self.escape_code)] = self.zero_code
         if self.escape_code is not None:
             codes[self.cut.protects(found)] = self.escape_code
         return codes
 
-    def kept(self, begin: int, units: Units) -> Units:
-        return self.regions.kept(begin, units)
+    def kept(self, begin: int, patterns: Patterns) -> Patterns:
+        return self.regions.kept(begin, patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,7 @@ def fit_partitions(
         histogram: of the tensor, without the elements that sensitivity takes; finite.
         wanted: levels and shares.
         cut: where the tensor is cut; by default as wanted, by magnitude.
-        sensitivities: of its units; None if magnitude decides alone.
+        sensitivities: of its patterns; None if magnitude decides alone.
 
     Returns:
         The map (linear domain, one row) and the quantizer that makes its codes.

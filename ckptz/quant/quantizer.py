@@ -1,4 +1,4 @@
-"""Which code each unit takes: the encoder's side of a quantization map, and thresholds that round a delta.
+"""Which code each pattern takes: the encoder's side of a quantization map, and thresholds that round a delta.
 
 No frame holds any of it. After a restore the residual of a delta is what training has moved since. Rounding
 it to nearest levels takes part of it back for good: of a movement whose density has the first Fourier
@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels.floats import NEAREST, Units
+from ckptz.kernels.floats import NEAREST, Patterns
 
 Floats = NDArray[np.float64]
 LEAST: Final = 0.02  # c below which nearest levels of a grid do
@@ -30,14 +30,14 @@ class Quantizer:
 
     __slots__ = ()
 
-    def codes(self, begin: int, end: int, units: Units) -> NDArray[np.uint8]:
-        """Give the codes uint8 [end - begin] of units begin..end of the tensor."""
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        """Give the codes uint8 [end - begin] of patterns begin..end of the tensor."""
         raise NotImplementedError
 
-    def kept(self, begin: int, units: Units) -> Units:
-        """Give what escaped positions from `begin` on restore to: `units`, or a rounding."""
+    def kept(self, begin: int, patterns: Patterns) -> Patterns:
+        """Give what escaped positions from `begin` on restore to: `patterns`, or a rounding."""
         del begin
-        return units
+        return patterns
 
 
 def sampled(begin: int, end: int) -> NDArray[np.int64]:

@@ -17,15 +17,15 @@ from numpy.typing import NDArray
 
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Floats as Floats
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.quant.histogram import Histogram
 
-Sensitivities = Callable[[int, int, Units], Floats]  # of units begin..end
+Sensitivities = Callable[[int, int, Patterns], Floats]  # of patterns begin..end
 
 
-def floats_of(units: Units, kind: int) -> Floats:
-    """Read values, float32 [n], of units [n] of kind F32, BF16 or F16 of `ckptz.kernels.floats`."""
-    return cpu().to_f32(units, kind).view(np.float32)
+def floats_of(patterns: Patterns, kind: int) -> Floats:
+    """Read values, float32 [n], of patterns [n] of kind F32, BF16 or F16 of `ckptz.kernels.floats`."""
+    return cpu().to_f32(patterns, kind).view(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class SensitivityHistogram:
     at_zero: Histogram
 
     @classmethod
-    def of(cls, sensitivities: Floats, units: Units, kind: int) -> Self:
-        """Count the sensitivities [n] of units [n] of kind F32, BF16 or F16."""
-        patterns = np.ascontiguousarray(sensitivities).view(np.uint32)
-        return cls(Histogram.of(patterns, floats.F32), Histogram.of(units[sensitivities == 0], kind))
+    def of(cls, sensitivities: Floats, patterns: Patterns, kind: int) -> Self:
+        """Count the sensitivities [n] of patterns [n] of kind F32, BF16 or F16."""
+        f32_patterns = np.ascontiguousarray(sensitivities).view(np.uint32)
+        return cls(Histogram.of(f32_patterns, floats.F32), Histogram.of(patterns[sensitivities == 0], kind))
 
     def __add__(self, other: Self) -> Self:
         return type(self)(self.sensitivities + other.sensitivities, self.at_zero + other.at_zero)

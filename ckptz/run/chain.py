@@ -7,7 +7,7 @@ the two is less depends on how long the keep rules leave files, on how large del
 they reach. So some ways to go on are played through for the next saves, each a `ChainRule`: full files alone,
 full files in shorter intervals than asked for, deltas against the full file instead of a later file. Those
 that would at some moment take more room than whole uncompressed files are left out, and where nobody knows
-which files stay, those in which one file with all that it needs would. Of the rest, the smallest mean is taken.
+which files stay, those in which one file with all that it needs would. Of the rest, the smallest mean wins.
 
 How large a file will be is not known before it is encoded. It is taken from those that are there and those
 that were written before: so a first delta is written where it may pay, and where it then does not, the next

@@ -24,7 +24,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
@@ -107,12 +107,12 @@ def state_of(tensors: Mapping[str, TensorSource], run: MapFunction = map) -> Sta
     state, places = {}, []
     for name, source in tensors.items():
         shape = torch.shape_of(source.dtype, tuple(source.shape))
-        state[name], units = torch.allocate(source.dtype, shape)
-        places += [(source, units, begin, end) for begin, end in source.chunk_bounds()]
+        state[name], patterns = torch.allocate(source.dtype, shape)
+        places += [(source, patterns, begin, end) for begin, end in source.chunk_bounds()]
 
     def fill(place: tuple[TensorSource, Any, int, int]) -> None:
-        source, units, begin, end = place
-        units[begin:end] = source.units(begin, end)
+        source, patterns, begin, end = place
+        patterns[begin:end] = source.patterns(begin, end)
 
     for _ in run(fill, places):
         pass
@@ -463,7 +463,7 @@ def proxy_judge(
     known = {n: sensitivities_of(source, guides.get(n, NO_SIDE_INFORMATION)) for n, source in tensors.items()}
     found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
     squares = {name: square for name, square in zip(known, found, strict=True) if math.isfinite(square)}
-    sizes = {name: tensors[name].n_units for name in squares}
+    sizes = {name: tensors[name].n_patterns for name in squares}
     mean = sum(squares[n] * sizes[n] for n in squares) / max(sum(sizes.values()), 1) if squares else 1.0
 
     def power(decoded: Mapping[str, TensorSource]) -> float:
@@ -494,9 +494,9 @@ def _weighted(
     """Sum up squares of g * (w - w'), g being 1 where it is not known, w' 0 where nothing is decoded."""
     total, kind = 0.0, KINDS[source.dtype.name]
     for begin, end in source.chunk_bounds():
-        values = floats_of(source.units(begin, end), kind)
+        values = floats_of(source.patterns(begin, end), kind)
         if decoded is not None:
-            values = values - floats_of(decoded.units(begin, end), kind)
+            values = values - floats_of(decoded.patterns(begin, end), kind)
         if gradients is not None:
             values = gradients.gradients_of(begin, end) * values
         wide = values.astype(np.float64)
@@ -513,4 +513,4 @@ def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float
     for begin, end in source.chunk_bounds():
         found = gradients.gradients_of(begin, end).astype(np.float64)
         total += float(found @ found)
-    return total / max(source.n_units, 1)
+    return total / max(source.n_patterns, 1)

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.envelope import strict_json
 from ckptz.container.index import QualityRecord
 from ckptz.container.publish import publish

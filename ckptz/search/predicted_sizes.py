@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.frame import pack_plan
-from ckptz.codec.units import CHUNK_UNITS, ChunkSources, chunk_bounds, n_chunks_of
+from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.chunk import encode_chunk
 from ckptz.encoding.encoding_plan import ClassCounts, stream_tables
@@ -47,7 +47,7 @@ class Profile:
     halves: NDArray[np.float64]  # half the width of each bucket; 0 where it holds one value
     buckets: NDArray[np.int64]  # the top 16 bits of the patterns in each
     below: Counts  # occurrences in all bands before one [n_base_codes, n_bands + 1, n_buckets]
-    unit_bytes: int  # width of a unit
+    pattern_bytes: int  # width of a unit
     # those that were asked for before
     cuts: dict[Partitions, tuple[Cut, _Parts]] = field(default_factory=dict)
 
@@ -124,7 +124,7 @@ class Profile:
         """Size of protected values: the planes that a bucket tells, and those below it as they are."""
         planes = (self.buckets >> 8, self.buckets & 0xFF)
         n_bytes = sum(_plane_bytes(np.bincount(plane, kept, 256).astype(np.int64)) for plane in planes)
-        n_raw = 0 if wanted.protect_as_bf16 else self.unit_bytes - 2
+        n_raw = 0 if wanted.protect_as_bf16 else self.pattern_bytes - 2
         return n_bytes + n_raw * int(kept.sum())
 
 
@@ -191,23 +191,23 @@ def _sizes_of(subject: TensorToEncode, role: Role, configs: Sequence[Method]) ->
 
 def _encoded_bytes(subject: TensorToEncode, recipe: Recipe) -> float:
     """Size of a frame of which the first chunk is encoded; the others are taken to be as large."""
-    source, n_units = subject.source, subject.source.n_units
-    if not n_units:
+    source, n_patterns = subject.source, subject.source.n_patterns
+    if not n_patterns:
         return 0.0
-    end = min(CHUNK_UNITS, n_units)
+    end = min(CHUNK_VALUES, n_patterns)
     draft = recipe.plan(subject)
     chunk = encode_chunk(source, draft, ChunkSources(0, end, subject.base))
-    n_bytes = sum(len(stream) for stream in chunk.streams) * n_units / end
+    n_bytes = sum(len(stream) for stream in chunk.streams) * n_patterns / end
     return n_bytes + len(pack_plan(source.dtype, source.shape, draft.plan))
 
 
 def _profile(subject: TensorToEncode, wanted: set[Partitions]) -> Profile | None:
     """Count a tensor that some configuration makes lossy, in one pass; None for the others."""
-    source, n_units = subject.source, subject.source.n_units
-    if not wanted or not n_units:
+    source, n_patterns = subject.source, subject.source.n_patterns
+    if not wanted or not n_patterns:
         return None
-    kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_units))
-    histogram = functools.reduce(operator.add, (Histogram.of(source.units(*b), kind) for b in bounds))
+    kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_patterns))
+    histogram = functools.reduce(operator.add, (Histogram.of(source.patterns(*b), kind) for b in bounds))
     if not histogram.is_finite:
         return None
     by_sensitivity = [method for method in wanted if method.needs_sensitivity]
@@ -221,7 +221,7 @@ def _profile(subject: TensorToEncode, wanted: set[Partitions]) -> Profile | None
     halves = np.zeros(len(values))
     if kind == F32:
         halves = 2.0 ** (np.frexp(values)[1] - 9)  # of 2^7 buckets an octave
-    return Profile(histogram, ranked, bands, values, halves, buckets, below, source.dtype.unit_bytes)
+    return Profile(histogram, ranked, bands, values, halves, buckets, below, source.dtype.pattern_bytes)
 
 
 def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.float64]:
@@ -240,16 +240,16 @@ def _cells(
     place: NDArray[np.int64],
     bounds: tuple[int, int],
 ) -> Counts:
-    """Count occurrences [n_base_codes, n_bands, n_buckets] in units begin..end.
+    """Count occurrences [n_base_codes, n_bands, n_buckets] in patterns begin..end.
 
     `place` is the index, among the buckets that occur, of each bucket [2^16].
     """
-    units: Any = subject.source.units(*bounds)
+    patterns: Any = subject.source.patterns(*bounds)
     n_base = 1 if subject.base is None else subject.base.n_codes or 1
     shape = (n_base, len(bands) + 1, int(place.max()) + 1)
-    cell = place[units >> units.dtype.type(8 * subject.source.dtype.unit_bytes - 16)]
+    cell = place[patterns >> patterns.dtype.type(8 * subject.source.dtype.pattern_bytes - 16)]
     if ranked is not None:
-        sensitivities = ranked.sensitivities(*bounds, units)
+        sensitivities = ranked.sensitivities(*bounds, patterns)
         cell += shape[2] * np.searchsorted(bands.astype(np.float32), sensitivities, side="left")
     if n_base > 1 and subject.base is not None:
         labels = subject.base.codes(*bounds)

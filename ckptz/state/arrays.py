@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ckptz.codec.units import UNIT_TYPES, Units
+from ckptz.codec.sources import PATTERN_TYPES, Patterns
 from ckptz.dtypes import DTYPE_NAMES, DType
 from ckptz.errors import ConfigError, DTypeError, UnsupportedError
 from ckptz.state.window import Window
@@ -39,10 +39,10 @@ _MAX_INDEX: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The units that an index picks from a tensor, and the shape that they get.
+    """The patterns that an index picks from a tensor, and the shape that they get.
 
     Attributes:
-        windows: the units to decode, one window behind the other.
+        windows: the patterns to decode, one window behind the other.
         shape: of the framework's tensor that they make.
         then: what is left to be done with that tensor, or None.
     """
@@ -58,8 +58,8 @@ class Framework(Protocol):
     def shape_of(self, dtype: DType, shape: Shape) -> Shape:
         """Give the shape of the framework's tensor; another one where it packs several elements into one."""
 
-    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
-        """Make a tensor of this (framework's) shape that holds nothing yet, and its units to be written.
+    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Patterns]:
+        """Make a tensor of this (framework's) shape that holds nothing yet, and its patterns to be written.
 
         Raises:
             DTypeError: the framework has no such dtype.
@@ -72,9 +72,9 @@ class Framework(Protocol):
         """Bring the tensor where the caller wants it."""
 
 
-def units_per_element(dtype: DType) -> int:
-    """Count the units in one element; types smaller than a byte are packed into units by the framework."""
-    return max(dtype.bits // (8 * dtype.unit_bytes), 1)
+def patterns_per_element(dtype: DType) -> int:
+    """Count the patterns in one element; the framework packs types smaller than a byte into patterns."""
+    return max(dtype.bits // (8 * dtype.pattern_bytes), 1)
 
 
 # --- numpy: types that it lacks come from ml_dtypes, once the caller has imported it -----------------------
@@ -103,13 +103,13 @@ class NumpyArrays:
     def shape_of(self, dtype: DType, shape: Shape) -> Shape:
         return shape
 
-    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
+    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Patterns]:
         array = np.empty(shape, numpy_dtype(dtype))
-        return array, array.reshape(-1).view(UNIT_TYPES[dtype.unit_bytes])
+        return array, array.reshape(-1).view(PATTERN_TYPES[dtype.pattern_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
         window, kept = strict_select(index, shape)
-        return Selection((window.widened(units_per_element(dtype)),), kept)
+        return Selection((window.widened(patterns_per_element(dtype)),), kept)
 
     def finish(self, tensor: Any) -> Any:
         return tensor

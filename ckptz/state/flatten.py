@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource, TensorSource
 from ckptz.container.index import RESERVED_PREFIX
 from ckptz.dtypes import DTYPE_NAMES, DTYPES, DType
 from ckptz.errors import UnsupportedError
@@ -99,11 +99,11 @@ class StridedSource(TensorSource):
     shape: tuple[int, ...]
     items: NDArray[Any]
 
-    def units(self, begin: int, end: int) -> NDArray[Any]:
-        n_per_item = self.items.itemsize // self.dtype.unit_bytes
+    def patterns(self, begin: int, end: int) -> NDArray[Any]:
+        n_per_item = self.items.itemsize // self.dtype.pattern_bytes
         first, last = begin // n_per_item, -(-end // n_per_item)
-        units = self.items.flat[first:last].view(UNIT_TYPES[self.dtype.unit_bytes])
-        return units[begin - first * n_per_item : end - first * n_per_item]
+        patterns = self.items.flat[first:last].view(PATTERN_TYPES[self.dtype.pattern_bytes])
+        return patterns[begin - first * n_per_item : end - first * n_per_item]
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,7 +330,7 @@ def _source(each: _Leaf) -> TensorSource:
     if g.is_contiguous:
         return ArraySource.from_buffer(dtype, g.shape, memory[g.begin : g.end])
     strides = tuple(stride * g.item_bytes for stride in g.strides)
-    items: NDArray[Any] = np.ndarray(g.shape, UNIT_TYPES[g.item_bytes], memory, g.begin, strides)
+    items: NDArray[Any] = np.ndarray(g.shape, PATTERN_TYPES[g.item_bytes], memory, g.begin, strides)
     return StridedSource(dtype, g.shape, items)
 
 

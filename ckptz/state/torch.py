@@ -1,7 +1,7 @@
 """PyTorch tensors, and PyTorch's own index rules for slices.
 
 An index of ints, slices, None and an ellipsis is put to a tensor without memory: the view that PyTorch
-makes says which units are meant, and what PyTorch refuses is refused by PyTorch. Any other index is
+makes says which patterns are meant, and what PyTorch refuses is refused by PyTorch. Any other index is
 tried on a tensor of one repeated byte; then only the rows that it picks are decoded, where the
 first dimension tells, and the whole tensor otherwise.
 """
@@ -17,10 +17,10 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ckptz.codec.units import UNIT_TYPES, Units
+from ckptz.codec.sources import PATTERN_TYPES, Patterns
 from ckptz.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError
-from ckptz.state.arrays import Selection, Shape, units_per_element
+from ckptz.state.arrays import Selection, Shape, patterns_per_element
 from ckptz.state.window import Window, c_strides
 from ckptz.state.window import select as strict_select
 
@@ -89,7 +89,7 @@ class TorchTensors:
             raise DTypeError(f"PyTorch packs F4 in pairs, which shape {list(shape)} does not allow")
         return (*shape[:-1], shape[-1] // 2)
 
-    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Units]:
+    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Patterns]:
         native = torch_dtype(dtype)
         if str(self.device).startswith("cuda") and not torch.cuda.is_available():
             raise RuntimeError(f"device {self.device}: PyTorch finds no CUDA device; load to 'cpu'")
@@ -97,7 +97,7 @@ class TorchTensors:
         # Pinned memory is what a device reads from at full speed.
         is_pinned = str(self.device).startswith("cuda")
         tensor = torch.empty(shape, dtype=native, pin_memory=True) if is_pinned else _empty(native, shape)
-        return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.unit_bytes])
+        return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(PATTERN_TYPES[dtype.pattern_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
         if not self.is_strict:
@@ -109,7 +109,7 @@ class TorchTensors:
         else:
             picked = _select(index, native_shape)
         self._try_device()
-        n = units_per_element(dtype)
+        n = patterns_per_element(dtype)
         return Selection(tuple(window.widened(n) for window in picked.windows), picked.shape, picked.then)
 
     def finish(self, tensor: Any) -> Any:

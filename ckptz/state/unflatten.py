@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.units import UNIT_TYPES, TensorSource
+from ckptz.codec.sources import PATTERN_TYPES, TensorSource
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.state.flatten import CODES, Geometry, part_offsets
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, Tree, View, parse_tree
 from ckptz.state.window import c_strides
@@ -26,17 +26,17 @@ from ckptz.state.window import c_strides
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
-Chunks = Callable[[Mapping[str, TensorSource]], Iterator[Units]]
+Chunks = Callable[[Mapping[str, TensorSource]], Iterator[Patterns]]
 
 ALIGNMENT: Final = 64  # of each storage in the file, as torch aligns them in its own
 TORCH_NAMES: Final = {code: name for name, code in CODES.items()}
 
 
-def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Units]:
-    """Read the units of all tensors, chunk after chunk, on the caller's own thread."""
+def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Patterns]:
+    """Read the patterns of all tensors, chunk after chunk, on the caller's own thread."""
     for source in tensors.values():
         for begin, end in source.chunk_bounds():
-            yield source.units(begin, end)
+            yield source.patterns(begin, end)
 
 
 def unflatten(
@@ -49,7 +49,7 @@ def unflatten(
         tree: `Index.tree`, or None for a flat dict of the tensors.
         folder: where the unnamed file goes; it takes as much room as the decoded tensors. None keeps them
             in memory.
-        chunks: gives the units of all tensors in order, as `read_chunks` does.
+        chunks: gives the patterns of all tensors in order, as `read_chunks` does.
 
     Raises:
         CorruptionError: the tree contradicts the grammar or the tensors.
@@ -92,26 +92,26 @@ class _MappedStorages:
             at += -(-n_bytes // ALIGNMENT) * ALIGNMENT
         return at
 
-    def fill(self, chunks: Iterator[Units]) -> None:
-        """Put the units of all tensors in their places."""
+    def fill(self, chunks: Iterator[Patterns]) -> None:
+        """Put the patterns of all tensors in their places."""
         for name, source in self._tensors.items():
             put = self._writer(name, source)
             for begin, end in source.chunk_bounds():
                 put(begin, end, next(chunks))
 
-    def _writer(self, name: str, source: TensorSource) -> Callable[[int, int, Units], None]:
+    def _writer(self, name: str, source: TensorSource) -> Callable[[int, int, Patterns], None]:
         at, n_bytes = self._offsets[name], source.n_bytes
-        unit_type, strides = UNIT_TYPES[source.dtype.unit_bytes], self._strides.get(name)
+        pattern_type, strides = PATTERN_TYPES[source.dtype.pattern_bytes], self._strides.get(name)
         if strides is None:
-            flat = self._memory[at : at + n_bytes].view(unit_type)
-            return lambda begin, end, units: np.copyto(flat[begin:end], units)
-        item = UNIT_TYPES[source.dtype.bits // 8]
+            flat = self._memory[at : at + n_bytes].view(pattern_type)
+            return lambda begin, end, patterns: np.copyto(flat[begin:end], patterns)
+        item = PATTERN_TYPES[source.dtype.bits // 8]
         steps = tuple(stride * item.itemsize for stride in strides)
-        items: Units = np.ndarray(source.shape, item, self._memory, at, steps)
-        n = item.itemsize // unit_type.itemsize
+        items: Patterns = np.ndarray(source.shape, item, self._memory, at, steps)
+        n = item.itemsize // pattern_type.itemsize
 
-        def put(begin: int, end: int, units: Units) -> None:
-            items.flat[begin // n : end // n] = units.view(item)
+        def put(begin: int, end: int, patterns: Patterns) -> None:
+            items.flat[begin // n : end // n] = patterns.view(item)
 
         return put
 

@@ -1,4 +1,4 @@
-"""Which units of a flat tensor an index picks, and how they fall onto chunks.
+"""Which patterns of a flat tensor an index picks, and how they fall onto chunks.
 
 With safetensors' own index rules, those of its numpy slices and of every slice under backend="pread": ints,
 slices with bounds inside the tensor and a positive step, and one ellipsis. What it refuses is refused here
@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 
 from numpy.lib.stride_tricks import as_strided
 
-from ckptz.codec.units import CHUNK_UNITS, Units
+from ckptz.codec.sources import CHUNK_VALUES, Patterns
 from ckptz.errors import CkptzError
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride), strides falling
@@ -32,9 +32,9 @@ class WindowPart:
 
     Attributes:
         chunk: which chunk.
-        offset: first unit, counted from the start of the chunk.
+        offset: first pattern, counted from the start of the chunk.
         dims: (size, stride) of each dimension.
-        at: where it belongs in the result, in units.
+        at: where it belongs in the result, in patterns.
     """
 
     chunk: int
@@ -43,21 +43,21 @@ class WindowPart:
     at: int
 
     @property
-    def n_units(self) -> int:
-        """Units of the part."""
+    def n_patterns(self) -> int:
+        """Patterns of the part."""
         return math.prod(size for size, _ in self.dims)
 
     @property
     def is_run(self) -> bool:
-        """Whether the units lie side by side."""
+        """Whether the patterns lie side by side."""
         return not self.dims or (len(self.dims) == 1 and self.dims[0][1] == 1)
 
-    def copy(self, chunk: Units, out: Units) -> None:
-        """Take the units from their chunk to their place in `out`."""
+    def copy(self, chunk: Patterns, out: Patterns) -> None:
+        """Take the patterns from their chunk to their place in `out`."""
         sizes = tuple(size for size, _ in self.dims)
         strides = tuple(stride * chunk.itemsize for _, stride in self.dims)
         picked = as_strided(chunk[self.offset :], sizes, strides, writeable=False)
-        out[self.at : self.at + self.n_units].reshape(sizes)[...] = picked
+        out[self.at : self.at + self.n_patterns].reshape(sizes)[...] = picked
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +65,9 @@ class Window:
     """A strided box in a flat tensor; in row-major order its offsets rise.
 
     Attributes:
-        offset: first unit.
-        sizes: units along each dimension.
-        strides: units from one to the next along each dimension.
+        offset: first pattern.
+        sizes: patterns along each dimension.
+        strides: patterns from one to the next along each dimension.
     """
 
     offset: int
@@ -80,12 +80,12 @@ class Window:
         return cls(0, tuple(shape), c_strides(shape))
 
     @property
-    def n_units(self) -> int:
-        """Units that the window picks."""
+    def n_patterns(self) -> int:
+        """Patterns that the window picks."""
         return math.prod(self.sizes)
 
     def widened(self, n: int) -> Window:
-        """Give the window of the same box where every element is `n` units."""
+        """Give the window of the same box where every element is `n` patterns."""
         if n == 1:
             return self
         strides = tuple(stride * n for stride in self.strides)
@@ -93,7 +93,7 @@ class Window:
 
     def pieces(self, at: int = 0) -> Iterator[WindowPart]:
         """Cut the window into the parts that lie in one chunk each; its result starts at `at`."""
-        if self.n_units:
+        if self.n_patterns:
             yield from _pieces(self.offset, self._merged_dims(), at)
 
     def _merged_dims(self) -> Dims:
@@ -118,19 +118,19 @@ def _span(dims: Dims) -> int:
 
 
 def _pieces(offset: int, dims: Dims, at: int) -> Iterator[WindowPart]:
-    chunk, within = divmod(offset, CHUNK_UNITS)
-    if within + _span(dims) <= CHUNK_UNITS:
+    chunk, within = divmod(offset, CHUNK_VALUES)
+    if within + _span(dims) <= CHUNK_VALUES:
         yield WindowPart(chunk, within, dims, at)
         return
     (n_rows, stride), row = dims[0], dims[1:]
-    row_span, row_units = _span(row), math.prod(size for size, _ in row)
+    row_span, row_patterns = _span(row), math.prod(size for size, _ in row)
     i = 0
     while i < n_rows:
-        begin, row_at = offset + i * stride, at + i * row_units
-        left = CHUNK_UNITS - begin % CHUNK_UNITS
+        begin, row_at = offset + i * stride, at + i * row_patterns
+        left = CHUNK_VALUES - begin % CHUNK_VALUES
         n_fitting = min((left - row_span) // stride + 1, n_rows - i)
         if n_fitting > 0:
-            yield WindowPart(begin // CHUNK_UNITS, begin % CHUNK_UNITS, ((n_fitting, stride), *row), row_at)
+            yield WindowPart(begin // CHUNK_VALUES, begin % CHUNK_VALUES, ((n_fitting, stride), *row), row_at)
         else:  # this row runs over the end of its chunk
             yield from _pieces(begin, row, row_at)
         i += max(n_fitting, 1)

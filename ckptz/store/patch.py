@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptz.bits import xxh64
 from ckptz.codec.decode import Changes, Positions
-from ckptz.codec.units import UNIT_TYPES, TensorSource, Units, chunk_bounds
+from ckptz.codec.sources import PATTERN_TYPES, Patterns, TensorSource, chunk_bounds
 from ckptz.container.index import content_id_of
 from ckptz.container.reader import Container, FrameSource
 from ckptz.entropy.streams import CoderId
@@ -29,18 +29,18 @@ CHECKS: Final = ("base", "stored")
 
 
 class LiveTensor(TensorSource):
-    """A tensor in use: its units may be read and written in place; subclasses say how."""
+    """A tensor in use: its patterns may be read and written in place; subclasses say how."""
 
-    def take(self, positions: Positions) -> Units:
-        """Read units at positions of the whole tensor, in memory of their own."""
+    def take(self, positions: Positions) -> Patterns:
+        """Read patterns at positions of the whole tensor, in memory of their own."""
         raise NotImplementedError
 
-    def put(self, positions: Positions, units: Units) -> None:
-        """Write units at positions."""
+    def put(self, positions: Positions, patterns: Patterns) -> None:
+        """Write patterns at positions."""
         raise NotImplementedError
 
-    def write(self, begin: int, units: Units) -> None:
-        """Write units one after another from `begin`."""
+    def write(self, begin: int, patterns: Patterns) -> None:
+        """Write patterns one after another from `begin`."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -57,7 +57,7 @@ class Patched:
         step: the file's step, or None.
         n_tensors: tensors of the file.
         n_changed_tensors: those that were written to.
-        n_written: units written.
+        n_written: patterns written.
     """
 
     content_id: str
@@ -70,34 +70,34 @@ class Patched:
 
 @dataclass(slots=True)
 class _Edit:
-    """What one chunk of a tensor becomes: units at positions, or a run of them from `begin`."""
+    """What one chunk of a tensor becomes: patterns at positions, or a run of them from `begin`."""
 
     name: str
     target: LiveTensor
     begin: int
-    n_units: int
-    new: Units | None
+    n_patterns: int
+    new: Patterns | None
     positions: Positions | None = None
-    old: Units | None = None
+    old: Patterns | None = None
 
     def apply(self) -> None:
-        """Write the new units; from then on the edit holds the old ones only."""
+        """Write the new patterns; from then on the edit holds the old ones only."""
         assert self.new is not None
         if self.old is None:
-            self.old = self.target.units(self.begin, self.begin + self.n_units).copy()
+            self.old = self.target.patterns(self.begin, self.begin + self.n_patterns).copy()
         self._write(self.new)
         self.new = None
 
     def undo(self) -> None:
-        """Write the old units, if they were read."""
+        """Write the old patterns, if they were read."""
         if self.old is not None:
             self._write(self.old)
 
-    def _write(self, units: Units) -> None:
+    def _write(self, patterns: Patterns) -> None:
         if self.positions is None:
-            self.target.write(self.begin, units)
+            self.target.write(self.begin, patterns)
         else:
-            self.target.put(self.positions, units)
+            self.target.put(self.positions, patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ def patch(
         step=index.step,
         n_tensors=len(container.tensors),
         n_changed_tensors=len({edit.name for edit in edits}),
-        n_written=sum(edit.n_units for edit in edits),
+        n_written=sum(edit.n_patterns for edit in edits),
     )
 
 
@@ -210,11 +210,11 @@ def _tasks(
             )
         with container.naming(name):
             is_alone = source.base is None or not source.needs_other_file  # raises if there is no base
-        if is_alone and header.n_units:
+        if is_alone and header.n_patterns:
             stand_alone.append(name)
-        for index, (begin, end) in enumerate(chunk_bounds(header.n_units)):
+        for index, (begin, end) in enumerate(chunk_bounds(header.n_patterns)):
             if _is_dense(source, index):
-                spare_bytes += (end - begin) * header.dtype.unit_bytes
+                spare_bytes += (end - begin) * header.dtype.pattern_bytes
                 allow(spare_bytes)
             yield _ChunkToEdit(source, live[name], index, begin, end, header.chunks[index].decoded)
 
@@ -234,16 +234,16 @@ def _edit_of_checked(task: _ChunkToEdit) -> _Edit | None:
     changes = _changes(task)
     if changes is None:
         is_alone = not task.source.needs_other_file
-        if is_alone and xxh64(task.target.units(task.begin, task.end)) == task.checksum:
+        if is_alone and xxh64(task.target.patterns(task.begin, task.end)) == task.checksum:
             return None  # which is quicker to see than to decode
         return _dense_edit(task)
-    units = task.target.units(task.begin, task.end)
+    patterns = task.target.patterns(task.begin, task.end)
     if not len(changes):
-        _require_checksum(task, units)
+        _require_checksum(task, patterns)
         return None
-    patched = _scratch(units)
+    patched = _scratch(patterns)
     old = patched[changes.positions]
-    new = changes.units(old)
+    new = changes.patterns(old)
     patched[changes.positions] = new
     _require_checksum(task, patched)
     return _sparse_edit(task, changes, old, new)
@@ -257,17 +257,17 @@ def _edit_of_trusted(task: _ChunkToEdit) -> _Edit | None:
     if not len(changes):
         return None
     old = task.target.take(changes.positions + task.begin)
-    return _sparse_edit(task, changes, old, changes.units(old))
+    return _sparse_edit(task, changes, old, changes.patterns(old))
 
 
-def _sparse_edit(task: _ChunkToEdit, changes: Changes, old: Units, new: Units) -> _Edit:
+def _sparse_edit(task: _ChunkToEdit, changes: Changes, old: Patterns, new: Patterns) -> _Edit:
     positions = changes.positions + task.begin
     return _Edit(task.source.entry.name, task.target, task.begin, len(new), new, positions, old)
 
 
 def _dense_edit(task: _ChunkToEdit) -> _Edit:
-    n_units = task.end - task.begin
-    new = np.empty(n_units, UNIT_TYPES[task.source.dtype.unit_bytes])
+    n_patterns = task.end - task.begin
+    new = np.empty(n_patterns, PATTERN_TYPES[task.source.dtype.pattern_bytes])
     try:
         task.source.decode_chunk(task.index, new)
     except (MissingBaseError, CorruptionError):
@@ -276,24 +276,24 @@ def _dense_edit(task: _ChunkToEdit) -> _Edit:
         # Whole bytes that do not decode either were grouped by another base.
         task.source.check_chunk(task.index)
         raise other_values(task.source) from None
-    return _Edit(task.source.entry.name, task.target, task.begin, n_units, new)
+    return _Edit(task.source.entry.name, task.target, task.begin, n_patterns, new)
 
 
 _local = threading.local()
 
 
-def _scratch(units: Units) -> Units:
-    """A copy of `units` in memory that the thread uses again for its next chunk."""
-    buffers: dict[int, Units] = _local.__dict__.setdefault("buffers", {})
-    if len(buffers.get(units.itemsize, ())) < len(units):
-        buffers[units.itemsize] = np.empty(len(units), units.dtype)
-    copy = buffers[units.itemsize][: len(units)]
-    copy[:] = units
+def _scratch(patterns: Patterns) -> Patterns:
+    """A copy of `patterns` in memory that the thread uses again for its next chunk."""
+    buffers: dict[int, Patterns] = _local.__dict__.setdefault("buffers", {})
+    if len(buffers.get(patterns.itemsize, ())) < len(patterns):
+        buffers[patterns.itemsize] = np.empty(len(patterns), patterns.dtype)
+    copy = buffers[patterns.itemsize][: len(patterns)]
+    copy[:] = patterns
     return copy
 
 
-def _require_checksum(task: _ChunkToEdit, units: Units) -> None:
-    if xxh64(units) != task.checksum:
+def _require_checksum(task: _ChunkToEdit, patterns: Patterns) -> None:
+    if xxh64(patterns) != task.checksum:
         task.source.check_chunk(task.index)
         raise other_values(task.source)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.byte_source import ByteSource, open_bytes, path_of
 from ckptz.container.caches import LastChunks
 from ckptz.container.envelope import PlainFile, metadata_checksum, read_envelope

@@ -35,7 +35,7 @@ class Update:
         previous: the step that they held before, or None if that was not known.
         files: what was applied, in order; empty if there was nothing new.
         n_bytes: their sizes together.
-        n_written: units written to tensors.
+        n_written: patterns written to tensors.
         seconds: time taken.
     """
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptz.api.apply import State, live_tensors
 from ckptz.api.save import check_tensor_names, check_texts
-from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource, chunk_bounds
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container
 from ckptz.container.writer import Written
@@ -309,13 +309,15 @@ def _copied(state: State, spare: Snapshot, workers: Workers) -> Snapshot:
     for name, source in live.items():
         shape, old = tuple(source.shape), spare.get(name)
         if old is None or (old.dtype, old.shape) != (source.dtype, shape):
-            n_units = source.dtype.n_units(shape)
-            old = ArraySource(source.dtype, shape, np.empty(n_units, UNIT_TYPES[source.dtype.unit_bytes]))
+            n_patterns = source.dtype.n_patterns(shape)
+            old = ArraySource(
+                source.dtype, shape, np.empty(n_patterns, PATTERN_TYPES[source.dtype.pattern_bytes])
+            )
         snapshot[name] = old
 
     def copy_chunk(task: tuple[str, int, int]) -> None:
         name, begin, end = task
-        snapshot[name].flat[begin:end] = live[name].units(begin, end)
+        snapshot[name].flat[begin:end] = live[name].patterns(begin, end)
 
     chunks = ((name, *bounds) for name, copy in snapshot.items() for bounds in chunk_bounds(len(copy.flat)))
     for _ in workers.map(copy_chunk, chunks):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ckptz.codec.plan import Domain, Plan, QuantizationMap
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
+from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.encoding.coded import CodedSource, bits_for
@@ -26,7 +26,7 @@ from ckptz.quant.histogram import Histogram
 from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.roles import role_of
 
-SLAB_UNITS: Final = 16 * CHUNK_UNITS  # coded at once: torch's operations take 8 bytes a value or more aside
+SLAB_VALUES: Final = 16 * CHUNK_VALUES  # coded at once: torch's operations take 8 bytes a value or more aside
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
@@ -79,12 +79,12 @@ def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode 
     wanted = config.recipe(role_of(prefix + name, shape, dtype.is_float), dtype, shape).partitions
     if wanted is None or wanted.needs_sensitivity:
         return None
-    flat = tensor.detach().reshape(-1).view(kernels.UNIT_TYPES[dtype.unit_bytes])
+    flat = tensor.detach().reshape(-1).view(kernels.PATTERN_TYPES[dtype.pattern_bytes])
     return _WeightToCode(name, dtype, shape, flat, wanted)
 
 
 def _histogram(task: _WeightToCode) -> Histogram:
-    counts = sum(kernels.top_histogram(slab) for slab in torch.split(task.flat, SLAB_UNITS))
+    counts = sum(kernels.top_histogram(slab) for slab in torch.split(task.flat, SLAB_VALUES))
     assert isinstance(counts, torch.Tensor)
     return Histogram(KINDS[task.dtype.name], counts.cpu().numpy())
 
@@ -100,7 +100,7 @@ def _fit(task: tuple[_WeightToCode, Histogram]) -> tuple[QuantizationMap, Region
 
 def _coded(task: _WeightToCode, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> CodedSource:
     coder = _Coder(task, quant_map, quantizer)
-    for slab in torch.split(task.flat, SLAB_UNITS):
+    for slab in torch.split(task.flat, SLAB_VALUES):
         coder.add(slab)
     return coder.finished()
 
@@ -130,7 +130,7 @@ class _Coder:
         kept = slab[escaped]
         self._kept.append(kept)
         restored[escaped] = _on(self._restored_kept(kept), slab.device)
-        chunks = (torch.split(part, CHUNK_UNITS) for part in (slab, restored, escaped))
+        chunks = (torch.split(part, CHUNK_VALUES) for part in (slab, restored, escaped))
         kind = KINDS[self._task.dtype.name]
         for *both, mask in zip(*chunks, strict=True):
             self._n_kept.append(mask.sum())
@@ -140,8 +140,8 @@ class _Coder:
             self._errors.append(torch.stack(row))
 
     def _restored_kept(self, kept: torch.Tensor) -> Array:
-        units: Array = kept.cpu().numpy().view(UNIT_TYPES[self._task.dtype.unit_bytes])
-        return self._quantizer.kept(0, units)
+        patterns: Array = kept.cpu().numpy().view(PATTERN_TYPES[self._task.dtype.pattern_bytes])
+        return self._quantizer.kept(0, patterns)
 
     def finished(self) -> CodedSource:
         """Bring everything to the host."""
@@ -159,7 +159,7 @@ class _Coder:
 
 
 def _on(array: Array, device: torch.device) -> torch.Tensor:
-    """Unsigned units or codes as torch's integers of the same size."""
+    """Unsigned patterns or codes as torch's integers of the same size."""
     signed = np.uint8 if array.itemsize == 1 else f"<i{array.itemsize}"
     return torch.from_numpy(np.ascontiguousarray(array).view(signed)).to(device)
 

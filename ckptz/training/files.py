@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from ckptz.api.read import available_memory, check_limit, read_tensors
-from ckptz.codec.units import TensorSource, tensor_bytes
+from ckptz.codec.sources import TensorSource, tensor_bytes
 from ckptz.container.index import QualityRecord
 from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.container.writer import Written

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ckptz.codec.units import TensorSource, tensor_bytes
+from ckptz.codec.sources import TensorSource, tensor_bytes
 from ckptz.container.byte_source import open_bytes, path_of
 from ckptz.container.index import BaseRef
 from ckptz.container.publish import abandoned, is_same, make_folder, publish

@@ -15,14 +15,14 @@ from numpy.typing import NDArray
 
 from ckptz.bits import xxh64
 from ckptz.codec.plan import Predictor
-from ckptz.codec.units import CHUNK_UNITS, TensorSource, chunk_bounds
+from ckptz.codec.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.container.byte_source import naming_urls, path_of
 from ckptz.container.reader import FrameSource, check_empty
 from ckptz.errors import ConfigError, whole
 from ckptz.formats.inputs import MODEL, Input, open_whole
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels.clock import working_seconds
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
@@ -118,7 +118,7 @@ def diff(
             for its newest step. Of a step all files are compared, as exact as they are there.
         second: B.
         sort: "change" by rms change relative to rms, "max" by the largest change, "share" by the share of
-            units changed, all descending behind what cannot be compared; or "name".
+            patterns changed, all descending behind what cannot be compared; or "name".
         top: report this many tensors, the first in that order, and as many values; by default all.
         jobs: threads, all cores by default.
         search_path: folders to look for bases in, after each file's own.
@@ -222,7 +222,7 @@ class _Pair:
 
     @property
     def is_known_equal(self) -> bool:
-        """Whether the checksums of A and B say that all units are equal."""
+        """Whether the checksums of A and B say that all patterns are equal."""
         a, b = self.a, self.b
         if not self.is_same_type or not isinstance(a, FrameSource) or not isinstance(b, FrameSource):
             return False
@@ -230,19 +230,19 @@ class _Pair:
 
     @property
     def is_read(self) -> bool:
-        """Whether the units of A and B have to be compared."""
+        """Whether the patterns of A and B have to be compared."""
         if self.is_same_type:
             return not self.is_known_equal
         has_numbers = self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
         is_same_shape = tuple(self.a.shape) == tuple(self.b.shape)
-        return has_numbers and is_same_shape and self.a.n_units == self.b.n_units
+        return has_numbers and is_same_shape and self.a.n_patterns == self.b.n_patterns
 
 
 @dataclass(slots=True)
 class _Totals:
     """Sums over the chunks of two tensors: counts of bit patterns, and squares of finite numbers."""
 
-    n_units: int = 0
+    n_patterns: int = 0
     n_changed: int = 0
     n_not_finite: int = 0
     n_numbers: int = 0
@@ -264,16 +264,16 @@ def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> di
     sums = {pair.name: _Totals() for pair in pairs}
     for pair in pairs:
         if not pair.is_read:
-            sums[pair.name].n_units = pair.a.n_units if pair.is_same_type else 0
+            sums[pair.name].n_patterns = pair.a.n_patterns if pair.is_same_type else 0
     for pair in pairs:
         check_empty(pair.a)
         check_empty(pair.b)
     chunks = (
-        (pair, begin, end) for pair in pairs if pair.is_read for begin, end in chunk_bounds(pair.a.n_units)
+        (pair, begin, end) for pair in pairs if pair.is_read for begin, end in chunk_bounds(pair.a.n_patterns)
     )
     for pair, found in workers.map(_compare, chunks):
         sums[pair.name].add(found)
-        progress.advance(found.n_units * pair.a.dtype.unit_bytes)
+        progress.advance(found.n_patterns * pair.a.dtype.pattern_bytes)
     return sums
 
 
@@ -281,12 +281,12 @@ def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> di
 
 
 def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
-    """Compare units begin..end of a pair."""
+    """Compare patterns begin..end of a pair."""
     pair, begin, end = chunk
-    sums, codes = _Totals(n_units=end - begin), _both_codes(*chunk)
+    sums, codes = _Totals(n_patterns=end - begin), _both_codes(*chunk)
     if codes is not None:
         sums.n_codes, sums.n_codes_moved = len(codes[0]), int(np.count_nonzero(codes[0] != codes[1]))
-    a, b = _both_units(*chunk)
+    a, b = _both_patterns(*chunk)
     has_numbers = pair.a.dtype.name in NUMBERS and pair.b.dtype.name in NUMBERS
     if pair.is_same_type and a is not b:
         sums.n_changed = int(np.count_nonzero(a != b))
@@ -295,26 +295,26 @@ def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
     return pair, sums
 
 
-def _both_units(pair: _Pair, begin: int, end: int) -> tuple[Units, Units]:
-    """The units of both sides; the same array twice if the checksums say that they are equal."""
+def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Patterns]:
+    """The patterns of both sides; the same array twice if the checksums say that they are equal."""
     a, b = pair.a, pair.b
     if not pair.is_same_type:
-        return a.units(begin, end), b.units(begin, end)
+        return a.patterns(begin, end), b.patterns(begin, end)
     in_a, in_b = _recorded(a, begin), _recorded(b, begin)
     if in_a is None and in_b is None:
-        return a.units(begin, end), b.units(begin, end)
+        return a.patterns(begin, end), b.patterns(begin, end)
     if in_a is not None and in_b is not None:
-        units = a.units(begin, end)
-        return units, units if in_a == in_b else b.units(begin, end)
+        patterns = a.patterns(begin, end)
+        return patterns, patterns if in_a == in_b else b.patterns(begin, end)
     plain, coded = (a, b) if in_a is None else (b, a)
-    units = plain.units(begin, end)
-    other = units if xxh64(units) == (in_b if in_a is None else in_a) else coded.units(begin, end)
-    return (units, other) if in_a is None else (other, units)
+    patterns = plain.patterns(begin, end)
+    other = patterns if xxh64(patterns) == (in_b if in_a is None else in_a) else coded.patterns(begin, end)
+    return (patterns, other) if in_a is None else (other, patterns)
 
 
 def _recorded(source: TensorSource, begin: int) -> int | None:
     """The checksum that a frame records of the chunk that begins here."""
-    return source.header.chunks[begin // CHUNK_UNITS].decoded if isinstance(source, FrameSource) else None
+    return source.header.chunks[begin // CHUNK_VALUES].decoded if isinstance(source, FrameSource) else None
 
 
 def _both_codes(pair: _Pair, begin: int, end: int) -> tuple[Codes, Codes] | None:
@@ -362,20 +362,20 @@ def _e4m3() -> NDArray[np.float32]:
     return np.where(code >> 7, -size, size).astype(np.float32)
 
 
-def _as(dtype: str) -> Callable[[Units], NDArray[Any]]:
-    return lambda units: units.view(dtype)
+def _as(dtype: str) -> Callable[[Patterns], NDArray[Any]]:
+    return lambda patterns: patterns.view(dtype)
 
 
 _E4M3: Final = _e4m3()
-NUMBERS: Final[Mapping[str, Callable[[Units], NDArray[Any]]]] = {
+NUMBERS: Final[Mapping[str, Callable[[Patterns], NDArray[Any]]]] = {
     **{name: _as(f"<i{size}") for name, size in (("I8", 1), ("I16", 2), ("I32", 4), ("I64", 8))},
     **{name: _as(f"<u{size}") for name, size in (("U8", 1), ("U16", 2), ("U32", 4), ("U64", 8))},
     **{name: _as(f"<f{size}") for name, size in (("F16", 2), ("F32", 4), ("F64", 8))},
     "BOOL": _as("<u1"),
-    "C64": _as("<f4"),  # a unit is a part of an element
-    "BF16": lambda units: (units.astype("<u4") << 16).view("<f4"),
-    "F8_E5M2": lambda units: (units.astype("<u2") << 8).view("<f2"),
-    "F8_E4M3": lambda units: _E4M3[units],
+    "C64": _as("<f4"),  # a pattern is a part of an element
+    "BF16": lambda patterns: (patterns.astype("<u4") << 16).view("<f4"),
+    "F8_E5M2": lambda patterns: (patterns.astype("<u2") << 8).view("<f2"),
+    "F8_E4M3": lambda patterns: _E4M3[patterns],
 }
 
 
@@ -401,7 +401,7 @@ def _tensor_diff(pair: _Pair, sums: _Totals) -> TensorDiff:
         dtype_b=pair.b.dtype.name,
         shape_a=tuple(pair.a.shape),
         shape_b=tuple(pair.b.shape),
-        changed_share=sums.n_changed / sums.n_units if sums.n_units else None,
+        changed_share=sums.n_changed / sums.n_patterns if sums.n_patterns else None,
         max_change=_finite(sums.largest) if has_numbers else None,
         rms_change=_finite(math.sqrt(sums.error / sums.n_numbers)) if has_numbers else None,
         relative_change=_relative(sums) if has_numbers else None,
@@ -467,7 +467,7 @@ def _report(
         n_changed=len(diffs) - sum(counts.values()),
         n_only_a=counts["only in A"],
         n_only_b=counts["only in B"],
-        changed_share=total.n_changed / total.n_units if total.n_units else None,
+        changed_share=total.n_changed / total.n_patterns if total.n_patterns else None,
         max_change=max((d.max_change for d in diffs if d.max_change is not None), default=None),
         relative_change=_relative(changed),
         tensors=tuple(diffs[:top]),

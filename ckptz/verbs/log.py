@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptz.codec.units import tensor_bytes
+from ckptz.codec.sources import tensor_bytes
 from ckptz.container.byte_source import is_folder, naming_urls, open_bytes, path_of
 from ckptz.container.envelope import PlainFile
 from ckptz.container.index import BaseRef, QualityRecord

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptz.api.read import decoded_chunks
-from ckptz.codec.units import TensorSource, tensor_bytes
+from ckptz.codec.sources import TensorSource, tensor_bytes
 from ckptz.container.byte_source import FileBytes, path_of
 from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inline
 from ckptz.container.publish import publish

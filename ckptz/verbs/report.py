@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.api.describe import InspectReport
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.publish import publish
 from ckptz.errors import CkptzError, ConfigError, FormatError
 from ckptz.formats.inputs import open_input
@@ -225,13 +225,13 @@ def _spread(file: str, name: str, source: TensorSource) -> Iterator[TensorHistog
     counts = np.zeros(N_BINS, np.int64)
     for values in _finite_values(source):
         counts += np.histogram(values, N_BINS, (low, high))[0]
-    n_not_finite, found = source.n_units - n_finite, tuple(counts.tolist())
+    n_not_finite, found = source.n_patterns - n_finite, tuple(counts.tolist())
     yield TensorHistogram(file=file, tensor=name, low=low, high=high, counts=found, n_not_finite=n_not_finite)
 
 
 def _finite_values(source: TensorSource) -> Iterator[NDArray[np.float64]]:
     for begin, end in source.chunk_bounds():
-        values = NUMBERS[source.dtype.name](source.units(begin, end)).astype(np.float64)
+        values = NUMBERS[source.dtype.name](source.patterns(begin, end)).astype(np.float64)
         yield values[np.isfinite(values)]
 
 

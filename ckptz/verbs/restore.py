@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ckptz.api.read import decoded_chunks
-from ckptz.codec.units import tensor_bytes
+from ckptz.codec.sources import tensor_bytes
 from ckptz.container.byte_source import is_folder, naming_urls, path_of
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import make_folder, publish

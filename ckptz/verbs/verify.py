@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.container.byte_source import naming_urls, path_of
 from ckptz.container.index import Sharding
@@ -20,7 +20,7 @@ from ckptz.formats.inputs import Input, checked_kind, open_input
 from ckptz.formats.targets import PathLike, paths
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
-from ckptz.kernels.floats import Units
+from ckptz.kernels.floats import Patterns
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
@@ -132,19 +132,19 @@ def _recorded_error(source: TensorSource) -> float | None:
 def _decode_and_compare(
     where: str, source: TensorSource, original: TensorSource | None, begin: int, end: int
 ) -> int:
-    units = source.units(begin, end)
-    if original is not None and not np.array_equal(units, wanted := original.units(begin, end)):
+    patterns = source.patterns(begin, end)
+    if original is not None and not np.array_equal(patterns, wanted := original.patterns(begin, end)):
         recorded = _recorded_error(source)
         if recorded is None:
-            first = begin + int(np.flatnonzero(units != wanted)[0])
+            first = begin + int(np.flatnonzero(patterns != wanted)[0])
             raise CorruptionError(f"{where} differs from the original, first at element {first}")
-        _check_deviation(where, KINDS[source.dtype.name], units, wanted, recorded)
-    return units.nbytes
+        _check_deviation(where, KINDS[source.dtype.name], patterns, wanted, recorded)
+    return patterns.nbytes
 
 
-def _check_deviation(where: str, kind: int, units: Units, original: Units, recorded: float) -> None:
-    differs = units != original
-    exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (original, units))
+def _check_deviation(where: str, kind: int, patterns: Patterns, original: Patterns, recorded: float) -> None:
+    differs = patterns != original
+    exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (original, patterns))
     largest, squares, _ = map(float, planning().deviation(exact, restored))
     off = largest if math.isfinite(squares) else squares  # the largest passes over what is not a number
     if not off <= recorded:

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from ckptz.codec.units import UNIT_TYPES, ArraySource, TensorSource
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource, TensorSource
 from ckptz.dtypes import dtype_of
 from ckptz.entropy.frequency import leave_numpy
 from ckptz.kernels import compiled, kept_in, silently
@@ -83,7 +83,7 @@ def _write_and_read(method: str) -> None:
             job = Job(tensors=new, config=config, base=base_ref(base), bases=base.tensors)
             delta = held.enter_context(_written(Path(folder, "delta.ckptz"), job))
             for source in delta.tensors.values():
-                source.units(0, source.n_units)
+                source.patterns(0, source.n_patterns)
 
 
 def _written(path: Path, job: Job) -> contextlib.closing[Checkpoint]:
@@ -98,10 +98,11 @@ def _state(step: int) -> Iterator[tuple[str, TensorSource]]:
         for name in ("model.{}", "model.{}.bias", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq"):
             rng, shape = np.random.default_rng(len(name)), SHAPE[: 1 if "bias" in name else 2]
             values = rng.standard_normal(shape) + step * 0.01 * rng.standard_normal(shape)
-            exact = np.float64 if dtype.unit_bytes == 8 else np.float32
-            patterns = (values**2 if "sq" in name else values).astype(exact).view(f"u{exact().itemsize}")
-            units = (
-                patterns >> patterns.dtype.type(8 * max(patterns.itemsize - dtype.unit_bytes, 0))
+            exact = np.float64 if dtype.pattern_bytes == 8 else np.float32
+            f32_patterns = (values**2 if "sq" in name else values).astype(exact).view(f"u{exact().itemsize}")
+            patterns = (
+                f32_patterns
+                >> f32_patterns.dtype.type(8 * max(f32_patterns.itemsize - dtype.pattern_bytes, 0))
             ).ravel()
-            own = units.astype(UNIT_TYPES[dtype.unit_bytes])
+            own = patterns.astype(PATTERN_TYPES[dtype.pattern_bytes])
             yield name.format(dtype.name.lower()), ArraySource(dtype, shape, own)

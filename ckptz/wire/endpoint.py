@@ -97,17 +97,17 @@ class Link:
         self.raw_bytes = dict.fromkeys(Direction, 0)
 
     def send(
-        self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
+        self, direction: Direction, patterns: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Sent:
         """Encode one tensor, given by its flat bit patterns.
 
         Raises:
-            ConfigError: the units are not a tensor of this type and shape.
+            ConfigError: the patterns are not a tensor of this type and shape.
             WireError: the shape changed, or the positions to reuse are not there.
         """
         tensor, k = _Message(direction, dtype, tuple(shape), place), self.state.kernels
         due = self.message_cap(direction, dtype, tensor.shape, place, "tx") if self._fixed else 0
-        received, header, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
+        received, header, frame = self._guarded(tensor, lambda: self._encode(tensor, patterns))
         payload = k.concat(frame.parts)
         words = k.words(dataclasses.replace(header, payload_bytes=len(payload)).pack(), payload)
         words[0] |= k.truth(frame.not_finite) * NOT_FINITE
@@ -119,27 +119,27 @@ class Link:
         return Sent(message, received)
 
     def simulate(
-        self, direction: Direction, units: Array, dtype: DType, shape: tuple[int, ...], place: Place
+        self, direction: Direction, patterns: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Array:
         """Give what `send` brings to the other end, without making the message; its bytes are counted."""
         tensor = _Message(direction, dtype, tuple(shape), place)
-        decode, _, frame = self._guarded(tensor, lambda: self._encode(tensor, units))
+        decode, _, frame = self._guarded(tensor, lambda: self._encode(tensor, patterns))
         received = decode()
         n_bytes = sum(-(-len(part) // 16) * 16 for part in frame.parts)
         self.sent_bytes[direction] += HEADER_BYTES + n_bytes
         return received
 
-    def _encode(self, tensor: _Message, units: Array) -> tuple[Callable[[], Array], LinkHeader, Payload]:
+    def _encode(self, tensor: _Message, patterns: Array) -> tuple[Callable[[], Array], LinkHeader, Payload]:
         direction, place, state = tensor.direction, tensor.place, self.state
-        self._check_units(tensor, units)
+        self._check_patterns(tensor, patterns)
         self._check_shape(tensor)
         memory, plan = state.memory("tx", direction, self._plan(tensor), place)
         if plan.codec == RAW:
-            frame = encode_payload(state.kernels, plan, units)
+            frame = encode_payload(state.kernels, plan, patterns)
             received = frame.decoded
-            self._fill(plan, memory, units)
+            self._fill(plan, memory, patterns)
         else:
-            received, frame = self._encode_lossy(tensor, plan, units, memory)
+            received, frame = self._encode_lossy(tensor, plan, patterns, memory)
         if direction is Direction.FORWARD:
             state.keep_mask(plan, place, frame.mask)
         header = self._header("tx", tensor, plan, memory, frame.mode)
@@ -148,10 +148,10 @@ class Link:
         return received, header, frame
 
     def _encode_lossy(
-        self, tensor: _Message, plan: TensorPlan, units: Array, memory: Memory
+        self, tensor: _Message, plan: TensorPlan, patterns: Array, memory: Memory
     ) -> tuple[Callable[[], Array], Payload]:
         k = self.state.kernels
-        values = k.to_f32(units, plan.kind)
+        values = k.to_f32(patterns, plan.kind)
         target = memory.target(k, values)
         mask = self.state.take_mask(plan, tensor.place) if plan.reuse else memory.mask(k, plan, values)
         seed = self._seed(tensor) if self.policy.rounding == "stochastic" else None
@@ -164,12 +164,12 @@ class Link:
         memory.keep(k, target, decoded, frame.not_finite, seq)
         return lambda: received, frame
 
-    def _fill(self, plan: TensorPlan, memory: Memory, units: Array) -> None:
+    def _fill(self, plan: TensorPlan, memory: Memory, patterns: Array) -> None:
         if memory is not NOTHING:
-            memory.fill(self.state.kernels, self.state.kernels.to_f32(units, plan.kind))
+            memory.fill(self.state.kernels, self.state.kernels.to_f32(patterns, plan.kind))
 
     def _finished(self, plan: TensorPlan, memory: Memory, decoded: Array) -> Array:
-        """The receiver's tensor, as units of its dtype."""
+        """The receiver's tensor, as patterns of its dtype."""
         k = self.state.kernels
         patterns = memory.received(k, decoded)
         if plan.kind != floats.F32 and memory is not NOTHING:
@@ -179,7 +179,7 @@ class Link:
     def receive(
         self, direction: Direction, message: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Array:
-        """Decode the units of the tensor in a message; bytes behind the message's end are ignored.
+        """Decode the patterns of the tensor in a message; bytes behind the message's end are ignored.
 
         Raises:
             WireError: the message is damaged, or another one than the one that is due.
@@ -256,7 +256,7 @@ class Link:
         def check(wrong: Truth, why: str) -> None:
             self._found.append((wrong, f"{name}: {why}"))
 
-        expected, words = k.words(due.pack(), message), k.as_units(message[:HEADER_BYTES], 8)
+        expected, words = k.words(due.pack(), message), k.as_patterns(message[:HEADER_BYTES], 8)
         not_finite = (words[0] & NOT_FINITE) != 0
         changed = (words ^ expected)[:6]
         changed[0] &= ~NOT_FINITE
@@ -316,14 +316,14 @@ class Link:
             f"microbatch {place.microbatch}, tensor {place.tensor}"
         )
 
-    def _check_units(self, tensor: _Message, units: Array) -> None:
+    def _check_patterns(self, tensor: _Message, patterns: Array) -> None:
         n_bytes = tensor.dtype.n_bytes(tensor.shape)
-        found = len(units), len(self.state.kernels.as_bytes(units))
-        if found != (n_bytes // tensor.dtype.unit_bytes, n_bytes):
+        found = len(patterns), len(self.state.kernels.as_bytes(patterns))
+        if found != (n_bytes // tensor.dtype.pattern_bytes, n_bytes):
             name, dtype = self.name_of(tensor.direction, tensor.place), tensor.dtype
             raise ConfigError(
-                f"{name}: {found[0]} units of {found[1]} bytes are not a tensor of {dtype.name} "
-                f"{list(tensor.shape)}: {n_bytes} bytes in units of {dtype.unit_bytes}"
+                f"{name}: {found[0]} patterns of {found[1]} bytes are not a tensor of {dtype.name} "
+                f"{list(tensor.shape)}: {n_bytes} bytes in units of {dtype.pattern_bytes}"
             )
 
     def _check_shape(self, tensor: _Message) -> None:

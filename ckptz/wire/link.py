@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ckptz.dtypes import DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError, WireError
 from ckptz.kernels import wire_torch
-from ckptz.kernels.torch import UNIT_TYPES, current
+from ckptz.kernels.torch import PATTERN_TYPES, current
 from ckptz.wire.endpoint import Link, can_wait
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import METADATA_KEY, LinkPolicy, check_policy, policy_metadata, policy_of
@@ -80,27 +80,27 @@ class TensorLink:
         options |= {"kernels": kernels, "like": like, "fixed": fixed, "verify": verify}
         self.link = Link(src, dst, policy, **options)
 
-    def _units(self, tensor: Tensor) -> Any:
+    def _patterns(self, tensor: Tensor) -> Any:
         """Bit patterns of a tensor, flat; shares its memory where it is contiguous."""
         dtype = dtype_named(tensor.dtype)
         flat = tensor.detach().contiguous().view(-1)
         if not len(flat):
             flat = flat.new_empty(0)
-        units = flat.view(UNIT_TYPES[dtype.unit_bytes])
-        return units if self._use_torch else units.numpy().view(f"<u{dtype.unit_bytes}")
+        patterns = flat.view(PATTERN_TYPES[dtype.pattern_bytes])
+        return patterns if self._use_torch else patterns.numpy().view(f"<u{dtype.pattern_bytes}")
 
-    def _tensor(self, units: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Inverse of `_units`; shares the units' memory."""
+    def _tensor(self, patterns: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """Inverse of `_patterns`; shares the patterns' memory."""
         if not self._use_torch:
-            signed = UNIT_TYPES[dtype_named(dtype).unit_bytes]
-            units = torch.from_numpy(units.view(f"<i{units.itemsize}")).view(signed)
-        return units.view(dtype).view(shape)
+            signed = PATTERN_TYPES[dtype_named(dtype).pattern_bytes]
+            patterns = torch.from_numpy(patterns.view(f"<i{patterns.itemsize}")).view(signed)
+        return patterns.view(dtype).view(shape)
 
     def send(self, direction: Direction, tensor: Tensor, place: Place) -> tuple[Tensor, Callable[[], Tensor]]:
         """Encode a tensor as (message as uint8, function that makes the tensor which the other end gets)."""
         shape = tuple(tensor.shape)
         with current(self.device):
-            sent = self.link.send(direction, self._units(tensor), dtype_named(tensor.dtype), shape, place)
+            sent = self.link.send(direction, self._patterns(tensor), dtype_named(tensor.dtype), shape, place)
         message = sent.message if self._use_torch else torch.from_numpy(sent.message)
 
         def decode() -> Tensor:
@@ -111,11 +111,11 @@ class TensorLink:
 
     def simulate(self, direction: Direction, tensor: Tensor, place: Place) -> Tensor:
         """Give what `send` brings to the other end, in memory of its own."""
-        shape, units = tuple(tensor.shape), self._units(tensor)
+        shape, patterns = tuple(tensor.shape), self._patterns(tensor)
         with current(self.device):
-            received = self.link.simulate(direction, units, dtype_named(tensor.dtype), shape, place)
+            received = self.link.simulate(direction, patterns, dtype_named(tensor.dtype), shape, place)
         result = self._tensor(received, tensor.dtype, shape)
-        return result.clone() if received is units else result
+        return result.clone() if received is patterns else result
 
     def buffer(self, direction: Direction, like: Tensor, place: Place) -> Tensor:
         """Make memory for the message that is due."""
@@ -133,8 +133,8 @@ class TensorLink:
         """
         data = message if self._use_torch else message.numpy()
         with current(self.device):
-            units = self.link.receive(direction, data, dtype_named(dtype), tuple(shape), place)
-        return self._tensor(units, dtype, tuple(shape))
+            patterns = self.link.receive(direction, data, dtype_named(dtype), tuple(shape), place)
+        return self._tensor(patterns, dtype, tuple(shape))
 
 
 class DistributedLink:

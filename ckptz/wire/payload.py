@@ -36,7 +36,7 @@ class Payload:
 
     parts: Sequence[Array]  # byte arrays, each to be padded to 16 bytes
     mode: int  # for the header
-    decoded: Callable[[], Array]  # makes what the other end will see, F32 patterns; units for raw
+    decoded: Callable[[], Array]  # makes what the other end will see, F32 patterns; patterns for raw
     mask: Array | None = None  # 1 for each value that TopK sent
     not_finite: Truth = False  # whether something not finite is in it
 
@@ -86,7 +86,7 @@ class _PayloadReader:
         n_blocks = math.ceil(n / block)
         ranges = self.take(4 * n_blocks, "scales")
         offsets, scales = (
-            self.k.as_units(half, 2) for half in (ranges[: 2 * n_blocks], ranges[2 * n_blocks :])
+            self.k.as_patterns(half, 2) for half in (ranges[: 2 * n_blocks], ranges[2 * n_blocks :])
         )
         wrong = _has_nan(scales) != self.not_finite
         self.check(wrong, "scales: they disagree with the flag for values that are not finite")
@@ -131,7 +131,7 @@ class _PayloadReader:
         if codec.values == 8:
             values = self.blocks(plan.count, BLOCK, lambda: self.take(plan.count, "values"))
         else:
-            values = k.to_f32(k.as_units(self.take(2 * plan.count, "values"), 2), _value_kind(plan))
+            values = k.to_f32(k.as_patterns(self.take(2 * plan.count, "values"), 2), _value_kind(plan))
             wrong = k.not_finite(values) != self.not_finite
             self.check(wrong, "values: they disagree with the flag for values that are not finite")
         return k.put(values, mask), mask
@@ -160,7 +160,7 @@ class _PayloadReader:
         k, plan = self.k, self.plan
         self.needs_mode(not self.mode)
         head = self.take(2 + plan.count, "ranges")
-        top, steps = k.wide(k.as_units(head[:2], 2))[0], k.wide(head[2:])
+        top, steps = k.wide(k.as_patterns(head[:2], 2))[0], k.wide(head[2:])
         widths = k.wide(self.unpacked(4, plan.n_rows, "widths"))
         planes = self.take(plan.n_planes * plan.row // 8, "codes")
         wrong = (top > wire_arrays.BF16_MAX) | ((steps == NAN_TILE).any() != self.not_finite)
@@ -322,7 +322,7 @@ def encode_payload(
     Args:
         k: kernels.
         plan: the tensor's plan.
-        values: F32 patterns; units for a raw plan.
+        values: F32 patterns; patterns for a raw plan.
         seed: of stochastic rounding, or None for nearest.
         mask: positions that TopK must take, or None.
         vary: whether the transport allows messages shorter than the cap.
@@ -346,7 +346,7 @@ def decode_payload(
     mask: Array | None = None,
     check: Check = at_once,
 ) -> tuple[Array, Array | None]:
-    """Decode a payload into (F32 patterns, TopK's mask); into units for a raw plan.
+    """Decode a payload into (F32 patterns, TopK's mask); into patterns for a raw plan.
 
     Raises:
         FormatError: the payload contradicts the plan.
@@ -359,7 +359,7 @@ def decode_payload(
     elif isinstance(codec, TopK):
         values, mask = source.topk(codec, mask)
     else:
-        values = k.as_units(source.take(plan.raw_bytes, "raw values"), plan.dtype.unit_bytes)
+        values = k.as_patterns(source.take(plan.raw_bytes, "raw values"), plan.dtype.pattern_bytes)
         check((mode != 0) | not_finite, "mode: raw messages have none")
     at_once(len(source.left), f"payload: {len(source.left)} bytes follow its end")
     return values, mask

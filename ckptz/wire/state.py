@@ -126,18 +126,18 @@ class SampleBuffers:
         return self._seen.issuperset(ids.tolist())
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Read the rows of these samples, one after another [n, row units]."""
+        """Read the rows of these samples, one after another [n, row patterns]."""
         return np.concatenate([np.zeros(0, np.uint32), *(self._rows[i] for i in ids.tolist())])
 
     def write(self, ids: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
-        """Replace the rows of these samples, float32 [n, row units]."""
+        """Replace the rows of these samples, float32 [n, row patterns]."""
         self.has(ids)
         for i, row in zip(ids.tolist(), values.reshape(len(ids), self.size), strict=True):
             self._rows[i] = row.copy()
             self._seen.add(i)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Give sample ids [n] and their rows, float32 [n, row units]."""
+        """Give sample ids [n] and their rows, float32 [n, row patterns]."""
         ids = np.array(sorted(self._seen), np.int64)
         return {"ids": ids, "rows": self.read(ids).reshape(len(ids), self.size)}
 
@@ -149,7 +149,7 @@ class PerSample(Following):
         self._buffers, self._ids = buffers, ids
         seen = buffers.has(ids)
         super().__init__(
-            k.as_units(k.from_bytes(buffers.read(ids).view(np.uint8), like), 4) if seen else None
+            k.as_patterns(k.from_bytes(buffers.read(ids).view(np.uint8), like), 4) if seen else None
         )
 
     def keep(self, k: Any, target: Array, decoded: Array, skip: Any, seq: int = 0) -> None:
@@ -364,7 +364,7 @@ class LinkState:
             if patterns.dtype.itemsize != 4 or patterns.size != math.prod(shape):
                 raise _misfit(name, f"a state {_title(patterns)} of shape {shape}")
             as_bytes = np.ascontiguousarray(patterns).reshape(-1).view(np.uint8)
-            array = self.kernels.as_units(self.kernels.from_bytes(as_bytes.copy(), self._like), 4)
+            array = self.kernels.as_patterns(self.kernels.from_bytes(as_bytes.copy(), self._like), 4)
             slot.memory = MEMORIES[kind](array, self._policy)
         return slot
 

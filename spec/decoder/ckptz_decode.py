@@ -244,8 +244,8 @@ class Tensor:
         need(dtype in DTYPE_OF_NAME, "C6", f"dtype {dtype!r}")
         self.file, self.level, self.name, self.shape = file, level, name, shape
         self.dtype, (self.begin, self.end) = DTYPE_OF_NAME[dtype], at  # from the end of the header
-        self.units = self.dtype.units(shape)
-        self.n_bytes = self.units * self.dtype.size
+        self.patterns = self.dtype.patterns(shape)
+        self.n_bytes = self.patterns * self.dtype.size
 
     @classmethod
     def of_entry(cls, file: File, level: int, entry: dict[str, Any]) -> Tensor:
@@ -294,7 +294,7 @@ class Tensor:
         found = [self.file.members[self.level].get(name) for name in names]
         for other in found:
             need(depth < 2, "T8")
-            need(other is not None and other.units == self.units, "T7")
+            need(other is not None and other.patterns == self.patterns, "T7")
             other.named(depth + 1)
         return found
 
@@ -316,10 +316,10 @@ class Tensor:
         return Decoding(self.plan, j, data, base, named).run()
 
     def chunks(self) -> Iterator[bytes]:
-        """The bytes of its units, chunk after chunk; what it needs must be there also if there is none."""
+        """The bytes of its patterns, chunk after chunk; what it needs must be there also if there is none."""
         _ = self.base, self.named()
-        for j in range(-(-self.units // CHUNK)):
-            yield pack(self.dtype.size, self.chunk(j, {}).units)
+        for j in range(-(-self.patterns // CHUNK)):
+            yield pack(self.dtype.size, self.chunk(j, {}).patterns)
 
 
 # --- 07-chain -------------------------------------------------------------------------------------------

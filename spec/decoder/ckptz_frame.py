@@ -45,7 +45,7 @@ def need(condition: object, rule: str, about: str = "") -> None:
 
 
 class Dtype(NamedTuple):
-    """registry#dtypes: a row; `size` is the bytes of a unit."""
+    """registry#dtypes: a row; `size` is the bytes of a pattern."""
 
     id: int
     name: str
@@ -53,8 +53,8 @@ class Dtype(NamedTuple):
     size: int
     is_float: bool
 
-    def units(self, shape: Iterable[int]) -> int:
-        """00-conventions#shapes: "elements * bits of an element / 8 / bytes of a unit"."""
+    def patterns(self, shape: Iterable[int]) -> int:
+        """00-conventions#shapes: "elements * bits of an element / 8 / bytes of a pattern"."""
         bits = math.prod(shape) * self.bits
         need(bits % 8 == 0, "F8")
         return bits // 8 // self.size
@@ -76,7 +76,7 @@ FLAG_ZERO, FLAG_ESCAPE = 1, 2  # registry#frame-flags
 RAW, ROTATED, XOR, DIFFERENCE = range(4)  # registry#plane-modes
 MAGNITUDE, ROW, BLOCK, BASE_CODE = range(1, 5)  # registry#class-rules
 EXPLICIT, EXPANDED = range(2)  # registry#table-kinds
-CHUNK = 2**20  # 05-frame#chunks: "A chunk is 1,048,576 = 2^20 units"
+CHUNK = 2**20  # 05-frame#chunks: "A chunk is 1,048,576 = 2^20 patterns"
 
 # --- 01-integers ----------------------------------------------------------------------------------------
 
@@ -88,9 +88,9 @@ def unpack(size: int, data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // size}{LETTER[size]}", data)
 
 
-def pack(size: int, units: Iterable[int]) -> bytes:
+def pack(size: int, patterns: Iterable[int]) -> bytes:
     """The inverse."""
-    return b"".join(unit.to_bytes(size, "little") for unit in units)
+    return b"".join(pattern.to_bytes(size, "little") for pattern in patterns)
 
 
 class Cursor:
@@ -225,7 +225,7 @@ class Stream(Cursor):
     """02-entropy#streams: "A stream is n codes in some bytes."."""
 
     def decode(self, coder: int, n: int, tables: list[Table] | None = None, classes: Any = ()) -> bytes:
-        """Its codes; `tables` by class and `classes` by unit are for rans-shared."""
+        """Its codes; `tables` by class and `classes` by pattern are for rans-shared."""
         need(coder <= SPARSE, "E1", f"coder {coder}")
         if n == 0:  # "A stream of no codes is `stored` and has no bytes."
             need(coder == STORED and not self.left, "E4")
@@ -434,7 +434,7 @@ class Map:
 
 
 class Rule:
-    """05-frame#class-rules, field by field; `size` is how many units share a stored label."""
+    """05-frame#class-rules, field by field; `size` is how many patterns share a stored label."""
 
     def __init__(self, cursor: Cursor, plan: Plan) -> None:
         self.kind, self.source, self.radix, self.size, self.labels = cursor.one(), "", 256, 0, b""
@@ -446,13 +446,13 @@ class Rule:
             need(1 <= self.radix <= 256, "T3")
         if self.kind == ROW:  # "as many labels as the first dimension is large"
             rows = math.prod(plan.shape[:1]) or 1
-            need(plan.units % rows == 0, "T4")
-            self.size = plan.units // rows or 1
+            need(plan.patterns % rows == 0, "T4")
+            self.size = plan.patterns // rows or 1
         if self.kind == BLOCK:
             self.size = cursor.varint()
             need(1 <= self.size <= 2**48, "T5")
         if self.size:
-            count = -(-plan.units // self.size)  # "units / block size, rounded up"
+            count = -(-plan.patterns // self.size)  # "patterns / block size, rounded up"
             need(count + sum(len(other.labels) for other in plan.rules) <= 2**24, "T6")
             self.labels = embedded(cursor, count)
             need(max(self.labels, default=0) < self.radix, "T3")
@@ -495,8 +495,8 @@ class Plan:
         # "The product of the dimensions, where each 0 counts as 1, is at most 2^48."
         need(math.prod(size or 1 for size in self.shape) <= 2**48, "F7")
         self.dtype = DTYPE_OF_ID[dtype]
-        self.units = self.dtype.units(self.shape)
-        need(self.units * self.dtype.size <= limit, "limit")
+        self.patterns = self.dtype.patterns(self.shape)
+        need(self.patterns * self.dtype.size <= limit, "limit")
         self.mode = cursor.one() if self.domain == PLANES else RAW
         need(self.mode <= DIFFERENCE, "T1", f"plane mode {self.mode}")
         # "The predictor is `base` if and only if the plane mode is `xor` or `difference`"
@@ -512,7 +512,7 @@ class Plan:
         self.classes = math.prod(rule.radix for rule in self.rules)
         need(self.classes <= 4096, "T2")
         self.map = Map(cursor, self) if self.domain != PLANES else None
-        # #chunks: "one code stream for each byte of a unit", or "the code stream"
+        # #chunks: "one code stream for each byte of a pattern", or "the code stream"
         self.code_streams = 1 if self.map else self.dtype.size
         self.tables = [self.read_tables(cursor) for _ in range(self.code_streams) if self.rules]
         # #outer-vectors: "a missing dimension counts as 1", "Together they have at most 2^24 elements."
@@ -548,7 +548,7 @@ class Plan:
     def read_records(self, cursor: Cursor) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
         """05-frame#chunk-records: checksums: stored, decoded, of base codes; coder and length of streams."""
         n_streams = self.code_streams + bool(self.flags & FLAG_ESCAPE) * self.dtype.size
-        chunks, sums = -(-self.units // CHUNK), 2 + self.reads_base_codes
+        chunks, sums = -(-self.patterns // CHUNK), 2 + self.reads_base_codes
         # "The bytes that remain for them must be exactly what the number of chunks calls for."
         need(cursor.left == chunks * (8 * sums + 5 * n_streams), "F10")
         for _ in range(chunks):
@@ -564,17 +564,17 @@ class Chunk(NamedTuple):
     """What a chunk decodes to; `codes` if the frame has a map."""
 
     dtype: Dtype
-    units: tuple[int, ...]
+    patterns: tuple[int, ...]
     codes: bytes | None = None
 
 
 class Decoding(Cursor):
-    """05-frame#decoding: "A chunk of n units", number j of a frame; `named` are tensors of class rules."""
+    """05-frame#decoding: "A chunk of n patterns", number j of a frame; `named` are tensors of class rules."""
 
     def __init__(self, plan: Plan, j: int, data: bytes, base: Chunk, named: dict[str, Chunk]) -> None:
         super().__init__(data)
         self.plan, self.base, self.named = plan, base, named
-        self.where = range(j * CHUNK, min((j + 1) * CHUNK, plan.units))
+        self.where = range(j * CHUNK, min((j + 1) * CHUNK, plan.patterns))
         self.n, record = len(self.where), plan.records[j]
         self.stored, self.decoded, self.base_codes, self.streams = *record[:3], iter(record[3])
 
@@ -591,14 +591,14 @@ class Decoding(Cursor):
         plan, size, base = self.plan, self.plan.dtype.size, self.base
         if plan.reads_base_codes:  # "0 if the base has none"
             need(self.base_codes == (0 if base.codes is None else xxh64(base.codes)), "T10")
-        self.classes = self.class_of_units()
+        self.classes = self.class_of_patterns()
         codes = [self.next_stream(self.n, t) for t in plan.tables or [None] * plan.code_streams]
         if plan.map:
-            units = tuple(self.values(plan.map, codes[0]))
+            patterns = tuple(self.values(plan.map, codes[0]))
         else:
-            units = tuple(unplane(plan.mode, plan.dtype, join(codes), base.units))
-        need(xxh64(pack(size, units)) == self.decoded, "F13" if plan.needs_base else "F14")
-        return Chunk(plan.dtype, units, codes[0] if plan.map else None)
+            patterns = tuple(unplane(plan.mode, plan.dtype, join(codes), base.patterns))
+        need(xxh64(pack(size, patterns)) == self.decoded, "F13" if plan.needs_base else "F14")
+        return Chunk(plan.dtype, patterns, codes[0] if plan.map else None)
 
     def next_stream(self, n: int, tables: list[Table] | None = None) -> bytes:
         """05-frame#chunks: "The bytes of a chunk are its streams one after another"."""
@@ -606,32 +606,32 @@ class Decoding(Cursor):
         return Stream(self.take(length)).decode(coder, n, tables, self.classes)
 
     def exact_values(self, n: int) -> Iterator[int]:
-        """05-frame#chunks: "one stream for each byte of a unit, least significant first"."""
+        """05-frame#chunks: "one stream for each byte of a pattern, least significant first"."""
         return iter(join([self.next_stream(n) for _ in range(self.plan.dtype.size)]))
 
-    def class_of_units(self) -> list[int]:
+    def class_of_patterns(self) -> list[int]:
         """03-transforms#classes: "the mixed-radix number of the labels, the first rule most significant"."""
         classes = [0] * self.n
         for rule in self.plan.rules:
             if rule.kind == MAGNITUDE:  # "(u >> (w - 9)) mod 256"; "If u has 8 bits, its low seven"
                 other = self.named[rule.source] if rule.source else self.base
                 w = other.dtype.size * 8
-                labels = [(u >> (w - 9)) % 256 if w > 8 else u % 128 for u in other.units]
+                labels = [(u >> (w - 9)) % 256 if w > 8 else u % 128 for u in other.patterns]
             elif rule.kind == BASE_CODE:  # "every label is 0"
                 labels = list(self.base.codes or bytes(self.n))
                 need(max(labels) < rule.radix, "T9")
-            else:  # "labels[i / row units]", "labels[i / block size]"
+            else:  # "labels[i / row patterns]", "labels[i / block size]"
                 labels = [rule.labels[i // rule.size] for i in self.where]
             classes = [k * rule.radix + label for k, label in zip(classes, labels, strict=True)]
         return classes
 
     def predictions(self) -> Iterable[int]:
-        """04-quantization#decoding: P of each unit, "an F32 pattern" (linear) or "a unit" (bits)."""
+        """04-quantization#decoding: P of each pattern, "an F32 pattern" (linear) or "a pattern" (bits)."""
         plan, name, linear = self.plan, self.plan.dtype.name, self.plan.domain == LINEAR
         if plan.predictor == ZERO:
             return [0] * self.n
         if plan.predictor == BASE:
-            return (widen(u, name) if linear else u for u in self.base.units)
+            return (widen(u, name) if linear else u for u in self.base.patterns)
         outer = map(self.sum_of_terms if plan.predictor == LOW_RANK else self.outer, self.where)
         return outer if linear else (cast(p, name) for p in outer)
 
@@ -647,16 +647,16 @@ class Decoding(Cursor):
             total = nearest(number(total) + number(product_at(row, column, i)))
         return total
 
-    def unit(self, p: int, entry: int) -> int:
-        """04-quantization#decoding: the unit of a prediction and an entry, "must be finite"."""
+    def pattern(self, p: int, entry: int) -> int:
+        """04-quantization#decoding: the pattern of a prediction and an entry, "must be finite"."""
         w, name = self.plan.dtype.size * 8, self.plan.dtype.name
         if self.plan.domain == BITS:  # "unorder( (order(P) + T[r][c]) mod 2^w )"
-            unit = unorder((order(p, w) + entry) % 2**w, w)
+            pattern = unorder((order(p, w) + entry) % 2**w, w)
         else:  # "the sum may be made in binary64 and rounded once more"; it "must be finite too"
             total = nearest(number(p) + number(entry))
-            unit = cast(total, name) if finite(total, "F32") else EXPONENT[name]
-        need(finite(unit, name), "Q7")
-        return unit
+            pattern = cast(total, name) if finite(total, "F32") else EXPONENT[name]
+        need(finite(pattern, name), "Q7")
+        return pattern
 
     def values(self, map_: Map, codes: bytes) -> Iterator[int]:
         """04-quantization#decoding: look up, add, cast and replace."""
@@ -666,4 +666,4 @@ class Decoding(Cursor):
             escaped = self.exact_values(codes.count(map_.escape_code))
         for c, k, p in zip(codes, self.classes, self.predictions(), strict=True):
             exact = next(escaped) if c == map_.escape_code else 0 if c == map_.zero_code else None
-            yield self.unit(p, map_.table[map_.row_of_class[k]][c]) if exact is None else exact
+            yield self.pattern(p, map_.table[map_.row_of_class[k]][c]) if exact is None else exact

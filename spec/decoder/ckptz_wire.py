@@ -87,7 +87,7 @@ class Plan:
         self.row = self.tile if last % self.tile else last
         self.rows = -(-self.n // self.row)
         self.tiles, self.planes = self.rows * self.row // self.tile, int(self.bits * self.rows)
-        n_bytes = self.dtype.units([self.n]) * self.dtype.size
+        n_bytes = self.dtype.patterns([self.n]) * self.dtype.size
         lossy = self.dtype.name in EXPONENT and self.n >= 4096 and self.cap(n_bytes) < 0.75 * n_bytes
         raw_eval = policy["eval"] == "raw" or (policy["eval"] == "auto" and policy["feedback"])
         self.codec = self.codec if lossy and not (is_eval and raw_eval) else RAW
@@ -241,9 +241,11 @@ class Receiver:
         slot = due["direction"], due["microbatch"]
         payload = data[64 : 64 + header["payload_bytes"]]
         need(len(payload) == header["payload_bytes"] and checksum(payload) == header["checksum"], "W4")
-        units = self.units(plan, due, Payload(payload), header["mode"], bool(header["flags"] & NOT_FINITE))
+        patterns = self.patterns(
+            plan, due, Payload(payload), header["mode"], bool(header["flags"] & NOT_FINITE)
+        )
         self.seen[slot] = self.seen.get(slot, 0) + (not due["eval"])
-        return pack(plan.dtype.size, units)
+        return pack(plan.dtype.size, patterns)
 
     def header(self, plan: Plan, due: dict[str, Any], data: bytes) -> dict[str, int]:
         """08-wire#header."""
@@ -263,27 +265,27 @@ class Receiver:
         need(got["payload_bytes"] <= plan.limit and got["payload_bytes"] % 16 == 0, "W3")
         return got
 
-    def units(self, plan: Plan, due: dict[str, Any], payload: Payload, mode: int, flag: bool) -> list[int]:
+    def patterns(self, plan: Plan, due: dict[str, Any], payload: Payload, mode: int, flag: bool) -> list[int]:
         """08-wire#codecs and #state."""
         name, slot = plan.dtype.name, (due["direction"], due["microbatch"])
         if plan.codec == RAW:
-            data = payload.part(plan.dtype.units([plan.n]) * plan.dtype.size)
+            data = payload.part(plan.dtype.patterns([plan.n]) * plan.dtype.size)
             need(payload.left == 0 and mode == 0 and not flag, "W5")
             return list(unpack(plan.dtype.size, data))
         if plan.codec == UNIFORM:
-            patterns = uniform(plan, payload, mode, flag)
+            f32_patterns = uniform(plan, payload, mode, flag)
         elif plan.codec == TILED:
             need(mode == 0, "W5")
-            patterns = tiled(plan, payload, flag)
+            f32_patterns = tiled(plan, payload, flag)
         else:
-            patterns = self.topk(plan, due, payload, mode, flag)
+            f32_patterns = self.topk(plan, due, payload, mode, flag)
         need(payload.left == 0, "W5")
         if plan.adds:  # "a = a + C(x - a)"; "A message with flag 4" "leaves all state as it is"
             before = self.state.get(slot, [0] * plan.n)
-            patterns = [nearest(number(a) + number(p)) for a, p in zip(before, patterns, strict=True)]
+            f32_patterns = [nearest(number(a) + number(p)) for a, p in zip(before, f32_patterns, strict=True)]
             if not flag:
-                self.state[slot] = patterns
-        return [cast(held(number(p), name) if finite(p, "F32") else p, name) for p in patterns]
+                self.state[slot] = f32_patterns
+        return [cast(held(number(p), name) if finite(p, "F32") else p, name) for p in f32_patterns]
 
     def topk(self, plan: Plan, due: dict[str, Any], payload: Payload, mode: int, flag: bool) -> list[int]:
         """08-wire#topk: "All other elements are +0"."""
@@ -306,10 +308,10 @@ class Receiver:
             need(any(not finite(p, "F32") for p in values) == flag, "W5")
         else:
             values = uniform(plan, payload, 0, flag)
-        patterns = [0] * plan.n
+        f32_patterns = [0] * plan.n
         for i, p in zip(where, values, strict=True):
-            patterns[i] = p
-        return patterns
+            f32_patterns[i] = p
+        return f32_patterns
 
 
 def main() -> int:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 import ckptz
 from ckptz import pipeline
-from ckptz.codec.units import ArraySource
+from ckptz.codec.sources import ArraySource
 from ckptz.container.envelope import plain_regions, write_plain
 from ckptz.container.publish import publish
 from ckptz.dtypes import dtype_of
@@ -253,8 +253,8 @@ def test_types_without_a_home_are_refused_when_read(framework: str, tmp_path: Pa
     with publish(tmp_path / "ours") as sink, Workers(1) as workers:
         pipeline.write(sink, Job(tensors=odd_types()), workers)
     with publish(tmp_path / "theirs") as sink:
-        units = (source.flat for source in odd_types().values())
-        write_plain(sink, plain_regions(odd_types()), None, units)
+        patterns = (source.flat for source in odd_types().values())
+        write_plain(sink, plain_regions(odd_types()), None, patterns)
     for library, file in ((CKPTZ, "ours"), (SAFETENSORS, "theirs")):
         handle = library.safe_open(tmp_path / file, framework)
         assert handle.get_slice("f6").get_dtype() == "F6_E2M3"
@@ -269,19 +269,19 @@ def test_types_without_a_home_are_refused_when_read(framework: str, tmp_path: Pa
 def test_tensors_go_to_the_device_of_the_framework() -> None:
     source = {name: tensor for name, tensor in CKPTZ.torch._sources(every_dtype()).items()}
     makes = TorchTensors("meta", is_strict=False)
-    for name, units in source.items():
-        tensor, room = makes.allocate(units.dtype, makes.shape_of(units.dtype, units.shape))
+    for name, patterns in source.items():
+        tensor, room = makes.allocate(patterns.dtype, makes.shape_of(patterns.dtype, patterns.shape))
         assert tensor.device.type == "cpu"
-        assert room.nbytes == units.dtype.n_bytes(units.shape)
+        assert room.nbytes == patterns.dtype.n_bytes(patterns.shape)
         assert makes.finish(tensor).device.type == "meta"
         assert makes.finish(tensor).shape == every_dtype()[name].shape
 
 
-def test_units_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
+def test_patterns_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
     tensor = make(torch.float32, 100)
     source = CKPTZ.torch.FetchedSource(dtype_of("F32"), (100,), tensor.view(torch.uint8))
-    assert source.units(3, 9).tobytes() == tensor[3:9].numpy().tobytes()
-    assert source.units(0, 100).dtype == np.dtype("<u4")
+    assert source.patterns(3, 9).tobytes() == tensor[3:9].numpy().tobytes()
+    assert source.patterns(0, 100).dtype == np.dtype("<u4")
 
 
 @pytest.mark.gpu

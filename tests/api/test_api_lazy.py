@@ -16,7 +16,7 @@ import torch
 
 from ckptz import CkptzError
 from ckptz.api import read as reading
-from ckptz.codec.units import CHUNK_UNITS
+from ckptz.codec.sources import CHUNK_VALUES
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.caches import CACHE_BYTES, ChunkCache
 from ckptz.container.reader import FrameSource
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: Any) -> Path:
 
 
 def step(n: int) -> dict[str, torch.Tensor]:
-    """The tensors, with a few units changed."""
+    """The tensors, with a few patterns changed."""
     changed = {name: tensor.clone() for name, tensor in TENSORS.items()}
     for tensor in changed.values():
         tensor.view(-1).view(torch.uint8)[:: 100_003 // n] ^= n
@@ -139,7 +139,7 @@ def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(get, range(8)))
     assert len(made) == 1
-    assert all(units is found[0] for units in found)
+    assert all(patterns is found[0] for patterns in found)
 
 
 def test_a_failed_decoding_is_tried_again() -> None:
@@ -301,7 +301,7 @@ def test_limits_hold_for_tensors_and_slices(folder: Path) -> None:
             lambda: handle.get_tensor("large"),
             lambda: handle.get_slice("large")[:2],
         ):
-            with pytest.raises(LimitError, match=r"full file\.ckptz.*max_decoded_bytes"):
+            with pytest.raises(LimitError, match=r"full\.ckptz.*max_decoded_bytes"):
                 read()
 
 
@@ -332,4 +332,4 @@ def test_a_failing_disk_is_an_oserror(folder: Path, deaf_disk: None) -> None:
 
 
 def test_chunks_and_cache_fit_together() -> None:
-    assert CACHE_BYTES >= 8 * CHUNK_UNITS
+    assert CACHE_BYTES >= 8 * CHUNK_VALUES

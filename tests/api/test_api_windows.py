@@ -22,11 +22,11 @@ CHUNK = 7
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "CHUNK_UNITS", CHUNK)
+    monkeypatch.setattr(window, "CHUNK_VALUES", CHUNK)
 
 
-def gather(pieces: list[WindowPart], flat: np.ndarray, n_units: int) -> np.ndarray:
-    out = np.full(n_units, 255, np.uint8)
+def gather(pieces: list[WindowPart], flat: np.ndarray, n_patterns: int) -> np.ndarray:
+    out = np.full(n_patterns, 255, np.uint8)
     for piece in pieces:
         chunk = flat[piece.chunk * CHUNK : (piece.chunk + 1) * CHUNK]
         ends = piece.offset + sum((size - 1) * stride for size, stride in piece.dims)
@@ -57,14 +57,14 @@ def test_pieces_cover_what_the_index_picks(
     widened = picked.widened(per_element)
     pieces = list(widened.pieces())
     expected = flat.reshape(*shape, per_element)[index]
-    assert gather(pieces, flat, widened.n_units).tobytes() == expected.tobytes()
+    assert gather(pieces, flat, widened.n_patterns).tobytes() == expected.tobytes()
     assert [piece.chunk for piece in pieces] == sorted(piece.chunk for piece in pieces)
-    assert sum(piece.n_units for piece in pieces) == expected.size
+    assert sum(piece.n_patterns for piece in pieces) == expected.size
 
 
 def test_a_run_falls_into_one_piece_a_chunk() -> None:
     pieces = list(Window(5, (3, 4), (4, 1)).pieces(at=100))
-    assert [(p.chunk, p.offset, p.n_units, p.at) for p in pieces] == [
+    assert [(p.chunk, p.offset, p.n_patterns, p.at) for p in pieces] == [
         (0, 5, 2, 100),
         (1, 0, 7, 102),
         (2, 0, 3, 109),
@@ -98,7 +98,7 @@ def test_nothing_has_no_pieces() -> None:
 def test_only_the_rows_that_are_picked_are_decoded(index: Any, windows: Any, shape: tuple[int, ...]) -> None:
     selection = _select(index, (6, 2))
     assert selection.shape == shape
-    assert [(w.offset // 2, w.offset // 2 + w.n_units // 2) for w in selection.windows] == windows
+    assert [(w.offset // 2, w.offset // 2 + w.n_patterns // 2) for w in selection.windows] == windows
     tensor = torch.arange(12).reshape(6, 2)
     part = torch.cat([tensor[begin:end] for begin, end in windows])
     assert selection.then is not None

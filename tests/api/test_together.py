@@ -9,31 +9,31 @@ import numpy as np
 import pytest
 
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import Encoded, encode_chunk
 from ckptz.entropy.streams import CoderId, encode_stream, encode_streams
 from ckptz.kernels import compiled, plain
-from ckptz.kernels.floats import Bytes, Units
+from ckptz.kernels.floats import Bytes, Patterns
 from ckptz.methods.lossless import plan_and_encode, plan_lossless
 
 SIZES = (1, 7, 2047, 2048, 8192, 9000, 1 << 18)
 
 
-def weights(dtype: DType, n: int) -> Units:
-    exact = np.float64 if dtype.unit_bytes == 8 else np.float32
+def weights(dtype: DType, n: int) -> Patterns:
+    exact = np.float64 if dtype.pattern_bytes == 8 else np.float32
     values = np.random.default_rng(n).normal(0, 0.02, n).astype(exact)
-    bits = values.view(f"u{values.itemsize}") >> np.uint64(8 * max(values.itemsize - dtype.unit_bytes, 0))
-    return bits.astype(UNIT_TYPES[dtype.unit_bytes])
+    bits = values.view(f"u{values.itemsize}") >> np.uint64(8 * max(values.itemsize - dtype.pattern_bytes, 0))
+    return bits.astype(PATTERN_TYPES[dtype.pattern_bytes])
 
 
-def moved(units: Units, share: float) -> Units:
-    """Units of which this share is one step away."""
-    changed = np.random.default_rng(len(units)).random(len(units)) < share
-    return units + changed.astype(units.dtype)
+def moved(patterns: Patterns, share: float) -> Patterns:
+    """Patterns of which this share is one step away."""
+    changed = np.random.default_rng(len(patterns)).random(len(patterns)) < share
+    return patterns + changed.astype(patterns.dtype)
 
 
-def pairs(dtype: DType) -> list[tuple[Units, Units]]:
+def pairs(dtype: DType) -> list[tuple[Patterns, Patterns]]:
     """Tensors and their bases: of all sizes, hardly, half and wholly changed, constant, repeated."""
     found = []
     for n in SIZES:
@@ -52,7 +52,7 @@ def frame(source: ArraySource, encoded: Encoded) -> bytes:
 
 def alone(source: ArraySource, base: ArraySource | None) -> Encoded:
     draft = plan_lossless(source, base)
-    return draft, encode_chunk(source, draft, ChunkSources(0, source.n_units, base))
+    return draft, encode_chunk(source, draft, ChunkSources(0, source.n_patterns, base))
 
 
 @pytest.mark.parametrize("has_base", [False, True], ids=["alone", "deltas"])

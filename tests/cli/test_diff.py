@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptz import Checkpointer, KMeans, compress, diff
-from ckptz.codec.units import CHUNK_UNITS
+from ckptz.codec.sources import CHUNK_VALUES
 from ckptz.container import reader
 from ckptz.integrations.linked import DEFAULTS, ChainOptions, job_of
 from ckptz.integrations.linked import Chain as Linked
@@ -431,9 +431,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_chunks_that_are_equal_are_not_decoded_twice(tmp_path: Path, counted: list[int]) -> None:
-    a = np.zeros(3 * CHUNK_UNITS, "u1")
+    a = np.zeros(3 * CHUNK_VALUES, "u1")
     b = a.copy()
-    b[CHUNK_UNITS + 5] = 7
+    b[CHUNK_VALUES + 5] = 7
     paths = written(tmp_path, {"w": row("U8", a)}, {"w": row("U8", b)})
     for path in paths:
         compress([path], jobs=1)

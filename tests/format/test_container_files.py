@@ -13,7 +13,7 @@ import pytest
 
 from ckptz import pipeline
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.container import writer
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.caches import Decoded
@@ -65,25 +65,25 @@ def opened(data: bytes, bases: Sources | None = None) -> Container:
     return container
 
 
-def units_of(source: TensorSource) -> Array:
-    return source.units(0, source.dtype.n_units(source.shape))
+def patterns_of(source: TensorSource) -> Array:
+    return source.patterns(0, source.dtype.n_patterns(source.shape))
 
 
 def same(container: Container, tensors: Sources) -> bool:
     """Whether a file gives back the bits of all tensors."""
     return list(container.tensors) == list(tensors) and all(
-        np.array_equal(units_of(container.tensors[name]), units_of(source))
+        np.array_equal(patterns_of(container.tensors[name]), patterns_of(source))
         for name, source in tensors.items()
     )
 
 
-@pytest.mark.parametrize("n_units", [(), (3, CHUNK_UNITS + 3)])
-def test_progress_is_told_the_bytes_of_each_chunk(n_units: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("n_patterns", [(), (3, CHUNK_VALUES + 3)])
+def test_progress_is_told_the_bytes_of_each_chunk(n_patterns: tuple[int, ...]) -> None:
     done: list[int] = []
-    tensors = {str(n): of(np.arange(n, dtype=np.uint8), "U8") for n in n_units}
+    tensors = {str(n): of(np.arange(n, dtype=np.uint8), "U8") for n in n_patterns}
     with Workers(1) as workers:
         pipeline.write(io.BytesIO(), Job(tensors=tensors), workers, done.append)
-    assert sorted(done) == sorted([3, CHUNK_UNITS, 3] if n_units else [])
+    assert sorted(done) == sorted([3, CHUNK_VALUES, 3] if n_patterns else [])
 
 
 def weights(n: int, shape: tuple[int, ...] = (-1,), seed: int = 0) -> Array:
@@ -157,8 +157,8 @@ def changed_in(values: Array, places: Any) -> Array:
 
 def test_chunks_say_where_they_differ_unless_too_much_does() -> None:
     """The tensor changes little; all that changes in its second chunk is most of that."""
-    old = np.zeros(CHUNK_UNITS + 100, np.uint8)
-    new = changed_in(old, np.r_[7, CHUNK_UNITS - 1, CHUNK_UNITS : CHUNK_UNITS + 99])
+    old = np.zeros(CHUNK_VALUES + 100, np.uint8)
+    new = changed_in(old, np.r_[7, CHUNK_VALUES - 1, CHUNK_VALUES : CHUNK_VALUES + 99])
     bases = {"w": of(old, "U8")}
     data, written = write({"w": of(new, "U8")}, bases, config=SPARSELY)
     assert written.n_deltas == 1
@@ -166,8 +166,8 @@ def test_chunks_say_where_they_differ_unless_too_much_does() -> None:
     source = container.tensors["w"]
     first = source.changes(0)
     assert first is not None
-    assert first.positions.tolist() == [7, CHUNK_UNITS - 1]
-    assert first.units(old[first.positions]).tolist() == [1, 1]
+    assert first.positions.tolist() == [7, CHUNK_VALUES - 1]
+    assert first.patterns(old[first.positions]).tolist() == [1, 1]
     assert MAX_SPARSE_SHARE * 100 < 99
     assert source.changes(1) is None
     assert same(container, {"w": of(new, "U8")})
@@ -207,7 +207,7 @@ def test_sparse_streams_that_make_no_sense_are_refused_by_place(
     with pytest.raises(error, match=f"tensor 'w': chunk 0: .*{said}"):
         source.changes(0)
     with pytest.raises(error, match=f"tensor 'w': chunk 0: .*{said}"):
-        units_of(source)
+        patterns_of(source)
 
 
 def test_a_sparse_stream_that_was_changed_is_told_from_one_that_was_written_so() -> None:
@@ -226,12 +226,12 @@ def test_a_constant_stream_of_two_bytes_is_decoded_as_a_whole_and_refused() -> N
     source = opened_delta(delta_file(CONSTANT, b"\0\0"))
     assert source.changes(0) is None
     with pytest.raises(CorruptionError, match="constant"):
-        units_of(source)
+        patterns_of(source)
 
 
 @dataclass(frozen=True)
 class Codes(TensorSource):
-    """A base of which units and codes are read apart."""
+    """A base of which patterns and codes are read apart."""
 
     frame: FrameSource
 
@@ -247,8 +247,8 @@ class Codes(TensorSource):
     def n_codes(self) -> int | None:
         return self.frame.n_codes
 
-    def units(self, begin: int, end: int) -> Array:
-        return self.frame.units(begin, end)
+    def patterns(self, begin: int, end: int) -> Array:
+        return self.frame.patterns(begin, end)
 
     def codes(self, begin: int, end: int) -> Array | None:
         return self.frame.codes(begin, end)
@@ -270,7 +270,7 @@ def test_a_lossy_delta_comes_back_within_its_record(wrap: Callable[[FrameSource]
     assert (written.n_lossy, written.n_deltas) == (1, has_codes)
     (entry,) = container.index.tensors
     assert entry.lossy is not None
-    found = units_of(container.tensors["w"]).view(np.float32)
+    found = patterns_of(container.tensors["w"]).view(np.float32)
     assert 0 < np.abs(found - NEW.reshape(-1)).max() <= entry.lossy.max_abs_error
     assert entry.lossy.n_pruned == np.count_nonzero(found == 0) > 0.25 * NEW.size
     assert 0.005 * NEW.size < entry.lossy.n_protected <= np.count_nonzero(found == NEW.reshape(-1))
@@ -285,7 +285,7 @@ def test_broken_codes_of_a_base_are_named_by_the_chunk() -> None:
     bases = {"w": Codes(base)}
     source = opened(File({"w": base_coded(2, 0)}, features="lossless").bytes(), bases).tensors["w"]
     with pytest.raises(CorruptionError, match=r"tensor 'w': chunk 0: .*constant"):
-        units_of(source)
+        patterns_of(source)
 
 
 # --- training states ----------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def check_moments(tensors: Mapping[str, ArraySource], jobs: int) -> Container:
     container = opened(data)
     for entry in container.index.tensors:
         exact = tensors[entry.name].flat.view(np.float32).astype(np.float64)
-        found = units_of(container.tensors[entry.name]).view(np.float32).astype(np.float64)
+        found = patterns_of(container.tensors[entry.name]).view(np.float32).astype(np.float64)
         assert entry.lossy is not None
         assert 0 < np.abs(found - exact).max() <= entry.lossy.max_abs_error
         assert (found[exact > 0] > 0).all() or entry.name.endswith("exp_avg")
@@ -332,7 +332,7 @@ def test_the_bytes_of_a_state_do_not_depend_on_the_threads() -> None:
 
 
 def test_moments_longer_than_a_chunk_come_back() -> None:
-    container = check_moments(moments_of(1, CHUNK_UNITS + 5000), 2)
+    container = check_moments(moments_of(1, CHUNK_VALUES + 5000), 2)
     assert [len(source.header.chunks) for source in container.tensors.values()] == [2, 2]
 
 
@@ -353,7 +353,7 @@ def test_records_are_put_into_a_finished_file_and_its_frames_stay(tmp_path: Path
     assert list(after.index.quality) == records
     assert after.index.content_id == before.index.content_id
     assert [entry.lossy.promise for entry in after.index.tensors if entry.lossy] == ["quality-drop"]
-    assert np.array_equal(units_of(after.tensors["w"]), units_of(before.tensors["w"]))
+    assert np.array_equal(patterns_of(after.tensors["w"]), patterns_of(before.tensors["w"]))
 
 
 def test_a_file_becomes_shorter_where_records_go(tmp_path: Path) -> None:
@@ -372,7 +372,7 @@ def test_metadata_are_added_to_a_finished_file(tmp_path: Path) -> None:
     assert amend_metadata(path, {"run": "2", "step": "7"}) == path.stat().st_size
     after = opened(path.read_bytes())
     assert after.index.metadata == {"author": "somebody", "run": "2", "step": "7"}
-    assert np.array_equal(units_of(after.tensors["w"]), units_of(opened(data).tensors["w"]))
+    assert np.array_equal(patterns_of(after.tensors["w"]), patterns_of(opened(data).tensors["w"]))
 
 
 def test_a_file_that_is_none_is_not_amended(tmp_path: Path) -> None:
@@ -439,9 +439,9 @@ def test_a_file_that_needs_no_base_is_copied_without_one() -> None:
     assert sink.getvalue() == data
 
 
-def test_codes_of_a_base_come_without_the_units_that_nobody_asked_for() -> None:
+def test_codes_of_a_base_come_without_the_patterns_that_nobody_asked_for() -> None:
     """A frame that reads values and codes of its base gives its own codes from the base's codes alone."""
     decoded = Decoded(None, np.array([1, 2], np.uint8))
-    units, codes = _DecodedChunk(None, decoded).units_and_codes(0, 2)  # type: ignore[arg-type]  # no frame is asked
-    assert units is None
+    patterns, codes = _DecodedChunk(None, decoded).patterns_and_codes(0, 2)  # type: ignore[arg-type]  # no frame is asked
+    assert patterns is None
     assert codes is decoded.codes

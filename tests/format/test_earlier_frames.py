@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import save_file
 
 from ckptz import LOSSLESS, Grid, KMeans, compress
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container import frame_writer
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.frame_writer import Earlier

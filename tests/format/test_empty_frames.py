@@ -1,4 +1,4 @@
-"""Tensors without units: no chunk is decoded, and their frames are held to the same rules."""
+"""Tensors without patterns: no chunk is decoded, and their frames are held to the same rules."""
 
 from __future__ import annotations
 

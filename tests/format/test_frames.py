@@ -27,7 +27,7 @@ from ckptz.codec.plan import (
     exact_plan,
     planes_plan,
 )
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES, ArraySource, ChunkSources, SourceOf, chunk_bounds
+from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES, ArraySource, ChunkSources, SourceOf, chunk_bounds
 from ckptz.dtypes import DTYPES, DType, dtype_of
 from ckptz.encoding.chunk import encode_chunk
 from ckptz.encoding.encoding_plan import EncodingPlan
@@ -51,9 +51,9 @@ from tests.support.frame_support import (
     build_case,
     cases,
     expected_labels,
-    expected_units,
+    expected_patterns,
+    random_patterns,
     random_table,
-    random_units,
     round_trip,
 )
 from tests.support.spec_cases import quantized
@@ -85,7 +85,7 @@ def flushed_subnormals() -> Iterator[None]:
 @given(cases())
 @settings(PATIENT, max_examples=150)
 def test_any_map_decodes_by_the_rule(case: Case) -> None:
-    np.testing.assert_array_equal(round_trip(case), expected_units(case))
+    np.testing.assert_array_equal(round_trip(case), expected_patterns(case))
 
 
 @pytest.mark.parametrize("names", RULE_SETS, ids=" and ".join)
@@ -97,7 +97,7 @@ def test_backends_agree_on_hand_made_frames(
     for dtype in ("F32", "BF16", "F16"):
         rng = np.random.default_rng(5)
         case = build_case(rng, dtype_of(dtype), (6, 7), domain, predictor, list(names), 42)
-        np.testing.assert_array_equal(round_trip(case), expected_units(case))
+        np.testing.assert_array_equal(round_trip(case), expected_patterns(case))
 
 
 @pytest.mark.parametrize("predictor", list(Predictor))
@@ -107,7 +107,7 @@ def test_frames_decode_alike_where_subnormals_are_flushed(
     for seed in range(20):
         rng = np.random.default_rng(seed)
         case = build_case(rng, dtype_of("F32"), (40, 30), Domain.LINEAR, predictor, ["row"], 1200)
-        np.testing.assert_array_equal(round_trip(case), expected_units(case))
+        np.testing.assert_array_equal(round_trip(case), expected_patterns(case))
 
 
 @given(cases())
@@ -124,14 +124,14 @@ def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
     rng = np.random.default_rng(0)
     shape = (6, 7)
     case = build_case(rng, dtype_of("F32"), shape, Domain.LINEAR, Predictor.BASE, ["base code"], 42)
-    assert case.plan.reads_base_units
+    assert case.plan.reads_base_patterns
     assert case.plan.reads_base_codes
     calls = []
 
     class Base(SourceOf):
-        def units_and_codes(self, begin: int, end: int) -> Any:
+        def patterns_and_codes(self, begin: int, end: int) -> Any:
             calls.append((begin, end))
-            return self.source.units(begin, end), self.source.codes(begin, end)
+            return self.source.patterns(begin, end), self.source.codes(begin, end)
 
     header, chunks = case.encode()
     out = np.empty(42, np.uint32)
@@ -139,7 +139,7 @@ def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
     sources = ChunkSources(0, 42, Base(case.base), reads_both=True)
     payload = np.frombuffer(bytearray(chunks[0].payload), np.uint8)
     decode_module.decode_chunk(header, 0, payload, sources, out)
-    np.testing.assert_array_equal(out, expected_units(case))
+    np.testing.assert_array_equal(out, expected_patterns(case))
     assert calls == [(0, 42)]
 
 
@@ -156,7 +156,7 @@ def test_a_flipped_bit_is_refused_or_harmless(case: Case, data: st.DataObject) -
         restored = case.decode(parsed, [bytes(frame[n_header:])])
     except CkptzError:
         return
-    np.testing.assert_array_equal(restored, expected_units(case))
+    np.testing.assert_array_equal(restored, expected_patterns(case))
 
 
 def random_source(dtype: DType, shape: tuple[int, ...], seed: int = 0) -> ArraySource:
@@ -207,14 +207,14 @@ def test_special_floats_are_bit_exact() -> None:
         "F16": [0x7E01, 0xFC01, 0x8000, 0x7C00, 0x0001],
     }.items():
         dtype = dtype_of(name)
-        flat = np.array(patterns * 900, UNIT_TYPES[dtype.unit_bytes])
+        flat = np.array(patterns * 900, PATTERN_TYPES[dtype.pattern_bytes])
         source, base = ArraySource(dtype, flat.shape, flat), ArraySource(dtype, flat.shape, flat[::-1].copy())
         np.testing.assert_array_equal(round_trip(lossless_case(source, None)), flat)
         np.testing.assert_array_equal(round_trip(lossless_case(source, base)), flat)
 
 
 def test_large_tensors_are_cut_into_chunks() -> None:
-    n = 2 * CHUNK_UNITS + 77
+    n = 2 * CHUNK_VALUES + 77
     rng = np.random.default_rng(0)
     base_flat = (rng.standard_normal(n) * 0.02).astype(np.float32).view(np.uint32)
     flat = base_flat + rng.integers(0, 50, n).astype(np.uint32)
@@ -279,10 +279,10 @@ def test_changed_streams_and_wrong_records_are_told_apart() -> None:
 @pytest.mark.parametrize("predictor", Predictor)
 @pytest.mark.parametrize("domain", [Domain.LINEAR, Domain.BITS])
 @pytest.mark.parametrize("dtype", [dtype_of("F32"), dtype_of("BF16")], ids=["F32", "BF16"])
-def test_few_units_are_decoded_without_the_rest_of_the_map(
+def test_few_patterns_are_decoded_without_the_rest_of_the_map(
     dtype: DType, domain: Domain, predictor: Predictor
 ) -> None:
-    """A header of some kilobytes may stand for a map of a million entries, and for four units."""
+    """A header of some kilobytes may stand for a map of a million entries, and for four patterns."""
     rng, (n_rows, n_codes), n = np.random.default_rng(5), (40, 30), 700
     for table in (random_table(rng, domain, (n_rows, n_codes), dtype) for _ in range(6)):
         quant_map = QuantizationMap(table, rng.permutation(n_rows), zero_code=3)
@@ -290,8 +290,8 @@ def test_few_units_are_decoded_without_the_rest_of_the_map(
         codes, labels = rng.integers(0, n_codes, n).astype(np.uint8), rng.integers(0, n_rows, n)
         is_outer = predictor in (Predictor.OUTER, Predictor.LOW_RANK)
         kind = reference.F32 if is_outer else values_module.KINDS[dtype.name]
-        base = None if predictor is Predictor.ZERO else random_units(rng, kind, n)
-        few, many = (np.empty(m, UNIT_TYPES[dtype.unit_bytes]) for m in (n, 2 * n))
+        base = None if predictor is Predictor.ZERO else random_patterns(rng, kind, n)
+        few, many = (np.empty(m, PATTERN_TYPES[dtype.pattern_bytes]) for m in (n, 2 * n))
         made = values_module.ValueTable(dtype, plan)
         made.decode(codes, labels, base, few)
         assert "entries" not in vars(made)

@@ -19,7 +19,7 @@ from ckptz.bits import ByteReader, ByteWriter, xxh64
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import exact_plan
-from ckptz.codec.units import ArraySource, ChunkSources
+from ckptz.codec.sources import ArraySource, ChunkSources
 from ckptz.container import byte_source, caches, index, reader
 from ckptz.container.byte_source import FileBytes, MemoryBytes, UrlBytes, path_of
 from ckptz.container.caches import (
@@ -48,7 +48,7 @@ from ckptz.errors import (
 )
 from tests.support.spec_files import File, Frame, open_bytes
 
-UNITS = np.zeros(8, np.uint32)
+VALUES = np.zeros(8, np.uint32)
 
 
 # --- bits ---------------------------------------------------------------------------------------
@@ -142,17 +142,17 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_chunk_cache_holds_what_was_used_last_and_no_more_than_it_may() -> None:
-    cache = ChunkCache(3 * UNITS.nbytes)
+    cache = ChunkCache(3 * VALUES.nbytes)
     for i in range(3):
-        cache.get(("w", i), lambda: UNITS.copy())
+        cache.get(("w", i), lambda: VALUES.copy())
     cache.get(("w", 0), lambda: pytest.fail("it is held"))
-    cache.get(("w", 3), lambda: UNITS.copy())
-    assert cache.weight == 3 * UNITS.nbytes
+    cache.get(("w", 3), lambda: VALUES.copy())
+    assert cache.weight == 3 * VALUES.nbytes
     again: list[int] = []
-    cache.get(("w", 1), lambda: again.append(1) or UNITS.copy())
+    cache.get(("w", 1), lambda: again.append(1) or VALUES.copy())
     assert again == [1]
     cache.get(("big", 0), lambda: np.zeros(1000, np.uint8))
-    assert cache.weight == 3 * UNITS.nbytes
+    assert cache.weight == 3 * VALUES.nbytes
     cache.clear()
     assert cache.weight == 0
 
@@ -164,7 +164,7 @@ def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
         calls.append(1)
         started.set()
         release.wait(10)
-        return UNITS
+        return VALUES
 
     threads = [threading.Thread(target=cache.get, args=(("w", 0), slow)) for _ in range(2)]
     threads[0].start()
@@ -181,11 +181,11 @@ def test_a_chunk_that_another_thread_kept_meanwhile_is_not_kept_twice() -> None:
     cache = ChunkCache()
 
     def decode() -> np.ndarray:
-        cache._keep(("w", 0), UNITS)
-        return UNITS
+        cache._keep(("w", 0), VALUES)
+        return VALUES
 
     cache.get(("w", 0), decode)
-    assert cache.weight == UNITS.nbytes
+    assert cache.weight == VALUES.nbytes
 
 
 def test_the_header_cache_keeps_one_header_whatever_it_weighs() -> None:
@@ -255,7 +255,7 @@ def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     assert source.decoded(0, True, {(source, False): held.chunk}) is held.chunk
     for one in (held, cached):
         assert (one.dtype, one.shape) == (source.dtype, source.shape)
-        assert one.units(0, 4).tobytes() == b"\1\2\3\4"
+        assert one.patterns(0, 4).tobytes() == b"\1\2\3\4"
         assert one.codes(0, 4) is None
     assert cached.n_codes is None
     assert cached.stored == source.stored
@@ -264,20 +264,20 @@ def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
 def test_a_source_without_a_frame_has_no_codes() -> None:
     source = ArraySource.from_buffer(dtype_of("U8"), (4,), b"\1\2\3\4")
     assert (source.stored, source.n_codes) == (None, None)
-    units, codes = source.units_and_codes(1, 3)
-    assert (units.tobytes(), codes) == (b"\2\3", None)
+    patterns, codes = source.patterns_and_codes(1, 3)
+    assert (patterns.tobytes(), codes) == (b"\2\3", None)
 
 
 def test_sources_of_a_chunk_that_are_not_open() -> None:
     none = ChunkSources(0, 2)
     with pytest.raises(MissingBaseError, match="stored against a base"):
-        none.base_units()
+        none.base_patterns()
     with pytest.raises(MissingBaseError, match="grouped by the codes"):
         none.base_codes()
     with pytest.raises(CorruptionError, match="'v', which is not open"):
-        none.units_of("v")
+        none.patterns_of("v")
     base = ArraySource.from_buffer(dtype_of("U8"), (4,), b"\1\2\3\4")
-    assert ChunkSources(1, 3, base, reads_both=True).base_units().tobytes() == b"\2\3"
+    assert ChunkSources(1, 3, base, reads_both=True).base_patterns().tobytes() == b"\2\3"
     assert ChunkSources(1, 3, base, reads_both=True).base_codes() is None
 
 
@@ -420,5 +420,5 @@ def test_a_chunk_that_needs_too_many_others_is_refused(monkeypatch: pytest.Monke
 def test_vectors_that_nobody_needs_are_few() -> None:
     cache = HeaderCache()
     cache.charge_idle(MAX_IDLE_ELEMENTS)
-    with pytest.raises(LimitError, match="tensors without units"):
+    with pytest.raises(LimitError, match="tensors without patterns"):
         cache.charge_idle(1)

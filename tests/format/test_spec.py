@@ -9,7 +9,7 @@ import pytest
 
 from ckptz import bits, class_rules
 from ckptz.class_rules import RuleId
-from ckptz.codec import frame, plan, units
+from ckptz.codec import frame, plan, sources
 from ckptz.codec.plan import Domain, PlaneMode, Predictor
 from ckptz.container import envelope, index, reader
 from ckptz.dtypes import DTYPES
@@ -50,7 +50,7 @@ def test_the_registry_lists_the_dtypes_of_the_code() -> None:
     rows = [tuple(row.values()) for row in table("registry.md", "dtypes", "id", "float")]
     known = sorted(DTYPES.values(), key=lambda d: d.id)
     assert rows == [
-        (str(d.id), d.name, str(d.bits), str(d.unit_bytes), "yes" if d.is_float else "no") for d in known
+        (str(d.id), d.name, str(d.bits), str(d.pattern_bytes), "yes" if d.is_float else "no") for d in known
     ]
 
 
@@ -71,7 +71,7 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
         "index bytes": index.MAX_INDEX_BYTES,
         "dimensions": frame.MAX_DIMS,
         "elements": frame.MAX_ELEMENTS,
-        "chunk units": units.CHUNK_UNITS,
+        "chunk patterns": sources.CHUNK_VALUES,
         "JSON openings and commas": envelope.MAX_JSON_VALUES,
         "labels of all class rules of a frame": class_rules.MAX_INDICES,
         "class rules": class_rules.MAX_RULES,

@@ -49,7 +49,7 @@ def given(second: Any) -> dict[str, Any]:
             return lambda: self.one(LETTERS[kind])
 
     def dtype(row: Any) -> Any:
-        return SimpleNamespace(**row._asdict(), unit=f"u{8 * row.size}", units=row.units)
+        return SimpleNamespace(**row._asdict(), pattern=f"u{8 * row.size}", patterns=row.patterns)
 
     return {
         **{"r_of": Reading, "record": SimpleNamespace, "ceil": math.ceil, "prod": math.prod},
@@ -58,7 +58,7 @@ def given(second: Any) -> dict[str, Any]:
         "decode_zstandard": lambda data, n: second.Stream(data).zstd(n),
         "dtype_of": lambda i: dtype(second.DTYPE_OF_ID[i]),
         "dtype_named": lambda name: dtype(second.DTYPE_OF_NAME[name]),
-        "units_of": lambda dtype, shape: dtype.units(shape),
+        "patterns_of": lambda dtype, shape: dtype.patterns(shape),
         "DOMAINS": names_of("domains"),
         "PREDICTORS": names_of("predictors"),
         "PLANE_MODES": names_of("plane-modes"),

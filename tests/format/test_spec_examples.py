@@ -21,7 +21,7 @@ from ckptz.codec.plan import (
     QuantizationMap,
     kernel_mode,
 )
-from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.container.index import content_id_of
 from ckptz.dtypes import dtype_of
@@ -197,7 +197,7 @@ def test_the_worked_steps_follow_from_the_stream() -> None:
 def test_the_stream_order_example() -> None:
     worked = _worked("example-of-the-stream-order")
     codes, labels = (
-        np.array(numbers(worked[k]), np.uint8) for k in ("codes, in the order of their units", "classes")
+        np.array(numbers(worked[k]), np.uint8) for k in ("codes, in the order of their patterns", "classes")
     )
     grouped = numbers(worked["stream order"])
     assert reference.group(codes, labels, np.array([len(codes)])).tolist() == grouped
@@ -209,27 +209,27 @@ def test_the_stream_order_example() -> None:
 # --- 03 transforms ------------------------------------------------------------------------------
 
 
-def _unit(text: str, n_bytes: int) -> Array:
-    return np.array([int(text, 0) if text else 0], UNIT_TYPES[n_bytes])
+def _pattern(text: str, n_bytes: int) -> Array:
+    return np.array([int(text, 0) if text else 0], PATTERN_TYPES[n_bytes])
 
 
 def test_order_examples() -> None:
     for row in table("03-transforms.md", "order", "order"):
-        unit, ordered = (_unit(cell, 2) for cell in row.values())
-        assert reference.order(unit) == ordered
-        assert reference.unorder(ordered) == unit
+        pattern, ordered = (_pattern(cell, 2) for cell in row.values())
+        assert reference.order(pattern) == ordered
+        assert reference.unorder(ordered) == pattern
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_plane_examples(backend: Callable[[], Any]) -> None:
     for row in table("03-transforms.md", "planes", "dtype", "z"):
         dtype, mode = dtype_of(row["dtype"]), PlaneMode[row["mode"].upper()]
-        unit, base, z = (_unit(row[name], dtype.unit_bytes) for name in ("unit", "base", "z"))
-        planes = backend().split_planes(unit, base, kernel_mode(mode, dtype))
+        pattern, base, z = (_pattern(row[name], dtype.pattern_bytes) for name in ("pattern", "base", "z"))
+        planes = backend().split_planes(pattern, base, kernel_mode(mode, dtype))
         assert planes.T.tobytes() == z.tobytes(), row
-        out = np.empty_like(unit)
+        out = np.empty_like(pattern)
         backend().merge_planes(list(planes), base, kernel_mode(mode, dtype), out)
-        assert out == unit, row
+        assert out == pattern, row
 
 
 def test_class_examples() -> None:
@@ -318,15 +318,15 @@ def test_the_casts_of_the_page_are_those_of_the_kernels() -> None:
 )
 def test_decoding_examples(row: dict[str, str]) -> None:
     dtype, domain = dtype_of(row["dtype"]), Domain[row["domain"].upper()]
-    entry_bytes = 4 if domain is Domain.LINEAR else dtype.unit_bytes
-    entries = ExplicitTable(_unit(row["entry"], entry_bytes).reshape(1, 1))
+    entry_bytes = 4 if domain is Domain.LINEAR else dtype.pattern_bytes
+    entries = ExplicitTable(_pattern(row["entry"], entry_bytes).reshape(1, 1))
     quant_map = QuantizationMap(entries, np.zeros(1, np.int64))
     predictor = Predictor.ZERO if row["predictor"] == "zero" else Predictor.BASE
-    base = None if predictor is Predictor.ZERO else _unit(row["predictor"], dtype.unit_bytes)
-    out = np.empty(1, UNIT_TYPES[dtype.unit_bytes])
+    base = None if predictor is Predictor.ZERO else _pattern(row["predictor"], dtype.pattern_bytes)
+    out = np.empty(1, PATTERN_TYPES[dtype.pattern_bytes])
     plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor)
     ValueTable(dtype, plan).decode(np.zeros(1, np.uint8), None, base, out)
-    assert out[0] == int(row["unit"], 16)
+    assert out[0] == int(row["pattern"], 16)
 
 
 # --- 07 chain -----------------------------------------------------------------------------------

@@ -46,12 +46,12 @@ def test_the_page_shows_every_byte_of_the_file() -> None:
 def test_the_file_of_the_page_loads() -> None:
     data = annotated_bytes()
     tensors = open_source(MemoryBytes(data)).tensors
-    rows = {row["tensor"]: row["units"].split() for row in table("examples.md", "decoded", "units")}
+    rows = {row["tensor"]: row["patterns"].split() for row in table("examples.md", "decoded", "patterns")}
     assert rows.keys() == tensors.keys()
     for name, source in tensors.items():
-        units = source.units(0, source.dtype.n_units(source.shape))
-        assert units.tolist() == [int(unit, 16) for unit in rows[name]]
-    assert np.array(tensors["weight"].units(17, 18)).view(np.float32).tolist() == [3.25]
+        patterns = source.patterns(0, source.dtype.n_patterns(source.shape))
+        assert patterns.tolist() == [int(pattern, 16) for pattern in rows[name]]
+    assert np.array(tensors["weight"].patterns(17, 18)).view(np.float32).tolist() == [3.25]
     blobs = safetensors.numpy.load(data)
     assert set(blobs) == {"bias", "weight", "__ckptz__.index"}
 

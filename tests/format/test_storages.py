@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from ckptz.codec.units import chunk_bounds  # noqa: E402  # torch is optional
+from ckptz.codec.sources import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.errors import ConfigError, UnsupportedError  # noqa: E402
 from ckptz.formats import torch_files  # noqa: E402
 from ckptz.state import unflatten as spool  # noqa: E402
@@ -55,7 +55,7 @@ def address(tensor: Any) -> int:
 
 def values(flat: Flat, name: str) -> Any:
     source = flat.tensors[name]
-    chunks = [source.units(*bounds) for bounds in chunk_bounds(source.dtype.n_units(source.shape))]
+    chunks = [source.patterns(*bounds) for bounds in chunk_bounds(source.dtype.n_patterns(source.shape))]
     return np.concatenate(chunks)
 
 
@@ -175,12 +175,12 @@ def test_strides_come_back_and_stored_values_are_in_c_order(tmp_path: Path) -> N
         assert_same(restored[name], tensor)
 
 
-def test_a_slice_of_units_of_a_strided_complex_tensor() -> None:
+def test_a_slice_of_patterns_of_a_strided_complex_tensor() -> None:
     tensor = torch.randn(3, 4, dtype=torch.complex64).t()
     source = flatten([tensor]).tensors["0"]
     whole = np.frombuffer(bits(tensor), "<u4")
     for begin in range(7):
-        assert source.units(begin, 23 - begin).tolist() == whole[begin : 23 - begin].tolist()
+        assert source.patterns(begin, 23 - begin).tolist() == whole[begin : 23 - begin].tolist()
 
 
 def test_memory_that_nothing_shows_is_not_stored(tmp_path: Path) -> None:

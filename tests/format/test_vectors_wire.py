@@ -55,8 +55,8 @@ def bytes_of(message: Row) -> bytes:
 def test_a_session_decodes_to_what_the_manifest_says(row: Row) -> None:
     link = link_of(row)
     for message in row["messages"]:
-        units = receive(link, row, message, bytes_of(message))
-        assert hashlib.sha256(units.tobytes()).hexdigest() == message["tensor_sha256"]
+        patterns = receive(link, row, message, bytes_of(message))
+        assert hashlib.sha256(patterns.tobytes()).hexdigest() == message["tensor_sha256"]
 
 
 @pytest.mark.parametrize("row", BROKEN, ids=name_of)
@@ -100,5 +100,5 @@ def test_prefixes_and_flipped_bits_are_refused_and_the_link_goes_on(row: Row, n_
         for wrong in damaged(data, min(n_most, len(data))):
             with pytest.raises(WireError):
                 receive(link, row, message, wrong)
-        units = receive(link, row, message, data)
-        assert hashlib.sha256(units.tobytes()).hexdigest() == message["tensor_sha256"]
+        patterns = receive(link, row, message, data)
+        assert hashlib.sha256(patterns.tobytes()).hexdigest() == message["tensor_sha256"]

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import ckptz
 from ckptz import pipeline
-from ckptz.codec.units import TensorSource
+from ckptz.codec.sources import TensorSource
 from ckptz.container.index import Shard, Sharding
 from ckptz.container.publish import publish
 from ckptz.errors import (

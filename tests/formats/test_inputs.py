@@ -40,7 +40,7 @@ def check_weights(path: Path, kind: str) -> None:
     assert opened.name == str(path)
     [source] = opened.tensors.values()
     assert source.shape == (3, 4)
-    assert source.units(0, 12).tobytes() == WEIGHTS.tobytes()
+    assert source.patterns(0, 12).tobytes() == WEIGHTS.tobytes()
     opened.close()
 
 

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from ckptz.codec.units import chunk_bounds  # noqa: E402  # torch is optional
+from ckptz.codec.sources import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.container.publish import TEMPORARY_SUFFIX  # noqa: E402
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError  # noqa: E402
 from ckptz.formats import torch_files  # noqa: E402
@@ -25,7 +25,7 @@ from ckptz.state.flatten import Flat, flatten  # noqa: E402
 
 def values(flat: Flat, name: str) -> Any:
     source = flat.tensors[name]
-    chunks = [source.units(*bounds) for bounds in chunk_bounds(source.dtype.n_units(source.shape))]
+    chunks = [source.patterns(*bounds) for bounds in chunk_bounds(source.dtype.n_patterns(source.shape))]
     return np.concatenate(chunks)
 
 

@@ -481,7 +481,7 @@ def test_a_missing_shard_of_torch_is_named(tmp_path: Path) -> None:
     folder = torch_folder(tmp_path / "source", {"w": torch.ones(3)})
     next(folder.glob("*.distcp")).unlink()
     with pytest.raises(FormatError, match=r"distcp: is missing"):
-        open_input(folder).tensors["w"].units(0, 3)
+        open_input(folder).tensors["w"].patterns(0, 3)
 
 
 def cut_folder(folder: Path, whole: list[int], parts: list[tuple[list[int], list[int]]]) -> Path:
@@ -501,8 +501,8 @@ def cut_folder(folder: Path, whole: list[int], parts: list[tuple[list[int], list
 def test_parts_that_make_a_tensor_whole_are_put_together(tmp_path: Path) -> None:
     parts = [([0, 0], [2, 1]), ([0, 1], [1, 2]), ([1, 1], [1, 2]), ([4, 0], [0, 3]), ([2, 0], [2, 3])]
     folder = cut_folder(tmp_path / "cut", [4, 3], parts)
-    units = open_input(folder).tensors["w"].units(0, 12)
-    assert units.view(np.float32).tolist() == [1.0] * 12
+    patterns = open_input(folder).tensors["w"].patterns(0, 12)
+    assert patterns.view(np.float32).tolist() == [1.0] * 12
 
 
 @pytest.mark.parametrize(
@@ -556,7 +556,7 @@ def test_a_part_of_another_shape_or_type_is_refused(stored: Any, tmp_path: Path)
     raw.storage_data[places["w"][0]] = places["other"][1]
     (folder / ".metadata").write_bytes(pickle.dumps(raw))
     with pytest.raises(FormatError, match="'w'"):
-        open_input(folder).tensors["w"].units(0, 4)
+        open_input(folder).tensors["w"].patterns(0, 4)
 
 
 def doubled(before: bytes, after: bytes) -> bytes:

@@ -55,16 +55,16 @@ CHECKED = {
     "_unpack_tail": "ckptz/wire/payload.py:unpacked",
     "dequantize": "ckptz/wire/payload.py:uniform",
     "_checksum": "ckptz/wire/endpoint.py:_checked",  # a multiple of 16 bytes
-    "_quantize": "ckptz/wire/endpoint.py:_check_units",
-    "_codes_nearest": "ckptz/wire/endpoint.py:_check_units",
-    "_codes_random": "ckptz/wire/endpoint.py:_check_units",
-    "_range": "ckptz/wire/endpoint.py:_check_units",
+    "_quantize": "ckptz/wire/endpoint.py:_check_patterns",
+    "_codes_nearest": "ckptz/wire/endpoint.py:_check_patterns",
+    "_codes_random": "ckptz/wire/endpoint.py:_check_patterns",
+    "_range": "ckptz/wire/endpoint.py:_check_patterns",
     # as many elements in outer vectors as a tensor has rows and columns
     "_outer_rows": "ckptz/codec/frame.py:_parse_outer",
     # tiles of whole rows, and no more planes than there is room for
     "tile_values": "ckptz/wire/payload.py:tiled",
     "unpack_rows": "ckptz/wire/payload.py:tiled",
-    # as many units in a base, or in a tensor that is named, as in the tensor
+    # as many patterns in a base, or in a tensor that is named, as in the tensor
     "_add_ordered": "ckptz/container/reader.py:base",
     "_add_block": "ckptz/container/reader.py:base",
     "_magnitude_classes": "ckptz/container/reader.py:_companion",

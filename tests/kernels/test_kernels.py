@@ -22,28 +22,28 @@ from ckptz.kernels import torch as torch_kernels
 from tests.support import reference
 from tests.support.wire_support import devices, from_torch, to_torch
 
-UNIT_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
+PATTERN_TYPES = (np.uint8, np.uint16, np.uint32, np.uint64)
 KINDS = ((reference.F32, np.uint32), (reference.BF16, np.uint16), (reference.F16, np.uint16))
 
 pytestmark = pytest.mark.usefixtures("flush_mode")
 
 
-def patterns(dtype: Any, min_size: int = 1, max_size: int = 300) -> st.SearchStrategy[Any]:
-    """Units with many small numbers, zeros, infinities and NaN among them."""
+def f32_patterns(dtype: Any, min_size: int = 1, max_size: int = 300) -> st.SearchStrategy[Any]:
+    """Patterns with many small numbers, zeros, infinities and NaN among them."""
     width = 8 * np.dtype(dtype).itemsize
     special = [0, 1, 1 << (width - 1), (1 << width) - 1, (1 << (width - 1)) - 1, 0x7F << max(width - 9, 0)]
-    units = st.one_of(
+    patterns = st.one_of(
         st.integers(0, (1 << width) - 1),
         st.sampled_from([s & ((1 << width) - 1) for s in special]),
         st.integers(0, min(30 << 23, (1 << width) - 1)),
     )
-    return hnp.arrays(dtype, st.integers(min_size, max_size), elements=units)
+    return hnp.arrays(dtype, st.integers(min_size, max_size), elements=patterns)
 
 
-def finite(units: np.ndarray[Any, Any], kind: int) -> np.ndarray[Any, Any]:
-    """The same units with infinities and NaN made into ones."""
-    exponent = units.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
-    return np.where((units & exponent) == exponent, units.dtype.type(1), units)
+def finite(patterns: np.ndarray[Any, Any], kind: int) -> np.ndarray[Any, Any]:
+    """The same patterns with infinities and NaN made into ones."""
+    exponent = patterns.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
+    return np.where((patterns & exponent) == exponent, patterns.dtype.type(1), patterns)
 
 
 def check_equal(name: str, dtype: Any, *arguments: Any) -> np.ndarray[Any, Any]:
@@ -72,40 +72,40 @@ def check_equal_into(name: str, out: np.ndarray[Any, Any], *arguments: Any) -> n
     return expected
 
 
-@pytest.mark.parametrize("dtype", UNIT_TYPES)
+@pytest.mark.parametrize("dtype", PATTERN_TYPES)
 @given(st.data())
 @settings(max_examples=25, deadline=None)
 def test_planes_split_alike_and_merge_back(dtype: Any, data: st.DataObject) -> None:
-    units = data.draw(patterns(dtype))
-    base = data.draw(patterns(dtype, len(units), len(units)))
+    patterns = data.draw(f32_patterns(dtype))
+    base = data.draw(f32_patterns(dtype, len(patterns), len(patterns)))
     for mode in range(5):
-        planes = check_equal("split_planes", np.uint8, units, base, mode)
+        planes = check_equal("split_planes", np.uint8, patterns, base, mode)
         for kernels in (reference, cpu_kernels()):
-            out = np.empty_like(units)
+            out = np.empty_like(patterns)
             kernels.merge_planes(list(planes), base, mode, out)
-            np.testing.assert_array_equal(out, units)
-        codes = check_equal("transform", dtype, units, base, mode)
+            np.testing.assert_array_equal(out, patterns)
+        codes = check_equal("transform", dtype, patterns, base, mode)
         for kernels in (reference, cpu_kernels()):
             kernels.restore(codes, base, mode, out)
-            np.testing.assert_array_equal(out, units)
+            np.testing.assert_array_equal(out, patterns)
 
 
-@pytest.mark.parametrize("dtype", UNIT_TYPES)
+@pytest.mark.parametrize("dtype", PATTERN_TYPES)
 @given(st.data())
 @settings(max_examples=20, deadline=None)
 def test_classes_histograms_and_grouping_agree(dtype: Any, data: st.DataObject) -> None:
-    units = data.draw(patterns(dtype))
-    symbols = data.draw(hnp.arrays(np.uint8, len(units)))
-    classes = check_equal("magnitude_classes", np.uint8, units)
+    patterns = data.draw(f32_patterns(dtype))
+    symbols = data.draw(hnp.arrays(np.uint8, len(patterns)))
+    classes = check_equal("magnitude_classes", np.uint8, patterns)
     check_equal("histogram", np.int64, symbols)
     counts = check_equal("class_histogram", np.int64, classes, symbols, 256)
-    assert counts.sum() == len(units)
-    ends = np.unique([*data.draw(st.lists(st.integers(1, len(units)), max_size=3)), len(units)])
+    assert counts.sum() == len(patterns)
+    ends = np.unique([*data.draw(st.lists(st.integers(1, len(patterns)), max_size=3)), len(patterns)])
     per_class = check_equal("class_counts", np.uint32, classes, ends, 256)
     np.testing.assert_array_equal(per_class.sum(axis=(0, 1)), counts.sum(axis=1))
-    for codes in (symbols, units):
+    for codes in (symbols, patterns):
         check_equal("group", codes.dtype, codes, classes, ends, per_class)
-        whole = np.array([len(units)])
+        whole = np.array([len(patterns)])
         own = check_equal("class_counts", np.uint32, classes, whole, 256)
         grouped = check_equal("group", codes.dtype, codes, classes, whole, own)
         np.testing.assert_array_equal(check_equal_into("ungroup", codes, grouped, classes, own), codes)
@@ -121,19 +121,19 @@ def test_classes_of_many_codes_are_counted_as_those_of_few() -> None:
     np.testing.assert_array_equal(sparse.counts, dense.counts)
 
 
-@pytest.mark.parametrize("dtype", UNIT_TYPES)
+@pytest.mark.parametrize("dtype", PATTERN_TYPES)
 @given(st.data())
 @settings(max_examples=20, deadline=None)
 def test_order_is_inverted_and_sorts_like_the_values(dtype: Any, data: st.DataObject) -> None:
-    units = data.draw(patterns(dtype))
-    ordered = reference.order(units)
+    patterns = data.draw(f32_patterns(dtype))
+    ordered = reference.order(patterns)
     for device in devices():
-        found = from_torch(torch_kernels.ordered(to_torch(units, device)), np.int64)
+        found = from_torch(torch_kernels.ordered(to_torch(patterns, device)), np.int64)
         np.testing.assert_array_equal(found, ordered.astype(np.int64))
-    np.testing.assert_array_equal(reference.unorder(ordered), units)
+    np.testing.assert_array_equal(reference.unorder(ordered), patterns)
     if dtype is np.uint32:
-        values = reference.widen_f64(finite(units, reference.F32))
-        ranks = reference.order(finite(units, reference.F32))
+        values = reference.widen_f64(finite(patterns, reference.F32))
+        ranks = reference.order(finite(patterns, reference.F32))
         assert (np.diff(values[np.argsort(ranks)]) >= 0).all()
 
 
@@ -141,40 +141,42 @@ def test_order_is_inverted_and_sorts_like_the_values(dtype: Any, data: st.DataOb
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_quantization_agrees(kind: int, dtype: Any, data: st.DataObject) -> None:
-    units = data.draw(patterns(dtype))
-    boundaries = np.unique(reference.order(data.draw(patterns(dtype, 1, 20))))
+    patterns = data.draw(f32_patterns(dtype))
+    boundaries = np.unique(reference.order(data.draw(f32_patterns(dtype, 1, 20))))
     region_code = data.draw(hnp.arrays(np.uint8, len(boundaries) + 1))
-    check_equal("top_histogram", np.int64, units)
-    codes = check_equal("region_codes", np.uint8, units, boundaries, region_code)
-    long_units = np.resize(units, 1 << 14)  # past the size from which the table of buckets is used
-    long_codes = cpu_kernels().region_codes(long_units, boundaries, region_code)
-    np.testing.assert_array_equal(long_codes[: len(units)], codes)
+    check_equal("top_histogram", np.int64, patterns)
+    codes = check_equal("region_codes", np.uint8, patterns, boundaries, region_code)
+    long_patterns = np.resize(patterns, 1 << 14)  # past the size from which the table of buckets is used
+    long_codes = cpu_kernels().region_codes(long_patterns, boundaries, region_code)
+    np.testing.assert_array_equal(long_codes[: len(patterns)], codes)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_values_decode_alike(kind: int, dtype: Any, data: st.DataObject) -> None:
-    units = finite(data.draw(patterns(dtype)), kind)
+    patterns = finite(data.draw(f32_patterns(dtype)), kind)
     n_rows, n_codes = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 9))
-    codes = data.draw(hnp.arrays(np.uint8, len(units), elements=st.integers(0, n_codes - 1)))
+    codes = data.draw(hnp.arrays(np.uint8, len(patterns), elements=st.integers(0, n_codes - 1)))
     one_row = data.draw(st.booleans())
-    rows = data.draw(hnp.arrays(np.uint16, 1 if one_row else len(units), elements=st.integers(0, n_rows - 1)))
+    rows = data.draw(
+        hnp.arrays(np.uint16, 1 if one_row else len(patterns), elements=st.integers(0, n_rows - 1))
+    )
     size = n_rows * n_codes
     steps = data.draw(hnp.arrays(dtype, size)).reshape(n_rows, n_codes)
-    check_equal_into("lookup", units, codes, rows, steps)
-    check_equal_into("add_bits", units, units, codes, rows, steps)
-    terms = finite(data.draw(patterns(np.uint32, size, size)), reference.F32).reshape(n_rows, n_codes)
-    check_equal_into("add_linear", units, units, codes, rows, terms, kind)
+    check_equal_into("lookup", patterns, codes, rows, steps)
+    check_equal_into("add_bits", patterns, patterns, codes, rows, steps)
+    terms = finite(data.draw(f32_patterns(np.uint32, size, size)), reference.F32).reshape(n_rows, n_codes)
+    check_equal_into("add_linear", patterns, patterns, codes, rows, terms, kind)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_casts_agree_and_are_nearest_even(kind: int, dtype: Any, data: st.DataObject) -> None:
-    values = data.draw(patterns(np.uint32))
+    values = data.draw(f32_patterns(np.uint32))
     narrow = check_equal("from_f32", dtype, values, kind)
-    # Widening is defined for finite units: others are protected, and their sums are never used.
+    # Widening is defined for finite patterns: others are protected, and their sums are never used.
     restored = finite(narrow, kind)
     wide = check_equal("to_f32", np.uint32, restored, kind)
     np.testing.assert_array_equal(check_equal("from_f32", dtype, wide, kind), restored)
@@ -192,8 +194,8 @@ def test_casts_agree_and_are_nearest_even(kind: int, dtype: Any, data: st.DataOb
 
 @pytest.mark.parametrize("n", [1, 7, 1 << 16])
 def test_every_f16_widens_to_the_same_pattern_in_arrays_of_any_length(n: int) -> None:
-    units = np.arange(1 << 16, dtype=np.uint16)
-    parts = units if n == 1 << 16 else units[(units & 0x7C00) == 0x7C00][:: 64 // n]
+    patterns = np.arange(1 << 16, dtype=np.uint16)
+    parts = patterns if n == 1 << 16 else patterns[(patterns & 0x7C00) == 0x7C00][:: 64 // n]
     wide = [
         check_equal("to_f32", np.uint32, part, reference.F16)
         for part in np.array_split(parts, len(parts) // n)
@@ -206,8 +208,8 @@ def test_every_f16_widens_to_the_same_pattern_in_arrays_of_any_length(n: int) ->
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_sums_keep_subnormals(data: st.DataObject) -> None:
-    a = finite(data.draw(patterns(np.uint32)), reference.F32)
-    b = finite(data.draw(patterns(np.uint32, len(a), len(a))), reference.F32)
+    a = finite(data.draw(f32_patterns(np.uint32)), reference.F32)
+    b = finite(data.draw(f32_patterns(np.uint32, len(a), len(a))), reference.F32)
     got = check_equal("add_f32", np.uint32, a, b)
     # The double sum of two floats near each other is exact; one rounding by integers follows.
     exact = reference.widen_f64(a) + reference.widen_f64(b)
@@ -221,8 +223,8 @@ def test_sums_keep_subnormals(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=30, deadline=None)
 def test_outer_products_agree(data: st.DataObject) -> None:
-    rows = finite(data.draw(patterns(np.uint32, 1, 12)), reference.F32)
-    columns = finite(data.draw(patterns(np.uint32, 1, 12)), reference.F32)
+    rows = finite(data.draw(f32_patterns(np.uint32, 1, 12)), reference.F32)
+    columns = finite(data.draw(f32_patterns(np.uint32, 1, 12)), reference.F32)
     n = len(rows) * len(columns)
     begin = data.draw(st.integers(0, n - 1))
     check_equal("outer_product", np.uint32, rows, columns, begin, n)

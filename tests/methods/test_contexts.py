@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ckptz.class_rules import Block, runs_of
-from ckptz.codec.units import ArraySource
+from ckptz.codec.sources import ArraySource
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.reader import Container
 from ckptz.dtypes import dtype_of
@@ -71,10 +71,10 @@ def test_values_that_change_while_they_are_coded_are_coded_by_their_own_tables()
     draft = plan_contexts(source)
     assert draft is not None
     values *= np.float32(2.0**40)  # no table has these exponents
-    units, n = source.flat, values.size
+    patterns, n = source.flat, values.size
     runs = runs_of(draft.plan.rules, 0, n, COLUMNS)
     assert runs is not None
-    streams = encode_by_runs(cpu().split_planes(units, units, ROTATED), runs, draft.plan.tables)
+    streams = encode_by_runs(cpu().split_planes(patterns, patterns, ROTATED), runs, draft.plan.tables)
     assert streams[-1][0] is not CoderId.RANS_SHARED
 
 

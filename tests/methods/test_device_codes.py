@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckptz import Checkpointer, KeepPolicy, KMeans
-from ckptz.codec.units import CHUNK_UNITS, UNIT_TYPES
+from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES
 from ckptz.encoding.coded import bits_for
 from ckptz.kernels import compiled as cpu
 from ckptz.parallel import Workers
@@ -64,19 +64,19 @@ def coded(tensor: torch.Tensor, config: KMeans) -> Any:
 def test_codes_are_those_of_the_cpu_kernels(device: str, dtype: torch.dtype, config: KMeans) -> None:
     tensor = a_tensor(dtype, 20_000)
     source = coded(tensor.to(device), config)["weight"]
-    units = tensor.reshape(-1).view(torch.uint8).numpy().view(UNIT_TYPES[dtype.itemsize])
+    patterns = tensor.reshape(-1).view(torch.uint8).numpy().view(PATTERN_TYPES[dtype.itemsize])
     kind = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}[dtype]
     as_bf16 = config.protect_as == "bf16"
     wanted = Partitions(config.levels, config.prune, config.protect, as_bf16, config.sigma)
-    quant_map, quantizer = fit_partitions(Histogram.of(units, kind), wanted)
+    quant_map, quantizer = fit_partitions(Histogram.of(patterns, kind), wanted)
     assert isinstance(quantizer, RegionQuantizer)
-    codes = quantizer.codes(0, len(units), units)
+    codes = quantizer.codes(0, len(patterns), patterns)
     packed = cpu().pack_codes(codes, bits_for(quant_map.n_codes))
     assert np.array_equal(source.packed, packed)
     assert np.array_equal(source.quant_map.table.expand(), quant_map.table.expand())
     escaped = codes == (quant_map.escape_code if quant_map.escape_code is not None else 256)
-    assert np.array_equal(source.kept, quantizer.kept(0, units)[escaped])
-    assert np.array_equal(source.codes_of(0, len(units)), codes)
+    assert np.array_equal(source.kept, quantizer.kept(0, patterns)[escaped])
+    assert np.array_equal(source.codes_of(0, len(patterns)), codes)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -105,7 +105,7 @@ def test_a_checkpointer_writes_the_same_values_and_errors_either_way(
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(1100, 1000), nn.LayerNorm(1000), nn.Linear(1000, 80)).to(dtype)
 
-    assert a_model()[0].weight.numel() > CHUNK_UNITS  # type: ignore[index,operator,union-attr]
+    assert a_model()[0].weight.numel() > CHUNK_VALUES  # type: ignore[index,operator,union-attr]
     config = KMeans(levels=12, prune=0.1)
     there = files(tmp_path / "there", a_model(), config)
     monkeypatch.setattr(coding, "lives_elsewhere", lambda tensor: False)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptz import Checkpointer, Grid, Moments, inspect, rebase, restore
 from ckptz.codec import plan as plan_module
 from ckptz.codec.plan import LowRank
-from ckptz.codec.units import ArraySource
+from ckptz.codec.sources import ArraySource
 from ckptz.dtypes import dtype_of
 from ckptz.entropy.streams import Embedded
 from ckptz.kernels import floats
@@ -27,9 +27,9 @@ Array = np.ndarray[Any, Any]
 
 
 def source(values: Array, dtype: str = "F32") -> ArraySource:
-    patterns = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(-1)
-    units = floats.from_f32(patterns, {"F32": floats.F32, "BF16": floats.BF16}[dtype])
-    return ArraySource(dtype_of(dtype), values.shape, units)
+    f32_patterns = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(-1)
+    patterns = floats.from_f32(f32_patterns, {"F32": floats.F32, "BF16": floats.BF16}[dtype])
+    return ArraySource(dtype_of(dtype), values.shape, patterns)
 
 
 def whole(found: LowRank) -> Array:

@@ -32,8 +32,8 @@ torch = pytest.importorskip("torch")
 class Signs(Quantizer):
     """Code 0 below zero, 1 from zero on."""
 
-    def codes(self, begin: int, end: int, units: Any) -> Any:
-        return (units.view(np.float32) >= 0).astype(np.uint8)
+    def codes(self, begin: int, end: int, patterns: Any) -> Any:
+        return (patterns.view(np.float32) >= 0).astype(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,9 @@ class SignRecipe(Recipe):
         return {"gain": self.gain}
 
     def plan(self, subject: TensorToEncode) -> EncodingPlan:
-        values = subject.source.units(0, subject.source.dtype.n_units(subject.source.shape)).view(np.float32)
+        values = subject.source.patterns(0, subject.source.dtype.n_patterns(subject.source.shape)).view(
+            np.float32
+        )
         level = np.float32(self.gain * np.abs(values).mean())
         table = np.array([[-level, level]], np.float32).view(np.uint32)
         quant_map = QuantizationMap(ExplicitTable(table), np.zeros(1, np.int64))
@@ -84,8 +86,8 @@ class Nearest(Quantizer):
     ceiling: float
     levels: int
 
-    def codes(self, begin: int, end: int, units: Any) -> Any:
-        places = (units.view(np.float32) / self.ceiling + 1) * ((self.levels - 1) / 2)
+    def codes(self, begin: int, end: int, patterns: Any) -> Any:
+        places = (patterns.view(np.float32) / self.ceiling + 1) * ((self.levels - 1) / 2)
         return np.rint(places).astype(np.uint8)
 
 
@@ -98,7 +100,7 @@ class EvenRecipe(Recipe):
         return {"levels": self.levels}
 
     def plan(self, subject: TensorToEncode) -> EncodingPlan:
-        values = subject.source.units(0, subject.source.n_units).view(np.float32)
+        values = subject.source.patterns(0, subject.source.n_patterns).view(np.float32)
         ceiling = float(np.abs(values).max())
         table = np.linspace(-ceiling, ceiling, self.levels, dtype=np.float32).view(np.uint32)
         quant_map = QuantizationMap(ExplicitTable(table[None]), np.zeros(1, np.int64))

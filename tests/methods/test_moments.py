@@ -18,7 +18,7 @@ from ckptz import compress, inspect
 from ckptz.class_rules import Magnitude, Row
 from ckptz.codec.frame import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
-from ckptz.codec.units import CHUNK_UNITS, ArraySource, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.companions import MAX_DRAFTS, CachedChunks, EncodingPlans
 from ckptz.encoding.encoding_plan import EncodingPlan
@@ -80,8 +80,8 @@ def plan_of(folder: Path, name: str, file: str = "state.ckptz") -> Plan:
 
 
 def orders(values: Array) -> Array:
-    unit = np.uint32 if values.dtype == np.float32 else np.uint16
-    return floats.order(values.view(unit)).astype(np.int64)
+    pattern = np.uint32 if values.dtype == np.float32 else np.uint16
+    return floats.order(values.view(pattern)).astype(np.int64)
 
 
 # --- second moments -----------------------------------------------------------------------------
@@ -108,23 +108,23 @@ def test_second_moments_keep_zero_sign_and_a_step(tmp_path: Path, dtype: str, st
 def test_any_second_moments_come_back_live(data: st.DataObject) -> None:
     """Whatever is predicted, a level restores a finite number above zero, or the element stands exactly."""
     dtype = data.draw(st.sampled_from(sorted(ARRAYS)))
-    kind, unit = KINDS[dtype], np.uint32 if dtype == "F32" else np.uint16
+    kind, pattern = KINDS[dtype], np.uint32 if dtype == "F32" else np.uint16
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     top = {"F32": 0x7F7FFFFF, "BF16": 0x7F7F, "F16": 0x7BFF}[dtype]
     spread = data.draw(st.sampled_from([top, 1000, 60]))
     low = data.draw(st.integers(0, top - spread))
-    units = rng.integers(low, low + spread, 40 * 20, endpoint=True).astype(unit)
-    base = rng.integers(0, np.iinfo(unit).max, len(units), endpoint=True).astype(unit)
+    patterns = rng.integers(low, low + spread, 40 * 20, endpoint=True).astype(pattern)
+    base = rng.integers(0, np.iinfo(pattern).max, len(patterns), endpoint=True).astype(pattern)
     if data.draw(st.booleans()):
-        base = np.clip(units.astype(np.int64) + rng.integers(-9, 9, len(units)), 0, top).astype(unit)
-    source = ArraySource(dtype_of(dtype), (40, 20), units)
+        base = np.clip(patterns.astype(np.int64) + rng.integers(-9, 9, len(patterns)), 0, top).astype(pattern)
+    source = ArraySource(dtype_of(dtype), (40, 20), patterns)
     base_source = ArraySource(dtype_of(dtype), (40, 20), base) if data.draw(st.booleans()) else None
     wanted = SecondMoment(data.draw(st.sampled_from([0.25, 4.0, 60.0])))
     draft = wanted.plan(TensorToEncode(source, base_source))
     from_base = draft.plan.predictor is Predictor.BASE
     assert not from_base or base_source is not None
     restored = restored_by(draft, source, base_source)
-    assert np.array_equal(restored == 0, units == 0)
+    assert np.array_equal(restored == 0, patterns == 0)
     assert (restored <= top).all()
     assert floats.all_finite(restored, kind)
 
@@ -353,14 +353,16 @@ def test_small_trained_weights_are_rounded_and_the_rest_is_exact(tmp_path: Path)
 
 @pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
 def test_rounding_twice_changes_nothing_more(kind: int) -> None:
-    unit = np.uint32 if kind == floats.F32 else np.uint16
-    units = np.random.default_rng(0).integers(0, np.iinfo(unit).max, 10000, endpoint=True).astype(unit)
-    once = RelativeRounding().rounded(units, kind, 0)
+    pattern = np.uint32 if kind == floats.F32 else np.uint16
+    patterns = (
+        np.random.default_rng(0).integers(0, np.iinfo(pattern).max, 10000, endpoint=True).astype(pattern)
+    )
+    once = RelativeRounding().rounded(patterns, kind, 0)
     np.testing.assert_array_equal(RelativeRounding().rounded(once, kind, 0), once)
     np.testing.assert_array_equal(RelativeRounding(key=7).rounded(once, kind, 0), once)
-    is_finite = ~np.isnan(floats.to_f32(units, kind).view(np.float32))
+    is_finite = ~np.isnan(floats.to_f32(patterns, kind).view(np.float32))
     exact, got = (
-        floats.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (units, once)
+        floats.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (patterns, once)
     )
     with np.errstate(invalid="ignore"):
         assert not (np.abs(got - exact) > np.abs(exact) * 2.0**-10).any()
@@ -396,7 +398,7 @@ def test_moments_that_are_saved_beside_the_weights_of_others_are_lossy_too(tmp_p
 
 def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    shape = (CHUNK_UNITS // 512 + 3, 512)
+    shape = (CHUNK_VALUES // 512 + 3, 512)
     second = np.exp2(rng.uniform(-30, -20, shape)).astype(np.float32)
     first = (rng.standard_normal(shape) * np.sqrt(second)).astype(np.float32)
     tensors = {FIRST: first, SECOND: second, **{f"optimizer.{i}.exp_avg": first[:64] for i in range(6)}}
@@ -446,41 +448,41 @@ def test_plans_of_long_ago_are_let_go() -> None:
 
 
 class Counting(TensorSource):
-    """Units that number themselves, with codes, and a count of chunks that were read."""
+    """Patterns that number themselves, with codes, and a count of chunks that were read."""
 
     dtype, n_codes = dtype_of("F32"), 3
     n_read = 0
 
-    def __init__(self, n_units: int) -> None:
-        self.shape = (n_units,)
+    def __init__(self, n_patterns: int) -> None:
+        self.shape = (n_patterns,)
 
-    def units(self, begin: int, end: int) -> Array:
-        raise AssertionError("units and codes come from one decoding")
+    def patterns(self, begin: int, end: int) -> Array:
+        raise AssertionError("patterns and codes come from one decoding")
 
-    def units_and_codes(self, begin: int, end: int) -> tuple[Array, Array]:
+    def patterns_and_codes(self, begin: int, end: int) -> tuple[Array, Array]:
         self.n_read += 1
         return np.arange(begin, end, dtype=np.uint32), np.arange(begin, end).astype(np.uint8)
 
 
 def test_the_chunks_of_a_held_base_are_read_once() -> None:
-    source = Counting(CHUNK_UNITS + 4)
+    source = Counting(CHUNK_VALUES + 4)
     chunks = CachedChunks()
     for held in (chunks.of("base", source), chunks.of("base", source)):
-        for begin in (0, CHUNK_UNITS):
+        for begin in (0, CHUNK_VALUES):
             codes = held.codes(begin, begin + 4)
             assert codes is not None
             assert codes.tolist() == [0, 1, 2, 3]
-            assert held.units(begin + 1, begin + 3).tolist() == [begin + 1, begin + 2]
+            assert held.patterns(begin + 1, begin + 3).tolist() == [begin + 1, begin + 2]
         assert (held.n_codes, source.n_read) == (3, 2)
 
 
 def test_held_chunks_are_bounded_and_read_anew_when_they_are_gone() -> None:
-    source = Counting(3 * CHUNK_UNITS)
-    chunks = CachedChunks(most=12 * CHUNK_UNITS)  # two of them
+    source = Counting(3 * CHUNK_VALUES)
+    chunks = CachedChunks(most=12 * CHUNK_VALUES)  # two of them
     held = chunks.of("base", source)
-    for n_read, begin in enumerate((0, CHUNK_UNITS, 2 * CHUNK_UNITS, 0), 1):
-        assert held.units(begin, begin + 1).tolist() == [begin]
-        assert chunks.weight <= 12 * CHUNK_UNITS
+    for n_read, begin in enumerate((0, CHUNK_VALUES, 2 * CHUNK_VALUES, 0), 1):
+        assert held.patterns(begin, begin + 1).tolist() == [begin]
+        assert chunks.weight <= 12 * CHUNK_VALUES
         assert source.n_read == n_read
 
 
@@ -490,8 +492,8 @@ def test_held_chunks_are_bounded_and_read_anew_when_they_are_gone() -> None:
 LIVE = st.integers(1, 0x7F7FFFFF) | st.integers(1, 200) | st.integers(0x7F000000, 0x7F7FFFFF)
 
 
-def units_of(patterns: list[int], kind: int) -> Array:
-    """Units whose values are about those of F32 patterns."""
+def patterns_of(patterns: list[int], kind: int) -> Array:
+    """Patterns whose values are about those of F32 patterns."""
     found = np.array(patterns, np.uint32)
     return found if kind == floats.F32 else (found >> np.uint32(16)).astype(np.uint16)
 
@@ -501,37 +503,37 @@ def units_of(patterns: list[int], kind: int) -> Array:
 @settings(max_examples=60, deadline=None)
 def test_ladders_are_those_of_the_reference(kind: int, data: st.DataObject) -> None:
     numbers = data.draw(st.lists(LIVE | st.just(0), min_size=1, max_size=60))
-    units, width = units_of(numbers, kind), 32 if kind == floats.F32 else 16
+    patterns, width = patterns_of(numbers, kind), 32 if kind == floats.F32 else 16
     if kind == floats.F16:
-        units %= np.uint16(0x7C00)
-    n_predicted = data.draw(st.sampled_from([0, len(units)]))
+        patterns %= np.uint16(0x7C00)
+    n_predicted = data.draw(st.sampled_from([0, len(patterns)]))
     every = st.integers(0, (1 << width) - 1)
     drawn = data.draw(st.lists(every, min_size=n_predicted, max_size=n_predicted))
-    predicted = np.array(drawn, units.dtype)
+    predicted = np.array(drawn, patterns.dtype)
     step = data.draw(st.integers(1, 1 << (width - 3)))
     ladder = Ladder(step, data.draw(st.integers(0, step - 1)))
     quantizer = LadderQuantizer(Prediction(kind), ladder)
-    indices, is_level, ratios = reference.ladder_indices(units, predicted, quantizer.levels, kind)
+    indices, is_level, ratios = reference.ladder_indices(patterns, predicted, quantizer.levels, kind)
 
-    live = indices[is_level & (units != 0)]
-    rungs = rungs_of(*np.unique(live, return_counts=True), int((units == 0).sum()), 1)
-    codes = np.empty(len(units), np.uint8)
+    live = indices[is_level & (patterns != 0)]
+    rungs = rungs_of(*np.unique(live, return_counts=True), int((patterns == 0).sum()), 1)
+    codes = np.empty(len(patterns), np.uint8)
     codes_of = rungs.lowest, rungs.n_levels, rungs.zero_code or 0, rungs.escape_code or 0
-    moments().ladder_codes(units, predicted, quantizer.levels, codes_of, codes)
+    moments().ladder_codes(patterns, predicted, quantizer.levels, codes_of, codes)
     expected = np.where(is_level, indices - rungs.lowest, -1)
     expected[(expected < 0) | (expected >= rungs.n_levels)] = rungs.escape_code
-    expected[units == 0] = rungs.zero_code or 0
+    expected[patterns == 0] = rungs.zero_code or 0
     np.testing.assert_array_equal(codes, expected)
 
     first, n = rungs.lowest - 1, 300
     sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
-    moments().ladder_sums(units, predicted, quantizer.levels, kind, first, *sums)
+    moments().ladder_sums(patterns, predicted, quantizer.levels, kind, first, *sums)
     counts, roots = (turns.sum(axis=0) for turns in sums)
-    is_counted = is_level & (units != 0) & (indices >= first) & (indices < first + n)
+    is_counted = is_level & (patterns != 0) & (indices >= first) & (indices < first + n)
     at = indices[is_counted] - first
     np.testing.assert_array_equal(counts[:n], np.bincount(at, minlength=n))
     np.testing.assert_allclose(roots[:n], np.bincount(at, ratios[is_counted], n), rtol=1e-12)
-    assert counts[n:].tolist() == [(units == 0).sum(), ((units != 0) & ~is_counted).sum()]
+    assert counts[n:].tolist() == [(patterns == 0).sum(), ((patterns != 0) & ~is_counted).sum()]
 
 
 @given(st.lists(LIVE | st.just(0), min_size=1, max_size=80), st.integers(1, 9), st.integers(0, 30))

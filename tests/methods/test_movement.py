@@ -16,7 +16,7 @@ from safetensors.numpy import save_file as save_plain
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress
 from ckptz.class_rules import labels_of_rows
 from ckptz.codec.plan import LinearTable
-from ckptz.codec.units import CHUNK_UNITS
+from ckptz.codec.sources import CHUNK_VALUES
 from ckptz.container.index import LossyRecord
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
@@ -39,18 +39,18 @@ def test_kernels_round_as_their_definition_says(data: st.DataObject) -> None:
     key = data.draw(st.one_of(st.just(NEAREST), st.integers(0, 2**32 - 1)))
     begin = data.draw(st.sampled_from([0, 1, 77, 2**32 - 5, 2**32, 2**40 + 3]))
     n, n_rows = data.draw(st.integers(1, 300)), data.draw(st.integers(1, 5))
-    row_units = -(-(begin + n) // n_rows)
+    row_patterns = -(-(begin + n) // n_rows)
     rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
     steps = np.exp2(rng.uniform(-9, 3, 3)).astype(np.float32)
     labels = rng.integers(0, 3, n_rows).astype(np.uint8)
     values = (rng.standard_normal(n) * data.draw(st.sampled_from([0.01, 1.0, 400.0]))).astype(np.float32)
     on_grid = rng.random(n) < 0.3  # ties and exact multiples too
-    row_steps = steps[labels[np.arange(begin, begin + n) // row_units]]
+    row_steps = steps[labels[np.arange(begin, begin + n) // row_patterns]]
     values[on_grid] = (np.rint(values / row_steps * 2) / 2 * row_steps)[on_grid]
     base = rng.standard_normal(n).astype(np.float32) if data.draw(st.booleans()) else None
     dead_zone = data.draw(st.sampled_from([0.0, 0.1, 4.0]))
 
-    grid = (steps, labels, row_units)
+    grid = (steps, labels, row_patterns)
     expected = reference.residual_codes(values, base, *grid, dead_zone, key, begin)
     got = np.empty(n, np.uint8)
     rounding().residual_codes(values, base, *grid, dead_zone, key, begin, got)
@@ -63,7 +63,7 @@ def test_kernels_round_as_their_definition_says(data: st.DataObject) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 700) | st.sampled_from([1 << 14, (1 << 14) - 13]), st.integers(1, 99), st.data())
-def test_kernels_measure_as_numpy_does(n: int, row_units: int, data: st.DataObject) -> None:
+def test_kernels_measure_as_numpy_does(n: int, row_patterns: int, data: st.DataObject) -> None:
     rng = np.random.default_rng(n)
     values, base, given_squares = rng.standard_normal((3, n)).astype(np.float32)
     wide, wide_base = values.astype(np.float64), base.astype(np.float64)
@@ -73,37 +73,37 @@ def test_kernels_measure_as_numpy_does(n: int, row_units: int, data: st.DataObje
     assert rounding().largest(values.view(np.uint32)) == np.abs(values).max().view(np.uint32)
 
     begin = data.draw(st.integers(0, 200))
-    rows = np.arange(begin, begin + n) // row_units
+    rows = np.arange(begin, begin + n) // row_patterns
     is_root = data.draw(st.booleans())
     squares = given_squares if is_root else np.abs(given_squares)
     wide_squares = squares.astype(np.float64) ** (2 if is_root else 1)
     row_sums = np.zeros(rows[-1] + 1)
-    energy, is_measured = rounding().sensitivities(values, squares, is_root, begin, row_units, row_sums)
+    energy, is_measured = rounding().sensitivities(values, squares, is_root, begin, row_patterns, row_sums)
     np.testing.assert_allclose(row_sums, np.bincount(rows, wide_squares), rtol=1e-12)
     assert (energy, is_measured) == (pytest.approx(wide_squares @ wide**2), True)
     odd = squares.copy()
     odd[-1] = data.draw(st.sampled_from([np.inf, np.nan, *([] if is_root else [-1e-20])]))
-    assert not rounding().sensitivities(values, odd, is_root, begin, row_units, row_sums)[1]
+    assert not rounding().sensitivities(values, odd, is_root, begin, row_patterns, row_sums)[1]
     odd[-1] = -0.0
-    assert rounding().sensitivities(values, odd, is_root, begin, row_units, row_sums)[1]
+    assert rounding().sensitivities(values, odd, is_root, begin, row_patterns, row_sums)[1]
 
     labels, codes = rng.integers(0, 3, len(row_sums)).astype(np.uint8), rng.integers(0, 4, n).astype(np.uint8)
     for given_base, sizes in ((None, np.abs(wide)), (base, np.abs(wide - wide_base))):
         sums = np.zeros((3, 256))
-        rounding().residual_sums(values, given_base, labels, row_units, begin, codes, sums)
+        rounding().residual_sums(values, given_base, labels, row_patterns, begin, codes, sums)
         cells = labels[rows].astype(np.int64) * 256 + codes
         expected = np.bincount(cells, sizes, sums.size).reshape(sums.shape)
         expected[:, 0] = 0
         np.testing.assert_array_equal(sums, expected)
 
 
-def test_labels_of_rows_are_those_of_each_unit() -> None:
+def test_labels_of_rows_are_those_of_each_pattern() -> None:
     rng = np.random.default_rng(0)
-    for row_units in (1, 3, 4095, 4096, 9000):
-        indices = rng.integers(0, 9, 50_000 // row_units + 1).astype(np.uint8)
+    for row_patterns in (1, 3, 4095, 4096, 9000):
+        indices = rng.integers(0, 9, 50_000 // row_patterns + 1).astype(np.uint8)
         for begin, end in ((0, 50_000), (12_345, 45_678), (4096, 4096)):
-            labels = labels_of_rows(indices, begin, end, row_units)
-            np.testing.assert_array_equal(labels, indices[np.arange(begin, end) // row_units])
+            labels = labels_of_rows(indices, begin, end, row_patterns)
+            np.testing.assert_array_equal(labels, indices[np.arange(begin, end) // row_patterns])
 
 
 def test_what_has_no_level_escapes() -> None:
@@ -314,7 +314,7 @@ def test_the_recorded_key_tells_what_was_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("config", [Grid(), KMeans()])
 def test_jobs_and_reruns_change_no_byte(tmp_path: Path, config: Method) -> None:
-    shape = (CHUNK_UNITS // 256 + 3, 256)
+    shape = (CHUNK_VALUES // 256 + 3, 256)
     full = written(tmp_path, "0", state(shape=shape), config)
     later, files = moved(full, 0.1, 1), []
     for jobs in (1, 4, 4):

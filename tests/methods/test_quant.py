@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptz.codec.units import ArraySource
+from ckptz.codec.sources import ArraySource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.tensor import TensorToEncode
 from ckptz.errors import ConfigError
@@ -54,9 +54,9 @@ def test_a_histogram_sees_what_is_not_finite(value: float) -> None:
 
 @pytest.mark.parametrize("kind", [floats.BF16, floats.F16])
 def test_sixteen_bit_histograms_are_exact(kind: int) -> None:
-    units = floats.from_f32(gaussian(5000).view(np.uint32), kind)
-    values, counts = Histogram.of(units, kind).occupied()
-    exact, exact_counts = np.unique(floats.widen_f64(floats.to_f32(units, kind)), return_counts=True)
+    patterns = floats.from_f32(gaussian(5000).view(np.uint32), kind)
+    values, counts = Histogram.of(patterns, kind).occupied()
+    exact, exact_counts = np.unique(floats.widen_f64(floats.to_f32(patterns, kind)), return_counts=True)
     np.testing.assert_array_equal(values, exact)
     np.testing.assert_array_equal(counts, exact_counts)
 
@@ -130,10 +130,10 @@ def test_sample_weights_follow_the_paper() -> None:
 )
 @pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
 def test_every_value_lands_in_its_partition(wanted: Partitions, kind: int) -> None:
-    units = floats.from_f32(gaussian(30_000).view(np.uint32), kind)
-    values = floats.widen_f64(floats.to_f32(units, kind))
-    quant_map, quantizer = fit_partitions(Histogram.of(units, kind), wanted)
-    codes = quantizer.codes(0, len(units), units)
+    patterns = floats.from_f32(gaussian(30_000).view(np.uint32), kind)
+    values = floats.widen_f64(floats.to_f32(patterns, kind))
+    quant_map, quantizer = fit_partitions(Histogram.of(patterns, kind), wanted)
+    codes = quantizer.codes(0, len(patterns), patterns)
     levels = floats.widen_f64(quant_map.table.expand()[0])
     has_escape = quant_map.escape_code is not None
     escaped = (codes == quant_map.escape_code) & has_escape

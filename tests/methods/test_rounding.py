@@ -12,7 +12,7 @@ from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 from torch import nn
 
-from ckptz.codec.units import ArraySource
+from ckptz.codec.sources import ArraySource
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.tensor import InputCovariance, SideInformation, TensorToEncode
 from ckptz.hooks import Calibration
@@ -318,7 +318,7 @@ def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:
         guide = SideInformation(inputs=InputCovariance(axis=axis, n_samples=500, read=lambda: moments))
         draft = UniformGrid().plan(TensorToEncode(source, guide=guide))
         assert draft.quantizer is not None
-        return draft.quantizer.codes(0, array.size, source.units(0, array.size)).reshape(array.shape)
+        return draft.quantizer.codes(0, array.size, source.patterns(0, array.size)).reshape(array.shape)
 
     along_first, along_second = codes(weight, 0), codes(np.ascontiguousarray(weight.T), 1).T
     np.testing.assert_array_equal(along_first, along_second)

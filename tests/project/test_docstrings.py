@@ -22,9 +22,9 @@ VERBS = """
     Warn Weigh Wrap Write
 """
 ARRAY = re.compile(
-    r"\b(NDArray|Units|Floats|Reals|Integers|Codes|Labels|Counts|Bytes|Frequencies|Matrix|Logits)\b"
+    r"\b(NDArray|Patterns|Floats|Reals|Integers|Codes|Labels|Counts|Bytes|Frequencies|Matrix|Logits)\b"
 )
-SIZED = re.compile(r"\[|\bunits?\b|\bbytes?\b")
+SIZED = re.compile(r"\[|\bpatterns?\b|\bunits?\b|\bbytes?\b")
 # Beginnings that leave the reader to guess the subject.
 RIDDLES = re.compile(r"(What|Where|How|Which|Of|For|See|As|It|The same|spec/)\b|spec/|\(")
 NO_OBJECT = re.compile(r"\w+ (it|them|others|the same|nothing|something|of)\b")
@@ -106,7 +106,7 @@ def test_docstrings_are_sentences_that_begin_with_a_verb(path: Path) -> None:
         ("def f(a: int) -> int:", "'Give it.' is too short to say anything"),
         ("def f(a: int) -> int:", "'Give the same for others.' does not name its object"),
         ("def f(a: NDArray[Any]) -> None:", "'Take an array.' says no shape or unit of its arrays"),
-        ("def f() -> Units:", "'Read an array.' says no shape or unit of its arrays"),
+        ("def f() -> Patterns:", "'Read an array.' says no shape or unit of its arrays"),
         ("@property\n  def f(self) -> int:", "'What it is called.' does not begin with its subject"),
         ("@property\n  def f(self) -> int:", "'All of them.' is too short to say anything"),
         ("class f:", "'How the values are spread.' does not begin with its subject"),
@@ -123,8 +123,8 @@ def test_a_wrong_docstring_is_noticed(line: str, fault: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        'def f(a: Units) -> int:\n    """Count some units."""',
-        'def f(a: Units) -> None:\n    """Take an array.\n\n    `a` is [n].\n    """',
+        'def f(a: Patterns) -> int:\n    """Count some bit patterns."""',
+        'def f(a: Patterns) -> None:\n    """Take an array.\n\n    `a` is [n].\n    """',
         'def _f() -> int:\n    """Of a helper."""',
         'class A:\n  """A new one."""\n  @property\n  def f(self) -> int:\n    """Its items in all."""',
         'class _A:\n    def f(self) -> int:\n        """A number."""',

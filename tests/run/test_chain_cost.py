@@ -49,7 +49,7 @@ def test_two_ways_to_a_frame_do_not_multiply_along_a_chain(
     depth = 40
     checkpoint = open_checkpoint(crossed_chain(tmp_path, depth))
     try:
-        assert checkpoint.tensors["a"].units(0, 4).tobytes() == ZEROS
+        assert checkpoint.tensors["a"].patterns(0, 4).tobytes() == ZEROS
     finally:
         checkpoint.close()
     assert len(calls) <= 4 * (depth + 1)

@@ -73,7 +73,7 @@ def test_no_frame_and_no_value_is_read(run: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError
 
     monkeypatch.setattr(FrameSource, "payload", untouched)
-    monkeypatch.setattr(RegionSource, "units", untouched)
+    monkeypatch.setattr(RegionSource, "patterns", untouched)
     write_plain(run / "other.safetensors", a_state(n=5000))
     (run / "z.ckptz").unlink()
     assert logged(run)[0].n_files == 3
@@ -277,7 +277,7 @@ def fails_for_all(chain: Chain, out: Path, exit_code: int, *texts: str) -> None:
 def open_and_read(path: Path) -> None:
     with contextlib.closing(open_checkpoint(path)) as opened:
         for source in opened.tensors.values():
-            source.units(0, source.dtype.n_units(source.shape))
+            source.patterns(0, source.dtype.n_patterns(source.shape))
 
 
 def test_a_missing_member_is_named_by_content_id_and_last_name(chain: Chain, tmp_path: Path) -> None:

@@ -377,7 +377,7 @@ def test_permissions_are_those_of_the_file(chain: Chain) -> None:
 def content(raw: bytes) -> dict[str, bytes]:
     with contextlib.closing(open_source(MemoryBytes(raw))) as opened:
         sources = opened.tensors.items()
-        return {name: s.units(0, s.dtype.n_units(s.shape)).tobytes() for name, s in sources}
+        return {name: s.patterns(0, s.dtype.n_patterns(s.shape)).tobytes() for name, s in sources}
 
 
 def a_small_file(folder: Path) -> bytes:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptz import Budget, pipeline
-from ckptz.codec.units import ArraySource, TensorSource
+from ckptz.codec.sources import ArraySource, TensorSource
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import BaseRef
 from ckptz.container.reader import Container

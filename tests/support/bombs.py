@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ckptz.bits import xxh64
-from ckptz.codec.units import CHUNK_UNITS
+from ckptz.codec.sources import CHUNK_VALUES
 from tests.support.spec_files import CONSTANT, File, Frame, embedded, plan, varint
 
 ONE: Final = (0x3F800000).to_bytes(4, "little")
@@ -39,7 +39,7 @@ def _file(frames: Mapping[str, Frame], features: str = "lossless,maps", **given:
 
 
 def outer_vectors() -> bytes:
-    """Two hundred tensors without units whose vectors take 64 MiB each."""
+    """Two hundred tensors without patterns whose vectors take 64 MiB each."""
     vectors = b"".join(embedded(b"") for _ in range(4)) + constant_vector(ONE)
     body, shape = explicit_map(ONE) + vectors, (0, MAX_OUTER)
     made = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=body)
@@ -52,7 +52,7 @@ def outer_vectors_of_rows() -> bytes:
     n = 1 << 23
     body = explicit_map(bytes(4)) + constant_vector(ONE) * 2
     made = plan(dtype="F32", domain=1, predictor=2, shape=(n, 1), rest=body)
-    frame = Frame(made, [(CONSTANT, b"\0")], ONE * CHUNK_UNITS, "F32", (n, 1), n_chunks=n // CHUNK_UNITS)
+    frame = Frame(made, [(CONSTANT, b"\0")], ONE * CHUNK_VALUES, "F32", (n, 1), n_chunks=n // CHUNK_VALUES)
     return _file({f"t{i:05d}": frame for i in range(2)})
 
 
@@ -61,7 +61,7 @@ def term_codes() -> bytes:
     n = (1 << 24) // 64 - 4
     body = explicit_map(bytes(4)) + varint(64) + ONE * 64 + embedded(b"\1", CONSTANT)
     made = plan(dtype="F32", domain=1, predictor=4, shape=(n, 4), rest=body)
-    decoded = struct.pack("<f", 64.0) * CHUNK_UNITS
+    decoded = struct.pack("<f", 64.0) * CHUNK_VALUES
     frame = Frame(made, [(CONSTANT, b"\0")], decoded[: 16 * n], "F32", (n, 4))
     version = {"ckptz.version": "1.1"}
     return _file({f"t{i:05d}": frame for i in range(20)}, "lossless,low-rank,maps", metadata=version)
@@ -78,12 +78,12 @@ def expanded_maps() -> bytes:
 
 
 def labels() -> bytes:
-    """A label for each of 2^24 units, in tensors of one byte a unit."""
+    """A label for each of 2^24 patterns, in tensors of one byte a pattern."""
     rule = b"\3" + varint(1) + varint(1) + embedded(b"\0", CONSTANT)
     n = 1 << 24
     made = plan(shape=(n,), rules=[rule], rest=flat_table(1))
-    chunk = bytes(CHUNK_UNITS)
-    frame = Frame(made, [(CONSTANT, b"\0")], chunk, "U8", (n,), n_chunks=n // CHUNK_UNITS)
+    chunk = bytes(CHUNK_VALUES)
+    frame = Frame(made, [(CONSTANT, b"\0")], chunk, "U8", (n,), n_chunks=n // CHUNK_VALUES)
     return _file({f"t{i:05d}": frame for i in range(8)})
 
 
@@ -94,14 +94,14 @@ def metadata_keys() -> bytes:
 
 def constant_chunks() -> bytes:
     """Four gigabytes of zeros."""
-    shape, stream = (1 << 12, CHUNK_UNITS), (CONSTANT, b"\0")
-    frame = Frame(plan(shape=shape), [stream], bytes(CHUNK_UNITS), "U8", shape, n_chunks=1 << 12)
+    shape, stream = (1 << 12, CHUNK_VALUES), (CONSTANT, b"\0")
+    frame = Frame(plan(shape=shape), [stream], bytes(CHUNK_VALUES), "U8", shape, n_chunks=1 << 12)
     return _file({"w": frame}, "lossless")
 
 
 def base_codes() -> bytes:
     """Depth 64, each level grouped by codes of the one below and by the magnitudes of another tensor."""
-    shape, zeros = (CHUNK_UNITS,), bytes(4 * CHUNK_UNITS)
+    shape, zeros = (CHUNK_VALUES,), bytes(4 * CHUNK_VALUES)
     rules = [b"\1" + varint(1) + b"b", b"\4" + varint(1)]
     grouped = plan(
         dtype="F32",
@@ -111,7 +111,7 @@ def base_codes() -> bytes:
         rules=rules,
         rest=explicit_map(bytes(4)) + flat_table(256),
     )
-    codes = xxh64(bytes(CHUNK_UNITS))
+    codes = xxh64(bytes(CHUNK_VALUES))
     a = Frame(grouped, [(CONSTANT, b"\0")], zeros, "F32", shape, base_codes=codes)
     b = Frame(
         plan(dtype="F32", predictor=1, mode=2, shape=shape), [(CONSTANT, b"\0")] * 4, zeros, "F32", shape

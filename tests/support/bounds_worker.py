@@ -11,6 +11,7 @@ second decoder does not find.
 from __future__ import annotations
 
 import collections
+import functools
 import hashlib
 import itertools
 import json
@@ -102,6 +103,10 @@ def read_file(kind: str, path: Path, about: str) -> bool:
     return False
 
 
+def _whole(source: Any) -> Any:
+    return source.patterns(0, source.dtype.n_patterns(source.shape))
+
+
 def is_by_codes_alone(path: Path, expected: Outcome) -> bool:
     """Whether a fault is one of a base whose codes alone are wanted: spec/03-transforms.md#classes."""
     checkpoint = open_checkpoint(path)
@@ -109,8 +114,8 @@ def is_by_codes_alone(path: Path, expected: Outcome) -> bool:
         assert checkpoint.container is not None
         plans = [frame.header.plan for frame in checkpoint.container.tensors.values()]
         bases = [s for name, s in checkpoint.container.bases.items() if name in checkpoint.tensors]
-        refused = any(outcome_of(lambda: s.units(0, s.dtype.n_units(s.shape)))[0] == "refused" for s in bases)  # noqa: B023
-        by_codes = any(plan.reads_base_codes and not plan.reads_base_units for plan in plans)
+        refused = any(outcome_of(functools.partial(_whole, base))[0] == "refused" for base in bases)
+        by_codes = any(plan.reads_base_codes and not plan.reads_base_patterns for plan in plans)
         return isinstance(expected, str) and by_codes and refused
     finally:
         checkpoint.close()

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from ckptz.bits import combine, xxh64
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import exact_plan
-from ckptz.codec.units import CHUNK_UNITS
+from ckptz.codec.sources import CHUNK_VALUES
 from ckptz.container.index import Index, TensorEntry, content_id, envelope_metadata, pack_index
 from ckptz.dtypes import DTYPES
 from ckptz.entropy.streams import CoderId
@@ -154,8 +154,8 @@ def content_of(path: Path) -> Content:
 def _content(opened: Input) -> Content:
     rows = []
     for name, source in opened.tensors.items():
-        units = source.units(0, source.dtype.n_units(source.shape))
-        rows.append((name, (source.dtype.name, tuple(source.shape), units.tobytes())))
+        patterns = source.patterns(0, source.dtype.n_patterns(source.shape))
+        rows.append((name, (source.dtype.name, tuple(source.shape), patterns.tobytes())))
     return rows, None if opened.metadata is None else dict(opened.metadata)
 
 
@@ -192,9 +192,9 @@ def spread(n: int, most: int) -> Iterable[int]:
 
 def bomb(path: Path, n_chunks: int) -> Path:
     """A valid file of one tensor of zeros: a MiB from every 22 bytes."""
-    zeros = xxh64(bytes(CHUNK_UNITS))
+    zeros = xxh64(bytes(CHUNK_VALUES))
     record = ChunkRecord(xxh64(b"\0"), zeros, (StreamRecord(CoderId.CONSTANT, 1),))
-    shape = (n_chunks, CHUNK_UNITS)
+    shape = (n_chunks, CHUNK_VALUES)
     header = FrameHeader(DTYPES["U8"], shape, exact_plan(DTYPES["U8"]), (record,) * n_chunks)
     frame = header.pack() + bytes(n_chunks)
     checksum = combine([zeros] * n_chunks)

@@ -24,7 +24,7 @@ from ckptz.codec.plan import (
     QuantizationMap,
     StreamTables,
 )
-from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources, TensorSource, chunk_bounds
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
@@ -46,7 +46,7 @@ class CodedSource(TensorSource):
     flat: Array
     all_codes: Array
 
-    def units(self, begin: int, end: int) -> Array:
+    def patterns(self, begin: int, end: int) -> Array:
         return self.flat[begin:end]
 
     @property
@@ -63,11 +63,11 @@ class FixedQuantizer(Quantizer):
 
     all_codes: Array
 
-    def codes(self, begin: int, end: int, units: Array) -> Array:
+    def codes(self, begin: int, end: int, patterns: Array) -> Array:
         return self.all_codes[begin:end]
 
-    def kept(self, begin: int, units: Array) -> Array:
-        return units
+    def kept(self, begin: int, patterns: Array) -> Array:
+        return patterns
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ class Case:
         return ChunkSources(begin, end, self.base, lambda name: self.companion)
 
     def encode(self) -> tuple[FrameHeader, list[EncodedChunk]]:
-        n = self.source.dtype.n_units(self.source.shape)
+        n = self.source.dtype.n_patterns(self.source.shape)
         chunks = [encode_chunk(self.source, self.draft, self.sources(*b)) for b in chunk_bounds(n)]
         records = tuple(chunk.record for chunk in chunks)
         return FrameHeader(self.source.dtype, self.source.shape, self.plan, records), chunks
 
     def decode(self, header: FrameHeader, payloads: list[bytes]) -> Array:
-        n = header.n_units
+        n = header.n_patterns
         out = np.empty(n, self.source.flat.dtype)
         for i, (begin, end) in enumerate(chunk_bounds(n)):
             payload = np.frombuffer(payloads[i], np.uint8).copy()
@@ -103,7 +103,7 @@ class Case:
     def decode_codes(self, header: FrameHeader, payloads: list[bytes]) -> Array:
         parts = [
             decode_codes(header, i, np.frombuffer(payloads[i], np.uint8).copy(), self.sources(*bounds))
-            for i, bounds in enumerate(chunk_bounds(header.n_units))
+            for i, bounds in enumerate(chunk_bounds(header.n_patterns))
         ]
         return np.concatenate(parts)
 
@@ -117,7 +117,7 @@ def round_trip(case: Case) -> Array:
     return case.decode(FrameHeader.parse(packed), [chunk.payload for chunk in chunks])
 
 
-def expected_units(case: Case) -> Array:
+def expected_patterns(case: Case) -> Array:
     """The decode rule once more, element by element in plain Python and numpy, without the codec."""
     plan, quant_map = case.plan, case.plan.quant_map
     assert quant_map is not None
@@ -130,15 +130,15 @@ def expected_units(case: Case) -> Array:
     width = 8 * out.itemsize
     for i in range(n):
         entry = table[rows[i], quantizer.all_codes[i]]
-        pattern = _prediction(case, i, kind)
+        f32_pattern = _prediction(case, i, kind)
         if plan.domain is Domain.LINEAR:
-            total = reference.widen_f64(np.array([pattern], np.uint32)) + reference.widen_f64(
+            total = reference.widen_f64(np.array([f32_pattern], np.uint32)) + reference.widen_f64(
                 np.array([entry], np.uint32)
             )
             out[i] = reference.from_f32(reference.round_f64(total), kind)[0]
         else:
-            unit = reference.from_f32(np.array([pattern], np.uint32), kind)
-            total_int = (int(reference.order(unit)[0]) + int(entry)) % (1 << width)
+            pattern = reference.from_f32(np.array([f32_pattern], np.uint32), kind)
+            total_int = (int(reference.order(pattern)[0]) + int(entry)) % (1 << width)
             out[i] = reference.unorder(np.array([total_int], out.dtype))[0]
     if quant_map.zero_code is not None:
         out[quantizer.all_codes == quant_map.zero_code] = 0
@@ -152,7 +152,7 @@ def _prediction(case: Case, i: int, kind: int) -> int:
     """F32 pattern of the predictor of element i."""
     if case.plan.predictor is Predictor.BASE:
         assert case.base is not None
-        return int(reference.to_f32(case.base.units(i, i + 1), kind)[0])
+        return int(reference.to_f32(case.base.patterns(i, i + 1), kind)[0])
     if isinstance(case.plan.outer, LowRank):
         return _sum_of_terms(case.plan.outer, i)
     if case.plan.outer is not None:
@@ -179,16 +179,16 @@ def _sum_of_terms(outer: LowRank, i: int) -> int:
 def expected_labels(case: Case) -> Array:
     """Classes from the text of the rules, element by element."""
     n = len(case.source.flat)
-    row_units = max(n // case.source.shape[0], 1)
+    row_patterns = max(n // case.source.shape[0], 1)
     labels = np.zeros(n, np.int64)
     for rule in case.plan.rules:
-        labels = labels * rule.radix + [_label(case, rule, i, row_units) for i in range(n)]
+        labels = labels * rule.radix + [_label(case, rule, i, row_patterns) for i in range(n)]
     return labels
 
 
-def _label(case: Case, rule: ClassRule, i: int, row_units: int) -> int:
+def _label(case: Case, rule: ClassRule, i: int, row_patterns: int) -> int:
     if isinstance(rule, Row):
-        return int(rule.indices[i // row_units])
+        return int(rule.indices[i // row_patterns])
     if isinstance(rule, Block):
         return int(rule.indices[i // rule.size])
     if isinstance(rule, BaseCode):
@@ -196,18 +196,18 @@ def _label(case: Case, rule: ClassRule, i: int, row_units: int) -> int:
         return 0 if codes is None else int(codes[0])
     source = case.companion if rule.source else case.base
     assert source is not None
-    unit = source.units(i, i + 1)
-    return int(unit[0]) >> (8 * unit.itemsize - 9) & 0xFF
+    pattern = source.patterns(i, i + 1)
+    return int(pattern[0]) >> (8 * pattern.itemsize - 9) & 0xFF
 
 
 # --- strategies ---------------------------------------------------------------------------------
 
 
-def random_units(rng: np.random.Generator, kind: int, n: int) -> Array:
-    """Make finite units of ordinary, tiny and zero values."""
+def random_patterns(rng: np.random.Generator, kind: int, n: int) -> Array:
+    """Make finite patterns of ordinary, tiny and zero values."""
     values = rng.standard_normal(n) * 10.0 ** rng.choice([-42, -39, -20, -3, 0], n)
-    patterns = reference.round_f64(np.where(rng.random(n) < 0.1, 0.0, values))
-    return reference.from_f32(patterns, kind)
+    f32_patterns = reference.round_f64(np.where(rng.random(n) < 0.1, 0.0, values))
+    return reference.from_f32(f32_patterns, kind)
 
 
 def random_table(rng: np.random.Generator, domain: Domain, shape: tuple[int, int], dtype: DType) -> AnyTable:
@@ -218,7 +218,7 @@ def random_table(rng: np.random.Generator, domain: Domain, shape: tuple[int, int
     if domain is Domain.LINEAR:
         scale, offset = rng.standard_normal(n_rows) * 1e-3, rng.standard_normal(n_rows) * 1e-4
         return LinearTable(scale, np.arange(n_codes) - n_codes / 2.0, offset)
-    return ExplicitTable(rng.integers(-9, 100, shape).astype(UNIT_TYPES[dtype.unit_bytes]))
+    return ExplicitTable(rng.integers(-9, 100, shape).astype(PATTERN_TYPES[dtype.pattern_bytes]))
 
 
 def _rules(
@@ -275,7 +275,7 @@ def build_case(
     n: int,
 ) -> Case:
     kind = KINDS[dtype.name]
-    flat, base_units = random_units(rng, kind, n), random_units(rng, kind, n)
+    flat, base_patterns = random_patterns(rng, kind, n), random_patterns(rng, kind, n)
     rules = _rules(rng, names, n, shape)
     n_classes, n_codes, n_rows = n_classes_of(rules), int(rng.integers(2, 12)), int(rng.integers(1, 4))
     quant_map = QuantizationMap(
@@ -294,14 +294,14 @@ def build_case(
     if predictor is Predictor.OUTER:
         outer = Outer(*(reference.round_f64(rng.standard_normal(size) * 1e-2) for size in sizes))
     has_codes = rng.random() < 0.7
-    base: TensorSource = ArraySource(dtype, shape, base_units)
+    base: TensorSource = ArraySource(dtype, shape, base_patterns)
     if has_codes:
-        base = CodedSource(dtype, shape, base_units, rng.integers(0, 5, n).astype(np.uint8))
-    companion = ArraySource(dtype, shape, random_units(rng, kind, n))
+        base = CodedSource(dtype, shape, base_patterns, rng.integers(0, 5, n).astype(np.uint8))
+    companion = ArraySource(dtype, shape, random_patterns(rng, kind, n))
     plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor, outer=outer, rules=rules)
     case = Case(ArraySource(dtype, shape, flat), EncodingPlan(plan, FixedQuantizer(codes)), base, companion)
     # What would not be finite must be escaped.
-    decoded = expected_units(case)
+    decoded = expected_patterns(case)
     exponent = decoded.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
     infinite = (decoded & exponent) == exponent
     if quant_map.escape_code is None and infinite.any():

@@ -21,7 +21,7 @@ import numpy as np
 
 from ckptz.bits import xxh64
 from ckptz.codec.frame import FrameHeader, chunk_record_bytes
-from ckptz.codec.units import UNIT_TYPES
+from ckptz.codec.sources import PATTERN_TYPES
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import PlainFile
 from ckptz.container.index import INDEX_NAME, OPTIONAL_PREFIX, content_id_of
@@ -165,7 +165,7 @@ def change_plain(file: Plain, rng: Rng) -> None:
     row = next(row for name, row in file.rows.items() if name != "__metadata__")
     dtype = DTYPES[str(rng.choice(list(DTYPES)))]
     n_bytes = row["data_offsets"][1] - row["data_offsets"][0]
-    row |= {"dtype": dtype.name, "shape": [n_bytes // dtype.unit_bytes]}
+    row |= {"dtype": dtype.name, "shape": [n_bytes // dtype.pattern_bytes]}
 
 
 def mutant(chain: Sequence[Member], rng: Rng, pool: Sequence[Frame]) -> list[Member]:
@@ -254,22 +254,22 @@ def _fitted(file: File, path: Path) -> bool:
 
 def _fit_frame(frame: Frame, source: FrameSource) -> bool:
     before = frame.base_codes, frame.decoded_checksum
-    n_units = source.dtype.n_units(source.shape)
+    n_patterns = source.dtype.n_patterns(source.shape)
     with contextlib.suppress(CkptzError):
-        if source.header.chunks and n_units * source.dtype.unit_bytes <= MAX_BYTES:
-            _fit_base_codes(frame, source, n_units)
-            out = np.zeros(n_units, UNIT_TYPES[source.dtype.unit_bytes])
+        if source.header.chunks and n_patterns * source.dtype.pattern_bytes <= MAX_BYTES:
+            _fit_base_codes(frame, source, n_patterns)
+            out = np.zeros(n_patterns, PATTERN_TYPES[source.dtype.pattern_bytes])
             with contextlib.suppress(CkptzError):  # what it decodes to is in `out` all the same
                 source.decode_chunk(0, out)
             frame.decoded_checksum = xxh64(out)
     return before != (frame.base_codes, frame.decoded_checksum)
 
 
-def _fit_base_codes(frame: Frame, source: FrameSource, n_units: int) -> None:
+def _fit_base_codes(frame: Frame, source: FrameSource, n_patterns: int) -> None:
     base = source.base
     if source.header.plan.reads_base_codes and base is not None:
         read = getattr(base, "codes", None)
-        codes = None if read is None else read(0, n_units)
+        codes = None if read is None else read(0, n_patterns)
         frame.base_codes = 0 if codes is None else xxh64(codes)
 
 
@@ -278,5 +278,5 @@ def _fit_base_codes(frame: Frame, source: FrameSource, n_units: int) -> None:
 
 def is_small(checkpoint: Checkpoint) -> bool:
     """Whether every tensor is one that a reader of mutants decodes."""
-    sizes = [s.dtype.n_units(s.shape) * s.dtype.unit_bytes for s in checkpoint.tensors.values()]
+    sizes = [s.dtype.n_patterns(s.shape) * s.dtype.pattern_bytes for s in checkpoint.tensors.values()]
     return max(sizes, default=0) <= MAX_BYTES and sum(sizes) <= 4 * MAX_BYTES

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptz import Grid, KMeans
-from ckptz.codec.units import SourceOf
+from ckptz.codec.sources import SourceOf
 from ckptz.integrations import dcp_write
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
 
@@ -258,7 +258,7 @@ class _Failing(_Gathered):
 
 
 class _Unreadable(SourceOf):
-    def units(self, begin: int, end: int) -> Any:
+    def patterns(self, begin: int, end: int) -> Any:
         raise OSError(5, "Input/output error")
 
 

@@ -24,7 +24,7 @@ from ckptz.kernels.floats import (  # noqa: F401 - some are kernels as they are
     XOR,
     Bytes,
     Counts,
-    Units,
+    Patterns,
     all_finite,
     from_f32,
     order,
@@ -60,22 +60,22 @@ Floats = NDArray[np.float32]
 # --- classes ------------------------------------------------------------------------------------
 
 
-def magnitude_classes(units: Units) -> Bytes:
-    """Give the eight bits below the sign bit (for one-byte units: seven): the exponent of F32 and BF16."""
-    if units.itemsize == 1:
-        return units & np.uint8(0x7F)
-    shift = units.dtype.type(8 * units.itemsize - 9)
-    return ((units >> shift) & units.dtype.type(0xFF)).astype(np.uint8)
+def magnitude_classes(patterns: Patterns) -> Bytes:
+    """Give the eight bits below the sign bit (for one-byte patterns: seven): the exponent of F32 and BF16."""
+    if patterns.itemsize == 1:
+        return patterns & np.uint8(0x7F)
+    shift = patterns.dtype.type(8 * patterns.itemsize - 9)
+    return ((patterns >> shift) & patterns.dtype.type(0xFF)).astype(np.uint8)
 
 
-def class_histogram(classes: Units, symbols: Bytes, n_classes: int) -> Counts:
+def class_histogram(classes: Patterns, symbols: Bytes, n_classes: int) -> Counts:
     """Count the occurrences of each byte within each class: [n_classes, 256]."""
     joint = classes.astype(np.int64) * 256 + symbols
     return np.bincount(joint, minlength=n_classes * 256).astype(np.int64).reshape(n_classes, 256)
 
 
-def class_counts(classes: Units, ends: Counts, n_classes: int) -> NDArray[np.uint32]:
-    """Count the units of each class in each quarter of tensors [m] that end there: [m, 4, n_classes].
+def class_counts(classes: Patterns, ends: Counts, n_classes: int) -> NDArray[np.uint32]:
+    """Count the patterns of each class in each quarter of tensors [m] that end there: [m, 4, n_classes].
 
     The last quarter has what is left over.
     """
@@ -86,14 +86,16 @@ def class_counts(classes: Units, ends: Counts, n_classes: int) -> NDArray[np.uin
     return counts
 
 
-def group(symbols: Units, classes: Units, ends: Counts, counts: NDArray[np.uint32] | None = None) -> Units:
+def group(
+    symbols: Patterns, classes: Patterns, ends: Counts, counts: NDArray[np.uint32] | None = None
+) -> Patterns:
     """Sort symbols [n] of tensors [m] in the order of their classes [n], stable within a class."""
     del counts
     parts = zip(np.split(symbols, ends[:-1]), np.split(classes, ends[:-1]), strict=True)
     return np.concatenate([part[np.argsort(own, kind="stable")] for part, own in parts])
 
 
-def ungroup(grouped: Units, classes: Units, counts: NDArray[np.uint32] | None, out: Units) -> None:
+def ungroup(grouped: Patterns, classes: Patterns, counts: NDArray[np.uint32] | None, out: Patterns) -> None:
     """Undo `group` of one tensor, into `out` [n]."""
     del counts
     out[np.argsort(classes, kind="stable")] = grouped
@@ -102,14 +104,14 @@ def ungroup(grouped: Units, classes: Units, counts: NDArray[np.uint32] | None, o
 # --- values -------------------------------------------------------------------------------------
 
 
-def top_histogram(units: Units) -> Counts:
-    """Count the top 16 bits of each unit of two or four bytes: [65536]."""
-    top = units if units.itemsize == 2 else units >> np.uint32(16)
+def top_histogram(patterns: Patterns) -> Counts:
+    """Count the top 16 bits of each pattern of two or four bytes: [65536]."""
+    top = patterns if patterns.itemsize == 2 else patterns >> np.uint32(16)
     return np.bincount(top, minlength=N_BUCKETS).astype(np.int64)
 
 
 def _add_tiny(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Sum of patterns below 2^-100, in units of 2^-149, rounded to nearest even."""
+    """Sum of patterns below 2^-100, in patterns of 2^-149, rounded to nearest even."""
 
     def integer(pattern: NDArray[np.uint32]) -> NDArray[np.int64]:
         exponent = (pattern >> np.uint32(23) & np.uint32(0xFF)).astype(np.int64)
@@ -143,20 +145,20 @@ def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return total
 
 
-def lookup(codes: Bytes, rows: Units, table: Units, out: Units) -> None:
+def lookup(codes: Bytes, rows: Patterns, table: Patterns, out: Patterns) -> None:
     """Look up table[row, code] of each element; `rows` may have one entry for all."""
     out[:] = table[rows, codes]
 
 
 def add_linear(
-    base: Units, codes: Bytes, rows: Units, table: NDArray[np.uint32], kind: int, out: Units
+    base: Patterns, codes: Bytes, rows: Patterns, table: NDArray[np.uint32], kind: int, out: Patterns
 ) -> None:
     """Compute cast(base + table[row, code]); `table` and sums are F32 patterns, base and out of `kind`."""
     out[:] = from_f32(add_f32(to_f32(base, kind), table[rows, codes]), kind)
 
 
-def add_bits(base: Units, codes: Bytes, rows: Units, table: Units, out: Units) -> None:
-    """Compute unorder(order(base) + table[row, code]) modulo the width of the unit."""
+def add_bits(base: Patterns, codes: Bytes, rows: Patterns, table: Patterns, out: Patterns) -> None:
+    """Compute unorder(order(base) + table[row, code]) modulo the width of the pattern."""
     out[:] = unorder(order(base) + table[rows, codes])
 
 
@@ -232,7 +234,7 @@ def residual_codes(
     base: Floats | None,
     steps: Floats,
     labels: Bytes,
-    row_units: int,
+    row_patterns: int,
     dead_zone: float,
     key: int,
     begin: int,
@@ -244,19 +246,19 @@ def residual_codes(
         base: finite [n], or None for zero.
         steps: of each class of rows, above 0 [n_classes].
         labels: class of each row [n_rows].
-        row_units: elements of a row.
+        row_patterns: elements of a row.
         dead_zone: see `grid_codes`.
         key: see `grid_codes`.
         begin: index of the first value in its tensor.
     """
-    return grid_codes(_scaled(values, base, steps, labels, row_units, begin), dead_zone, key, begin)
+    return grid_codes(_scaled(values, base, steps, labels, row_patterns, begin), dead_zone, key, begin)
 
 
 def _scaled(
-    values: Floats, base: Floats | None, steps: Floats, labels: Bytes, row_units: int, begin: int
+    values: Floats, base: Floats | None, steps: Floats, labels: Bytes, row_patterns: int, begin: int
 ) -> Floats:
     residual = values if base is None else values - base
-    rows = np.arange(begin, begin + len(values)) // row_units
+    rows = np.arange(begin, begin + len(values)) // row_patterns
     scaled: Floats = residual / steps[labels[rows]]
     return scaled
 
@@ -265,14 +267,14 @@ def _scaled(
 
 
 def ladder_indices(
-    units: Units, predicted: Units, ladder: tuple[int, ...], kind: int
+    patterns: Patterns, predicted: Patterns, ladder: tuple[int, ...], kind: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], Floats]:
-    """Find the level of each unit [n]; `predicted` are units [n], or none for a prediction of zero.
+    """Find the level of each pattern [n]; `predicted` are patterns [n], or none for a prediction of zero.
 
     Args:
-        units: bit patterns of a kind, not negative.
+        patterns: bit patterns of a kind, not negative.
         predicted: any bit patterns.
-        ladder: step, phase, bit of the sign, all bits, largest unit.
+        ladder: step, phase, bit of the sign, all bits, largest pattern.
         kind: F32, BF16 or F16.
 
     Returns:
@@ -280,14 +282,14 @@ def ladder_indices(
         roots of the elements in roots of their level, of the smallest number where that is zero or below.
     """
     step, phase, zero, _, largest = ladder
-    origin = order(predicted).astype(np.int64) if len(predicted) else np.full(len(units), zero)
-    indices = (order(units).astype(np.int64) - origin - phase + step // 2) // step
+    origin = order(predicted).astype(np.int64) if len(predicted) else np.full(len(patterns), zero)
+    indices = (order(patterns).astype(np.int64) - origin - phase + step // 2) // step
     restored = origin + indices * step + phase
     is_level = restored + step // 2 <= zero + largest
     if len(predicted):
         is_level &= restored - step // 2 > zero
-    nominal = np.where(is_level, np.maximum(restored - zero, 1), 1).astype(units.dtype)
-    exact, levels = (to_f32(u, kind).view(np.float32) for u in (units, nominal))
+    nominal = np.where(is_level, np.maximum(restored - zero, 1), 1).astype(patterns.dtype)
+    exact, levels = (to_f32(u, kind).view(np.float32) for u in (patterns, nominal))
     with np.errstate(over="ignore"):
         return indices, is_level, np.sqrt(exact / levels)
 

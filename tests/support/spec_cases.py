@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckptz.bits import xxh64
-from ckptz.codec.units import CHUNK_UNITS
+from ckptz.codec.sources import CHUNK_VALUES
 from tests.support.spec_files import (
     CONSTANT,
     OWN,
@@ -119,7 +119,7 @@ def base_coded(radix: int, base_codes: int, predictor: int = 0, mode: int = 0) -
 
 
 def planes(decoded: bytes, size: int = 4) -> list[tuple[int, bytes]]:
-    """Bytes of units as stored streams."""
+    """Bytes of patterns as stored streams."""
     return [(STORED, decoded[j::size]) for j in range(size)]
 
 
@@ -177,9 +177,9 @@ def constant_vector(element: bytes, coder: int = CONSTANT) -> bytes:
 
 def outer_frame(shape: tuple[int, ...], outer: bytes) -> Frame:
     """F32, of chunks that are not there."""
-    units = math.prod(shape)
+    patterns = math.prod(shape)
     made = plan(dtype="F32", domain=1, predictor=2, shape=shape, rest=b"\0\1\1" + ONE + outer)
-    return Frame(made, [(CONSTANT, b"\0")], b"", "F32", shape, n_chunks=-(-units // CHUNK_UNITS))
+    return Frame(made, [(CONSTANT, b"\0")], b"", "F32", shape, n_chunks=-(-patterns // CHUNK_VALUES))
 
 
 def terms(*scales: bytes, codes: bytes, coder: int = STORED, rank: int | None = None) -> bytes:
@@ -192,9 +192,9 @@ def low_rank(behind: bytes, shape: tuple[int, ...] = (4,), **fields: Any) -> Fra
     """Ones of F32, of the sum of some terms and 0."""
     rest = b"\0\1\1" + bytes(4) + behind
     made = plan(dtype="F32", domain=1, predictor=4, shape=shape, rest=rest)
-    units = math.prod(shape)
-    streams = [(CONSTANT, b"\0")] if units else []
-    return Frame(made, streams, ONE * units, "F32", shape, n_chunks=int(units > 0), **fields)
+    patterns = math.prod(shape)
+    streams = [(CONSTANT, b"\0")] if patterns else []
+    return Frame(made, streams, ONE * patterns, "F32", shape, n_chunks=int(patterns > 0), **fields)
 
 
 def of_rank(n: int) -> Frame:
@@ -211,9 +211,9 @@ def delta(decoded: bytes = F32, **fields: Any) -> Frame:
     return Frame(plan(dtype="F32", predictor=1, mode=2), planes(decoded), decoded, "F32", **fields)
 
 
-def base(units: bytes = bytes(16)) -> Frame:
+def base(patterns: bytes = bytes(16)) -> Frame:
     """F32 that a delta may be relative to."""
-    return Frame(plan(dtype="F32"), planes(units), units, "F32")
+    return Frame(plan(dtype="F32"), planes(patterns), patterns, "F32")
 
 
 def reheaded(header: bytes, frame: Frame | None = None) -> Raw:

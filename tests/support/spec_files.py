@@ -15,7 +15,7 @@ import numpy as np
 from ckptz.bits import ByteWriter, combine, xxh64
 from ckptz.codec.decode import decode_chunk
 from ckptz.codec.frame import FrameHeader
-from ckptz.codec.units import UNIT_TYPES, ChunkSources, TensorSource
+from ckptz.codec.sources import PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.index import content_id
 from ckptz.container.reader import check_empty
@@ -133,7 +133,7 @@ class Frame:
         return self.header + self.payload * self.n_chunks + last + self.behind
 
     @property
-    def units(self) -> bytes:
+    def patterns(self) -> bytes:
         """What all of it decodes to."""
         return self.decoded * self.n_chunks + (self.last[1] if self.last else b"")
 
@@ -150,9 +150,9 @@ class Frame:
         return File({"w": self}, features="lossless,maps").files()
 
     def decode(self, base: TensorSource | None = None) -> bytes:
-        """The units of the one chunk, as the reader decodes them."""
+        """The patterns of the one chunk, as the reader decodes them."""
         header = self.parse()
-        out = np.empty(header.n_units, UNIT_TYPES[header.dtype.unit_bytes])
+        out = np.empty(header.n_patterns, PATTERN_TYPES[header.dtype.pattern_bytes])
         payload = np.frombuffer(self.payload, np.uint8)
         decode_chunk(header, 0, payload, ChunkSources(0, len(out), base), out)
         return out.tobytes()
@@ -294,7 +294,7 @@ def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:
     for source in checkpoint.tensors.values():
         check_empty(source)
     sources = checkpoint.tensors.items()
-    return {name: s.units(0, s.dtype.n_units(s.shape)).tobytes() for name, s in sources}
+    return {name: s.patterns(0, s.dtype.n_patterns(s.shape)).tobytes() for name, s in sources}
 
 
 def plain_file(rows: Json, data: bytes) -> bytes:

@@ -79,7 +79,7 @@ class Valid:
 
     def tensors(self) -> dict[str, Tensor]:
         """What it decodes to."""
-        return {name: (f.dtype, f.shape, f.units) for name, f in self.file.frames.items()}
+        return {name: (f.dtype, f.shape, f.patterns) for name, f in self.file.frames.items()}
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ PATTERNS = bytes.fromhex("00000080 0000807f 010080ff ffffffff 0100007f 00000000 
 
 def tensor(dtype: str) -> Frame:
     """32 bytes of any type: signed zeros, infinities, NaN with payloads, subnormals."""
-    size = DTYPES[dtype].unit_bytes
+    size = DTYPES[dtype].pattern_bytes
     shape = (32 * 8 // DTYPES[dtype].bits,) if DTYPES[dtype].bits in (4, 8, 16, 32, 64) else (4, 4)
     data = PATTERNS[: 12 if shape == (4, 4) else 32]
     return Frame(plan(dtype=dtype, shape=shape), planes(data, size), data, dtype, shape)
@@ -376,7 +376,7 @@ def mapped(
 
 
 def cast_frame(dtype: str) -> Frame:
-    """Every row of the page's table of casts that gives a finite unit, and no -0.0, which +0.0 swallows."""
+    """Every row of the page's table of casts that gives a finite pattern but -0.0, which +0.0 swallows."""
     exponent = {"BF16": 0x7F80, "F16": 0x7C00}[dtype]
     rows = [(int(row["F32"], 16), int(row[dtype], 16)) for row in table("04-quantization.md", "cast", "F32")]
     rows = [(p, u) for p, u in rows if u & exponent != exponent and u != 0x8000]
@@ -686,10 +686,12 @@ def plain_id(other: Plain) -> str:
     return File(frames).content_id()
 
 
-def of_base(decoded: bytes, units: bytes, dtype: str, mode: int, z: bytes, shape: tuple[int, ...]) -> Valid:
+def of_base(
+    decoded: bytes, patterns: bytes, dtype: str, mode: int, z: bytes, shape: tuple[int, ...]
+) -> Valid:
     """A delta by a plane mode; `z` is what its streams join to."""
-    size = DTYPES[dtype].unit_bytes
-    anchor = Frame(plan(dtype=dtype, shape=shape), planes(units, size), units, dtype, shape)
+    size = DTYPES[dtype].pattern_bytes
+    anchor = Frame(plan(dtype=dtype, shape=shape), planes(patterns, size), patterns, dtype, shape)
     made = plan(dtype=dtype, predictor=1, mode=mode, shape=shape)
     return based(
         "F9 F12 F13 H3 H4 C18 C19", Frame(made, planes(z, size), decoded, dtype, shape), File({"w": anchor})

@@ -66,8 +66,8 @@ class Session:
         link = Link(0, 1, self.policy, kernels=wire_reference)
         out = []
         for message in self.messages:
-            units = values(self, message)
-            sent = link.send(message.direction, units, dtype_of(self.dtype), self.shape, message.place)
+            patterns = values(self, message)
+            sent = link.send(message.direction, patterns, dtype_of(self.dtype), self.shape, message.place)
             data = sent.message.tobytes()
             data = message.change(data) if message.change else data
             if not message.is_lost:
@@ -77,7 +77,7 @@ class Session:
 
 
 def values(session: Session, message: Message) -> Array:
-    """Units of a tensor by a formula that no library can change."""
+    """Patterns of a tensor by a formula that no library can change."""
     i = np.arange(int(np.prod(session.shape)), dtype=np.int64)
     if session.dtype not in ("F32", "BF16", "F16"):
         return i.view(np.uint64)

@@ -56,11 +56,11 @@ def moved(state: State, seed: int, share: float = 0.02) -> State:
     for name, tensor in out.items():
         if name == "frozen" or not tensor.numel():
             continue
-        units = bits(tensor).numpy().reshape(tensor.numel(), -1)
-        places = np.flatnonzero(rng.random(len(units)) < share)
+        patterns = bits(tensor).numpy().reshape(tensor.numel(), -1)
+        places = np.flatnonzero(rng.random(len(patterns)) < share)
         flipped = 1 if tensor.dtype == torch.bool else 1 << rng.integers(0, 3)
-        units[places, 0] ^= np.uint8(flipped)
-        out[name] = torch.from_numpy(units).reshape(-1).view(tensor.dtype).reshape(tensor.shape)
+        patterns[places, 0] ^= np.uint8(flipped)
+        out[name] = torch.from_numpy(patterns).reshape(-1).view(tensor.dtype).reshape(tensor.shape)
     return out
 
 

@@ -84,8 +84,8 @@ def state_of(checkpoint: Checkpoint, spool: Path | None = None) -> State:
     try:
         if spool is not None:
             follow(checkpoint, spool)
-        units = read_all(checkpoint)
-        found = {n: (s.dtype.name, tuple(s.shape), units[n]) for n, s in checkpoint.tensors.items()}
+        patterns = read_all(checkpoint)
+        found = {n: (s.dtype.name, tuple(s.shape), patterns[n]) for n, s in checkpoint.tensors.items()}
         metadata = checkpoint.metadata
         return found, None if metadata is None else dict(metadata)
     finally:

@@ -22,7 +22,7 @@ from ckptz.wire.state import Place
 from tests.support import second_decoder
 from tests.support.mutant_support import changed_bytes
 from tests.support.spec_wire import WIRE, header_of, signed
-from tests.support.wire_support import BACKWARD, FORWARD, f32_units, from_torch, to_torch
+from tests.support.wire_support import BACKWARD, FORWARD, f32_patterns, from_torch, to_torch
 
 Attempt = Callable[[Callable[[], Any]], tuple[str, Any]]
 Outcomes = Iterator[tuple[str, str, str]]
@@ -85,7 +85,7 @@ def transcript(policy: LinkPolicy, directions: Sequence[Any], dtype: str = "F32"
         place = Place(step, sample_ids=IDS if policy.feedback == "aqsgd" else None)
         for direction in directions:
             values = np.random.default_rng(step).standard_normal(np.prod(SHAPE)) ** 3
-            sent = link.send(direction, f32_units(values, dtype), dtype_of(dtype), SHAPE, place)
+            sent = link.send(direction, f32_patterns(values, dtype), dtype_of(dtype), SHAPE, place)
             due.append(Due(direction, place, sent.message.tobytes()))
     return Transcript(policy, dtype, SHAPE, tuple(due))
 
@@ -129,11 +129,11 @@ def received(made: Transcript, due: Sequence[Due], shapes: Sequence[tuple[int, .
         data = np.frombuffer(message.data, np.uint8)
         array = to_torch(data) if is_torch else data
         try:
-            units = link.receive(message.direction, array, dtype, shape, message.place)
+            patterns = link.receive(message.direction, array, dtype, shape, message.place)
         except WireError:
             break
-        units = from_torch(units, np.uint8) if is_torch else units
-        digests.append(hashlib.sha256(units.tobytes()).hexdigest())
+        patterns = from_torch(patterns, np.uint8) if is_torch else patterns
+        digests.append(hashlib.sha256(patterns.tobytes()).hexdigest())
     return digests
 
 
@@ -201,7 +201,7 @@ def message_outcome(
 def states_of(made: Transcript) -> dict[str, Any]:
     """What an end remembers after the transcript: as sender, and as receiver."""
     sender, receiver = (Link(0, 1, made.policy, kernels=wire_cpu) for _ in range(2))
-    values, dtype = f32_units(np.ones(int(np.prod(made.shape))), made.dtype), dtype_of(made.dtype)
+    values, dtype = f32_patterns(np.ones(int(np.prod(made.shape))), made.dtype), dtype_of(made.dtype)
     for message in made.due:
         sender.send(message.direction, values, dtype, made.shape, message.place)
         data = np.frombuffer(message.data, np.uint8)
@@ -246,10 +246,10 @@ def go_on(made: Transcript, state: dict[str, Any], kernels: Any) -> None:
     ends = [Link(0, 1, made.policy, kernels=kernels, like=like) for _ in range(2)]
     for link in ends:
         link.load_state_dict(state)
-    units = f32_units(np.ones(int(np.prod(made.shape))), made.dtype)
+    patterns = f32_patterns(np.ones(int(np.prod(made.shape))), made.dtype)
     first = made.due[0]
     place = dataclasses.replace(first.place, step=5)
-    array = to_torch(units) if kernels is wire_torch else units
+    array = to_torch(patterns) if kernels is wire_torch else patterns
     dtype = dtype_of(made.dtype)
     message = ends[0].send(first.direction, array, dtype, made.shape, place).message
     ends[1].receive(first.direction, message, dtype, made.shape, place)

@@ -33,7 +33,7 @@ from ckptz.kernels.wire_arrays import (
     TINY,
     Bytes,
     Patterns,
-    as_units,
+    as_patterns,
     signs_of,
 )
 from tests.support.reference import pack_codes, unpack_codes
@@ -59,7 +59,7 @@ def pack(codes: Bytes, n_bits: int) -> Bytes:
 
 def checksum(data: Bytes) -> int:
     """Sum over 64-bit words of mix(word + (i + 1) * STEP), mod 2^64; a multiple of 8 bytes."""
-    words = as_units(data, 8)
+    words = as_patterns(data, 8)
     x = words + np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(STEP_64)
     for factor in (MIX_64_A, MIX_64_B):
         x = (x ^ (x >> np.uint64(33))) * np.uint64(factor)

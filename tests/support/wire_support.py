@@ -25,14 +25,14 @@ def rng(seed: int = 0) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def f32_units(values: Any, dtype: str = "F32") -> Any:
+def f32_patterns(values: Any, dtype: str = "F32") -> Any:
     """Bit patterns of a dtype, rounded from floats."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
     return wire_reference.from_f32(flat.view(np.uint32), KINDS[dtype])
 
 
-def floats(units: Any, dtype: str = "F32") -> Any:
-    return wire_reference.to_f32(units, KINDS[dtype]).view(np.float32)
+def floats(patterns: Any, dtype: str = "F32") -> Any:
+    return wire_reference.to_f32(patterns, KINDS[dtype]).view(np.float32)
 
 
 def to_torch(array: Any, device: str = "cpu") -> torch.Tensor:
@@ -61,13 +61,13 @@ def torch_end(policy: LinkPolicy, device: str) -> Link:
 
 
 def across(
-    pair: tuple[Link, Link], units: Any, place: Place, *, back: bool = False, dtype: str = "F32",
+    pair: tuple[Link, Link], patterns: Any, place: Place, *, back: bool = False, dtype: str = "F32",
     shape: tuple[int, ...] = SHAPE,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(message, what arrived) of one tensor; what the sender expects must be what arrives."""
     sender, receiver = pair[::-1] if back else pair
     direction = BACKWARD if back else FORWARD
-    sent = sender.send(direction, units, dtype_of(dtype), shape, place)
+    sent = sender.send(direction, patterns, dtype_of(dtype), shape, place)
     received = receiver.receive(direction, sent.message, dtype_of(dtype), shape, place)
     assert np.array_equal(received, sent.decode())
     return sent.message, received

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file as save_plain
 
 from ckptz.api import apply as applying
-from ckptz.codec.units import CHUNK_UNITS
+from ckptz.codec.sources import CHUNK_VALUES
 from ckptz.container.reader import FrameSource
 from ckptz.errors import ChecksumError, CkptzError, ConfigError, FormatError, LimitError, MissingBaseError
 from ckptz.store.resolve import open_checkpoint
@@ -144,9 +144,9 @@ def test_tied_tensors_are_updated_together(tmp_path: Path) -> None:
 
 
 def test_more_than_one_chunk(tmp_path: Path) -> None:
-    first = {"x": torch.zeros(2 * CHUNK_UNITS + 5, dtype=torch.bfloat16)}
+    first = {"x": torch.zeros(2 * CHUNK_VALUES + 5, dtype=torch.bfloat16)}
     second = cloned(first)
-    second["x"][[0, CHUNK_UNITS - 1, CHUNK_UNITS, -1]] = 2
+    second["x"][[0, CHUNK_VALUES - 1, CHUNK_VALUES, -1]] = 2
     live = cloned(first)
     report = apply_(live, delta_of(first, second, tmp_path, config=SPARSE))
     assert same(live, second)
@@ -329,14 +329,14 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException, th
     def failing(method: str) -> Any:
         real = getattr(applying._HostTensor, method)
 
-        def write(self: Any, where: Any, units: Any) -> None:
+        def write(self: Any, where: Any, patterns: Any) -> None:
             nonlocal n_writes
             n_writes += 1
             if n_writes == at or (then and n_writes == at + then):
-                half = len(units) // 2
-                real(self, where if method == "write" else where[:half], units[:half])
+                half = len(patterns) // 2
+                real(self, where if method == "write" else where[:half], patterns[:half])
                 raise error
-            real(self, where, units)
+            real(self, where, patterns)
 
         return write
 

@@ -16,7 +16,7 @@ from ckptz import pipeline
 from ckptz.codec.decode import decode_chunk, read_changes
 from ckptz.codec.frame import FrameHeader
 from ckptz.codec.plan import kernel_mode
-from ckptz.codec.units import UNIT_TYPES, ArraySource, ChunkSources
+from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.container.index import BaseRef
 from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
@@ -35,12 +35,12 @@ ascending = st.lists(st.integers(0, 3000), unique=True, max_size=60).map(
 )
 
 
-def frame_of(units: Array, base: Array, name: str = "BF16") -> tuple[FrameHeader, EncodedChunk]:
+def frame_of(patterns: Array, base: Array, name: str = "BF16") -> tuple[FrameHeader, EncodedChunk]:
     """A tensor of one chunk, planned and encoded as the publisher does it."""
     dtype = dtype_of(name)
-    source, old = ArraySource(dtype, (len(units),), units), ArraySource(dtype, (len(base),), base)
+    source, old = ArraySource(dtype, (len(patterns),), patterns), ArraySource(dtype, (len(base),), base)
     draft = plan_sparse(source, old)
-    chunk = encode_chunk(source, draft, ChunkSources(0, len(units), old))
+    chunk = encode_chunk(source, draft, ChunkSources(0, len(patterns), old))
     return FrameHeader(dtype, source.shape, draft.plan, (chunk.record,)), chunk
 
 
@@ -106,48 +106,48 @@ def decoded_by_planes(header: FrameHeader, chunk: EncodedChunk, base: Array) -> 
 @given(st.data())
 @settings(max_examples=15, deadline=None)
 def test_a_sparse_chunk_decodes_alike_with_and_without_the_fast_path(name: str, data: st.DataObject) -> None:
-    unit_type = UNIT_TYPES[DTYPES[name].unit_bytes]
-    base = data.draw(hnp.arrays(unit_type, st.integers(40, 700)))
-    units = base.copy()
+    pattern_type = PATTERN_TYPES[DTYPES[name].pattern_bytes]
+    base = data.draw(hnp.arrays(pattern_type, st.integers(40, 700)))
+    patterns = base.copy()
     places = data.draw(st.lists(st.integers(0, len(base) - 1), max_size=len(base) // 8))
-    units[places] = data.draw(hnp.arrays(unit_type, len(places)))
-    header, chunk = frame_of(units, base, name)
+    patterns[places] = data.draw(hnp.arrays(pattern_type, len(places)))
+    header, chunk = frame_of(patterns, base, name)
     changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
     assert changes is not None
-    np.testing.assert_array_equal(changes.positions, np.flatnonzero(units != base))
-    np.testing.assert_array_equal(changes.units(base[changes.positions]), units[changes.positions])
-    np.testing.assert_array_equal(decoded_by_planes(header, chunk, base), units)
+    np.testing.assert_array_equal(changes.positions, np.flatnonzero(patterns != base))
+    np.testing.assert_array_equal(changes.patterns(base[changes.positions]), patterns[changes.positions])
+    np.testing.assert_array_equal(decoded_by_planes(header, chunk, base), patterns)
     out = np.empty_like(base)
     decode_chunk(header, 0, payload_of(chunk), sources_of(base, name), out)
-    np.testing.assert_array_equal(out, units)
+    np.testing.assert_array_equal(out, patterns)
 
 
 @pytest.mark.parametrize("moves", [(1, 128), (128, 1), (128, 128 << 8), (129, 128 << 8)])
 def test_planes_that_change_in_different_places_are_joined(moves: tuple[int, int]) -> None:
     """128 is 256 in zigzag: the lowest plane does not show it."""
     base = np.full(1000, 0x3F800000, np.uint32)
-    units = base.copy()
-    units[[3, 700]] += np.uint32(moves[0])
-    units[[5, 999]] += np.uint32(moves[1])
-    header, chunk = frame_of(units, base, "F32")
+    patterns = base.copy()
+    patterns[[3, 700]] += np.uint32(moves[0])
+    patterns[[5, 999]] += np.uint32(moves[1])
+    header, chunk = frame_of(patterns, base, "F32")
     changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
     assert changes is not None
     assert changes.positions.tolist() == [3, 5, 700, 999]
-    np.testing.assert_array_equal(changes.units(base[changes.positions]), units[[3, 5, 700, 999]])
+    np.testing.assert_array_equal(changes.patterns(base[changes.positions]), patterns[[3, 5, 700, 999]])
 
 
 def test_a_chunk_with_too_many_changes_is_coded_as_a_whole() -> None:
     base = np.arange(5000, dtype=np.uint16)
-    units = base.copy()
+    patterns = base.copy()
     n_most = int(MAX_SPARSE_SHARE * len(base))
-    units[:n_most] ^= 1
-    assert read_changes(*_header_record(units, base), len(base)) is not None
-    units[n_most] ^= 1
-    assert read_changes(*_header_record(units, base), len(base)) is None
+    patterns[:n_most] ^= 1
+    assert read_changes(*_header_record(patterns, base), len(base)) is not None
+    patterns[n_most] ^= 1
+    assert read_changes(*_header_record(patterns, base), len(base)) is None
 
 
-def _header_record(units: Array, base: Array) -> tuple[FrameHeader, Any, Array]:
-    header, chunk = frame_of(units, base)
+def _header_record(patterns: Array, base: Array) -> tuple[FrameHeader, Any, Array]:
+    header, chunk = frame_of(patterns, base)
     return header, chunk.record, payload_of(chunk)
 
 
@@ -165,9 +165,9 @@ def test_the_cost_follows_the_changes_and_not_the_size() -> None:
     sizes = {}
     for n in (1 << 14, 1 << 20):
         base = np.zeros(n, np.uint16)
-        units = base.copy()
-        units[:: n // 64] = 1
-        sizes[n] = len(frame_of(units, base)[1].payload)
+        patterns = base.copy()
+        patterns[:: n // 64] = 1
+        sizes[n] = len(frame_of(patterns, base)[1].payload)
     assert sizes[1 << 20] < 3 * sizes[1 << 14], "64 times the elements, as many changes"
 
 
@@ -177,9 +177,9 @@ def test_the_cost_follows_the_changes_and_not_the_size() -> None:
 def test_every_damaged_sparse_chunk_is_refused() -> None:
     rng = np.random.default_rng(0)
     base = rng.integers(0, 1 << 16, 4000).astype(np.uint16)
-    units = base.copy()
-    units[rng.random(4000) < 0.03] += np.uint16(1)
-    header, chunk = frame_of(units, base)
+    patterns = base.copy()
+    patterns[rng.random(4000) < 0.03] += np.uint16(1)
+    header, chunk = frame_of(patterns, base)
     payload = payload_of(chunk)
     for position in range(len(payload)):
         damaged = payload.copy()
@@ -190,9 +190,9 @@ def test_every_damaged_sparse_chunk_is_refused() -> None:
 
 def test_another_base_is_told_from_a_damaged_file() -> None:
     base = np.arange(4000, dtype=np.uint16)
-    units = base.copy()
-    units[5] = 0
-    header, chunk = frame_of(units, base)
+    patterns = base.copy()
+    patterns[5] = 0
+    header, chunk = frame_of(patterns, base)
     with pytest.raises(MissingBaseError):
         decode_chunk(header, 0, payload_of(chunk), sources_of(base + np.uint16(1)), np.empty_like(base))
 
@@ -227,12 +227,12 @@ def one_percent_by_a_small_update(weights: Array) -> Array:
 @pytest.mark.parametrize("change", [one_percent_up_or_down, one_percent_by_a_small_update])
 def test_one_percent_of_bf16_takes_less_than_the_bar_and_than_zstd(change: Any) -> None:
     base = bf16_weights()
-    units = change(base)
-    share = np.count_nonzero(units != base) / len(base)
+    patterns = change(base)
+    share = np.count_nonzero(patterns != base) / len(base)
     assert 0.009 < share < 0.013
     sink, bf16 = io.BytesIO(), dtype_of("BF16")
     job = Job(
-        tensors={"weight": ArraySource(bf16, units.shape, units)},
+        tensors={"weight": ArraySource(bf16, patterns.shape, patterns)},
         base=BaseRef("0" * 64, "base.ckptz", 1),
         bases={"weight": ArraySource(bf16, base.shape, base)},
         config=Lossless(sparse=True),
@@ -240,8 +240,8 @@ def test_one_percent_of_bf16_takes_less_than_the_bar_and_than_zstd(change: Any) 
     with Workers(1) as workers:
         pipeline.write(sink, job, workers)
     own = sink.tell()
-    assert own / units.nbytes <= 0.014
-    xor = (units ^ base).view(np.uint8).reshape(-1, 2)
+    assert own / patterns.nbytes <= 0.014
+    xor = (patterns ^ base).view(np.uint8).reshape(-1, 2)
     planes = [np.ascontiguousarray(xor[:, i]).tobytes() for i in range(2)]
     peer = sum(len(zstandard.ZstdCompressor(3).compress(plane)) for plane in planes)
     assert own < 0.75 * peer, "the whole file against the bare planes"

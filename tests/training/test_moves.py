@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, inspect
-from ckptz.codec.units import ArraySource
+from ckptz.codec.sources import ArraySource
 from ckptz.dtypes import dtype_of
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.trail import Lost, Trail, Trained

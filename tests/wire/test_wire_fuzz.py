@@ -21,7 +21,7 @@ from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, LinkHeader
 from ckptz.wire.state import Place
 from tests.support import wire_reference
-from tests.support.wire_support import BACKWARD, FORWARD, f32_units, rng
+from tests.support.wire_support import BACKWARD, FORWARD, f32_patterns, rng
 
 SHAPE, F32 = (2, MIN_ELEMENTS // 2), dtype_of("F32")
 POLICIES = [
@@ -39,7 +39,7 @@ PLACE = Place(5, 1)
 def message_of(policy: LinkPolicy, seed: int = 0, place: Place = PLACE) -> Any:
     link = Link(0, 1, policy, kernels=wire_reference)
     values = rng(seed).standard_normal(MIN_ELEMENTS) ** 3
-    return link.send(FORWARD, f32_units(values), F32, SHAPE, place).message
+    return link.send(FORWARD, f32_patterns(values), F32, SHAPE, place).message
 
 
 def mutated(message: Any, others: list[Any], source: np.random.Generator) -> Any:
@@ -121,8 +121,8 @@ def test_wrong_payloads_under_right_checksums_never_crash(n: int) -> None:
         policy = POLICIES[i % len(POLICIES)]
         link = Link(0, 1, policy, kernels=wire_reference)
         try:
-            units = link.receive(FORWARD, resigned(messages[i % len(POLICIES)], source), F32, SHAPE, PLACE)
-            assert len(units) == MIN_ELEMENTS
+            patterns = link.receive(FORWARD, resigned(messages[i % len(POLICIES)], source), F32, SHAPE, PLACE)
+            assert len(patterns) == MIN_ELEMENTS
         except WireError:
             n_refused += 1
     assert n_refused > n // 5

@@ -31,7 +31,7 @@ from tests.support.wire_support import (
     across,
     devices,
     ends,
-    f32_units,
+    f32_patterns,
     floats,
     from_torch,
     rng,
@@ -83,20 +83,20 @@ def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, 
         place = Place(step, 0, 0, np.arange(5) + 5 * (step % 2))
         for back in (False, True):
             direction = BACKWARD if back else FORWARD
-            units = f32_units(rng(step + 9 * back).standard_normal(N) * 1e-3, dtype)
+            patterns = f32_patterns(rng(step + 9 * back).standard_normal(N) * 1e-3, dtype)
             if step == 3:
-                units[7] = f32_units([np.inf], dtype)[0]
-            message, received = across(pair, units, place, back=back, dtype=dtype)
+                patterns[7] = f32_patterns([np.inf], dtype)[0]
+            message, received = across(pair, patterns, place, back=back, dtype=dtype)
             assert len(message) <= alone.message_cap(direction, dtype_of(dtype), SHAPE, place)
-            simulated = alone.simulate(direction, units, dtype_of(dtype), SHAPE, place)
+            simulated = alone.simulate(direction, patterns, dtype_of(dtype), SHAPE, place)
             assert np.array_equal(simulated, received)
             assert np.isfinite(floats(received, dtype)).all() == (step != 3)
             for src, dst, device in others:
                 src, dst = (dst, src) if back else (src, dst)
-                sent = src.send(direction, to_torch(units, device), dtype_of(dtype), SHAPE, place)
+                sent = src.send(direction, to_torch(patterns, device), dtype_of(dtype), SHAPE, place)
                 assert np.array_equal(sent.message.cpu().numpy(), message)
                 got = dst.receive(direction, sent.message, dtype_of(dtype), SHAPE, place)
-                assert np.array_equal(from_torch(got, units.dtype), received)
+                assert np.array_equal(from_torch(got, patterns.dtype), received)
 
 
 # --- sizes and errors ---------------------------------------------------------------------------
@@ -114,10 +114,10 @@ def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, 
 )
 def test_bytes_per_element_of_a_million_floats(policy: LinkPolicy, back: bool, most: float) -> None:
     link, shape = Link(0, 1, policy), (16, MILLION // 16)
-    units = f32_units(rng().standard_normal(MILLION))
-    message = link.send(FORWARD, units, dtype_of("F32"), shape, Place(0)).message
+    patterns = f32_patterns(rng().standard_normal(MILLION))
+    message = link.send(FORWARD, patterns, dtype_of("F32"), shape, Place(0)).message
     if back:
-        message = link.send(BACKWARD, units, dtype_of("F32"), shape, Place(0)).message
+        message = link.send(BACKWARD, patterns, dtype_of("F32"), shape, Place(0)).message
     assert len(message) / MILLION <= most
     plan = policy.plan(BACKWARD if back else FORWARD, dtype_of("F32"), shape)
     assert len(message) == plan.cap
@@ -126,7 +126,7 @@ def test_bytes_per_element_of_a_million_floats(policy: LinkPolicy, back: bool, m
 @pytest.mark.parametrize("share", [0.03, 0.02, 0.01, 0.003, 0.0005])
 def test_rice_gaps_are_within_three_percent_of_the_bound(share: float) -> None:
     plan = plan_of(TopK(share, 8, "rice"), dtype_of("F32"), (1, MILLION))
-    values = f32_units(rng().standard_normal(MILLION))
+    values = f32_patterns(rng().standard_normal(MILLION))
     frame = encode_payload(wire_cpu, plan, values)
     n_bits = 8 * sum(len(part) for part in frame.parts[:-2])
     bound = math.lgamma(MILLION + 1) - math.lgamma(plan.k + 1) - math.lgamma(MILLION - plan.k + 1)
@@ -136,7 +136,7 @@ def test_rice_gaps_are_within_three_percent_of_the_bound(share: float) -> None:
 
 def test_a_bitmap_takes_one_bit_an_element() -> None:
     plan = plan_of(TopK(0.1, 8, "bitmap"), dtype_of("F32"), (1, MILLION))
-    frame = encode_payload(wire_cpu, plan, f32_units(rng().standard_normal(MILLION)))
+    frame = encode_payload(wire_cpu, plan, f32_patterns(rng().standard_normal(MILLION)))
     assert len(frame.parts[0]) * 8 == MILLION
 
 
@@ -154,15 +154,15 @@ def test_the_relative_error_does_not_depend_on_the_magnitude(bits: int) -> None:
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES) - {"F4", "F6_E2M3", "F6_E3M2", "C64"}))
 def test_integers_and_small_tensors_pass_unchanged(dtype: str) -> None:
     policy = LinkPolicy(forward=Uniform(2), backward=TopK(0.01), feedback="ef21")
-    size = DTYPES[dtype].unit_bytes
+    size = DTYPES[dtype].pattern_bytes
     for shape in ((3, 100), (70, 100)):
         if shape == (70, 100) and dtype in ("F32", "BF16", "F16"):
             continue
         n = shape[0] * shape[1]
-        units = rng().integers(0, 256, n * size).astype(np.uint8).view(f"<u{size}")
+        patterns = rng().integers(0, 256, n * size).astype(np.uint8).view(f"<u{size}")
         pair = ends(policy)
-        _, received = across(pair, units, Place(0), dtype=dtype, shape=shape)
-        assert np.array_equal(units, received)
+        _, received = across(pair, patterns, Place(0), dtype=dtype, shape=shape)
+        assert np.array_equal(patterns, received)
 
 
 def test_fixed_messages_have_the_size_that_was_announced() -> None:
@@ -172,15 +172,15 @@ def test_fixed_messages_have_the_size_that_was_announced() -> None:
         for back in (False, True):
             direction, place = BACKWARD if back else FORWARD, Place(step)
             due = pair[1].message_cap(direction, dtype_of("F32"), SHAPE, place)
-            message, _ = across(pair, f32_units(rng().standard_normal(N) ** 5), place, back=back)
+            message, _ = across(pair, f32_patterns(rng().standard_normal(N) ** 5), place, back=back)
             assert len(message) == due
     assert due < policy.plan(BACKWARD, dtype_of("F32"), SHAPE, raw=True).cap
 
 
 def test_what_varies_is_shorter_where_it_may() -> None:
-    units = f32_units(rng().standard_normal(N) ** 7)
+    patterns = f32_patterns(rng().standard_normal(N) ** 7)
     sizes = [
-        len(across(ends(LinkPolicy(forward=c)), units, Place(0))[0])
+        len(across(ends(LinkPolicy(forward=c)), patterns, Place(0))[0])
         for c in (Uniform(4), Uniform(4, rans=True))
     ]
     assert sizes[1] < 0.6 * sizes[0]
@@ -197,11 +197,11 @@ def error_of(codec: Codec, values: Any) -> float:
 def test_rows_that_spread_wider_get_more_bits_within_the_budget() -> None:
     values = rng().standard_normal((64, 256)) * 2.0 ** (np.arange(64) % 4)[:, None]
     plan = plan_of(Tiled(4, 64), dtype_of("F32"), values.shape)
-    frame = encode_payload(wire_cpu, plan, f32_units(values))
+    frame = encode_payload(wire_cpu, plan, f32_patterns(values))
     widths = wire_cpu.unpack(frame.parts[1], 4, 64)
     assert widths.sum() == 4 * 64
     assert all(widths[i::4].mean() < widths[i + 1 :: 4].mean() - 0.8 for i in range(3))
-    equal = encode_payload(wire_cpu, plan, f32_units(np.ones((64, 256))))
+    equal = encode_payload(wire_cpu, plan, f32_patterns(np.ones((64, 256))))
     assert set(wire_cpu.unpack(equal.parts[1], 4, 64).tolist()) == {4}
 
 
@@ -258,13 +258,13 @@ def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
     monkeypatch.setattr(wire_torch, "host_bytes", unasked)
     for step in range(3):
         for direction, src, dst in ((FORWARD, first, second), (BACKWARD, second, first)):
-            units = f32_units(rng(step + 7 * direction).standard_normal(N))
-            units[9] = f32_units([np.inf if step == 1 else 1])[0]
-            live = to_torch(units, device)
+            patterns = f32_patterns(rng(step + 7 * direction).standard_normal(N))
+            patterns[9] = f32_patterns([np.inf if step == 1 else 1])[0]
+            live = to_torch(patterns, device)
             with NoQuestions():
                 message = src.send(direction, live, dtype_of("F32"), SHAPE, Place(step)).message
                 received = dst.receive(direction, message, dtype_of("F32"), SHAPE, Place(step))
-            sent = other.send(direction, units, dtype_of("F32"), SHAPE, Place(step))
+            sent = other.send(direction, patterns, dtype_of("F32"), SHAPE, Place(step))
             assert np.array_equal(message.cpu().numpy(), sent.message)
             assert np.array_equal(from_torch(received, np.uint32), sent.decode())
     first.check()
@@ -275,8 +275,8 @@ def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
 @pytest.mark.parametrize("at", [7, 17, 50, 60, 64, 700])
 def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(policy: LinkPolicy, at: int) -> None:
     first, second = waiting_ends(policy)
-    units = to_torch(f32_units(rng().standard_normal(N)))
-    message = first.send(FORWARD, units, dtype_of("F32"), SHAPE, Place(0, 2)).message
+    patterns = to_torch(f32_patterns(rng().standard_normal(N)))
+    message = first.send(FORWARD, patterns, dtype_of("F32"), SHAPE, Place(0, 2)).message
     message[at] ^= 64
     received = second.receive(FORWARD, message, dtype_of("F32"), SHAPE, Place(0, 2))
     assert np.isnan(floats(from_torch(received, np.uint32))).all()
@@ -303,7 +303,7 @@ PLACE = Place(3, 2, 1)
 
 def sent_q8(place: Place = PLACE, **changes: Any) -> Any:
     link = Link(changes.pop("src", 0), changes.pop("dst", 1), changes.pop("policy", Q8))
-    return link.send(FORWARD, f32_units(rng().standard_normal(N)), dtype_of("F32"), SHAPE, place).message
+    return link.send(FORWARD, f32_patterns(rng().standard_normal(N)), dtype_of("F32"), SHAPE, place).message
 
 
 def refused(message: Any, match: str) -> None:
@@ -334,14 +334,14 @@ def test_a_message_for_another_place_is_refused_by_field(changes: Any, field: st
 
 def test_a_repeated_message_is_refused() -> None:
     pair, place = ends(Q8), Place(0)
-    message, _ = across(pair, f32_units(np.ones(N)), place)
+    message, _ = across(pair, f32_patterns(np.ones(N)), place)
     with pytest.raises(WireError, match="state_seq"):
         pair[1].receive(FORWARD, message, dtype_of("F32"), SHAPE, place)
 
 
 def test_a_gradient_is_not_taken_for_an_activation() -> None:
     message = Link(0, 1, LinkPolicy(backward=Uniform(8))).send(
-        BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, PLACE
+        BACKWARD, f32_patterns(np.ones(N)), dtype_of("F32"), SHAPE, PLACE
     )
     refused(message.message, ": flags: ")
 
@@ -383,8 +383,8 @@ def wire_header_checksum(head: bytes) -> bytes:
 
 def test_a_shape_that_changes_is_refused_on_both_sides() -> None:
     pair = ends(Q8)
-    across(pair, f32_units(np.ones(N)), Place(0))
-    other = f32_units(np.ones(2 * N))
+    across(pair, f32_patterns(np.ones(N)), Place(0))
+    other = f32_patterns(np.ones(2 * N))
     with pytest.raises(WireError, match=r"step 1.*shape: F32 \[10, 1111\] after F32 \[5, 1111\]"):
         pair[0].send(FORWARD, other, dtype_of("F32"), (10, 1111), Place(1))
     with pytest.raises(WireError, match="shape"):
@@ -394,7 +394,7 @@ def test_a_shape_that_changes_is_refused_on_both_sides() -> None:
 def test_reuse_without_an_activation_is_refused() -> None:
     link = Link(0, 1, PRESETS["paper_top10"])
     with pytest.raises(WireError, match="positions: no activation"):
-        link.send(BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+        link.send(BACKWARD, f32_patterns(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
 
 
 @pytest.mark.parametrize("kernels", [wire_cpu, wire_reference, wire_torch], ids=["cpu", "numpy", "torch"])
@@ -405,8 +405,8 @@ def test_a_gradient_of_another_shape_than_its_activation_is_refused_at_both_ends
     like = torch.zeros(0, dtype=torch.uint8) if kernels is wire_torch else None
     options: dict[str, Any] = {"kernels": kernels, "like": like, "same_shape": False}
     first, second, right = (Link(0, 1, PRESETS["paper_top10"], **options) for _ in range(3))
-    units, gradient = (kernels.zeros(math.prod(s), 4, like) for s in ((8, 1024), shape))
-    activation = first.send(FORWARD, units, dtype_of("F32"), (8, 1024), Place(0)).message
+    patterns, gradient = (kernels.zeros(math.prod(s), 4, like) for s in ((8, 1024), shape))
+    activation = first.send(FORWARD, patterns, dtype_of("F32"), (8, 1024), Place(0)).message
     second.receive(FORWARD, activation, dtype_of("F32"), (8, 1024), Place(0))
     with pytest.raises(WireError, match=r"positions: \d+ of each sample of a gradient of shape \["):
         second.send(BACKWARD, gradient, dtype_of("F32"), shape, Place(0))
@@ -418,21 +418,23 @@ def test_a_gradient_of_another_shape_than_its_activation_is_refused_at_both_ends
 
 def test_positions_of_another_step_are_refused() -> None:
     pair = ends(PRESETS["paper_top10"])
-    across(pair, f32_units(np.ones(N)), Place(1))
+    across(pair, f32_patterns(np.ones(N)), Place(1))
     with pytest.raises(WireError, match="positions: no activation of this microbatch"):
-        pair[1].send(BACKWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+        pair[1].send(BACKWARD, f32_patterns(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
 
 
-@pytest.mark.parametrize("units", [np.zeros(N - 1, np.uint32), np.zeros(N, np.uint16)], ids=["few", "narrow"])
-def test_units_that_are_not_the_tensor_are_refused(units: Any) -> None:
-    with pytest.raises(ConfigError, match=r"units of \d+ bytes are not a tensor of F32 \[5, 1111\]"):
-        Link(0, 1, Q8).send(FORWARD, units, dtype_of("F32"), SHAPE, Place(0))
+@pytest.mark.parametrize(
+    "patterns", [np.zeros(N - 1, np.uint32), np.zeros(N, np.uint16)], ids=["few", "narrow"]
+)
+def test_patterns_that_are_not_the_tensor_are_refused(patterns: Any) -> None:
+    with pytest.raises(ConfigError, match=r"patterns of \d+ bytes are not a tensor of F32 \[5, 1111\]"):
+        Link(0, 1, Q8).send(FORWARD, patterns, dtype_of("F32"), SHAPE, Place(0))
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, TopK)] + [Uniform(4)], ids=str)
 def test_payloads_that_contradict_their_plan_are_refused(codec: Codec) -> None:
     plan = plan_of(codec, dtype_of("F32"), SHAPE)
-    frame = encode_payload(wire_cpu, plan, f32_units(rng().standard_normal(N)))
+    frame = encode_payload(wire_cpu, plan, f32_patterns(rng().standard_normal(N)))
     payload = wire_cpu.concat(frame.parts)
     decode_payload(wire_cpu, plan, payload, frame.mode, False)
     for cut in (payload[:-16], np.concatenate([payload, np.zeros(16, np.uint8)]), payload[:0]):
@@ -447,7 +449,7 @@ def test_payloads_that_contradict_their_plan_are_refused(codec: Codec) -> None:
 
 def test_a_bitmap_with_another_number_of_ones_is_refused() -> None:
     plan = plan_of(TopK(0.1, 16, "bitmap"), dtype_of("F32"), SHAPE)
-    payload = wire_cpu.concat(encode_payload(wire_cpu, plan, f32_units(rng().standard_normal(N))).parts)
+    payload = wire_cpu.concat(encode_payload(wire_cpu, plan, f32_patterns(rng().standard_normal(N))).parts)
     payload[3] ^= 1
     with pytest.raises(ValueError, match="positions: a sample has not 111 values"):
         decode_payload(wire_cpu, plan, payload, BITMAP, False)
@@ -460,11 +462,11 @@ def test_overflow_skips_the_step_and_leaves_the_state_alone() -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
     pair = ends(policy)
     for step in range(3):
-        units = f32_units(rng(step).standard_normal(N))
+        patterns = f32_patterns(rng(step).standard_normal(N))
         if step == 1:
             before = pair[1].state_dict()["wire/0-1/forward/0/0/rx/state"]
-            units[17] = f32_units([np.nan])[0]
-        message, received = across(pair, units, Place(step))
+            patterns[17] = f32_patterns([np.nan])[0]
+        message, received = across(pair, patterns, Place(step))
         if step == 1:
             assert not np.isfinite(floats(received)).all()
             assert LinkHeader.parse(message[:64].tobytes()).flags & Flag.NOT_FINITE
@@ -476,7 +478,7 @@ def test_overflow_skips_the_step_and_leaves_the_state_alone() -> None:
 def test_both_ends_hold_the_same_state(feedback: Any) -> None:
     pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
     for step in range(4):
-        across(pair, f32_units(rng(step).standard_normal(N)), Place(step, 0, 0, np.arange(5)))
+        across(pair, f32_patterns(rng(step).standard_normal(N)), Place(step, 0, 0, np.arange(5)))
     sent, received = pair[0].state_dict(), pair[1].state_dict()
     assert sent.keys() == {name.replace("/rx", "/tx") for name in received}
     for name, array in received.items():
@@ -499,7 +501,7 @@ MISFITS: list[tuple[Any, str, Any, str]] = [
 def test_a_state_that_no_link_saved_is_refused(feedback: Any, name: str, change: Any, why: str) -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback=feedback)
     pair = ends(policy)
-    across(pair, f32_units(np.ones(N)), Place(0, 0, 0, np.arange(5)))
+    across(pair, f32_patterns(np.ones(N)), Place(0, 0, 0, np.arange(5)))
     state = pair[0].state_dict()
     with pytest.raises(WireError, match=why):
         Link(0, 1, policy).load_state_dict(state | {name: change(state[name])})
@@ -517,9 +519,9 @@ def test_ef_mixed_is_sent_by_the_study_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delitem(MEMORIES, "ef-mixed")
     sender, receiver = ends(LinkPolicy(forward=TopK(0.1), feedback="ef-mixed"))
     with pytest.raises(ConfigError, match="ef-mixed is received, and sent by"):
-        sender.send(FORWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+        sender.send(FORWARD, f32_patterns(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
     monkeypatch.setitem(MEMORIES, "ef-mixed", MEMORIES["ef"])
-    message = sender.send(FORWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0)).message
+    message = sender.send(FORWARD, f32_patterns(np.ones(N)), dtype_of("F32"), SHAPE, Place(0)).message
     monkeypatch.delitem(MEMORIES, "ef-mixed")
     assert (receiver.receive(FORWARD, message, dtype_of("F32"), SHAPE, Place(0)) != 0).sum() == 5 * 111
 
@@ -527,27 +529,33 @@ def test_ef_mixed_is_sent_by_the_study_alone(monkeypatch: pytest.MonkeyPatch) ->
 def test_samples_of_another_size_are_refused() -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback="aqsgd")
     link, place = Link(0, 1, policy, same_shape=False), Place(0, 0, 0, np.arange(5))
-    link.send(FORWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, place)
+    link.send(FORWARD, f32_patterns(np.ones(N)), dtype_of("F32"), SHAPE, place)
     with pytest.raises(WireError, match="samples: 2222 elements each, and those before had 1111"):
-        link.send(FORWARD, f32_units(np.ones(2 * N)), dtype_of("F32"), (5, 2222), place)
+        link.send(FORWARD, f32_patterns(np.ones(2 * N)), dtype_of("F32"), (5, 2222), place)
 
 
 def test_ef21_follows_a_tensor_that_stands_still() -> None:
-    pair, units = ends(LinkPolicy(forward=TopK(0.2), feedback="ef21")), f32_units(rng().standard_normal(N))
-    errors = [np.abs(floats(across(pair, units, Place(i))[1]) - floats(units)).max() for i in range(8)]
+    pair, patterns = (
+        ends(LinkPolicy(forward=TopK(0.2), feedback="ef21")),
+        f32_patterns(rng().standard_normal(N)),
+    )
+    errors = [np.abs(floats(across(pair, patterns, Place(i))[1]) - floats(patterns)).max() for i in range(8)]
     assert errors[-1] < 0.01 < errors[0]
 
 
 def test_ef_sends_in_time_what_it_held_back() -> None:
-    pair, units = ends(LinkPolicy(forward=TopK(0.1), feedback="ef")), f32_units(rng().standard_normal(N))
+    pair, patterns = (
+        ends(LinkPolicy(forward=TopK(0.1), feedback="ef")),
+        f32_patterns(rng().standard_normal(N)),
+    )
     n_steps = 200
-    total = sum(floats(across(pair, units, Place(i))[1]).astype(float) for i in range(n_steps))
-    assert np.abs(total / n_steps - floats(units)).max() < 0.15
+    total = sum(floats(across(pair, patterns, Place(i))[1]).astype(float) for i in range(n_steps))
+    assert np.abs(total / n_steps - floats(patterns)).max() < 0.15
 
 
 def test_mixed_feedback_divides_the_budget() -> None:
     pair = ends(LinkPolicy(forward=TopK(0.1, 16), feedback="ef-mixed"))
-    x = f32_units(rng().standard_normal(N))
+    x = f32_patterns(rng().standard_normal(N))
     _, first = across(pair, x, Place(0))
     error = pair[0].state_dict()["wire/0-1/forward/0/0/tx/state"]
     _, second = across(pair, x, Place(1))
@@ -574,14 +582,16 @@ def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> Non
                     fresh.load_state_dict(dict(state))
                 resumed = (fresh, resumed[1]) if i == 0 else (resumed[0], fresh)
         for back in (False, True):
-            units = f32_units(rng(step).standard_normal(N))
-            assert np.array_equal(*(across(pair, units, place, back=back)[0] for pair in (straight, resumed)))
+            patterns = f32_patterns(rng(step).standard_normal(N))
+            assert np.array_equal(
+                *(across(pair, patterns, place, back=back)[0] for pair in (straight, resumed))
+            )
 
 
 def test_incomplete_state_is_refused_by_name() -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
     pair = ends(policy)
-    across(pair, f32_units(np.ones(N)), Place(0))
+    across(pair, f32_patterns(np.ones(N)), Place(0))
     state = pair[0].state_dict()
     del state["wire/0-1/forward/0/0/tx/state"]
     with pytest.raises(WireError, match="lacks wire/0-1/forward/0/0/tx/state"):
@@ -593,19 +603,19 @@ def test_sample_buffers_in_a_file_are_those_in_memory(tmp_path: Path) -> None:
     in_memory, in_file = ends(policy), ends(policy, samples=(tmp_path / "buffers", 20))
     for step in range(5):
         place = Place(step, 0, 0, (np.arange(5) + 5 * step) % 15)
-        units = f32_units(rng(step).standard_normal(N))
-        assert np.array_equal(*(across(pair, units, place)[0] for pair in (in_memory, in_file)))
+        patterns = f32_patterns(rng(step).standard_normal(N))
+        assert np.array_equal(*(across(pair, patterns, place)[0] for pair in (in_memory, in_file)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["buffers.0-1.0.rx", "buffers.0-1.0.tx"]
     states = [pair[0].state_dict() for pair in (in_memory, in_file)]
     assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
     with pytest.raises(ConfigError, match=r"sample ids must be 0\.\.19"):
-        across(in_file, units, Place(9, 0, 0, np.arange(5) + 18))
+        across(in_file, patterns, Place(9, 0, 0, np.arange(5) + 18))
 
 
 def test_aqsgd_needs_sample_ids() -> None:
     link = Link(0, 1, LinkPolicy(forward=Uniform(2), feedback="aqsgd"))
     with pytest.raises(ConfigError, match="ids of 5 samples"):
-        link.send(FORWARD, f32_units(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
+        link.send(FORWARD, f32_patterns(np.ones(N)), dtype_of("F32"), SHAPE, Place(0))
     with pytest.raises(ConfigError, match="n_samples"):
         SampleBuffers(8, Path("unused"))
 
@@ -615,7 +625,7 @@ def test_links_hold_as_much_as_their_page_says() -> None:
         pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))  # type: ignore[arg-type]
         for microbatch in range(3):
             ids = np.arange(5) + 5 * microbatch
-            across(pair, f32_units(np.ones(N)), Place(0, microbatch, 0, ids))
+            across(pair, f32_patterns(np.ones(N)), Place(0, microbatch, 0, ids))
         entries = [end.state_dict().items() for end in pair]
         held = [sum(a.nbytes for name, a in of if name.endswith(("state", "rows"))) for of in entries]
         assert held == [3 * N * 4 * sender, 3 * N * 4 * receiver]

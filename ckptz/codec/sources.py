@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from ckptz.codec.plan import Plan
 from ckptz.dtypes import DType
 from ckptz.errors import CorruptionError, MissingBaseError
-from ckptz.kernels.floats import Units as Units
+from ckptz.kernels.floats import Patterns as Patterns
 
-CHUNK_UNITS: Final = 1 << 20  # normative, spec/05-frame.md#chunks
-UNIT_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
+CHUNK_VALUES: Final = 1 << 20  # normative, spec/05-frame.md#chunks
+PATTERN_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
     1: np.dtype("<u1"),
     2: np.dtype("<u2"),
     4: np.dtype("<u4"),
@@ -40,9 +40,9 @@ class Stored:
 
 
 class TensorSource:
-    """A tensor that can be read piece by piece; see `ckptz.dtypes` for what a unit is.
+    """A tensor that can be read piece by piece; see `ckptz.dtypes` for what a pattern is.
 
-    Subclasses have `units`, and the others where the tensor stands in a frame with a quantization map.
+    Subclasses have `patterns`, and the others where the tensor stands in a frame with a quantization map.
     """
 
     __slots__ = ()
@@ -57,13 +57,13 @@ class TensorSource:
         def shape(self) -> tuple[int, ...]:
             """Dimensions, in elements."""
 
-        def units(self, begin: int, end: int) -> Units:
-            """Read units begin..end, little-endian unsigned integers in memory that may be shared."""
+        def patterns(self, begin: int, end: int) -> Patterns:
+            """Read patterns begin..end, little-endian unsigned integers in memory that may be shared."""
 
     @property
-    def n_units(self) -> int:
-        """Units of the whole tensor."""
-        return self.dtype.n_units(self.shape)
+    def n_patterns(self) -> int:
+        """Patterns of the whole tensor."""
+        return self.dtype.n_patterns(self.shape)
 
     @property
     def n_bytes(self) -> int:
@@ -71,8 +71,8 @@ class TensorSource:
         return self.dtype.n_bytes(self.shape)
 
     def chunk_bounds(self) -> Iterator[tuple[int, int]]:
-        """List (begin, end) in units of every chunk."""
-        return chunk_bounds(self.n_units)
+        """List (begin, end) in patterns of every chunk."""
+        return chunk_bounds(self.n_patterns)
 
     @property
     def stored(self) -> Stored | None:
@@ -85,13 +85,13 @@ class TensorSource:
         return None
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Read the codes of units begin..end, uint8; None if no quantization map made them."""
+        """Read the codes of patterns begin..end, uint8; None if no quantization map made them."""
         del begin, end
         return None
 
-    def units_and_codes(self, begin: int, end: int) -> tuple[Units, NDArray[np.uint8] | None]:
-        """Read units and codes from one decoding: two would double with every member of a chain."""
-        return self.units(begin, end), self.codes(begin, end)
+    def patterns_and_codes(self, begin: int, end: int) -> tuple[Patterns, NDArray[np.uint8] | None]:
+        """Read patterns and codes from one decoding: two would double with every member of a chain."""
+        return self.patterns(begin, end), self.codes(begin, end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class SourceOf(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class ViewOf(SourceOf):
-    """A tensor with the values and the frame of another one; subclasses say how units are read."""
+    """A tensor with the values and the frame of another one; subclasses say how patterns are read."""
 
     @property
     def stored(self) -> Stored | None:
@@ -127,18 +127,18 @@ class ViewOf(SourceOf):
 
 @dataclass(frozen=True, slots=True)
 class ArraySource(TensorSource):
-    """Units that are in memory already."""
+    """Patterns that are in memory already."""
 
     dtype: DType
     shape: tuple[int, ...]
-    flat: Units
+    flat: Patterns
 
     @classmethod
     def from_buffer(cls, dtype: DType, shape: tuple[int, ...], buffer: Any) -> ArraySource:
         """Share the memory of a contiguous buffer that holds the tensor's bytes."""
-        return cls(dtype, tuple(shape), np.frombuffer(buffer, UNIT_TYPES[dtype.unit_bytes]))
+        return cls(dtype, tuple(shape), np.frombuffer(buffer, PATTERN_TYPES[dtype.pattern_bytes]))
 
-    def units(self, begin: int, end: int) -> Units:
+    def patterns(self, begin: int, end: int) -> Patterns:
         return self.flat[begin:end]
 
 
@@ -152,15 +152,15 @@ def n_rows_of(shape: tuple[int, ...]) -> int:
     return max(shape[0], 1) if shape else 1
 
 
-def n_chunks_of(n_units: int) -> int:
+def n_chunks_of(n_patterns: int) -> int:
     """Count the chunks of a tensor."""
-    return math.ceil(n_units / CHUNK_UNITS)
+    return math.ceil(n_patterns / CHUNK_VALUES)
 
 
-def chunk_bounds(n_units: int) -> Iterator[tuple[int, int]]:
-    """List (begin, end) in units of every chunk."""
-    for begin in range(0, n_units, CHUNK_UNITS):
-        yield begin, min(begin + CHUNK_UNITS, n_units)
+def chunk_bounds(n_patterns: int) -> Iterator[tuple[int, int]]:
+    """List (begin, end) in patterns of every chunk."""
+    for begin in range(0, n_patterns, CHUNK_VALUES):
+        yield begin, min(begin + CHUNK_VALUES, n_patterns)
 
 
 Companions = Callable[[str], TensorSource]  # tensors of the same file by name
@@ -169,14 +169,14 @@ MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 @dataclass(slots=True)
 class ChunkSources:
-    """Base and companion tensors for units begin..end; what was read once is kept while the chunk lasts.
+    """Base and companion tensors for patterns begin..end; what was read once is kept while the chunk lasts.
 
     Attributes:
-        begin: first unit of the chunk.
-        end: unit after its last.
+        begin: first pattern of the chunk.
+        end: pattern after its last.
         base: the base tensor, or None.
         companions: tensors of the same file by name, for classes by another tensor's magnitude.
-        reads_both: the base's units and its codes are both needed. They come from one decoding then:
+        reads_both: the base's patterns and its codes are both needed. They come from one decoding then:
             two would double with every member of a chain.
         base_title: for messages, what is known of the base, with a comma before it.
     """
@@ -187,22 +187,22 @@ class ChunkSources:
     companions: Companions | None = None
     reads_both: bool = False
     base_title: str = ""
-    _units: NDArray[Any] | None = field(default=None, repr=False)
+    _patterns: NDArray[Any] | None = field(default=None, repr=False)
     _codes: NDArray[np.uint8] | None = field(default=None, repr=False)
     _has_codes: bool = field(default=False, repr=False)
 
-    def base_units(self) -> NDArray[Any]:
-        """Read units begin..end of the base."""
+    def base_patterns(self) -> NDArray[Any]:
+        """Read patterns begin..end of the base."""
         if self.base is None:
             raise MissingBaseError("the tensor is stored against a base, and none is open")
-        if self._units is None and self.reads_both:
+        if self._patterns is None and self.reads_both:
             self._read_both(self.base)
-        if self._units is None:
-            self._units = self.base.units(self.begin, self.end)
-        return self._units
+        if self._patterns is None:
+            self._patterns = self.base.patterns(self.begin, self.end)
+        return self._patterns
 
     def base_codes(self) -> NDArray[np.uint8] | None:
-        """Read the codes of units begin..end in the base's own frame; None if it has none."""
+        """Read the codes of patterns begin..end in the base's own frame; None if it has none."""
         if self.base is None:
             raise MissingBaseError("the tensor is grouped by the codes of a base, and none is open")
         if not self._has_codes and self.reads_both:
@@ -212,14 +212,14 @@ class ChunkSources:
         return self._codes
 
     def _read_both(self, base: TensorSource) -> None:
-        self._units, self._codes = base.units_and_codes(self.begin, self.end)
+        self._patterns, self._codes = base.patterns_and_codes(self.begin, self.end)
         self._has_codes = True
 
-    def units_of(self, name: str) -> NDArray[Any]:
-        """Read units begin..end of another tensor of the same file."""
+    def patterns_of(self, name: str) -> NDArray[Any]:
+        """Read patterns begin..end of another tensor of the same file."""
         if self.companions is None:
             raise CorruptionError(f"it is decoded with tensor {name!r}, which is not open")
-        return self.companions(name).units(self.begin, self.end)
+        return self.companions(name).patterns(self.begin, self.end)
 
 
 def companions_of(tensors: Mapping[str, TensorSource]) -> Companions:
