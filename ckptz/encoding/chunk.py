@@ -18,7 +18,7 @@ from ckptz.bits import xxh64, xxh64_of_parts
 from ckptz.class_rules import N_MAGNITUDE_CLASSES, Labels, Magnitude, labels_of, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
-from ckptz.codec.sources import ChunkSources, TensorSource
+from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, TensorSource
 from ckptz.codec.values import KINDS, predicted
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
@@ -165,8 +165,8 @@ def encode_chunk(source: TensorSource, draft: EncodingPlan, sources: ChunkSource
     is_lossless = plan.quant_map is None and draft.rounding is None
     exact = unmoved(source).patterns(sources.begin, sources.end)
     patterns = exact if is_lossless else source.patterns(sources.begin, sources.end)
-    runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns)
-    runs = None if plan.quant_map is not None else runs
+    by_runs = bool(draft.by_table)
+    runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns) if by_runs else None
     labels = labels_of(plan.rules, sources, header.row_patterns) if plan.rules and runs is None else None
     deviation, decoded = None, patterns
     if plan.quant_map is None:
@@ -181,7 +181,8 @@ def encode_chunk(source: TensorSource, draft: EncodingPlan, sources: ChunkSource
             if labels is not None:
                 changed = _encode_codes(cpu().transform(decoded, base, mode), draft, labels)
             elif runs is not None:
-                changed = encode_by_runs(cpu().split_planes(decoded, base, mode), runs, plan.tables)
+                by_table = draft.by_table[sources.begin // CHUNK_VALUES]
+                changed = encode_by_runs(cpu().split_planes(decoded, base, mode), runs, plan.tables, by_table)
             else:
                 changed = encode_streams(cpu().split_planes(decoded, base, mode))
         streams = changed

@@ -127,6 +127,8 @@ class EncodingPlan:
     note: str = ""  # what the user should know, or empty
     # codes by class of each stream, if the planner counted the one chunk there is
     counted: tuple[ClassCounts, ...] = ()
+    # runs with contexts: of each chunk and stream, how often each table codes each code, about
+    by_table: tuple[tuple[NDArray[np.int64], ...], ...] = ()
     is_sparse: bool = False  # code a chunk of which few patterns changed by their positions
     # what the file's record says of the planning, beside what was asked
     found: Mapping[str, int | float | bool | str] = field(default_factory=dict)

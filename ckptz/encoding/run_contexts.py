@@ -21,7 +21,7 @@ from ckptz.codec.plan import StreamTables, exact_plan, planes_plan
 from ckptz.codec.sources import CHUNK_VALUES, MapFunction, TensorSource
 from ckptz.dtypes import DType
 from ckptz.encoding.encoding_plan import EncodingPlan
-from ckptz.entropy.frequency import entropy_bits, normalise, pack_tables, row_cost_bits, row_entropy_bits
+from ckptz.entropy.frequency import entropy_bits, normalise, pack_tables, row_cost_bits
 from ckptz.entropy.streams import (
     CoderId,
     Stream,
@@ -66,7 +66,7 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> EncodingPlan 
         return None
     reference = int(np.median(_levels(exponents, size)))
     found = [*run(lambda part: _Measured.of(source.patterns(*part), size, reference).where_it_pays(), bounds)]
-    return _draft(source.dtype, size, functools.reduce(operator.add, found))
+    return _plan(source.dtype, size, found)
 
 
 def _run_patterns(source: TensorSource) -> int | None:
@@ -153,7 +153,8 @@ def _tables(counts: Counts) -> tuple[Frequencies, float]:
     return frequencies, entropy_bits(counts.sum(axis=0)) - n_bits
 
 
-def _draft(dtype: DType, size: int, found: _Measured) -> EncodingPlan | None:
+def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> EncodingPlan | None:
+    found = functools.reduce(operator.add, parts)
     used = np.flatnonzero(found.scales.any(axis=1))
     class_of = np.zeros(2 * N_SCALES, np.uint8)
     class_of[used] = np.arange(len(used))
@@ -172,25 +173,31 @@ def _draft(dtype: DType, size: int, found: _Measured) -> EncodingPlan | None:
         return None
     planes.append(StreamTables(own, np.arange(len(used))))
     rule = Block(len(used), size, class_of[found.labels])
-    return EncodingPlan(planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes)))
+    plan = planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes))
+    return EncodingPlan(plan, by_table=tuple((*part.planes, part.scales[used]) for part in parts))
 
 
-def encode_by_runs(planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables]) -> list[Stream]:
-    """Code planes of a chunk [n] by the tables of its runs, or by another coder where these save little."""
+def encode_by_runs(
+    planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables], by_table: Sequence[Counts]
+) -> list[Stream]:
+    """Code planes of a chunk [n] by the tables of its runs, or by another coder where these save little.
+
+    Args:
+        planes: of the chunk.
+        runs: of the chunk.
+        tables: of each plane.
+        by_table: how often each plane has each code under each table, of the runs that begin in the chunk.
+    """
     classes = np.flatnonzero(runs.per_class)
     streams = list[Stream]()
-    for plane, own in zip(planes, tables, strict=True):
+    for plane, own, counts in zip(planes, tables, by_table, strict=True):
         segments = own.segments(classes, runs.per_class[classes])
         n_patterns = np.bincount(segments.table_of, weights=runs.per_class[classes])
-        if n_patterns.max() > (1 - MIN_GAIN) * len(plane):  # of one table, but for a run that reaches in
+        # Where all is of one table, but for a run that reaches into the chunk, and where tables save little.
+        is_shared = n_patterns.max() <= (1 - MIN_GAIN) * len(plane)
+        n_bytes = row_cost_bits(counts, own.frequencies).sum() / 8 if is_shared else 0
+        if not is_shared or n_bytes > (1 - MIN_GAIN) * entropy_bits(counts.sum(axis=0)) / 8:
             streams += encode_streams([plane])
-            continue
-        grouped = runs.group(plane)
-        counts = cpu().count_streams(grouped, segments.ends)
-        total = counts.sum(axis=0)[None]
-        n_bytes = row_cost_bits(counts, own.frequencies[segments.table_of]).sum() / 8
-        if n_bytes > (1 - MIN_GAIN) * row_entropy_bits(total)[0] / 8:
-            streams += encode_streams([plane], total)
         else:
-            streams.append((CoderId.RANS_SHARED, encode_rans(grouped, segments, n_bytes)))
+            streams.append((CoderId.RANS_SHARED, encode_rans(runs.group(plane), segments, n_bytes)))
     return streams

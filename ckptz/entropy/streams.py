@@ -302,23 +302,21 @@ def encode_streams(
         beats: with counts, the bytes that another coder would take of each.
     """
     is_random = [counts is None and looks_random(len(p), spread_of(p), middle_of(p)) for p in parts]
-    counted = [part for part, is_it in zip(parts, is_random, strict=True) if not is_it]
-    # Large ones by themselves: they would be copied to stand side by side.
-    is_large = max(map(len, counted), default=0) >= RANDOM_MIN and counts is None
-    groups = [[part] for part in counted] if is_large else [counted] * bool(counted)
-    coded = itertools.chain.from_iterable(_encode_counted(g, counts, beats, nested=nested) for g in groups)
+    ordinary = [part for part, is_it in zip(parts, is_random, strict=True) if not is_it]
+    coded = iter(_encode_ordinary(ordinary, counts, beats, nested=nested) if ordinary else ())
     return [
         (CoderId.STORED, part.data) if is_it else next(coded)
         for part, is_it in zip(parts, is_random, strict=True)
     ]
 
 
-def _encode_counted(
+def _encode_ordinary(
     parts: Sequence[Bytes], counts: Counts | None, beats: Sequence[float] | None, *, nested: bool
 ) -> list[Stream]:
-    symbols, ends = joined(parts)
     if counts is None:
-        counts = cpu().count_streams(symbols, ends)
+        counts = np.empty((len(parts), 256), np.int64)
+        for at in _side_by_side(parts, range(len(parts))):
+            counts[at] = cpu().count_streams(*joined([parts[k] for k in at]))
     tables, packed, owns = _own_tables([len(part) for part in parts], counts)
     sparse = {} if nested else _encode_sparse(parts, counts)
     least = _least_zstd([middle_of(part) for part in parts], owns)
@@ -328,17 +326,23 @@ def _encode_counted(
         )
         for k, part in enumerate(parts)
     ]
-    if at := [k for k, other in enumerate(found) if other is None]:
-        own = tables[at]
-        segments = Segments(ends[at], np.arange(len(at)), own)
+    for at in _side_by_side(parts, [k for k, other in enumerate(found) if other is None]):
+        symbols, ends = joined([parts[k] for k in at])
+        segments = Segments(ends, np.arange(len(at)), tables[at])
         begins = np.concatenate(([0], ends[:-1]))
         lanes = np.array([n_lanes_for(owns[k].n_bytes) for k in at])
         coded = encode_rans_streams(
-            symbols, begins[at], np.arange(1, len(at) + 1), segments, lanes, [packed[k] for k in at]
+            symbols, begins, np.arange(1, len(at) + 1), segments, lanes, [packed[k] for k in at]
         )
         for k, stream in zip(at, coded, strict=True):
             found[k] = CoderId.RANS_OWN, stream
     return [stream for stream in found if stream is not None]
+
+
+def _side_by_side(parts: Sequence[Bytes], which: Sequence[int]) -> list[list[int]]:
+    """Group streams by number for calls of kernels: small ones together, as copies, large ones alone."""
+    small = [k for k in which if len(parts[k]) < RANDOM_MIN]
+    return [small] * bool(small) + [[k] for k in which if len(parts[k]) >= RANDOM_MIN]
 
 
 def _own_tables(sizes: Sequence[int], counts: Counts) -> tuple[Frequencies, list[bytes], list[OwnTable]]:
