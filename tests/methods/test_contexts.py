@@ -8,15 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz.class_rules import Block, runs_of
-from ckptz.codec.sources import ArraySource
+from ckptz.class_rules import Block
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.reader import Container
-from ckptz.dtypes import dtype_of
-from ckptz.encoding.run_contexts import encode_by_runs, plan_contexts
-from ckptz.entropy.streams import CoderId
-from ckptz.kernels import cpu
-from ckptz.kernels.floats import ROTATED
 from ckptz.numpy import load_file, save_file
 
 ROWS, COLUMNS = 3000, 384  # more than a chunk, whose end is within a row
@@ -63,19 +57,6 @@ def test_flat_tensors_have_runs_too(tmp_path: Path, n_rest: int) -> None:
     [rule] = _rules(path)
     assert (type(rule), rule.size) == (Block, 512)
     np.testing.assert_array_equal(load_file(path)["w"], values)
-
-
-def test_values_that_change_while_they_are_coded_are_coded_by_their_own_tables() -> None:
-    values = _weights(narrow=False)[:2000]
-    source = ArraySource.from_buffer(dtype_of("F32"), values.shape, values)
-    draft = plan_contexts(source)
-    assert draft is not None
-    values *= np.float32(2.0**40)  # no table has these exponents
-    patterns, n = source.flat, values.size
-    runs = runs_of(draft.plan.rules, 0, n, COLUMNS)
-    assert runs is not None
-    streams = encode_by_runs(cpu().split_planes(patterns, patterns, ROTATED), runs, draft.plan.tables)
-    assert streams[-1][0] is not CoderId.RANS_SHARED
 
 
 @pytest.mark.parametrize("n", [(1 << 18) + 32, (1 << 19) + 100, (1 << 20) + 64, (1 << 20) + 512 * 3 + 256])
