@@ -17,19 +17,19 @@ from ckptz.codec.plan import StreamTables
 from ckptz.encoding.encoding_plan import ClassCounts
 from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.entropy.streams import (
-    LANE_CHOICES,
     CoderId,
     Segments,
     Stream,
     cut,
     encode_rans_streams,
     encode_streams,
+    least_packed,
     n_lanes_for,
 )
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import RAW, SCALE, Bytes, Counts, Frequencies, Patterns, Reals
 
-MAX_LANE_BYTES: Final = 1 + 4 * LANE_CHOICES[-1]
+HEAD_BYTES: Final = 5  # of lanes and states, or of two embedded streams
 # Bits that one more table of a delta must save. A table takes time to make, in the encoder and in every
 # decoder; from bench/product/lossless.py, where files are smallest from 100 to 400.
 TABLE_BITS: Final = 300.0
@@ -115,7 +115,9 @@ class Sorted:
         packed, packed_ends = pack_tables(frequencies)
         heads = cut(packed, packed_ends[ends - 1])
         m, rows_of = len(self.contexts.ends), self.contexts.rows_of
-        streams = self._coded(frequencies, table_of, n_bytes, np.add.reduceat(sums, begins, axis=0))
+        table_bytes = np.diff(packed_ends[ends - 1], prepend=0)
+        totals = np.add.reduceat(sums, begins, axis=0)
+        streams = self._coded(frequencies, table_of, n_bytes, table_bytes, totals)
         parts = zip(
             begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, streams, strict=True
         )
@@ -137,7 +139,11 @@ class Sorted:
             [first + own.table_of[classes] for first, own in zip(firsts[:-1], tables, strict=True)]
         )
         totals = np.array([one.total for one in found])
-        return self._coded(np.concatenate([own.frequencies for own in tables]), table_of, n_bytes, totals)
+        frequencies, paid = (
+            np.concatenate([own.frequencies for own in tables]),
+            np.zeros(len(n_bytes), np.int64),
+        )
+        return self._coded(frequencies, table_of, n_bytes, paid, totals)
 
     @cached_property
     def _parts(self) -> list[Bytes]:
@@ -145,7 +151,12 @@ class Sorted:
         return cut(cpu().split_planes(self._codes, self._codes, RAW).reshape(-1), self._part_ends)
 
     def _coded(
-        self, frequencies: Frequencies, table_of: Counts, n_bytes: Reals, totals: Counts
+        self,
+        frequencies: Frequencies,
+        table_of: Counts,
+        n_bytes: Reals,
+        table_bytes: Counts,
+        totals: Counts,
     ) -> list[Stream]:
         """Code each part by the table of each row, or by another coder where that is smaller.
 
@@ -153,16 +164,19 @@ class Sorted:
             frequencies: of all tables.
             table_of: of each row of `counts`.
             n_bytes: that the codes of each part take by them.
+            table_bytes: that the tables of each part take, where another coder does without them.
             totals: occurrences of each code in each part.
         """
-        sizes, most = totals.sum(axis=1), n_bytes + MAX_LANE_BYTES
+        sizes, n_lanes = totals.sum(axis=1), np.array([n_lanes_for(n) for n in n_bytes.tolist()])
+        most = n_bytes + 1 + 4 * n_lanes + table_bytes
         is_constant = totals.max(axis=1) == sizes
         streams: dict[int, Stream] = {
             part: (CoderId.CONSTANT, bytes((int(totals[part].argmax()),)))
             for part in np.flatnonzero(is_constant).tolist()
         }
-        # No other coder takes less than the entropy without classes, repeats aside.
-        if at := np.flatnonzero(~is_constant & (row_entropy_bits(totals) / 8 < most)).tolist():
+        # No other coder takes less than the entropy without classes, a table and a head, repeats aside.
+        least = row_entropy_bits(totals) / 8 + least_packed(totals) + HEAD_BYTES
+        if at := np.flatnonzero(~is_constant & (least < most)).tolist():
             others = encode_streams([self._parts[part] for part in at], totals[at], beats=most[at].tolist())
             streams |= zip(at, others, strict=True)
         parts = range(len(totals))
@@ -172,12 +186,17 @@ class Sorted:
             rows = np.concatenate([np.arange(firsts[part], self.part_rows[part]) for part in left])
             segments = Segments(self._row_ends[rows], table_of[rows], frequencies)
             stream_segments = np.cumsum(self.part_rows[left] - firsts[left])
-            lanes = np.array([n_lanes_for(most[part]) for part in left])
             coded = encode_rans_streams(
-                self.planes.reshape(-1), begins[left], stream_segments, segments, lanes, [b""] * len(left)
+                self.planes.reshape(-1),
+                begins[left],
+                stream_segments,
+                segments,
+                n_lanes[left],
+                [b""] * len(left),
             )
             for part, data in zip(left, coded, strict=True):
-                if len(data) < (len(streams[part][1]) if part in streams else sizes[part]):
+                n_other = len(streams[part][1]) if part in streams else sizes[part]
+                if len(data) + table_bytes[part] < n_other:
                     streams[part] = CoderId.RANS_SHARED, data
                 elif part not in streams:
                     streams[part] = CoderId.STORED, self._parts[part].data

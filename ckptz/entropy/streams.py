@@ -347,10 +347,7 @@ def _side_by_side(parts: Sequence[Bytes], which: Sequence[int]) -> list[list[int
 
 def _own_tables(sizes: Sequence[int], counts: Counts) -> tuple[Frequencies, list[bytes], list[OwnTable]]:
     """Make, pack and weigh a table for each stream of so many codes; none is made that cannot pay."""
-    # A frequency takes at least a bit, and there is one for each symbol from the first to the last.
-    used = counts > 0
-    n_packed = 3 + (255 - used.argmax(axis=1) - used[:, ::-1].argmax(axis=1)) // 8
-    weighed = zip(sizes, n_packed.tolist(), row_entropy_bits(counts).tolist(), strict=True)
+    weighed = zip(sizes, least_packed(counts).tolist(), row_entropy_bits(counts).tolist(), strict=True)
     owns = [OwnTable.of(*each) for each in weighed]
     tables, packed = np.zeros(counts.shape, np.uint16), [b""] * len(owns)
     if at := [k for k, own in enumerate(owns) if own.pays]:
@@ -359,6 +356,16 @@ def _own_tables(sizes: Sequence[int], counts: Counts) -> tuple[Frequencies, list
         for k, table, bits in zip(at, cut(*pack_tables(tables[at])), tables_bits, strict=True):
             packed[k], owns[k] = table.tobytes(), OwnTable.of(sizes[k], len(table), bits)
     return tables, packed, owns
+
+
+def least_packed(counts: Counts) -> Counts:
+    """Give the bytes [n] that tables for counts [n, 256] take at least.
+
+    A frequency takes a bit or more, and there is one for each symbol from the first to the last.
+    """
+    used = counts > 0
+    least: Counts = 3 + (255 - used.argmax(axis=1) - used[:, ::-1].argmax(axis=1)) // 8
+    return least
 
 
 def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
