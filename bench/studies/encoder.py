@@ -51,9 +51,10 @@ ARMS: Final = {  # smaller than, loss change in percent, change of accuracy in p
     "grid, all steps halved": ("state", 60, 0.5),
     "k-means, 16 levels, weights": ("weights", 20, 1.0),
     "k-means, 32 levels, weights": ("weights", 20, 1.0),
-    "k-means, search 5 %, weights": ("weights", 20, 1.0),
-    "k-means, search 1 %, weights": ("weights", 20, 1.0),
-    "k-means, search 0.1 %, weights": ("weights", 20, 1.0),
+    "k-means, search 1 %, weights": ("weights", 26, 1.0),
+    "k-means, search 1 %, ten restarts, weights": ("weights", 26, 1.0),
+    "grid, search 1 %, weights": ("weights", 40, 1.0),
+    "grid, search 1 %, ten restarts, weights": ("weights", 40, 1.0),
     "grid, weights": ("weights", 20, 1.0),
 }
 MOST_POINTS: Final = 0.5

@@ -99,9 +99,10 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, second moments, others fine": Arm(config=grid(FINE, first=FINE)),
     "k-means, 16 levels, weights": Arm(config=KMeans()),
     "k-means, 32 levels, weights": Arm(config=KMeans(levels=32)),
-    "k-means, search 5 %, weights": Arm(config=KMeans(), budget=0.05),
     "k-means, search 1 %, weights": Arm(config=KMeans(), budget=0.01),
-    "k-means, search 0.1 %, weights": Arm(config=KMeans(), budget=0.001),
+    "k-means, search 1 %, ten restarts, weights": Arm(config=KMeans(), budget=0.01, restores=10),
+    "grid, search 1 %, weights": Arm(config=Grid(moments=None), budget=0.01),
+    "grid, search 1 %, ten restarts, weights": Arm(config=Grid(moments=None), budget=0.01, restores=10),
 }
 
 
@@ -268,7 +269,7 @@ def _path(plan: Plan, name: str, seed: int) -> Path:
 def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
     trainer = Trainer(plan.task, plan.first(seed))
     folder = Path(tempfile.mkdtemp(prefix="ckptz-restarts-"))
-    sizes, weights, seconds, training, raw = [], [], [], [], 0
+    sizes, weights, seconds, training, n_trials, raw = [], [], [], [], [], 0
     saver = _saver(folder, trainer, arm, plan)
     try:
         if plan.lead:
@@ -285,6 +286,7 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
             sizes.append(report.stored_bytes)
             weights.append((folder / f"step-{trainer.step:08d}.ckptz").stat().st_size)
             seconds.append(spent)
+            n_trials.append(len(report.search.trials) if report.search else 0)
             if index in plan.failures:  # a new process goes on
                 saver.close()
                 saver = _saver(folder, trainer, arm, plan)
@@ -299,6 +301,7 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
         "weight_sizes": weights,
         "encode_cpu_s": seconds,
         "training_cpu_s": training,
+        "n_trials": n_trials,
         "n_restarts": len(plan.failures),
     } | quality(trainer)
 
@@ -322,15 +325,14 @@ def _saver(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpointer
 
 
 def _budget(task: Task, drop: float) -> Budget:
-    """A budget of the task's own measure, on the slice that searches use; `drop` is a share of its value."""
+    """A budget of the losses of single answers, on the slice of searches; `drop` is a share of their mean."""
     model = task.model()
 
-    def measured(state: Mapping[str, Tensor]) -> dict[str, float]:
+    def measured(state: Mapping[str, Tensor]) -> Tensor:
         model.load_state_dict({name: state[name] for name in model.state_dict()})
-        found = task.evaluate(model, SEARCH)
-        return {"loss": found.loss, "accuracy": found.accuracy}
+        return task.answers(model, SEARCH)["loss"]
 
-    return Budget(measured, drop, metric=task.budgeted)
+    return Budget(measured, drop, metric="loss")
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -365,6 +367,10 @@ def _row(
         row[f"{what}_ratio_of_deltas"] = raw * (len(sizes) - 1) / sum(sizes[1:])
     encoding, training = (found.get(f"{what}_cpu_s", [math.nan] * 2)[1:] for what in ("encode", "training"))
     row["encode_percent_of_training"] = 100 * float(np.median(encoding) / np.median(training))
+    n_trials = found.get("n_trials", [0])
+    row["evaluations_of_a_search"] = (
+        f"{n_trials[0]}, then {np.median(n_trials[1:]):g}" if any(n_trials) else ""
+    )
     return row | {"n_restarts": found.get("n_restarts", 0)}
 
 
