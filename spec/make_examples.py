@@ -17,7 +17,6 @@ import msgspec
 import numpy as np
 
 from ckptz.bits import ByteReader, xxh64
-from ckptz.class_rules import Row, RuleId
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord, TableKind
 from ckptz.codec.plan import (
     Domain,
@@ -33,6 +32,7 @@ from ckptz.codec.sources import ArraySource, ChunkSources
 from ckptz.container.byte_source import MemoryBytes
 from ckptz.container.envelope import Region, build_header
 from ckptz.container.index import INDEX_NAME, Index, TensorEntry, content_id, envelope_metadata
+from ckptz.context_rules import Row, RuleId
 from ckptz.dtypes import dtype_of, dtype_of_id
 from ckptz.encoding.chunk import encode_chunk, encode_values
 from ckptz.encoding.encoding_plan import EncodingPlan
@@ -57,10 +57,10 @@ NAMES_OF_IDS: Mapping[str, Callable[[int], str]] = {
     "frame predictor": lambda i: _name(Predictor(i)),
     "frame flags": lambda i: {0: "none", 2: "escape"}[i],
     "plane mode": lambda i: _name(PlaneMode(i)),
-    "class rule": lambda i: _name(RuleId(i)),
+    "context rule": lambda i: _name(RuleId(i)),
     "table kind": lambda i: _name(TableKind(i)),
     "coder": lambda i: _name(CoderId(i)),
-    "class indices: coder": lambda i: _name(CoderId(i)),
+    "context indices: coder": lambda i: _name(CoderId(i)),
     "lane index": lambda i: f"{LANE_CHOICES[i]} lane",
 }
 NAMES_OF_PAGES = {  # where the reader's messages use other words than the pages
@@ -101,7 +101,7 @@ def lossless_tensor() -> Framed:
 
 
 def quantized_tensor() -> Framed:
-    """Two classes of rows with their own levels and frequencies, and one escaped value."""
+    """Two contexts of rows with their own levels and frequencies, and one escaped value."""
     dtype, shape, codes = dtype_of("F32"), CODES.shape, CODES.reshape(-1)
     table_of = np.arange(2)
     frequencies = np.zeros((2, 256), np.uint16)
@@ -111,8 +111,8 @@ def quantized_tensor() -> Framed:
     plan = Plan(quant_map=quant_map, domain=Domain.LINEAR, rules=(Row(2, ROW_LABELS),), tables=(tables,))
     labels = np.repeat(ROW_LABELS, shape[1])
     segments = Segments(np.cumsum(np.bincount(labels)), table_of, frequencies)
-    classed = encode_rans(reference.group(codes, labels, np.array([len(codes)])), segments, 0)
-    streams = [(CoderId.RANS_SHARED, classed), *encode_values(ESCAPED.view(np.uint32))]
+    in_contexts = encode_rans(reference.group(codes, labels, np.array([len(codes)])), segments, 0)
+    streams = [(CoderId.RANS_SHARED, in_contexts), *encode_values(ESCAPED.view(np.uint32))]
     decoded = LEVELS[labels, codes]
     decoded[codes == 3] = ESCAPED
     payload = b"".join(data for _, data in streams)
@@ -211,7 +211,7 @@ class Noting(ByteReader):
 
 
 VALUES: Mapping[str, Callable[[bytes], str]] = {  # fields of several numbers, which the reader takes at once
-    "class indices": lambda raw: "labels " + ", ".join(map(str, raw)),
+    "context indices": lambda raw: "labels " + ", ".join(map(str, raw)),
     "quantization table": lambda raw: "F32: " + ", ".join(f"{x:g}" for x in np.frombuffer(raw, "<f4")),
     "frequency table": lambda raw: "Exp-Golomb codes",
 }

@@ -27,7 +27,7 @@ MAX_SECONDS: Final = 5
 MAX_RSS_MB: Final = 2048
 # Not the compiled kernels: instrumented code is not what numba compiles.
 INSTRUMENTED: Final = (
-    *("ckptz.bits", "ckptz.container", "ckptz.codec", "ckptz.entropy", "ckptz.quant", "ckptz.class_rules"),
+    *("ckptz.bits", "ckptz.container", "ckptz.codec", "ckptz.entropy", "ckptz.quant", "ckptz.context_rules"),
     *("ckptz.state.skeleton", "ckptz.store", "ckptz.wire"),
 )
 

@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import ByteReader, xxh64
-from ckptz.class_rules import Labels, Runs, labels_of, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader
 from ckptz.codec.plan import BASE_MODES, Predictor, kernel_mode
 from ckptz.codec.sources import ChunkSources
 from ckptz.codec.values import predicted
+from ckptz.context_rules import Labels, Runs, labels_of, runs_of
 from ckptz.entropy.streams import CoderId, decode_stream, read_sparse, unpack_gaps
 from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
 from ckptz.kernels import cpu
@@ -152,7 +152,7 @@ def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: Chunk
     """Decode only the codes of chunk `index`, uint8 [n_patterns], for a delta that is grouped by them.
 
     Without values there is no decoded checksum to compare, so the stored one is. Faults of the values alone
-    are not seen: spec/03-transforms.md#classes.
+    are not seen: spec/03-transforms.md#contexts.
     """
     record = header.chunks[index]
     check_stored(record, index, payload)
@@ -205,11 +205,11 @@ class _Streams:
 
     @functools.cached_property
     def _counts(self) -> NDArray[np.uint32]:
-        """Patterns of each class, as kernels that sort by classes need them."""
+        """Patterns of each context, as kernels that sort by contexts need them."""
         if self._labels is None:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
-        found: NDArray[np.uint32] = cpu().class_counts(
-            self._labels, np.array([self._n]), self._header.plan.n_classes
+        found: NDArray[np.uint32] = cpu().context_counts(
+            self._labels, np.array([self._n]), self._header.plan.n_contexts
         )
         return found
 
@@ -235,11 +235,11 @@ class _Streams:
             out[:] = base
             out[changes.positions] = changes.patterns(base[changes.positions])
             return
-        planes, by_class = self._planes(dtype.pattern_bytes)
+        planes, by_context = self._planes(dtype.pattern_bytes)
         mode = kernel_mode(plan.mode, dtype)
-        if by_class:
+        if by_context:
             codes = np.empty_like(out)
-            self._put_in_order(planes, by_class, codes)
+            self._put_in_order(planes, by_context, codes)
             cpu().restore(codes, base, mode, out)
         else:
             cpu().merge_planes(planes, base, mode, out)
@@ -262,11 +262,11 @@ class _Streams:
 
     def map_codes(self) -> Bytes:
         """The codes of a quantization map, each of which it has."""
-        ([codes], by_class), quant_map = self._planes(1), self._header.plan.quant_map
+        ([codes], by_context), quant_map = self._planes(1), self._header.plan.quant_map
         assert quant_map is not None
-        if by_class:
+        if by_context:
             grouped, codes = codes, np.empty(self._n, np.uint8)
-            self._put_in_order([grouped], by_class, codes)
+            self._put_in_order([grouped], by_context, codes)
         if len(codes) and int(codes.max()) >= quant_map.n_codes:
             raise CorruptionError(f"code {int(codes.max())} is beyond the {quant_map.n_codes} of the map")
         return codes
@@ -288,41 +288,41 @@ class _Streams:
         return plane
 
     def _planes(self, n_streams: int) -> tuple[list[Bytes], list[int]]:
-        """Decode the next code streams, each [n]; says which of them are still in the order of classes."""
+        """Decode the next code streams, each [n]; says which of them are still in the order of contexts."""
         streams = [self._take() for _ in range(n_streams)]
-        by_class = [i for i, (coder, _) in enumerate(streams) if coder == CoderId.RANS_SHARED]
+        by_context = [i for i, (coder, _) in enumerate(streams) if coder == CoderId.RANS_SHARED]
         planes = [
-            self._in_class_order(i, data) if i in by_class else self._plain(coder, data, self._n)
+            self._in_context_order(i, data) if i in by_context else self._plain(coder, data, self._n)
             for i, (coder, data) in enumerate(streams)
         ]
         if self._runs is None:
-            return planes, by_class
-        return [self._runs.ungroup(plane) if i in by_class else plane for i, plane in enumerate(planes)], []
+            return planes, by_context
+        return [self._runs.ungroup(plane) if i in by_context else plane for i, plane in enumerate(planes)], []
 
     @functools.cached_property
-    def _classes(self) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-        """The classes that occur, and the patterns of each."""
+    def _contexts(self) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """The contexts that occur, and the patterns of each."""
         if self._runs is None:
-            per_class = self._counts.sum(axis=(0, 1), dtype=np.int64)
+            per_context = self._counts.sum(axis=(0, 1), dtype=np.int64)
         else:
-            per_class = self._runs.per_class
-        classes = np.flatnonzero(per_class)
-        return classes, per_class[classes]
+            per_context = self._runs.per_context
+        contexts = np.flatnonzero(per_context)
+        return contexts, per_context[contexts]
 
-    def _in_class_order(self, index: int, data: Bytes) -> Bytes:
-        (classes, per_class), header = self._classes, self._header
-        segments = header.plan.tables[index].segments(classes, per_class, header.slot_tables(index))
+    def _in_context_order(self, index: int, data: Bytes) -> Bytes:
+        (contexts, per_context), header = self._contexts, self._header
+        segments = header.plan.tables[index].segments(contexts, per_context, header.slot_tables(index))
         grouped = np.empty(self._n, np.uint8)
         decode_stream(CoderId.RANS_SHARED, data.data, grouped, segments)
         return grouped
 
-    def _put_in_order(self, planes: Sequence[Bytes], by_class: Sequence[int], out: Patterns) -> None:
-        """Merge planes [n], of which some are in the order of classes, to patterns [n] in their own order."""
+    def _put_in_order(self, planes: Sequence[Bytes], by_context: Sequence[int], out: Patterns) -> None:
+        """Merge planes [n], some of them in the order of contexts, to patterns [n] in their own order."""
         grouped, nothing = np.empty_like(out), np.zeros(self._n, np.uint8)
-        sorted_planes = [plane if i in by_class else nothing for i, plane in enumerate(planes)]
+        sorted_planes = [plane if i in by_context else nothing for i, plane in enumerate(planes)]
         cpu().merge_planes(sorted_planes, grouped, RAW, grouped)
         cpu().ungroup(grouped, self._labels, self._counts, out)
         own_bytes = out.view(np.uint8).reshape(self._n, -1)
         for i, plane in enumerate(planes):
-            if i not in by_class and plane.any():
+            if i not in by_context and plane.any():
                 own_bytes[:, i] = plane

@@ -3,7 +3,7 @@
     header | streams of chunk 0 | streams of chunk 1 | ...
 
     header: length | plan | chunk records | checksum
-    plan: version | dtype | domain | predictor | flags | shape | mode | class rules | map | tables | outer
+    plan: version | dtype | domain | predictor | flags | shape | mode | context rules | map | tables | outer
 
 Knows nothing of files, chains or sockets: container and wire both carry frames.
 """
@@ -22,21 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import ByteReader, ByteWriter, combine, xxh64
-from ckptz.class_rules import (
-    MAX_CLASSES,
-    MAX_INDICES,
-    MAX_RULES,
-    MAX_TABLES,
-    BaseCode,
-    Block,
-    ClassRule,
-    Magnitude,
-    Row,
-    RuleId,
-    n_classes_of,
-    parse_runs,
-    write_runs,
-)
 from ckptz.codec.plan import (
     BASE_MODES,
     LARGEST_SCALE,
@@ -59,6 +44,21 @@ from ckptz.codec.plan import (
 )
 from ckptz.codec.sources import PATTERN_TYPES, n_chunks_of, n_rows_of
 from ckptz.codec.values import ValueTable
+from ckptz.context_rules import (
+    MAX_CONTEXTS,
+    MAX_INDICES,
+    MAX_RULES,
+    MAX_TABLES,
+    BaseCode,
+    Block,
+    ContextRule,
+    Magnitude,
+    Row,
+    RuleId,
+    n_contexts_of,
+    parse_runs,
+    write_runs,
+)
 from ckptz.dtypes import DType, dtype_of_id
 from ckptz.entropy.frequency import parse_tables, write_tables
 from ckptz.entropy.streams import CoderId, read_embedded, take_embedded, write_embedded
@@ -117,7 +117,7 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
 def _packed_head(
     dtype: DType, shape: tuple[int, ...], domain: Domain, predictor: Predictor, flags: int, mode: PlaneMode
 ) -> bytes:
-    """The fields before the class rules."""
+    """The fields before the context rules."""
     out = ByteWriter()
     for number in (FRAME_VERSION, dtype.id, domain, predictor):
         out.u8(number)
@@ -160,10 +160,10 @@ def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
     if domain is Domain.PLANES:
         mode = _known(PlaneMode, source.u8("plane mode"), "plane mode")
     rules = _parse_rules(source, dtype, shape)
-    n_classes = n_classes_of(rules)
+    n_contexts = n_contexts_of(rules)
     is_map = domain is not Domain.PLANES
-    quant_map = _parse_map(source, dtype, domain, n_classes, flags) if is_map else None
-    tables = _parse_tables(source, n_classes, 1 if is_map else dtype.pattern_bytes) if rules else ()
+    quant_map = _parse_map(source, dtype, domain, n_contexts, flags) if is_map else None
+    tables = _parse_tables(source, n_contexts, 1 if is_map else dtype.pattern_bytes) if rules else ()
     outer: AnyOuter | None = None
     if predictor is Predictor.OUTER:
         outer = _parse_outer(source, shape)
@@ -202,10 +202,10 @@ def _parse_shape(source: ByteReader) -> tuple[int, ...]:
     return shape
 
 
-# --- class rules --------------------------------------------------------------------------------
+# --- context rules --------------------------------------------------------------------------------
 
 
-def _write_rule(out: ByteWriter, rule: ClassRule) -> None:
+def _write_rule(out: ByteWriter, rule: ContextRule) -> None:
     if isinstance(rule, Magnitude):
         out.u8(RuleId.MAGNITUDE)
         out.text(rule.source or "")
@@ -220,26 +220,26 @@ def _write_rule(out: ByteWriter, rule: ClassRule) -> None:
         write_embedded(out, rule.indices)
 
 
-def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tuple[ClassRule, ...]:
-    n_rules = source.u8("number of class rules")
+def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tuple[ContextRule, ...]:
+    n_rules = source.u8("number of context rules")
     if n_rules > MAX_RULES:
-        raise CorruptionError(f"{n_rules} class rules, at most {MAX_RULES} are allowed")
+        raise CorruptionError(f"{n_rules} context rules, at most {MAX_RULES} are allowed")
     rules = tuple(_parse_rule(source, dtype, shape) for _ in range(n_rules))
-    if n_classes_of(rules) > MAX_CLASSES:
-        raise CorruptionError(f"{n_classes_of(rules)} classes, at most {MAX_CLASSES} are allowed")
+    if n_contexts_of(rules) > MAX_CONTEXTS:
+        raise CorruptionError(f"{n_contexts_of(rules)} contexts, at most {MAX_CONTEXTS} are allowed")
     n_labels = sum(len(rule.indices) for rule in rules if isinstance(rule, Row | Block))
     if n_labels > MAX_INDICES:
-        raise CorruptionError(f"{n_labels} class indices, at most {MAX_INDICES} are allowed")
+        raise CorruptionError(f"{n_labels} context indices, at most {MAX_INDICES} are allowed")
     return rules
 
 
-def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> ClassRule:
-    rule = _known(RuleId, source.u8("class rule"), "class rule")
+def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> ContextRule:
+    rule = _known(RuleId, source.u8("context rule"), "context rule")
     if rule is RuleId.MAGNITUDE:
-        return Magnitude(source.text("class source") or None)
-    radix = source.varint("class radix")
+        return Magnitude(source.text("context source") or None)
+    radix = source.varint("context radix")
     if not 1 <= radix <= MAX_CODES:
-        raise CorruptionError(f"class radix {radix} is outside 1..{MAX_CODES}")
+        raise CorruptionError(f"context radix {radix} is outside 1..{MAX_CODES}")
     if rule is RuleId.BASE_CODE:
         return BaseCode(radix)
     n_patterns = dtype.n_patterns(shape)
@@ -247,7 +247,7 @@ def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> Cla
         n_rows = n_rows_of(shape)
         if n_patterns % n_rows:
             raise CorruptionError(
-                f"a class rule by rows: {n_patterns} patterns cannot be divided into {n_rows} rows"
+                f"a context rule by rows: {n_patterns} patterns cannot be divided into {n_rows} rows"
             )
         return Row(radix, _parse_indices(source, radix, n_rows if n_patterns else 0))
     size = source.varint("block size")
@@ -258,10 +258,10 @@ def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> Cla
 
 def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:
     if n > MAX_INDICES:
-        raise CorruptionError(f"{n} class indices, at most {MAX_INDICES} are allowed")
-    indices = read_embedded(source, n, "class indices")
+        raise CorruptionError(f"{n} context indices, at most {MAX_INDICES} are allowed")
+    indices = read_embedded(source, n, "context indices")
     if n and int(indices.max()) >= radix:
-        raise CorruptionError(f"class index {int(indices.max())} is beyond radix {radix}")
+        raise CorruptionError(f"context index {int(indices.max())} is beyond radix {radix}")
     return indices
 
 
@@ -275,7 +275,7 @@ def _write_map(out: ByteWriter, quant_map: QuantizationMap, dtype: DType) -> Non
     out.varint(n_codes)
     _write_entries(out, quant_map.table, dtype)
     if n_rows > 1:
-        write_runs(out, quant_map.row_of_class)
+        write_runs(out, quant_map.row_of_context)
     if quant_map.zero_code is not None:
         out.u8(quant_map.zero_code)
 
@@ -289,17 +289,17 @@ def _write_entries(out: ByteWriter, table: AnyTable, dtype: DType) -> None:
 
 
 def _parse_map(
-    source: ByteReader, dtype: DType, domain: Domain, n_classes: int, flags: int
+    source: ByteReader, dtype: DType, domain: Domain, n_contexts: int, flags: int
 ) -> QuantizationMap:
     kind = _known(TableKind, source.u8("table kind"), "table kind")
     n_rows, n_codes = source.varint("map rows"), source.varint("map codes")
     if not (1 <= n_rows <= MAX_ROWS and 1 <= n_codes <= MAX_CODES):
         raise CorruptionError(f"quantization map of {n_rows} rows and {n_codes} codes")
     table = _parse_entries(source, dtype, domain, kind, (n_rows, n_codes))
-    row_of_class = parse_runs(source, n_classes, n_rows) if n_rows > 1 else np.zeros(n_classes, np.int64)
+    row_of_context = parse_runs(source, n_contexts, n_rows) if n_rows > 1 else np.zeros(n_contexts, np.int64)
     return QuantizationMap(
         table,
-        row_of_class,
+        row_of_context,
         zero_code=source.u8("zero code") if flags & FLAG_ZERO else None,
         escape_code=n_codes - 1 if flags & FLAG_ESCAPE else None,
     )
@@ -333,11 +333,11 @@ def _check_normal(*vectors: NDArray[np.float64]) -> None:
             raise CorruptionError("a scale, level or offset is infinite, NaN or subnormal")
 
 
-def _parse_tables(source: ByteReader, n_classes: int, n_streams: int) -> tuple[StreamTables, ...]:
+def _parse_tables(source: ByteReader, n_contexts: int, n_streams: int) -> tuple[StreamTables, ...]:
     tables = []
     for _ in range(n_streams):
         frequencies = parse_tables(source, MAX_TABLES)
-        tables.append(StreamTables(frequencies, parse_runs(source, n_classes, len(frequencies))))
+        tables.append(StreamTables(frequencies, parse_runs(source, n_contexts, len(frequencies))))
     return tuple(tables)
 
 
@@ -392,7 +392,7 @@ class StreamRecord:
 class ChunkRecord:
     """Checksums of a chunk's stored bytes and decoded patterns; its streams: spec/05-frame.md#chunk-records.
 
-    `base_codes` is the checksum of the base's codes in this chunk, where a class rule reads them.
+    `base_codes` is the checksum of the base's codes in this chunk, where a context rule reads them.
     """
 
     stored: int

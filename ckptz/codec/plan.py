@@ -1,6 +1,6 @@
 """The plan of one tensor: what its frame says of how codes become values.
 
-Implements spec/04-quantization.md. The quantization map says what each code of each class stands for. In
+Implements spec/04-quantization.md. The quantization map says what each code of each context stands for. In
 the linear domain a table entry is an F32 bit pattern that is added to the predictor; in the bits domain it
 is an integer that is added to the ordered bit pattern.
 """
@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import BaseCode, ClassRule, Magnitude, n_classes_of
+from ckptz.context_rules import BaseCode, ContextRule, Magnitude, n_contexts_of
 from ckptz.dtypes import DType
 from ckptz.entropy.streams import Embedded, Segments
 from ckptz.errors import CorruptionError
@@ -95,17 +95,17 @@ AnyTable = ExplicitTable | LinearTable
 
 @dataclass(frozen=True, slots=True)
 class QuantizationMap:
-    """A map from codes to values: tables, rows by class, and codes with a meaning of their own.
+    """A map from codes to values: tables, rows by context, and codes with a meaning of their own.
 
     Attributes:
         table: what is added to the predictor.
-        row_of_class: the table row of each class [n_classes].
+        row_of_context: the table row of each context [n_contexts].
         zero_code: a code that stands for exact zero whatever the predictor, or None.
         escape_code: the last code, if values it marks stand exactly in a side stream, or None.
     """
 
     table: AnyTable
-    row_of_class: NDArray[np.int64]
+    row_of_context: NDArray[np.int64]
     zero_code: int | None = None
     escape_code: int | None = None
 
@@ -117,8 +117,8 @@ class QuantizationMap:
             raise CorruptionError(f"escape code {self.escape_code} is not the last of {n_codes}")
         if self.zero_code is not None and not 0 <= self.zero_code < n_codes:
             raise CorruptionError(f"zero code {self.zero_code} is not one of {n_codes}")
-        if len(self.row_of_class) and int(self.row_of_class.max()) >= n_rows:
-            raise CorruptionError(f"a class names a row beyond the {n_rows} of the quantization map")
+        if len(self.row_of_context) and int(self.row_of_context.max()) >= n_rows:
+            raise CorruptionError(f"a context names a row beyond the {n_rows} of the quantization map")
 
     @property
     def n_codes(self) -> int:
@@ -164,26 +164,26 @@ class Predictor(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StreamTables:
-    """Frequency tables that one code stream shares over all chunks, and the classes that use them."""
+    """Frequency tables that one code stream shares over all chunks, and the contexts that use them."""
 
     frequencies: NDArray[np.uint16]
-    table_of: NDArray[np.int64]  # [n_classes]
+    table_of: NDArray[np.int64]  # [n_contexts]
     packed: bytes = b""  # their number and the tables as they stand in a frame, where their maker wrote them
 
     def segments(
         self,
-        classes: NDArray[np.int64],
-        per_class: NDArray[np.int64],
+        contexts: NDArray[np.int64],
+        per_context: NDArray[np.int64],
         slots: NDArray[np.uint32] | None = None,
     ) -> Segments:
-        """Say how a stream, sorted by class, runs through the tables.
+        """Say how a stream, sorted by context, runs through the tables.
 
         Args:
-            classes: that occur in the chunk, ascending [n_used].
-            per_class: patterns of each [n_used].
+            contexts: that occur in the chunk, ascending [n_used].
+            per_context: patterns of each [n_used].
             slots: decoding tables [n_tables, 4096], where the caller has them.
         """
-        return Segments(np.cumsum(per_class), self.table_of[classes], self.frequencies, slots)
+        return Segments(np.cumsum(per_context), self.table_of[contexts], self.frequencies, slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +322,7 @@ class Plan:
         domain: how codes become values.
         predictor: what they are relative to.
         outer: the vectors of the predictors outer and low-rank.
-        rules: class rules, at most three.
+        rules: context rules, at most three.
         tables: one entry a code stream if there are rules, else empty.
     """
 
@@ -331,13 +331,13 @@ class Plan:
     domain: Domain = Domain.PLANES
     predictor: Predictor = Predictor.ZERO
     outer: AnyOuter | None = None
-    rules: tuple[ClassRule, ...] = ()
+    rules: tuple[ContextRule, ...] = ()
     tables: tuple[StreamTables, ...] = ()
 
     @property
-    def n_classes(self) -> int:
-        """Classes of the frame."""
-        return n_classes_of(self.rules)
+    def n_contexts(self) -> int:
+        """Contexts of the frame."""
+        return n_contexts_of(self.rules)
 
     @property
     def reads_base_patterns(self) -> bool:
@@ -361,12 +361,12 @@ class Plan:
 
     @property
     def reads_base_codes(self) -> bool:
-        """Whether a class rule looks at the codes of the base's frame."""
+        """Whether a context rule looks at the codes of the base's frame."""
         return any(isinstance(rule, BaseCode) for rule in self.rules)
 
     @property
     def companion_names(self) -> list[str]:
-        """Name the tensors beside this one whose magnitudes its classes read."""
+        """Name the tensors beside this one whose magnitudes its contexts read."""
         return [rule.source for rule in self.rules if isinstance(rule, Magnitude) and rule.source]
 
     def n_code_streams(self, dtype: DType) -> int:
@@ -382,7 +382,7 @@ class Plan:
 
 
 def planes_plan(
-    mode: PlaneMode, rules: tuple[ClassRule, ...] = (), tables: tuple[StreamTables, ...] = ()
+    mode: PlaneMode, rules: tuple[ContextRule, ...] = (), tables: tuple[StreamTables, ...] = ()
 ) -> Plan:
     """Make a lossless plan."""
     predictor = Predictor.BASE if mode in BASE_MODES else Predictor.ZERO

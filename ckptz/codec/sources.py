@@ -175,7 +175,7 @@ class ChunkSources:
         begin: first pattern of the chunk.
         end: pattern after its last.
         base: the base tensor, or None.
-        companions: tensors of the same file by name, for classes by another tensor's magnitude.
+        companions: tensors of the same file by name, for contexts by another tensor's magnitude.
         reads_both: the base's patterns and its codes are both needed. They come from one decoding then:
             two would double with every member of a chain.
         base_title: for messages, what is known of the base, with a comma before it.

@@ -16,7 +16,7 @@ from ckptz.dtypes import DType
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Bytes, Patterns
 
-MAX_BY_CLASS: Final = 1 << 16  # values of codes by class, where classes share rows
+MAX_BY_CONTEXT: Final = 1 << 16  # values of codes by context, where contexts share rows
 ONE_ROW: Final = np.zeros(1, np.uint16)
 KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
@@ -45,17 +45,17 @@ class ValueTable:
         return np.ascontiguousarray(self._ready(self.quant_map.table.expand()))
 
     @cached_property
-    def row_of_class(self) -> NDArray[np.uint16]:
-        """The row of each class."""
-        return self.quant_map.row_of_class.astype(np.uint16)
+    def row_of_context(self) -> NDArray[np.uint16]:
+        """The row of each context."""
+        return self.quant_map.row_of_context.astype(np.uint16)
 
     @cached_property
-    def by_class(self) -> NDArray[Any] | None:
-        """Values of all codes of each class [n_classes, n_codes], of one if all are alike; None if many."""
-        rows = self.row_of_class
+    def by_context(self) -> NDArray[Any] | None:
+        """Values of all codes by context [n_contexts, n_codes], of one if all are alike; None if many."""
+        rows = self.row_of_context
         if not rows.any():
             return self.entries[:1]
-        return self.entries[rows] if len(rows) * self.quant_map.n_codes <= MAX_BY_CLASS else None
+        return self.entries[rows] if len(rows) * self.quant_map.n_codes <= MAX_BY_CONTEXT else None
 
     def _ready(self, entries: NDArray[Any]) -> NDArray[Any]:
         if self.plan.domain is not Domain.LINEAR or self.plan.predictor is not Predictor.ZERO:
@@ -70,16 +70,16 @@ class ValueTable:
 
         Args:
             codes: [n].
-            labels: class of each, or None if there is one class.
+            labels: context of each, or None if there is one context.
             prediction: patterns of the base, F32 patterns of the outer product, or None.
             out: patterns [n].
         """
         if labels is None:
-            self._decode(codes, self.row_of_class[:1], self.entries, prediction, out)
+            self._decode(codes, self.row_of_context[:1], self.entries, prediction, out)
         elif len(codes) < math.prod(self.quant_map.table.shape):
-            self._decode(*self._only(self.row_of_class[labels], codes), prediction, out)
-        elif (entries := self.by_class) is None:
-            self._decode(codes, self.row_of_class[labels], self.entries, prediction, out)
+            self._decode(*self._only(self.row_of_context[labels], codes), prediction, out)
+        elif (entries := self.by_context) is None:
+            self._decode(codes, self.row_of_context[labels], self.entries, prediction, out)
         else:
             rows = ONE_ROW if len(entries) == 1 else labels.astype(np.uint16, copy=False)
             self._decode(codes, rows, entries, prediction, out)

@@ -1,6 +1,6 @@
 """What is decoded once and used again: chunks of other frames that one chunk needs, and what was read last.
 
-A chain may be 64 files long, and classes may look at other tensors of each of them. Following that by calls
+A chain may be 64 files long, and contexts may look at other tensors of each of them. Following that by calls
 of calls would decode some frames again and again, and end where Python's stack does. All caches are bounded.
 """
 
@@ -16,8 +16,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import Block, Row
 from ckptz.codec.frame import ChunkRecord, FrameHeader
+from ckptz.context_rules import Block, Row
 from ckptz.errors import LimitError
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import Recent
@@ -25,7 +25,7 @@ from ckptz.parallel import Recent
 MAX_FRAMES: Final = 256  # that one chunk is decoded from; 65 files of three tensors are 195
 MAX_HELD_BYTES: Final = 256 << 20  # of chunks that wait for those that need them
 CACHE_BYTES: Final = 64 << 20  # decoded chunks that slices of one open file may share
-MAX_HEADER_CACHE_BYTES: Final = 16 << 20  # headers with their class labels and decoding tables
+MAX_HEADER_CACHE_BYTES: Final = 16 << 20  # headers with their context labels and decoding tables
 MAX_IDLE_ELEMENTS: Final = 1 << 24
 SLOT_TABLE_BYTES: Final = 4 * 4096
 
@@ -148,11 +148,11 @@ def _weight(header: FrameHeader) -> int:
     plan = header.plan
     labels = sum(len(rule.indices) for rule in plan.rules if isinstance(rule, Row | Block))
     tables = sum(len(stream.frequencies) for stream in plan.tables)
-    classes = plan.n_classes * (8 * len(plan.tables) + 10)
+    contexts = plan.n_contexts * (8 * len(plan.tables) + 10)
     records = len(header.chunks) * (400 + 100 * plan.n_streams(header.dtype))
     outer = 0 if plan.outer is None else 8 * plan.outer.n_elements
     entries = 0 if plan.quant_map is None else 12 * math.prod(plan.quant_map.table.shape)
-    return labels + tables * SLOT_TABLE_BYTES + classes + records + outer + entries + 4000
+    return labels + tables * SLOT_TABLE_BYTES + contexts + records + outer + entries + 4000
 
 
 class HeaderCache(Recent[FrameHeader]):

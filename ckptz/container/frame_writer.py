@@ -55,7 +55,7 @@ class Earlier:
     def settled(self, recipes: Mapping[str, Recipe]) -> dict[str, FrameSource]:
         """Find the frames that come out the same under other recipes, by name.
 
-        A frame follows from the recipe of its tensor, and of the tensor that its classes depend on.
+        A frame follows from the recipe of its tensor, and of the tensor that its contexts depend on.
         """
         same = {name for name, recipe in recipes.items() if self.recipes[name] == recipe}
         return {
@@ -189,7 +189,7 @@ class _Planning:
         return TensorToEncode(self.tensors[name], base, guide, companions, run, seed, self._movement)
 
     def companions(self, name: str, run: MapFunction = map) -> Companions:
-        """Give the tensors that a tensor's classes depend on, as the file restores them."""
+        """Give the tensors that a tensor's contexts depend on, as the file restores them."""
         wanted = self._contents.recipes[name].companion
         if wanted is None:
             return companions_of({})

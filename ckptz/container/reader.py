@@ -56,7 +56,7 @@ from ckptz.errors import (
 from ckptz.kernels.floats import Patterns
 
 USUAL_HEADER_BYTES: Final = 256  # are read at once; longer headers are read again
-MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#classes
+MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#contexts
 
 
 class FrameSource(TensorSource):
@@ -161,11 +161,11 @@ class FrameSource(TensorSource):
 
     @property
     def companion_names(self) -> list[str]:
-        """Tensors that stand beside this one and whose magnitudes its classes read."""
+        """Tensors that stand beside this one and whose magnitudes its contexts read."""
         return self.header.plan.companion_names
 
     def _companion(self, name: str) -> FrameSource:
-        """Another tensor of the file, for classes by its magnitude: of as many patterns, at most two deep."""
+        """Another tensor of the file, whose magnitudes are contexts: as many patterns, at most two deep."""
         source = companions_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
         if source.n_patterns != self.header.n_patterns:
@@ -175,7 +175,7 @@ class FrameSource(TensorSource):
         return source
 
     def source_depth(self, most: int) -> int:
-        """Count the tensors of this file, one after another, that the classes depend on, up to `most` + 1."""
+        """Count the tensors of this file, one after another, that contexts depend on, up to `most` + 1."""
         names = self.companion_names
         if not names:
             return 0
@@ -352,7 +352,7 @@ class _DecodedChunk(ViewOf):
 class CachedFrame(ViewOf):
     """A frame read through its file's cache of chunks.
 
-    Where classes depend on other tensors, two ways through a chain may lead to the same chunk; without
+    Where contexts depend on other tensors, two ways through a chain may lead to the same chunk; without
     the cache their number would grow with every member. Planning and encoding both look at a base.
     """
 

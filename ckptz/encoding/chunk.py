@@ -15,11 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import xxh64, xxh64_of_parts
-from ckptz.class_rules import N_MAGNITUDE_CLASSES, Labels, Magnitude, labels_of, runs_of
 from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.codec.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
 from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, TensorSource
 from ckptz.codec.values import KINDS, predicted
+from ckptz.context_rules import N_MAGNITUDE_CONTEXTS, Labels, Magnitude, labels_of, runs_of
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedQuantizer
 from ckptz.encoding.contexts import Contexts
@@ -77,7 +77,7 @@ def _encode_codes(codes: Patterns, draft: EncodingPlan, labels: Labels | None) -
     """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
     if labels is None:
         return encode_streams(cpu().split_planes(codes, codes, RAW))
-    contexts = Contexts(labels, np.array([len(labels)]), draft.plan.n_classes)
+    contexts = Contexts(labels, np.array([len(labels)]), draft.plan.n_contexts)
     return contexts.sort(codes, draft.counted).encode_by(draft.plan.tables)
 
 
@@ -128,7 +128,7 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
 
 
 def restored_patterns(source: TensorSource, draft: EncodingPlan, sources: ChunkSources) -> Patterns:
-    """Give the patterns [n] that a chunk will decode to, without coding it; others may be classed by them."""
+    """Give the patterns [n] that a chunk will decode to, without coding it: contexts of others, perhaps."""
     patterns = source.patterns(sources.begin, sources.end)
     if draft.plan.quant_map is None:
         if draft.rounding is None:
@@ -245,11 +245,11 @@ class Batch:
 
     @cached_property
     def by_magnitude(self) -> Contexts:
-        """Classes by the magnitude of the bases."""
+        """Contexts by the magnitude of the bases."""
         labels = np.empty(self.ends[-1], np.uint8)
         for _, base, out in self._each(labels):
-            cpu().magnitude_classes(base, out)
-        return Contexts(labels, self.ends, N_MAGNITUDE_CLASSES)
+            cpu().magnitudes(base, out)
+        return Contexts(labels, self.ends, N_MAGNITUDE_CONTEXTS)
 
     def transformed(self, mode: PlaneMode) -> Patterns:
         """Give patterns [n] as a mode changes them, before they are split into planes."""
@@ -277,13 +277,13 @@ class Batch:
 
 
 def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
-    """Encode tensors by a plan without classes."""
+    """Encode tensors by a plan without contexts."""
     draft, streams = EncodingPlan(plan), encode_streams(batch.parts(batch.planes(plan.mode)))
     return [(draft, chunk) for chunk in batch.chunks(streams)]
 
 
-def encode_classed(batch: Batch, mode: PlaneMode) -> list[Encoded]:
-    """Encode deltas of a mode with classes by the base's magnitude, each with tables of its own."""
+def encode_by_contexts(batch: Batch, mode: PlaneMode) -> list[Encoded]:
+    """Encode deltas of a mode with contexts by the base's magnitude, each with tables of its own."""
     tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode()
     return [
         (EncodingPlan(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))

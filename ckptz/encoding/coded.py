@@ -33,7 +33,7 @@ class CodedSource(TensorSource):
 
     dtype: DType  # of the tensor, F32, BF16 or F16
     shape: tuple[int, ...]  # of the tensor
-    quant_map: QuantizationMap  # one class, linear, without a base
+    quant_map: QuantizationMap  # one context, linear, without a base
     packed: Bytes  # all codes with `bits_for` bits each
     kept: Patterns  # patterns that escaped, as they are restored, in order
     kept_ends: tuple[int, ...]  # how many of them there are up to the end of each chunk

@@ -1,6 +1,6 @@
-"""Tensors of the file being written, as a reader will restore them: classes of others follow those.
+"""Tensors of the file being written, as a reader will restore them: contexts of others follow those.
 
-A first moment is coded by classes of the second moment that stands in the same file, perhaps behind it.
+A first moment is coded by contexts of the second moment that stands in the same file, perhaps behind it.
 Such a tensor is planned when the first of the two needs it, and restored chunk by chunk, so that memory
 holds a few plans and a few chunks however large the file is.
 """

@@ -1,4 +1,4 @@
-"""Codes by context: sorted by classes that a decoder knows, and coded by tables that classes share.
+"""Codes by context: sorted by contexts that a decoder knows, and coded by tables that contexts share.
 
 Tensors of one chunk are sorted, counted and coded together; each has tables of its own.
 """
@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 from ckptz.codec.plan import StreamTables
-from ckptz.encoding.encoding_plan import ClassCounts
+from ckptz.context_rules import MAX_TABLES, N_MAGNITUDE_CONTEXTS, Labels
+from ckptz.encoding.encoding_plan import ContextCounts
 from ckptz.entropy.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.entropy.streams import (
     CoderId,
@@ -38,36 +38,36 @@ TABLE_BITS_PER_SYMBOL: Final = 6.0
 
 # Of a stream that another coder takes: the shortest that a frame can have.
 NO_TABLES: Final = StreamTables(
-    np.eye(1, 256, dtype=np.uint16) * np.uint16(SCALE), np.zeros(N_MAGNITUDE_CLASSES, np.int64), b"\1\0\0\0"
+    np.eye(1, 256, dtype=np.uint16) * np.uint16(SCALE), np.zeros(N_MAGNITUDE_CONTEXTS, np.int64), b"\1\0\0\0"
 )
 
 
 class Contexts:
-    """The classes of tensors [m], one behind the other.
+    """The contexts of tensors [m], one behind the other.
 
     Attributes:
-        labels: class of each pattern [n], below `n_classes`.
+        labels: context of each pattern [n], below `n_contexts`.
         ends: of each tensor [m].
-        counts: patterns of each class, by tensor and quarter, as kernels need them.
-        classes: that occur, ascending, of one tensor behind the other [n_rows].
+        counts: patterns of each context, by tensor and quarter, as kernels need them.
+        contexts: that occur, ascending, of one tensor behind the other [n_rows].
         row_ends: end of each of those once patterns are sorted [n_rows].
         tensor_rows: how many of them there are up to the end of each tensor [m].
-        rows_of: of each tensor and class [m, n_classes], which of the tensor's own rows has the class or, if
-            it does not occur, the one before it: that keeps runs of equal tables long.
+        rows_of: of each tensor and context [m, n_contexts], which of the tensor's own rows has the context
+            or, if it does not occur, the one before it: that keeps runs of equal tables long.
     """
 
-    def __init__(self, labels: Labels, ends: Counts, n_classes: int) -> None:
-        self.labels, self.ends, self.n_classes = labels, ends, n_classes
-        self.counts: NDArray[np.uint32] = cpu().class_counts(labels, ends, n_classes)
-        per_class = self.counts.sum(axis=1, dtype=np.int64)
-        tensor, self.classes = np.nonzero(per_class)
-        self.row_ends = np.cumsum(per_class[tensor, self.classes])
-        is_used = per_class > 0
+    def __init__(self, labels: Labels, ends: Counts, n_contexts: int) -> None:
+        self.labels, self.ends, self.n_contexts = labels, ends, n_contexts
+        self.counts: NDArray[np.uint32] = cpu().context_counts(labels, ends, n_contexts)
+        per_context = self.counts.sum(axis=1, dtype=np.int64)
+        tensor, self.contexts = np.nonzero(per_context)
+        self.row_ends = np.cumsum(per_context[tensor, self.contexts])
+        is_used = per_context > 0
         self.tensor_rows = np.cumsum(np.count_nonzero(is_used, axis=1))
         self.rows_of = np.maximum(np.cumsum(is_used, axis=1) - 1, 0)
 
-    def sort(self, codes: Patterns, counted: Sequence[ClassCounts] = ()) -> Sorted:
-        """Sort codes [n]; `counted` has how often each occurs in each class, by byte plane, where known."""
+    def sort(self, codes: Patterns, counted: Sequence[ContextCounts] = ()) -> Sorted:
+        """Sort codes [n]; `counted` has how often each occurs in each context, by byte plane, where known."""
         return Sorted(self, codes, counted)
 
 
@@ -78,15 +78,15 @@ class Sorted:
 
     Attributes:
         planes: of the codes [k, n].
-        counts: occurrences of each code in each class of each plane [k * n_rows, 256].
+        counts: occurrences of each code in each context of each plane [k * n_rows, 256].
         part_rows: how many rows of `counts` there are up to the end of each part [k * m].
     """
 
-    def __init__(self, contexts: Contexts, codes: Patterns, counted: Sequence[ClassCounts]) -> None:
+    def __init__(self, contexts: Contexts, codes: Patterns, counted: Sequence[ContextCounts]) -> None:
         self.contexts, self._codes = contexts, codes
         grouped = cpu().group(codes, contexts.labels, contexts.ends, contexts.counts)
         self.planes: Bytes = cpu().split_planes(grouped, grouped, RAW)
-        k, n_rows = codes.itemsize, len(contexts.classes)
+        k, n_rows = codes.itemsize, len(contexts.contexts)
         plane = np.arange(k)[:, None]
         self._row_ends = (plane * len(codes) + contexts.row_ends).reshape(-1)
         self._part_ends = (plane * len(codes) + contexts.ends).reshape(-1)
@@ -101,7 +101,7 @@ class Sorted:
         return np.concatenate(([0], self.part_rows[:-1]))
 
     def by_tensor(self, rows: Reals) -> Reals:
-        """Add up a number for each row of `counts` over the planes and classes of each tensor [m]."""
+        """Add up a number for each row of `counts` over the planes and contexts of each tensor [m]."""
         parts = np.add.reduceat(rows, self._first_rows)
         return parts.reshape(len(self.planes), -1).sum(axis=0)
 
@@ -131,12 +131,12 @@ class Sorted:
 
     def encode_by(self, tables: Sequence[StreamTables]) -> list[Stream]:
         """Code one tensor by tables that are given for each plane."""
-        classes = self.contexts.classes
-        found = [ClassCounts(classes, counts) for counts in cut(self.counts, self.part_rows)]
+        contexts = self.contexts.contexts
+        found = [ContextCounts(contexts, counts) for counts in cut(self.counts, self.part_rows)]
         n_bytes = np.array([one.bytes_by(own) for one, own in zip(found, tables, strict=True)])
         firsts = np.cumsum([0, *(len(own.frequencies) for own in tables)])
         table_of = np.concatenate(
-            [first + own.table_of[classes] for first, own in zip(firsts[:-1], tables, strict=True)]
+            [first + own.table_of[contexts] for first, own in zip(firsts[:-1], tables, strict=True)]
         )
         totals = np.array([one.total for one in found])
         frequencies, paid = (
@@ -174,7 +174,7 @@ class Sorted:
             part: (CoderId.CONSTANT, bytes((int(totals[part].argmax()),)))
             for part in np.flatnonzero(is_constant).tolist()
         }
-        # No other coder takes less than the entropy without classes, a table and a head, repeats aside.
+        # No other coder takes less than the entropy without contexts, a table and a head, repeats aside.
         least = row_entropy_bits(totals) / 8 + least_packed(totals) + HEAD_BYTES
         if at := np.flatnonzero(~is_constant & (least < most)).tolist():
             others = encode_streams([self._parts[part] for part in at], totals[at], beats=most[at].tolist())

@@ -1,6 +1,6 @@
 """What an encoder decides for one tensor before its first byte: its plan, and what no reader sees.
 
-With it goes how often each code occurs in each class, which the frequency tables that classes share follow
+With it goes how often each code occurs in each context, which the frequency tables that contexts share follow
 from.
 """
 
@@ -13,10 +13,10 @@ from typing import Final, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import MAX_TABLES, N_MAGNITUDE_CLASSES, Labels
 from ckptz.codec.plan import Plan, PlaneMode, StreamTables, kernel_mode
 from ckptz.codec.sources import MapFunction as MapFunction
 from ckptz.codec.sources import TensorSource
+from ckptz.context_rules import MAX_TABLES, N_MAGNITUDE_CONTEXTS, Labels
 from ckptz.entropy.frequency import normalise, row_cost_bits
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Patterns
@@ -28,45 +28,45 @@ TABLE_COST_BITS: Final = 40.0
 
 
 @dataclass(frozen=True, slots=True)
-class ClassCounts:
-    """Occurrences of each code in each class; classes that do not occur have no row."""
+class ContextCounts:
+    """Occurrences of each code in each context; contexts that do not occur have no row."""
 
-    classes: NDArray[np.int64]  # ascending [n_used]
+    contexts: NDArray[np.int64]  # ascending [n_used]
     counts: NDArray[np.int64]  # occurrences [n_used, 256]
 
     @classmethod
-    def of(cls, labels: Labels, codes: NDArray[np.uint8], n_classes: int) -> Self:
+    def of(cls, labels: Labels, codes: NDArray[np.uint8], n_contexts: int) -> Self:
         """Count codes [n] with labels [n]."""
-        used = np.arange(n_classes)
-        if len(codes) < 256 * n_classes:  # then most of the counts would be zeros
-            used = np.flatnonzero(np.bincount(labels, minlength=n_classes))
-            row_of = np.zeros(n_classes, np.min_scalar_type(len(used)))
+        used = np.arange(n_contexts)
+        if len(codes) < 256 * n_contexts:  # then most of the counts would be zeros
+            used = np.flatnonzero(np.bincount(labels, minlength=n_contexts))
+            row_of = np.zeros(n_contexts, np.min_scalar_type(len(used)))
             row_of[used] = np.arange(len(used))
             labels = row_of[labels]
-        counts = cpu().class_histogram(labels, codes, len(used))
+        counts = cpu().context_histogram(labels, codes, len(used))
         is_used = counts.any(axis=1)
         return cls(used[is_used], counts[is_used])
 
     def __add__(self, other: Self) -> Self:
-        classes = np.union1d(self.classes, other.classes)
-        counts = np.zeros((len(classes), 256), np.int64)
+        contexts = np.union1d(self.contexts, other.contexts)
+        counts = np.zeros((len(contexts), 256), np.int64)
         for part in (self, other):
-            counts[np.searchsorted(classes, part.classes)] += part.counts
-        return type(self)(classes, counts)
+            counts[np.searchsorted(contexts, part.contexts)] += part.counts
+        return type(self)(contexts, counts)
 
     @property
     def total(self) -> NDArray[np.int64]:
-        """Occurrences [256] of each code in any class."""
+        """Occurrences [256] of each code in any context."""
         return self.counts.sum(axis=0)
 
     @property
-    def per_class(self) -> NDArray[np.int64]:
-        """Patterns of each class [n_used]."""
+    def per_context(self) -> NDArray[np.int64]:
+        """Patterns of each context [n_used]."""
         return self.counts.sum(axis=1)
 
     def bytes_by(self, tables: StreamTables) -> float:
         """Compute the bytes that the codes take with these tables, without the tables."""
-        table_of = tables.table_of[self.classes]
+        table_of = tables.table_of[self.contexts]
         runs = np.flatnonzero(np.diff(table_of, prepend=-1))  # neighbours share tables
         sums = np.add.reduceat(self.counts, runs, axis=0)
         return float(row_cost_bits(sums, tables.frequencies[table_of[runs]]).sum()) / 8
@@ -74,39 +74,39 @@ class ClassCounts:
 
 def plane_counts(
     source: TensorSource, base: TensorSource, mode: PlaneMode, bounds: tuple[int, int]
-) -> list[ClassCounts]:
+) -> list[ContextCounts]:
     """Count the codes of each plane of a chunk (begin, end) by the magnitude of the base."""
     patterns, base_patterns = source.patterns(*bounds), base.patterns(*bounds)
-    labels = cpu().magnitude_classes(base_patterns)
+    labels = cpu().magnitudes(base_patterns)
     planes = cpu().split_planes(patterns, base_patterns, kernel_mode(mode, source.dtype))
-    return [ClassCounts.of(labels, plane, N_MAGNITUDE_CLASSES) for plane in planes]
+    return [ContextCounts.of(labels, plane, N_MAGNITUDE_CONTEXTS) for plane in planes]
 
 
 def share_tables(
-    found: ClassCounts, n_classes: int, most: int = MAX_TABLES
+    found: ContextCounts, n_contexts: int, most: int = MAX_TABLES
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merge neighbouring classes while one table for both costs less than two.
+    """Merge neighbouring contexts while one table for both costs less than two.
 
     Args:
-        found: occurrences of each code in each class, of a tensor that is not empty.
-        n_classes: classes of the frame.
+        found: occurrences of each code in each context, of a tensor that is not empty.
+        n_contexts: contexts of the frame.
         most: tables allowed.
 
     Returns:
-        Counts of each table [n_tables, 256] and the table of each class [n_classes].
+        Counts of each table [n_tables, 256] and the table of each context [n_contexts].
     """
     ends = np.array([len(found.counts)])
     group_of, sums, _ = planning().merge_rows(
         found.counts, ends, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
     )
-    # Classes that do not occur use the table of the one before them, which keeps the runs long.
-    before = np.searchsorted(found.classes, np.arange(n_classes), side="right") - 1
+    # Contexts that do not occur use the table of the one before them, which keeps the runs long.
+    before = np.searchsorted(found.contexts, np.arange(n_contexts), side="right") - 1
     return sums, group_of[np.maximum(before, 0)]
 
 
-def stream_tables(found: ClassCounts, n_classes: int) -> StreamTables:
-    """Make frequency tables that classes share, from how often each code occurs in each."""
-    table_counts, table_of = share_tables(found, n_classes)
+def stream_tables(found: ContextCounts, n_contexts: int) -> StreamTables:
+    """Make frequency tables that contexts share, from how often each code occurs in each."""
+    table_counts, table_of = share_tables(found, n_contexts)
     return StreamTables(normalise(table_counts), table_of)
 
 
@@ -125,8 +125,8 @@ class EncodingPlan:
     plan: Plan  # what the frame will say
     quantizer: Quantizer | None = None  # linear and bits domains: gives the codes
     note: str = ""  # what the user should know, or empty
-    # codes by class of each stream, if the planner counted the one chunk there is
-    counted: tuple[ClassCounts, ...] = ()
+    # codes by context of each stream, if the planner counted the one chunk there is
+    counted: tuple[ContextCounts, ...] = ()
     # runs with contexts: of each chunk and stream, how often each table codes each code, about
     by_table: tuple[tuple[NDArray[np.int64], ...], ...] = ()
     is_sparse: bool = False  # code a chunk of which few patterns changed by their positions

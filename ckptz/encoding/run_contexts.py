@@ -16,9 +16,9 @@ from typing import Final
 
 import numpy as np
 
-from ckptz.class_rules import MIN_RUN, Block, Runs
 from ckptz.codec.plan import StreamTables, exact_plan, planes_plan
 from ckptz.codec.sources import CHUNK_VALUES, MapFunction, TensorSource
+from ckptz.context_rules import MIN_RUN, Block, Runs
 from ckptz.dtypes import DType
 from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.entropy.frequency import entropy_bits, normalise, pack_tables, row_cost_bits
@@ -36,9 +36,9 @@ from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Frequencies, Pat
 MIN_VALUES: Final = 1 << 18  # below, tables and labels take more time than they save bytes
 RUN_VALUES: Final = (128, 4096)  # of a run: fewer cost too much for their labels, more differ within
 FLAT_RUN: Final = 512  # patterns of a run where rows are too short or too long
-PER_OCTAVE: Final = 4  # classes of scale for each factor of two
+PER_OCTAVE: Final = 4  # contexts of scale for each factor of two
 N_SCALES: Final = 16
-N_REFERENCE: Final = 512  # runs of the middle chunk, whose median is the middle class
+N_REFERENCE: Final = 512  # runs of the middle chunk, whose median is the middle context
 N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
 MIN_GAIN: Final = 1 / 200  # of a plane's bits; below, decoding is slower for nothing
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
@@ -91,10 +91,10 @@ def _levels(exponents: Bytes, size: int) -> Counts:
     return (PER_OCTAVE * sums + size // 2) // size
 
 
-def _count(codes: Bytes, labels: Bytes, size: int, n_classes: int) -> Counts:
-    """Count codes [n] by the label of their run, [n_classes, 256]."""
-    runs = Runs(labels, size, n_classes)
-    counts: Counts = cpu().count_streams(runs.group(codes), np.cumsum(runs.per_class))
+def _count(codes: Bytes, labels: Bytes, size: int, n_contexts: int) -> Counts:
+    """Count codes [n] by the label of their run, [n_contexts, 256]."""
+    runs = Runs(labels, size, n_contexts)
+    counts: Counts = cpu().count_streams(runs.group(codes), np.cumsum(runs.per_context))
     return counts
 
 
@@ -103,8 +103,8 @@ class _Measured:
     """Runs of a part of a tensor.
 
     Attributes:
-        labels: the class of each run by scale, from N_SCALES on where its values are narrow [m].
-        scales: occurrences of each exponent in each class [2 * N_SCALES, 256].
+        labels: the context of each run by scale, from N_SCALES on where its values are narrow [m].
+        scales: occurrences of each exponent in each context [2 * N_SCALES, 256].
         planes: where runs are narrow and others are not, occurrences of each code of each plane but the
             exponents' in those that are not and those that are [n_planes - 1, 2, 256].
     """
@@ -115,7 +115,7 @@ class _Measured:
 
     @classmethod
     def of(cls, patterns: Patterns, size: int, reference: int) -> _Measured:
-        """Measure patterns in runs, the last may be shorter; `reference` is the level of the middle class."""
+        """Measure patterns in runs, the last may be shorter; `reference`: the level of the middle context."""
         if len(patterns) > size and (rest := len(patterns) % size):
             return cls.of(patterns[:-rest], size, reference) + cls.of(patterns[-rest:], rest, reference)
         size = min(size, len(patterns))
@@ -132,13 +132,13 @@ class _Measured:
         return cls(labels, _count(exponents, labels, size, 2 * N_SCALES), planes)
 
     def where_it_pays(self) -> _Measured:
-        """Give runs that save too little by their classes the most frequent one, which needs no labels."""
+        """Give runs that save too little by their contexts the most frequent one, which needs no labels."""
         total = self.scales.sum(axis=0)
         bits = entropy_bits(total)
         if self.planes.any() or bits - entropy_bits(self.scales) > MIN_GAIN * bits:
             return self
         most, scales = int(self.scales.sum(axis=1).argmax()), np.zeros_like(self.scales)
-        scales[most] = total > 0  # for the last run, which may reach into a chunk that uses classes
+        scales[most] = total > 0  # for the last run, which may reach into a chunk that uses contexts
         return _Measured(np.full_like(self.labels, most), scales, self.planes)
 
     def __add__(self, other: _Measured) -> _Measured:
@@ -156,15 +156,15 @@ def _tables(counts: Counts) -> tuple[Frequencies, float]:
 def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> EncodingPlan | None:
     found = functools.reduce(operator.add, parts)
     used = np.flatnonzero(found.scales.any(axis=1))
-    class_of = np.zeros(2 * N_SCALES, np.uint8)
-    class_of[used] = np.arange(len(used))
+    context_of = np.zeros(2 * N_SCALES, np.uint8)
+    context_of[used] = np.arange(len(used))
     planes, saved = [], 0.0
     for counts in found.planes:
         own, gain = _tables(counts) if counts.any(axis=1).all() else (_NO_TABLE, 0)
         if gain > 0:
             planes.append(StreamTables(own, used // N_SCALES))
             saved += gain
-        else:  # what names one table for all classes is coded without contexts
+        else:  # what names one table for all contexts is coded without contexts
             planes.append(StreamTables(_NO_TABLE, np.zeros(len(used), np.int64)))
     scales = found.scales[used]
     own, gain = _tables(scales)
@@ -172,7 +172,7 @@ def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> EncodingPlan |
     if saved < MIN_GAIN * entropy_bits(scales.sum(axis=0)):
         return None
     planes.append(StreamTables(own, np.arange(len(used))))
-    rule = Block(len(used), size, class_of[found.labels])
+    rule = Block(len(used), size, context_of[found.labels])
     plan = planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes))
     return EncodingPlan(plan, by_table=tuple((*part.planes, part.scales[used]) for part in parts))
 
@@ -188,11 +188,11 @@ def encode_by_runs(
         tables: of each plane.
         by_table: how often each plane has each code under each table, of the runs that begin in the chunk.
     """
-    classes = np.flatnonzero(runs.per_class)
+    contexts = np.flatnonzero(runs.per_context)
     streams = list[Stream]()
     for plane, own, counts in zip(planes, tables, by_table, strict=True):
-        segments = own.segments(classes, runs.per_class[classes])
-        n_patterns = np.bincount(segments.table_of, weights=runs.per_class[classes])
+        segments = own.segments(contexts, runs.per_context[contexts])
+        n_patterns = np.bincount(segments.table_of, weights=runs.per_context[contexts])
         # Where all is of one table, but for a run that reaches into the chunk, and where tables save little.
         is_shared = n_patterns.max() <= (1 - MIN_GAIN) * len(plane)
         n_bytes = row_cost_bits(counts, own.frequencies).sum() / 8 if is_shared else 0

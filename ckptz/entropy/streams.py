@@ -1,7 +1,7 @@
 """One stream: the codes of one chunk of one plane, by whichever coder is smallest.
 
 Implements spec/02-entropy.md#streams. Coders that need nothing but the stream stand here; RANS with
-the tensor's tables takes the tables and the class segments from the frame.
+the tensor's tables takes the tables and the context segments from the frame.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Stream = tuple[CoderId, bytes | memoryview]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The way of a stream through the tensor's tables: codes sorted by class, one segment a class."""
+    """The way of a stream through the tensor's tables: codes sorted by context, one segment a context."""
 
     ends: NDArray[np.int64]  # index after the last code of each segment, ascending
     table_of: NDArray[np.int64]  # the table of each segment
@@ -480,7 +480,7 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
     Args:
         coder: a CoderId.
         stream: exactly the bytes of the stream.
-        out: where the codes go [n]; with `segments` in class order.
+        out: where the codes go [n]; with `segments` in context order.
         segments: for RANS_SHARED.
 
     Raises:

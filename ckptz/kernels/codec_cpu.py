@@ -14,10 +14,10 @@ from ckptz.kernels.coding_cpu import (  # noqa: F401
     table_unpack,
 )
 from ckptz.kernels.planes_cpu import (  # noqa: F401
-    class_counts,
-    class_histogram,
+    context_counts,
+    context_histogram,
     group,
-    magnitude_classes,
+    magnitudes,
     merge_planes,
     restore,
     split_planes,

@@ -268,7 +268,7 @@ def level_sums(
 def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) -> Any:
     """Write magnitudes of floats [n] in roots of their second moments, and return how many have one.
 
-    `roots` are of the magnitude classes of second moments, patterns [n]; zeros have none.
+    `roots` are of the magnitude contexts of second moments, patterns [n]; zeros have none.
     """
     n, shift = uint64(0), uint32(8 * moments.itemsize - 9)
     for i in range(len(patterns)):

@@ -1,4 +1,4 @@
-"""Bit patterns, byte planes and classes on the CPU."""
+"""Bit patterns, byte planes and contexts on the CPU."""
 
 from __future__ import annotations
 
@@ -157,50 +157,50 @@ def merge_planes(planes: Sequence[Bytes], base: Patterns, mode: int, out: Patter
         restore(codes, base, mode, out)
 
 
-# --- classes ------------------------------------------------------------------------------------
+# --- contexts ------------------------------------------------------------------------------------
 
 
 @kernel
-def _magnitude_classes(patterns: Any, shift: int, mask: int, out: Any) -> None:
+def _magnitudes(patterns: Any, shift: int, mask: int, out: Any) -> None:
     for i in range(len(out)):
         out[i] = uint8((uint64(patterns[i]) >> uint64(shift)) & uint64(mask))
 
 
-def magnitude_classes(patterns: Patterns, out: Bytes | None = None) -> Bytes:
+def magnitudes(patterns: Patterns, out: Bytes | None = None) -> Bytes:
     out = np.empty(len(patterns), np.uint8) if out is None else out
     width = 8 * patterns.itemsize
-    _magnitude_classes(patterns, max(width - 9, 0), 0xFF if width > 8 else 0x7F, out)
+    _magnitudes(patterns, max(width - 9, 0), 0xFF if width > 8 else 0x7F, out)
     return out
 
 
 @kernel
-def _class_histogram(classes: Any, symbols: Any, counts: Any) -> None:
+def _context_histogram(contexts: Any, symbols: Any, counts: Any) -> None:
     # Two by turns, and flat: equal neighbours would wait for each other's store in one.
     first, second = counts[0], counts[1]
     half, n = uint64(len(symbols) // 2), uint64(len(symbols))
     for i in range(half):
-        first[(uint64(classes[i]) << uint64(8)) | uint64(symbols[i])] += uint32(1)
-        second[(uint64(classes[half + i]) << uint64(8)) | uint64(symbols[half + i])] += uint32(1)
+        first[(uint64(contexts[i]) << uint64(8)) | uint64(symbols[i])] += uint32(1)
+        second[(uint64(contexts[half + i]) << uint64(8)) | uint64(symbols[half + i])] += uint32(1)
     if half + half < n:
-        first[(uint64(classes[n - ONE]) << uint64(8)) | uint64(symbols[n - ONE])] += uint32(1)
+        first[(uint64(contexts[n - ONE]) << uint64(8)) | uint64(symbols[n - ONE])] += uint32(1)
 
 
-def class_histogram(classes: Patterns, symbols: Bytes, n_classes: int) -> Counts:
-    counts = np.zeros((2, 256 * n_classes), np.uint32)
-    _class_histogram(classes, symbols, counts)
-    return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_classes, 256)
+def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Counts:
+    counts = np.zeros((2, 256 * n_contexts), np.uint32)
+    _context_histogram(contexts, symbols, counts)
+    return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_contexts, 256)
 
 
 # Quarters of a tensor are walked side by side, because equal neighbours would wait for each other's counter.
 
 
 @kernel
-def _class_counts(classes: Any, ends: Any, counts: Any) -> None:
+def _context_counts(contexts: Any, ends: Any, counts: Any) -> None:
     begin = 0
     for t in range(len(ends)):
         quarter = uint64((ends[t] - begin) // 4)
         first, second, third, fourth = counts[t, 0], counts[t, 1], counts[t, 2], counts[t, 3]
-        own = classes[begin : ends[t]]
+        own = contexts[begin : ends[t]]
         own_1, own_2, own_3 = own[quarter:], own[2 * quarter :], own[3 * quarter :]
         for i in range(quarter):
             first[uint64(own[i])] += uint32(1)
@@ -212,26 +212,26 @@ def _class_counts(classes: Any, ends: Any, counts: Any) -> None:
         begin = ends[t]
 
 
-def class_counts(classes: Patterns, ends: Counts, n_classes: int) -> NDArray[np.uint32]:
-    counts = np.zeros((len(ends), 4, n_classes), np.uint32)
-    _class_counts(classes, ends, counts)
+def context_counts(contexts: Patterns, ends: Counts, n_contexts: int) -> NDArray[np.uint32]:
+    counts = np.zeros((len(ends), 4, n_contexts), np.uint32)
+    _context_counts(contexts, ends, counts)
     return counts
 
 
 def _starts(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Say where each class of each quarter of each tensor begins in class order, as `counts`."""
+    """Say where each context of each quarter of each tensor begins in context order, as `counts`."""
     ordered = counts.transpose(0, 2, 1).reshape(-1)
     starts = np.cumsum(ordered, dtype=np.uint32) - ordered
     return np.ascontiguousarray(starts.reshape(len(counts), -1, 4).transpose(0, 2, 1))
 
 
 @kernel
-def _group(patterns: Any, classes: Any, ends: Any, starts: Any, grouped: Any) -> None:
+def _group(patterns: Any, contexts: Any, ends: Any, starts: Any, grouped: Any) -> None:
     begin = 0
     for t in range(len(ends)):
         quarter = uint64((ends[t] - begin) // 4)
         first, second, third, fourth = starts[t, 0], starts[t, 1], starts[t, 2], starts[t, 3]
-        own, there = classes[begin : ends[t]], patterns[begin : ends[t]]
+        own, there = contexts[begin : ends[t]], patterns[begin : ends[t]]
         own_1, own_2, own_3 = own[quarter:], own[2 * quarter :], own[3 * quarter :]
         there_1, there_2, there_3 = there[quarter:], there[2 * quarter :], there[3 * quarter :]
         for i in range(quarter):
@@ -255,20 +255,20 @@ def _group(patterns: Any, classes: Any, ends: Any, starts: Any, grouped: Any) ->
         begin = ends[t]
 
 
-def group(patterns: Patterns, classes: Patterns, ends: Counts, counts: NDArray[np.uint32]) -> Any:
+def group(patterns: Patterns, contexts: Patterns, ends: Counts, counts: NDArray[np.uint32]) -> Any:
     grouped = np.empty_like(patterns)
-    _group(patterns, classes, ends, _starts(counts), grouped)
+    _group(patterns, contexts, ends, _starts(counts), grouped)
     return grouped
 
 
 @kernel
-def _ungroup(grouped: Any, classes: Any, starts: Any, out: Any) -> None:
+def _ungroup(grouped: Any, contexts: Any, starts: Any, out: Any) -> None:
     quarter = uint64(len(out) // 4)
     first, second, third, fourth = starts[0], starts[1], starts[2], starts[3]
-    own_1, own_2, own_3 = classes[quarter:], classes[2 * quarter :], classes[3 * quarter :]
+    own_1, own_2, own_3 = contexts[quarter:], contexts[2 * quarter :], contexts[3 * quarter :]
     out_1, out_2, out_3 = out[quarter:], out[2 * quarter :], out[3 * quarter :]
     for i in range(quarter):
-        k0, k1, k2, k3 = uint64(classes[i]), uint64(own_1[i]), uint64(own_2[i]), uint64(own_3[i])
+        k0, k1, k2, k3 = uint64(contexts[i]), uint64(own_1[i]), uint64(own_2[i]), uint64(own_3[i])
         at = first[k0]
         out[i] = grouped[uint64(at)]
         first[k0] = at + uint32(1)
@@ -287,5 +287,5 @@ def _ungroup(grouped: Any, classes: Any, starts: Any, out: Any) -> None:
         fourth[k3] += uint32(1)
 
 
-def ungroup(grouped: Patterns, classes: Patterns, counts: NDArray[np.uint32], out: Patterns) -> None:
-    _ungroup(grouped, classes, _starts(counts)[0], out)
+def ungroup(grouped: Patterns, contexts: Patterns, counts: NDArray[np.uint32], out: Patterns) -> None:
+    _ungroup(grouped, contexts, _starts(counts)[0], out)

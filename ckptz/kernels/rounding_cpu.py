@@ -183,7 +183,7 @@ def residual_sums(
     codes: Bytes,
     sums: Reals,
 ) -> None:
-    """Add up magnitudes of values [n] less their base by class of row and by code [n_classes, 256].
+    """Add up magnitudes of values [n] less their base by context of row and by code [n_contexts, 256].
 
     Those of code 0 are left out.
     """

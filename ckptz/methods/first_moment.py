@@ -1,4 +1,4 @@
-"""Plans first moments and momenta: a sum of few outer products, or levels of steps by class.
+"""Plans first moments and momenta: a sum of few outer products, or levels of steps by context.
 
 Where it is known how far they will move their weights, most of what they would move lies in few directions;
 these are kept as far as they are worth their bits, and the rest is lost: see `ckptz.quant.low_rank`. What is
@@ -6,7 +6,7 @@ lost is movement, as its weight would have followed it for some ten steps to com
 weight by the share of that which training follows: `ckptz.training.moves`.
 
 Elsewhere (Lion takes the sign of a first moment, Muon turns all its directions to one size) small elements
-count as much as large ones, and they are codes. The class of an element is then the magnitude of the second
+count as much as large ones, and they are codes. The context of an element is then the magnitude of the second
 moment that the same file restores, so that steps follow its root. Without second moments it is a label of the
 row, by the row's spread.
 """
@@ -19,22 +19,22 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import MAX_INDICES, Magnitude, Row, labels_of_rows
 from ckptz.codec.frame import pack_plan
 from ckptz.codec.plan import Domain, ExplicitTable, LowRank, Plan, Predictor, QuantizationMap
 from ckptz.codec.sources import TensorSource, n_rows_of
 from ckptz.codec.values import KINDS
-from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan, stream_tables
+from ckptz.context_rules import MAX_INDICES, Magnitude, Row, labels_of_rows
+from ckptz.encoding.encoding_plan import ContextCounts, EncodingPlan, stream_tables
 from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
 from ckptz.entropy.frequency import entropy_bits
 from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.floats import Patterns
-from ckptz.methods.lossless import MIN_CLASSED_VALUES, plan_lossless
+from ckptz.methods.lossless import MIN_CONTEXT_VALUES, plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, histogram_of, sums_by
 from ckptz.quant.low_rank import low_rank
-from ckptz.quant.moment_codes import Labels, StepClasses, StepQuantizer, values_of
-from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, class_roots, first_map, row_labels
+from ckptz.quant.moment_codes import Labels, StepContexts, StepQuantizer, values_of
+from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, context_roots, first_map, row_labels
 from ckptz.quant.quantizer import Quantizer
 
 Floats = NDArray[np.float64]
@@ -48,7 +48,7 @@ MIN_ROW_VALUES: Final = 16  # shorter rows would pay more for their labels than 
 
 @dataclass(frozen=True, slots=True)
 class FirstMoment(Recipe):
-    """A first moment, or a momentum, as levels of steps by class.
+    """A first moment, or a momentum, as levels of steps by context.
 
     Attributes:
         step: in roots of the restored second moment; without one, in root mean squares of the row. Of outer
@@ -89,13 +89,13 @@ class FirstMoment(Recipe):
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         candidates = [_by_second(second, wanted)]
-        if n_patterns < MIN_CLASSED_VALUES:
+        if n_patterns < MIN_CONTEXT_VALUES:
             candidates.append(_as_one(second, wanted, run))
-        sized = [_first_plan(subject, self._quantizer(source, classes)) for classes in candidates]
+        sized = [_first_plan(subject, self._quantizer(source, contexts)) for contexts in candidates]
         return min(sized, key=lambda plan: plan[1])[0]
 
-    def _quantizer(self, source: TensorSource, classes: StepClasses) -> StepQuantizer:
-        return StepQuantizer(KINDS[source.dtype.name], classes, self.dead_zone)
+    def _quantizer(self, source: TensorSource, contexts: StepContexts) -> StepQuantizer:
+        return StepQuantizer(KINDS[source.dtype.name], contexts, self.dead_zone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,7 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     Those of Adam are about as large. The first moments of some optimizers are of updates, which are divided
     by the root already.
     """
-    kind, roots = KINDS[source.dtype.name], class_roots(KINDS[second.dtype.name])
+    kind, roots = KINDS[source.dtype.name], context_roots(KINDS[second.dtype.name])
 
     def sums(bounds: Bounds) -> Floats:
         values = values_of(source.patterns(*bounds), kind)
@@ -142,29 +142,29 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     return float(total / max(n_live, 1))
 
 
-def _by_second(second: TensorSource, wanted: FirstMoment) -> StepClasses:
+def _by_second(second: TensorSource, wanted: FirstMoment) -> StepContexts:
     def labels(begin: int, end: int) -> Labels:
-        found: Labels = cpu().magnitude_classes(second.patterns(begin, end))
+        found: Labels = cpu().magnitudes(second.patterns(begin, end))
         return found
 
-    steps = wanted.step * class_roots(KINDS[second.dtype.name])
-    return StepClasses((Magnitude(wanted.source),), steps, labels)
+    steps = wanted.step * context_roots(KINDS[second.dtype.name])
+    return StepContexts((Magnitude(wanted.source),), steps, labels)
 
 
 def _one_label(begin: int, end: int) -> Labels:
     return np.zeros(end - begin, np.uint8)
 
 
-def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepClasses:
-    """Give all elements one step: the geometric mean of the classes' roots."""
-    roots = class_roots(KINDS[second.dtype.name])
-    counts = summed(run, lambda b: cpu().histogram(cpu().magnitude_classes(second.patterns(*b))), second)
+def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
+    """Give all elements one step: the geometric mean of the contexts' roots."""
+    roots = context_roots(KINDS[second.dtype.name])
+    counts = summed(run, lambda b: cpu().histogram(cpu().magnitudes(second.patterns(*b))), second)
     used = (counts > 0) & (roots > 0)
     logarithms = np.log2(roots[used]) @ counts[used] / max(counts[used].sum(), 1)
-    return StepClasses((), np.array([wanted.step * 2.0**logarithms]), _one_label)
+    return StepContexts((), np.array([wanted.step * 2.0**logarithms]), _one_label)
 
 
-def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepClasses:
+def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
     """A step for each row, in proportion to its root mean square; rows share steps by half octaves."""
     n_patterns, n_rows = source.dtype.n_patterns(source.shape), n_rows_of(tuple(source.shape))
     row_patterns = max(n_patterns // n_rows, 1)
@@ -179,40 +179,40 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     powers = summed(run, power, source)
     indices, spreads = row_labels(np.sqrt(powers / row_patterns))
     if len(spreads) == 1:
-        return StepClasses((), wanted.step * spreads, _one_label)
+        return StepContexts((), wanted.step * spreads, _one_label)
 
     def labels(begin: int, end: int) -> Labels:
         return labels_of_rows(indices, begin, end, row_patterns)
 
-    return StepClasses((Row(len(spreads), indices),), wanted.step * spreads, labels)
+    return StepContexts((Row(len(spreads), indices),), wanted.step * spreads, labels)
 
 
 def _first_plan(subject: TensorToEncode, quantizer: StepQuantizer) -> tuple[EncodingPlan, float]:
-    source, kind, classes = subject.source, quantizer.kind, quantizer.classes
+    source, kind, contexts = subject.source, quantizer.kind, quantizer.contexts
     found: LevelSums = sums_by(quantizer, source, subject.run)
     rungs = found.rungs()
-    joint = _codes_by_class(found, rungs)
+    joint = _codes_by_context(found, rungs)
     if not rungs.has_exceptions and (rungs.lowest, rungs.n_levels) == (0, 1):
-        # All are zero: no class changes that, and a reader need not know them.
-        classes = StepClasses((), classes.steps[:1], _one_label)
+        # All are zero: no context changes that, and a reader need not know them.
+        contexts = StepContexts((), contexts.steps[:1], _one_label)
         found = LevelSums(found.counts.sum(axis=0, keepdims=True), found.sums.sum(axis=0, keepdims=True))
-    n_classes = len(classes.steps)
+    n_contexts = len(contexts.steps)
     plan = Plan(
-        quant_map=first_map(found, rungs, classes.steps, kind),
+        quant_map=first_map(found, rungs, contexts.steps, kind),
         domain=Domain.LINEAR,
-        rules=classes.rules,
-        tables=(stream_tables(joint, n_classes),) if classes.rules else (),
+        rules=contexts.rules,
+        tables=(stream_tables(joint, n_contexts),) if contexts.rules else (),
     )
     n_bytes = len(pack_plan(source.dtype, tuple(source.shape), plan)) + entropy_bits(joint.counts) / 8
-    return EncodingPlan(plan, replace(quantizer, classes=classes, rungs=rungs)), n_bytes
+    return EncodingPlan(plan, replace(quantizer, contexts=contexts, rungs=rungs)), n_bytes
 
 
-def _codes_by_class(found: LevelSums, rungs: Rungs) -> ClassCounts:
-    """Count how often each code occurs in each class."""
+def _codes_by_context(found: LevelSums, rungs: Rungs) -> ContextCounts:
+    """Count how often each code occurs in each context."""
     window = found.window(rungs)
     counts = np.zeros((len(found.counts), N_LABELS), np.int64)
     counts[:, : rungs.n_levels] = found.counts[:, window]
     if rungs.escape_code is not None:
         counts[:, rungs.escape_code] = found.counts.sum(axis=1) - counts.sum(axis=1)
-    classes = np.flatnonzero(counts.sum(axis=1))
-    return ClassCounts(classes, counts[classes])
+    contexts = np.flatnonzero(counts.sum(axis=1))
+    return ContextCounts(contexts, counts[contexts])

@@ -1,4 +1,4 @@
-"""Plans grids: steps by row, codes of the difference to the restored base, levels, and tables by class.
+"""Plans grids: steps by row, codes of the difference to the restored base, levels, and tables by context.
 
 The loop is closed: what is quantized is the difference to what a reader will have, so that errors of a
 chain do not add up. Whatever guides the steps and the rounding stays behind; labels of rows, levels and
@@ -19,20 +19,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.bits import ByteWriter
-from ckptz.class_rules import (
-    MAX_CLASSES,
-    MAX_INDICES,
-    BaseCode,
-    ClassRule,
-    Row,
-    labels_of_rows,
-    n_classes_of,
-    write_runs,
-)
 from ckptz.codec.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
 from ckptz.codec.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
+from ckptz.context_rules import (
+    MAX_CONTEXTS,
+    MAX_INDICES,
+    BaseCode,
+    ContextRule,
+    Row,
+    labels_of_rows,
+    n_contexts_of,
+    write_runs,
+)
 from ckptz.dtypes import DType
-from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan, stream_tables
+from ckptz.encoding.encoding_plan import ContextCounts, EncodingPlan, stream_tables
 from ckptz.encoding.tensor import (
     Bounds,
     MapFunction,
@@ -382,14 +382,14 @@ def _row_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Codes of some chunks: by class, and the sums of the magnitudes that they stand for.
+    """Codes of some chunks: by context, and the sums of the magnitudes that they stand for.
 
     Attributes:
-        found: codes by class; classes are numbered by row class, then by code of the base.
-        sums: of magnitudes [n_row_classes, 256], where they are asked for.
+        found: codes by context; contexts are numbered by row context, then by code of the base.
+        sums: of magnitudes [n_row_contexts, 256], where they are asked for.
     """
 
-    found: ClassCounts
+    found: ContextCounts
     sums: NDArray[np.float64]
 
     def __add__(self, other: _Counted) -> _Counted:
@@ -410,13 +410,13 @@ class _GridTensor(OnGrid):
 
     @property
     def n_base_codes(self) -> int:
-        """Codes of the base's frame; 1 if it has none, or more than classes allow.
+        """Codes of the base's frame; 1 if it has none, or more than contexts allow.
 
         They save 2.7 % of a delta's bits as contexts. Beside them, quarters of the second moment would
         save 1.2 %, the sign of the base 0.2 %, and that of its first moment nothing.
         """
         n = 1 if self.base is None else self.base.n_codes or 1
-        return n if n * self.rows.n_classes <= MAX_CLASSES else 1
+        return n if n * self.rows.n_contexts <= MAX_CONTEXTS else 1
 
     def whole_residual(self) -> NDArray[np.float32]:
         """All patterns less the base, [rows, patterns of a row]."""
@@ -459,36 +459,36 @@ class _GridTensor(OnGrid):
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """The largest magnitude that has codes, and what codes stand for."""
         merged = _merged(counted.found, self.n_base_codes)
-        by_row = np.zeros((self.rows.n_classes, 256), np.int64)
-        by_row[merged.classes] = merged.counts
+        by_row = np.zeros((self.rows.n_contexts, 256), np.int64)
+        by_row[merged.contexts] = merged.counts
         most = largest_magnitude(counted.found.total)
         return most, fit_levels(self.rows.steps, by_row, counted.sums, most)
 
-    def rules(self, n_base_codes: int) -> tuple[ClassRule, ...]:
-        """List the rules of classes by row and, where there are several, by code of the base."""
-        rows = (Row(self.rows.n_classes, self.rows.labels),) if self.rows.n_classes > 1 else ()
+    def rules(self, n_base_codes: int) -> tuple[ContextRule, ...]:
+        """List the rules of contexts by row and, where there are several, by code of the base."""
+        rows = (Row(self.rows.n_contexts, self.rows.labels),) if self.rows.n_contexts > 1 else ()
         return (*rows, BaseCode(n_base_codes)) if n_base_codes > 1 else rows
 
     def counted(self, run: MapFunction) -> _Counted:
-        """Count the codes of the tensor by row class and code of the base."""
+        """Count the codes of the tensor by row context and code of the base."""
         return summed(run, self.count, self.source)
 
     def count(self, bounds: Bounds) -> _Counted:
-        """Codes of one chunk by row class and code of the base."""
+        """Codes of one chunk by row context and code of the base."""
         patterns = self.source.patterns(*bounds)
         codes = self.codes(*bounds, patterns)
-        sums = np.zeros((self.rows.n_classes, 256))
+        sums = np.zeros((self.rows.n_contexts, 256))
         if self.fits_levels:
             values, base, _, row_labels, row_patterns = self.inputs(*bounds, patterns)
             rounding().residual_sums(values, base, row_labels, row_patterns, bounds[0], codes, sums)
         n_base_codes = self.n_base_codes
-        classes: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, self.row_patterns)
+        contexts: NDArray[Any] = labels_of_rows(self.rows.labels, *bounds, self.row_patterns)
         base_codes = None if self.base is None or n_base_codes == 1 else self.base.codes(*bounds)
         if n_base_codes > 1:
-            classes = classes * np.uint16(n_base_codes)
+            contexts = contexts * np.uint16(n_base_codes)
         if base_codes is not None:
-            classes += base_codes
-        return _Counted(ClassCounts.of(classes, codes, self.rows.n_classes * n_base_codes), sums)
+            contexts += base_codes
+        return _Counted(ContextCounts.of(contexts, codes, self.rows.n_contexts * n_base_codes), sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,7 +527,7 @@ class _Layer:
         rows = self.grid.rows
         most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)
         for _ in range(N_FITS):
-            found, n_patterns = Targets.none(rows.n_classes), 0
+            found, n_patterns = Targets.none(rows.n_contexts), 0
             for feedback, columns, part in self._parts(SAMPLE_OUTPUTS):
                 found.add(feedback, columns, self._columns(part, most, levels))
                 n_patterns += columns.size
@@ -566,27 +566,27 @@ def _draft_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTab
     has_escape = bool(counted.found.total[2 * most + 1 :].any())
     by_row, by_both = (_clipped(found, 2 * most + 1) for found in (by_row, counted.found))
     rules, found = min(_candidates(grid, by_row, by_both), key=_coded_bytes)
-    n_classes = n_classes_of(rules)
-    row_of_class = np.arange(n_classes) // (n_classes // grid.rows.n_classes)
+    n_contexts = n_contexts_of(rules)
+    row_of_context = np.arange(n_contexts) // (n_contexts // grid.rows.n_contexts)
     if has_escape:
         levels = with_escape(levels)
-    quant_map = QuantizationMap(levels, row_of_class, escape_code=2 * most + 1 if has_escape else None)
+    quant_map = QuantizationMap(levels, row_of_context, escape_code=2 * most + 1 if has_escape else None)
     is_counted = grid.source.dtype.n_patterns(grid.source.shape) <= CHUNK_VALUES and rules
     plan = Plan(
         quant_map=quant_map,
         domain=Domain.LINEAR,
         predictor=Predictor.ZERO if grid.base is None else Predictor.BASE,
         rules=rules,
-        tables=(stream_tables(found, n_classes),) if rules else (),
+        tables=(stream_tables(found, n_contexts),) if rules else (),
     )
     return EncodingPlan(plan, replace(grid, most=most), counted=(found,) if is_counted else ())
 
 
-Candidate = tuple[tuple[ClassRule, ...], ClassCounts]
+Candidate = tuple[tuple[ContextRule, ...], ContextCounts]
 
 
-def _candidates(grid: _GridTensor, by_row: ClassCounts, by_both: ClassCounts) -> Iterator[Candidate]:
-    """Class rules that may pay, with the codes counted by them; steps need the rows in any case."""
+def _candidates(grid: _GridTensor, by_row: ContextCounts, by_both: ContextCounts) -> Iterator[Candidate]:
+    """Context rules that may pay, with the codes counted by them; steps need the rows in any case."""
     yield grid.rules(1), by_row
     if grid.n_base_codes > 1:
         yield grid.rules(grid.n_base_codes), by_both
@@ -597,22 +597,22 @@ def _coded_bytes(candidate: Candidate) -> float:
     rules, found = candidate
     if not rules:
         return entropy_bits(found.total) / 8
-    tables = stream_tables(found, n_classes_of(rules))
+    tables = stream_tables(found, n_contexts_of(rules))
     out = ByteWriter()
     write_tables(out, tables.frequencies)
     write_runs(out, tables.table_of)
     return len(out) + found.bytes_by(tables)
 
 
-def _merged(found: ClassCounts, n: int) -> ClassCounts:
-    """Counts of runs of `n` classes taken together."""
-    classes, first = np.unique(found.classes // n, return_index=True)
-    return ClassCounts(classes, np.add.reduceat(found.counts, first, axis=0))
+def _merged(found: ContextCounts, n: int) -> ContextCounts:
+    """Counts of runs of `n` contexts taken together."""
+    contexts, first = np.unique(found.contexts // n, return_index=True)
+    return ContextCounts(contexts, np.add.reduceat(found.counts, first, axis=0))
 
 
-def _clipped(found: ClassCounts, last: int) -> ClassCounts:
+def _clipped(found: ContextCounts, last: int) -> ContextCounts:
     """Counts with the codes from `last` on as one."""
     counts = found.counts.copy()
     counts[:, last] = counts[:, last:].sum(axis=1)
     counts[:, last + 1 :] = 0
-    return ClassCounts(found.classes, counts)
+    return ContextCounts(found.contexts, counts)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import BaseCode
 from ckptz.codec.plan import Domain, Plan, QuantizationMap
 from ckptz.codec.sources import Patterns, TensorSource
 from ckptz.codec.values import KINDS
+from ckptz.context_rules import BaseCode
 from ckptz.dtypes import DType
 from ckptz.encoding.coded import CodedSource
 from ckptz.encoding.encoding_plan import EncodingPlan, stream_tables

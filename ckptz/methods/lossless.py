@@ -3,7 +3,7 @@
 The plan is chosen by measuring; any plan decodes.
 
 Against a base, the candidates are the plain planes, the exclusive or and the ordered difference, the
-last two with classes by the base's magnitude; the smallest on a sample wins.
+last two with contexts by the base's magnitude; the smallest on a sample wins.
 """
 
 from __future__ import annotations
@@ -15,11 +15,18 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from ckptz.class_rules import N_MAGNITUDE_CLASSES, Magnitude
 from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
 from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, TensorSource
+from ckptz.context_rules import N_MAGNITUDE_CONTEXTS, Magnitude
 from ckptz.dtypes import DType
-from ckptz.encoding.chunk import MAX_SPARSE_SHARE, Batch, Encoded, encode_chunk, encode_classed, encode_planes
+from ckptz.encoding.chunk import (
+    MAX_SPARSE_SHARE,
+    Batch,
+    Encoded,
+    encode_by_contexts,
+    encode_chunk,
+    encode_planes,
+)
 from ckptz.encoding.encoding_plan import EncodingPlan, plane_counts, stream_tables
 from ckptz.encoding.run_contexts import plan_contexts
 from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
@@ -28,9 +35,9 @@ from ckptz.methods.method import Method, Recipe, Setting, register
 from ckptz.roles import Role
 
 SAMPLE_VALUES: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
-MIN_CLASSED_VALUES: Final = 1 << 11  # below, frequency tables by class cost more than they save
+MIN_CONTEXT_VALUES: Final = 1 << 11  # below, frequency tables by context cost more than they save
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
-UNSURE_SHARE: Final = 0.95  # of the plain planes; classes save a few percent
+UNSURE_SHARE: Final = 0.95  # of the plain planes; contexts save a few percent
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
 
 
@@ -111,14 +118,14 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
         n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
     )  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_VALUES, n_patterns)
-    [(mode, is_classed)] = _choose(
+    [(mode, has_contexts)] = _choose(
         Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns]
     )
-    if not is_classed:
+    if not has_contexts:
         return EncodingPlan(planes_plan(mode))
     per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
     total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
-    tables = tuple(stream_tables(plane, N_MAGNITUDE_CLASSES) for plane in total)
+    tables = tuple(stream_tables(plane, N_MAGNITUDE_CONTEXTS) for plane in total)
     plan = planes_plan(mode, (Magnitude(),), tables)
     # The counts of a tensor of one chunk are those that its encoding needs again.
     return EncodingPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
@@ -135,9 +142,9 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
         return _encode_whole(sources, batch)
     choices, encoded = _choose(batch, [len(own) for own in patterns]), dict[int, Encoded]()
     for choice in dict.fromkeys(choices):
-        which, (mode, is_classed) = [k for k, other in enumerate(choices) if other == choice], choice
+        which, (mode, has_contexts) = [k for k, other in enumerate(choices) if other == choice], choice
         part = batch.only(which)
-        found = encode_classed(part, mode) if is_classed else encode_planes(part, planes_plan(mode))
+        found = encode_by_contexts(part, mode) if has_contexts else encode_planes(part, planes_plan(mode))
         encoded |= zip(which, found, strict=True)
     return [encoded[k] for k in range(len(sources))]
 
@@ -156,20 +163,22 @@ def _encode_whole(sources: Sequence[TensorSource], batch: Batch) -> list[Encoded
 
 
 def _choose(batch: Batch, n_patterns: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
-    """Choose the mode of tensors of so many patterns, and whether they have classes, by the first ones."""
+    """Choose the mode of tensors of so many patterns, and whether they have contexts, by the first ones."""
     modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
     sample = batch.only(range(len(n_patterns)), SAMPLE_VALUES)
     counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
     bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_patterns)).sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
-    # Where the difference says little by itself, it may say more by classes.
+    # Where the difference says little by itself, it may say more by contexts.
     for j, mode in enumerate(_DELTA_MODES):
         if which := np.flatnonzero((own == j) & (least > UNSURE_SHARE * plain)).tolist():
             unsure = sample.only(which)
             ordered = unsure.by_magnitude.sort(unsure.transformed(mode))
             least[which] = ordered.by_tensor(planning().entropies(ordered.counts))
     is_plain = (least > plain * PLAIN_BIAS) & (plain > 0)
-    is_long = np.array(n_patterns) >= MIN_CLASSED_VALUES
-    is_classed = ~is_plain & is_long & ((np.array(n_patterns) > SAMPLE_VALUES) | (least > 0))
+    is_long = np.array(n_patterns) >= MIN_CONTEXT_VALUES
+    has_contexts = ~is_plain & is_long & ((np.array(n_patterns) > SAMPLE_VALUES) | (least > 0))
     mode_of = np.where(is_plain, len(modes) - 1, own)
-    return [(modes[j], by_class) for j, by_class in zip(mode_of.tolist(), is_classed.tolist(), strict=True)]
+    return [
+        (modes[j], by_context) for j, by_context in zip(mode_of.tolist(), has_contexts.tolist(), strict=True)
+    ]

@@ -1,6 +1,6 @@
 """Plans second moments: predicted from zero, from the base, or from two vectors as in Adafactor.
 
-The smallest of these, alone or with classes by the base's codes, is chosen by its size on a sample. What
+The smallest of these, alone or with contexts by the base's codes, is chosen by its size on a sample. What
 is no second moment (infinities, NaN, negative values) leaves its tensor lossless, with a note.
 """
 
@@ -14,11 +14,11 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import BaseCode
 from ckptz.codec.frame import MAX_OUTER, outer_bytes
 from ckptz.codec.plan import Domain, Outer, Plan, Predictor
 from ckptz.codec.sources import CHUNK_VALUES, TensorSource
 from ckptz.codec.values import KINDS
+from ckptz.context_rules import BaseCode
 from ckptz.encoding.encoding_plan import EncodingPlan, stream_tables
 from ckptz.encoding.tensor import TensorToEncode, summed
 from ckptz.kernels import cpu, floats
@@ -133,7 +133,7 @@ class _Sample:
         return cls(source, (begin, end), stride, source.patterns(begin, end)[::stride], codes, n_codes)
 
     def candidate(self, prediction: Prediction, step: int) -> _Candidate:
-        """A prediction with the ladder that fits it best, alone or with classes by the base's codes."""
+        """A prediction with the ladder that fits it best, alone or with contexts by the base's codes."""
         is_live = self.patterns != 0
         distances = floats.order(self.patterns[is_live]).astype(np.float64)
         predicted = prediction.patterns(*self.bounds)[:: self.stride]
@@ -143,13 +143,13 @@ class _Sample:
         scale = self.source.dtype.n_patterns(self.source.shape) / len(self.patterns)
         bits = bits_of(ladder.counts(distances)) * scale if len(distances) else 0.0
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
-        classed = self._classed_bits(ladder, distances, is_live) * scale
+        in_contexts = self._bits_in_contexts(ladder, distances, is_live) * scale
         bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
-        if self.base_codes is not None and classed < bits * BASE_BIAS * bias:
-            return _Candidate(prediction, ladder, classed / BASE_BIAS + side_bits, self.n_base_codes)
+        if self.base_codes is not None and in_contexts < bits * BASE_BIAS * bias:
+            return _Candidate(prediction, ladder, in_contexts / BASE_BIAS + side_bits, self.n_base_codes)
         return _Candidate(prediction, ladder, bits / bias + side_bits)
 
-    def _classed_bits(
+    def _bits_in_contexts(
         self, ladder: Ladder, distances: NDArray[np.float64], is_live: NDArray[np.bool_]
     ) -> float:
         if self.base_codes is None or not len(distances):
@@ -161,7 +161,7 @@ class _Sample:
 def _second_plan(subject: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
     source, base, run = subject.source, subject.base, subject.run
     n_patterns = source.dtype.n_patterns(source.shape)
-    prediction, n_classes = chosen.prediction, chosen.n_base_codes or 1
+    prediction, n_contexts = chosen.prediction, chosen.n_base_codes or 1
     quantizer = LadderQuantizer(prediction, chosen.ladder)
     found: LadderSums = sums_by(quantizer, source, run)
     if found.n_exceptions > MAX_EXCEPTIONS * n_patterns:
@@ -170,7 +170,7 @@ def _second_plan(subject: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
     quantizer = replace(quantizer, rungs=rungs)
     levels = found.levels(chosen.ladder, rungs, prediction)
     plan = Plan(
-        quant_map=second_map(levels, rungs, prediction.kind, n_classes),
+        quant_map=second_map(levels, rungs, prediction.kind, n_contexts),
         domain=Domain.BITS,
         predictor=prediction.predictor,
         outer=prediction.outer,
@@ -178,5 +178,5 @@ def _second_plan(subject: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
     if base is None or chosen.n_base_codes is None:
         return EncodingPlan(plan, quantizer)
     joint = counts_by_base(source, base, quantizer, run)
-    plan = replace(plan, rules=(BaseCode(n_classes),), tables=(stream_tables(joint, n_classes),))
+    plan = replace(plan, rules=(BaseCode(n_contexts),), tables=(stream_tables(joint, n_contexts),))
     return EncodingPlan(plan, quantizer)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptz.codec.sources import CHUNK_VALUES, SourceOf, TensorSource
 from ckptz.codec.values import KINDS
-from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan
+from ckptz.encoding.encoding_plan import ContextCounts, EncodingPlan
 from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Patterns
@@ -38,14 +38,14 @@ def sums_by(quantizer: LadderQuantizer | StepQuantizer, source: TensorSource, ru
 
 def counts_by_base(
     source: TensorSource, base: TensorSource, quantizer: Quantizer, run: MapFunction
-) -> ClassCounts:
-    """Count the codes of a tensor by those of its base, of whose alphabet the classes are."""
-    n_classes = base.n_codes or 1
+) -> ContextCounts:
+    """Count the codes of a tensor by those of its base, of whose alphabet the contexts are."""
+    n_contexts = base.n_codes or 1
 
-    def found(bounds: tuple[int, int]) -> ClassCounts:
+    def found(bounds: tuple[int, int]) -> ContextCounts:
         codes, labels = quantizer.codes(*bounds, source.patterns(*bounds)), base.codes(*bounds)
         labels = np.zeros(len(codes), np.uint8) if labels is None else labels
-        return ClassCounts.of(labels, codes, n_classes)
+        return ContextCounts.of(labels, codes, n_contexts)
 
     return summed(run, found, source)
 

@@ -1,11 +1,11 @@
-"""Uniform grids with a step for each class of rows: which step, which code, and what the codes stand for.
+"""Uniform grids with a step for each context of rows: which step, which code, and what the codes stand for.
 
 For small errors e the loss grows with the sum of v * e^2, where v is the second moment of the gradients.
 With an entropy coder behind it, a grid is best if every weight adds the same to that sum: steps are
 proportional to 1 / sqrt(v). Rows are nearly as good a unit for this as single weights, and cheap to store.
 
 Codes are numbered by magnitude: 0, +1, -1, +2, -2 and so on, so that neighbours in frequency tables and
-classes are alike.
+contexts are alike.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ N_FITS: Final = 8  # rounds of the alternating fit; it has converged to 1e-3 lon
 class RowSteps:
     """The grid step of each row of a weight."""
 
-    steps: Reals  # of each class [n_classes], ascending, half an octave apart
-    labels: Labels  # class of each row [n_rows]
+    steps: Reals  # of each context [n_contexts], ascending, half an octave apart
+    labels: Labels  # context of each row [n_rows]
 
     @property
-    def n_classes(self) -> int:
+    def n_contexts(self) -> int:
         """Number of different steps."""
         return len(self.steps)
 
@@ -133,7 +133,7 @@ def largest_magnitude(counts: Counts | Reals) -> int:
 
 
 def bare_levels(steps: Reals, most: int = MAX_MAGNITUDE) -> LinearTable:
-    """Give the multiples of the steps [n_classes], up to a magnitude."""
+    """Give the multiples of the steps [n_contexts], up to a magnitude."""
     return _table(steps, np.arange(1.0, most + 1))
 
 
@@ -143,12 +143,12 @@ def with_escape(levels: LinearTable) -> LinearTable:
 
 
 def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> LinearTable:
-    """Fit centroids of the values of each code, products of a scale for each class and a level for each code.
+    """Fit centroids of the values of each code: a scale for each context times a level for each code.
 
     Args:
-        steps: of each class [n_classes].
-        counts: occurrences [n_classes, 256] of each code, or their weights.
-        sums: of the magnitudes of the values [n_classes, 256].
+        steps: of each context [n_contexts].
+        counts: occurrences [n_contexts, 256] of each code, or their weights.
+        sums: of the magnitudes of the values [n_contexts, 256].
         most: largest magnitude that has codes.
     """
     n = counts[:, 1 : 2 * most + 1].reshape(len(steps), most, 2).sum(axis=2).astype(np.float64)

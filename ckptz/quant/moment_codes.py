@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.class_rules import ClassRule
 from ckptz.codec.plan import Outer, Predictor
 from ckptz.codec.sources import TensorSource
+from ckptz.context_rules import ContextRule
 from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.floats import Integers, Patterns
 from ckptz.quant.moments import (
@@ -132,41 +132,41 @@ class LadderQuantizer(Quantizer):
 
 
 @dataclass(frozen=True, slots=True)
-class StepClasses:
-    """The class of each element, and the step of each class.
+class StepContexts:
+    """The context of each element, and the step of each context.
 
     Attributes:
         rules: as the frame stores them.
-        steps: of each class [n_classes].
+        steps: of each context [n_contexts].
         labels: of elements begin..end.
     """
 
-    rules: tuple[ClassRule, ...]
+    rules: tuple[ContextRule, ...]
     steps: Floats
     labels: Callable[[int, int], Labels]
 
 
 @dataclass(frozen=True, slots=True)
 class StepQuantizer(Quantizer):
-    """The quantizer of a first moment: levels of a step by class."""
+    """The quantizer of a first moment: levels of a step by context."""
 
     kind: int
-    classes: StepClasses
+    contexts: StepContexts
     dead_zone: float
     rungs: Rungs | None = None
 
     def found(self, begin: int, end: int, patterns: Patterns) -> LevelSums:
-        """Sum the levels of patterns begin..end by class."""
-        labels, steps = self.classes.labels(begin, end), self.classes.steps
+        """Sum the levels of patterns begin..end by context."""
+        labels, steps = self.contexts.labels(begin, end), self.contexts.steps
         return LevelSums.of(cpu().to_f32(patterns, self.kind), labels, steps, self.dead_zone)
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
         """Give the codes of patterns begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
-        rungs, labels = self.rungs, self.classes.labels(begin, end)
+        rungs, labels = self.rungs, self.contexts.labels(begin, end)
         assert rungs is not None
         codes = np.empty(len(patterns), np.uint8)
         codes_of = (rungs.lowest, rungs.n_levels, rungs.escape_code or 0, MAX_INDEX + 1)
-        steps = self.classes.steps
+        steps = self.contexts.steps
         moments().level_codes(*values_of(patterns, self.kind), labels, steps, self.dead_zone, codes_of, codes)
         return codes
 

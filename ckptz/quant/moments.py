@@ -3,7 +3,7 @@
 A second moment restored as zero under a live gradient would make the next step explode, so its levels
 stand in the order of bit patterns, where steps are relative, and zero is a code of its own that exact
 zeros take and nothing else does. First moments matter beside the root of the second: their step follows
-it, class by class. Knows arrays and maps; which tensors belong together is the caller's affair.
+it, context by context. Knows arrays and maps; which tensors belong together is the caller's affair.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ N_PHASES: Final = 8  # places of the levels within a step that are tried
 FACTOR_BITS: Final = 2  # of the mantissa of an outer vector: 2^-3, small beside steps of octaves
 MAX_SPAN: Final = 1 << 20  # levels that are counted; steps of less than 2^-10 octaves have more
 MAX_INDEX: Final = 127  # of a first moment's level, on both sides of zero
-N_LABELS: Final = 256  # of a magnitude class
+N_LABELS: Final = 256  # of a magnitude context
 ROW_LABELS_PER_OCTAVE: Final = 2
 SMALLEST_SCALE: Final = 2.0**-1022  # of a table: subnormal doubles are not allowed there
 
@@ -149,21 +149,21 @@ def rungs_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: in
     return Rungs(lowest, highest - lowest + 1, n_zeros > 0, n_exceptions + n_outside > 0)
 
 
-def second_map(levels: Integers, rungs: Rungs, kind: int, n_classes: int) -> QuantizationMap:
+def second_map(levels: Integers, rungs: Rungs, kind: int, n_contexts: int) -> QuantizationMap:
     """Make the map of a second moment, of one row.
 
     Args:
         levels: of the codes that stand for one, from the predictor in units of the last place [n_levels].
         rungs: which have codes.
         kind: of the patterns.
-        n_classes: that share the row.
+        n_contexts: that share the row.
     """
     entries = np.zeros((1, rungs.n_codes), np.int64)
     entries[0, : rungs.n_levels] = levels
     pattern = np.uint32 if kind == floats.F32 else np.uint16
     return QuantizationMap(
         ExplicitTable(entries.astype(pattern)),
-        np.zeros(n_classes, np.int64),
+        np.zeros(n_contexts, np.int64),
         zero_code=rungs.zero_code,
         escape_code=rungs.escape_code,
     )
@@ -212,8 +212,8 @@ def _rounded_powers(exponents: Floats) -> NDArray[np.uint32]:
 # --- first moments ------------------------------------------------------------------------------
 
 
-def class_roots(kind: int) -> Floats:
-    """Give the root of what a second moment of each magnitude class is about [256]; 0 if it is not finite."""
+def context_roots(kind: int) -> Floats:
+    """Give the root of what second moments of each magnitude context are about [256]; 0 if not finite."""
     width = 32 if kind == floats.F32 else 16
     labels = np.arange(N_LABELS, dtype=np.int64)
     middles = (labels << (width - 9)) | (1 << (width - 10))
@@ -224,9 +224,9 @@ def class_roots(kind: int) -> Floats:
 
 @dataclass(slots=True)
 class LevelSums:
-    """Occurrences of each level in each class, and sums of what they stand for; chunks add up."""
+    """Occurrences of each level in each context, and sums of what they stand for; chunks add up."""
 
-    # [n_classes, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
+    # [n_contexts, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
     counts: Integers
     sums: Floats  # in steps, the same; 0 for level 0
 
@@ -259,19 +259,19 @@ class LevelSums:
 
 
 def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> QuantizationMap:
-    """Make the map of a first moment: levels at the means of what they stand for, class by class.
+    """Make the map of a first moment: levels at the means of what they stand for, context by context.
 
-    Level 0 is zero in every row, so a class that takes no other needs no row of its own.
+    Level 0 is zero in every row, so a context that takes no other needs no row of its own.
 
     Args:
         found: of the whole tensor.
         rungs: which levels have codes.
-        steps: of each class [n_classes].
+        steps: of each context [n_contexts].
         kind: of the patterns.
     """
     is_moving = found.counts.sum(axis=1) > found.counts[:, MAX_INDEX + 1]
     used = np.flatnonzero(is_moving) if is_moving.any() else np.zeros(1, np.int64)
-    row_of_class = np.maximum(np.searchsorted(used, np.arange(len(steps)), side="right") - 1, 0)
+    row_of_context = np.maximum(np.searchsorted(used, np.arange(len(steps)), side="right") - 1, 0)
     scale = np.where(steps[used] >= SMALLEST_SCALE, steps[used], 0.0)
     window, levels = found.window(rungs), rungs.lowest + np.arange(rungs.n_levels)
     counts, sums = found.counts[used, window], found.sums[used, window]
@@ -282,13 +282,13 @@ def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> Quant
     if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes:
         patterns = floats.from_f32(expanded.expand().reshape(-1), kind)
         if floats.all_finite(patterns, kind):
-            return QuantizationMap(expanded, row_of_class, escape_code=rungs.escape_code)
+            return QuantizationMap(expanded, row_of_context, escape_code=rungs.escape_code)
     own = np.zeros(expanded.shape)
     own[:, : rungs.n_levels] = _centroids(counts, sums, levels) * scale[:, None]
     # Levels that no element takes may lie beyond all numbers.
     own[:, : rungs.n_levels][counts == 0] = 0.0
     table = ExplicitTable(floats.round_f64(own.reshape(-1)).reshape(own.shape))
-    return QuantizationMap(table, row_of_class, escape_code=rungs.escape_code)
+    return QuantizationMap(table, row_of_context, escape_code=rungs.escape_code)
 
 
 def _centroids(counts: Integers, sums: Floats, levels: Integers) -> Floats:

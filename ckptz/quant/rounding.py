@@ -41,8 +41,8 @@ class ColumnGrid:
     """The grid that columns [n, n_rows] are rounded to."""
 
     steps: Floats  # float32, [1, n_rows] or [n, 1]
-    labels: NDArray[np.uint8]  # class of each step, of the same shape
-    values: Floats  # what the codes of each class restore to, float32 [n_classes, n_codes]
+    labels: NDArray[np.uint8]  # context of each step, of the same shape
+    values: Floats  # what the codes of each context restore to, float32 [n_contexts, n_codes]
     dead_zone: float  # additional share of a step that becomes zero
     most: int  # largest magnitude that has codes
 
@@ -60,16 +60,16 @@ class ColumnGrid:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Sums over rounded values by class and code, float64 [n_classes, 256]; parts add up in place."""
+    """Sums over rounded values by context and code, float64 [n_contexts, 256]; parts add up in place."""
 
     counts: Reals  # occurrences
     weights: Reals  # the same, each as much as an error in its column costs
     sums: Reals  # of magnitudes, with these weights
 
     @classmethod
-    def none(cls, n_classes: int) -> Targets:
+    def none(cls, n_contexts: int) -> Targets:
         """Make sums of nothing."""
-        return cls(*(np.zeros((n_classes, 256)) for _ in range(3)))
+        return cls(*(np.zeros((n_contexts, 256)) for _ in range(3)))
 
     def add(self, feedback: Feedback, columns: Floats, grid: ColumnGrid) -> None:
         """Add the targets that come up while columns [n, n_rows] are rounded."""

@@ -1,7 +1,7 @@
 """The size of a file for any configuration, predicted from histograms: nothing is encoded.
 
 One pass counts how often each bucket of values occurs with each code of the base and in each band of
-sensitivities. Any map is a relabelling of these cells, so its frequencies, by class of the base too,
+sensitivities. Any map is a relabelling of these cells, so its frequencies, by context of the base too,
 follow from the counts, and the size from the cost of the tables that the planner would choose.
 """
 
@@ -21,7 +21,7 @@ from ckptz.codec.frame import pack_plan
 from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, chunk_bounds, n_chunks_of
 from ckptz.codec.values import KINDS
 from ckptz.encoding.chunk import encode_chunk
-from ckptz.encoding.encoding_plan import ClassCounts, stream_tables
+from ckptz.encoding.encoding_plan import ContextCounts, stream_tables
 from ckptz.encoding.tensor import MapFunction, TensorToEncode
 from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.kernels.floats import F32, Counts
@@ -144,9 +144,9 @@ def _plane_bytes(counts: Counts) -> float:
 
 
 def _code_bytes(counts: Counts) -> float:
-    """Size of codes with tables by class of the base, or with one table, as the planner would choose."""
+    """Size of codes with tables by context of the base, or with one table, as the planner would choose."""
     used = np.flatnonzero(counts.any(axis=1))
-    found = ClassCounts(used, counts[used])
+    found = ContextCounts(used, counts[used])
     if len(counts) > 1 and entropy_bits(found.counts) < entropy_bits(found.total[None]):
         tables = stream_tables(found, len(counts))
         return found.bytes_by(tables) + sum(len(pack_table(row)) for row in tables.frequencies)

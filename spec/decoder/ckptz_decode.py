@@ -289,7 +289,7 @@ class Tensor:
         return found
 
     def named(self, depth: int = 0) -> list[Tensor]:
-        """03-transforms#classes: "if A names B and B names C, then C must name none"."""
+        """03-transforms#contexts: "if A names B and B names C, then C must name none"."""
         names = [] if self.file.plain else [rule.source for rule in self.plan.rules if rule.source]
         found = [self.file.members[self.level].get(name) for name in names]
         for other in found:
@@ -299,7 +299,7 @@ class Tensor:
         return found
 
     def chunk(self, j: int, done: dict[Tensor, Chunk]) -> Chunk:
-        """03-transforms#classes: "decode each chunk of each file of a chain once"."""
+        """03-transforms#contexts: "decode each chunk of each file of a chain once"."""
         if self not in done:
             done[self] = self.decode(j, done)
         return done[self]

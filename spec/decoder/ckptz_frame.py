@@ -74,7 +74,7 @@ PLANES, LINEAR, BITS = range(3)  # registry#domains
 ZERO, BASE, OUTER, LOW_RANK = 0, 1, 2, 4  # registry#predictors
 FLAG_ZERO, FLAG_ESCAPE = 1, 2  # registry#frame-flags
 RAW, ROTATED, XOR, DIFFERENCE = range(4)  # registry#plane-modes
-MAGNITUDE, ROW, BLOCK, BASE_CODE = range(1, 5)  # registry#class-rules
+MAGNITUDE, ROW, BLOCK, BASE_CODE = range(1, 5)  # registry#context-rules
 EXPLICIT, EXPANDED = range(2)  # registry#table-kinds
 CHUNK = 2**20  # 05-frame#chunks: "A chunk is 1,048,576 = 2^20 patterns"
 
@@ -210,12 +210,12 @@ class Table:
         self.code_of_slot = b"".join(bytes([s]) * f for s, f in enumerate(self.frequency))
 
 
-def read_runs(cursor: Cursor, classes: int, bound: int) -> list[int]:
-    """02-entropy#runs: "Runs give each class, 0 and up, a number below a bound"."""
+def read_runs(cursor: Cursor, contexts: int, bound: int) -> list[int]:
+    """02-entropy#runs: "Runs give each context, 0 and up, a number below a bound"."""
     numbers: list[int] = []
-    while len(numbers) < classes:
+    while len(numbers) < contexts:
         run, number = cursor.varint(), cursor.varint()
-        need(1 <= run <= classes - len(numbers), "E8")
+        need(1 <= run <= contexts - len(numbers), "E8")
         need(number < bound, "E8")
         numbers += [number] * run
     return numbers
@@ -224,8 +224,8 @@ def read_runs(cursor: Cursor, classes: int, bound: int) -> list[int]:
 class Stream(Cursor):
     """02-entropy#streams: "A stream is n codes in some bytes."."""
 
-    def decode(self, coder: int, n: int, tables: list[Table] | None = None, classes: Any = ()) -> bytes:
-        """Its codes; `tables` by class and `classes` by pattern are for rans-shared."""
+    def decode(self, coder: int, n: int, tables: list[Table] | None = None, contexts: Any = ()) -> bytes:
+        """Its codes; `tables` by context and `contexts` by pattern are for rans-shared."""
         need(coder <= SPARSE, "E1", f"coder {coder}")
         if n == 0:  # "A stream of no codes is `stored` and has no bytes."
             need(coder == STORED and not self.left, "E4")
@@ -242,7 +242,7 @@ class Stream(Cursor):
         elif coder == SPARSE:
             codes = self.sparse(n)
         else:
-            codes = self.rans_shared(tables or [], classes)
+            codes = self.rans_shared(tables or [], contexts)
         need(self.left == 0, "E3")  # "The bytes must be used up exactly."
         return codes
 
@@ -311,10 +311,10 @@ class Stream(Cursor):
         need(set(x) == {2**16} and next(words, None) is None, "E12")
         return bytes(codes)
 
-    def rans_shared(self, tables: list[Table], classes: list[int]) -> bytes:
-        """02-entropy#lanes: "sorted by their" class, "and codes of the same class stay in the order"."""
-        order = sorted(range(len(classes)), key=classes.__getitem__)  # Python's sort is stable
-        codes = self.rans((tables[classes[i]] for i in order), len(order))
+    def rans_shared(self, tables: list[Table], contexts: list[int]) -> bytes:
+        """02-entropy#lanes: "sorted by their" context, "and codes of the same context stay in the order"."""
+        order = sorted(range(len(contexts)), key=contexts.__getitem__)  # Python's sort is stable
+        codes = self.rans((tables[contexts[i]] for i in order), len(order))
         return bytes(code for _, code in sorted(zip(order, codes, strict=True)))
 
 
@@ -414,8 +414,8 @@ class Map:
         else:  # in the domain `bits` "u32 for F32, u16 for BF16 and F16"
             letter = "I" if plan.domain == LINEAR else LETTER[plan.dtype.size]
             self.table = [list(cursor.many(self.codes, letter)) for _ in range(rows)]
-        # "only if R > 1; else every class has row 0"
-        self.row_of_class = read_runs(cursor, plan.classes, rows) if rows > 1 else [0] * plan.classes
+        # "only if R > 1; else every context has row 0"
+        self.row_of_context = read_runs(cursor, plan.contexts, rows) if rows > 1 else [0] * plan.contexts
         self.zero_code = cursor.one() if plan.flags & FLAG_ZERO else None
         need((self.zero_code or 0) < self.codes, "Q4")
         # "the last code, C - 1, is the *escape code*"
@@ -434,11 +434,11 @@ class Map:
 
 
 class Rule:
-    """05-frame#class-rules, field by field; `size` is how many patterns share a stored label."""
+    """05-frame#context-rules, field by field; `size` is how many patterns share a stored label."""
 
     def __init__(self, cursor: Cursor, plan: Plan) -> None:
         self.kind, self.source, self.radix, self.size, self.labels = cursor.one(), "", 256, 0, b""
-        need(MAGNITUDE <= self.kind <= BASE_CODE, "T1", f"class rule {self.kind}")
+        need(MAGNITUDE <= self.kind <= BASE_CODE, "T1", f"context rule {self.kind}")
         if self.kind == MAGNITUDE:  # "name of the tensor, or empty for the base"
             self.source = cursor.text()
         else:
@@ -504,13 +504,13 @@ class Plan:
         need(self.domain != PLANES or self.predictor == right, "F9")
 
     def read_rules_and_map(self, cursor: Cursor) -> None:
-        """05-frame#plan, from the class rules on."""
+        """05-frame#plan, from the context rules on."""
         self.rules: list[Rule] = []
         for _ in range(cursor.one()):
             need(len(self.rules) < 3, "T2")
             self.rules.append(Rule(cursor, self))
-        self.classes = math.prod(rule.radix for rule in self.rules)
-        need(self.classes <= 4096, "T2")
+        self.contexts = math.prod(rule.radix for rule in self.rules)
+        need(self.contexts <= 4096, "T2")
         self.map = Map(cursor, self) if self.domain != PLANES else None
         # #chunks: "one code stream for each byte of a pattern", or "the code stream"
         self.code_streams = 1 if self.map else self.dtype.size
@@ -539,11 +539,11 @@ class Plan:
             yield [nearest(number(s) * x) for x in a], [nearest(x) for x in b]
 
     def read_tables(self, cursor: Cursor) -> list[Table]:
-        """02-entropy#tables: "tables that all chunks share"; here the one of each class."""
+        """02-entropy#tables: "tables that all chunks share"; here the one of each context."""
         count = cursor.one()
         need(1 <= count <= 64, "E7")
         tables = [Table(cursor) for _ in range(count)]
-        return [tables[number] for number in read_runs(cursor, self.classes, count)]
+        return [tables[number] for number in read_runs(cursor, self.contexts, count)]
 
     def read_records(self, cursor: Cursor) -> Iterator[tuple[int, int, int, list[tuple[int, int]]]]:
         """05-frame#chunk-records: checksums: stored, decoded, of base codes; coder and length of streams."""
@@ -569,7 +569,7 @@ class Chunk(NamedTuple):
 
 
 class Decoding(Cursor):
-    """05-frame#decoding: "A chunk of n patterns", number j of a frame; `named` are tensors of class rules."""
+    """05-frame#decoding: "A chunk of n patterns", number j of a frame; `named`: tensors of context rules."""
 
     def __init__(self, plan: Plan, j: int, data: bytes, base: Chunk, named: dict[str, Chunk]) -> None:
         super().__init__(data)
@@ -591,7 +591,7 @@ class Decoding(Cursor):
         plan, size, base = self.plan, self.plan.dtype.size, self.base
         if plan.reads_base_codes:  # "0 if the base has none"
             need(self.base_codes == (0 if base.codes is None else xxh64(base.codes)), "T10")
-        self.classes = self.class_of_patterns()
+        self.contexts = self.context_of_patterns()
         codes = [self.next_stream(self.n, t) for t in plan.tables or [None] * plan.code_streams]
         if plan.map:
             patterns = tuple(self.values(plan.map, codes[0]))
@@ -603,15 +603,15 @@ class Decoding(Cursor):
     def next_stream(self, n: int, tables: list[Table] | None = None) -> bytes:
         """05-frame#chunks: "The bytes of a chunk are its streams one after another"."""
         coder, length = next(self.streams)
-        return Stream(self.take(length)).decode(coder, n, tables, self.classes)
+        return Stream(self.take(length)).decode(coder, n, tables, self.contexts)
 
     def exact_values(self, n: int) -> Iterator[int]:
         """05-frame#chunks: "one stream for each byte of a pattern, least significant first"."""
         return iter(join([self.next_stream(n) for _ in range(self.plan.dtype.size)]))
 
-    def class_of_patterns(self) -> list[int]:
-        """03-transforms#classes: "the mixed-radix number of the labels, the first rule most significant"."""
-        classes = [0] * self.n
+    def context_of_patterns(self) -> list[int]:
+        """03-transforms#contexts: "the mixed-radix number of the labels, the first rule most significant"."""
+        contexts = [0] * self.n
         for rule in self.plan.rules:
             if rule.kind == MAGNITUDE:  # "(u >> (w - 9)) mod 256"; "If u has 8 bits, its low seven"
                 other = self.named[rule.source] if rule.source else self.base
@@ -622,8 +622,8 @@ class Decoding(Cursor):
                 need(max(labels) < rule.radix, "T9")
             else:  # "labels[i / row patterns]", "labels[i / block size]"
                 labels = [rule.labels[i // rule.size] for i in self.where]
-            classes = [k * rule.radix + label for k, label in zip(classes, labels, strict=True)]
-        return classes
+            contexts = [k * rule.radix + label for k, label in zip(contexts, labels, strict=True)]
+        return contexts
 
     def predictions(self) -> Iterable[int]:
         """04-quantization#decoding: P of each pattern, "an F32 pattern" (linear) or "a pattern" (bits)."""
@@ -664,6 +664,6 @@ class Decoding(Cursor):
         escaped: Iterator[int] = iter(())
         if map_.escape_code is not None:
             escaped = self.exact_values(codes.count(map_.escape_code))
-        for c, k, p in zip(codes, self.classes, self.predictions(), strict=True):
+        for c, k, p in zip(codes, self.contexts, self.predictions(), strict=True):
             exact = next(escaped) if c == map_.escape_code else 0 if c == map_.zero_code else None
-            yield self.pattern(p, map_.table[map_.row_of_class[k]][c]) if exact is None else exact
+            yield self.pattern(p, map_.table[map_.row_of_context[k]][c]) if exact is None else exact

@@ -68,7 +68,7 @@ def test_frames_are_those_of_tensors_encoded_one_by_one_or_smaller_deltas(name: 
         own, other = frame(source, batched), frame(source, single)
         # Tables of deltas are chosen per batch, where fewer of them pay.
         assert own == other or (has_base and len(own) <= 1.005 * len(other))
-    # The cases are not all alike: plans with and without a base and classes, and most coders.
+    # The cases are not all alike: plans with and without a base and contexts, and most coders.
     plans = {(draft.plan.needs_base, bool(draft.plan.rules)) for draft, _ in together}
     assert plans == ({(False, False), (True, False), (True, True)} if has_base else {(False, False)})
 

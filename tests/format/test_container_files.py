@@ -292,7 +292,7 @@ def test_broken_codes_of_a_base_are_named_by_the_chunk() -> None:
 
 
 def moments_of(n_parameters: int, n: int) -> dict[str, ArraySource]:
-    """First moments before second ones, whose magnitudes their classes read."""
+    """First moments before second ones, whose magnitudes their contexts read."""
     tensors = {}
     for i in range(n_parameters):
         scale = 10.0 ** np.random.default_rng(i).uniform(-4, -2, n)

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptz import class_rules
+from ckptz import context_rules
 from ckptz.codec import decode as decode_module
 from ckptz.codec import frame as frame_module
 from ckptz.codec import values as values_module
@@ -68,7 +68,7 @@ SHAPES = ((), (0,), (1,), (3,), (0, 5), (2, 3, 4), (1, 1, 1), (257,), (64, 130))
 @pytest.fixture
 def only_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Decode with the plain numpy kernels alone."""
-    modules = (decode_module, values_module, streams_module, frequency_module, class_rules)
+    modules = (decode_module, values_module, streams_module, frequency_module, context_rules)
     for module in modules:
         monkeypatch.setattr(module, "cpu", lambda: reference)
     return None
@@ -116,7 +116,7 @@ def test_codes_are_read_without_values(case: Case) -> None:
     header, chunks = case.encode()
     codes = case.decode_codes(header, [chunk.payload for chunk in chunks])
     np.testing.assert_array_equal(codes, case.draft.quantizer.all_codes)  # type: ignore[union-attr]
-    assert expected_labels(case).max(initial=0) < case.plan.n_classes
+    assert expected_labels(case).max(initial=0) < case.plan.n_contexts
 
 
 def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
@@ -346,7 +346,7 @@ def setting(offset: int, value: int) -> Any:
         (setting(8, 65), CorruptionError),  # dimensions
         (lambda body: body[:9] + b"\x80\x80\x80\x01" + body[10:], CorruptionError),  # too few records
         (setting(11, 9), UnsupportedError),  # plane mode
-        (setting(12, 4), CorruptionError),  # class rules
+        (setting(12, 4), CorruptionError),  # context rules
         (lambda body: body + b"\0", CorruptionError),
         (lambda body: body[:-1], FormatError),
     ],

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from ckptz import bits, class_rules
-from ckptz.class_rules import RuleId
+from ckptz import bits, context_rules
 from ckptz.codec import frame, plan, sources
 from ckptz.codec.plan import Domain, PlaneMode, Predictor
 from ckptz.container import envelope, index, reader
+from ckptz.context_rules import RuleId
 from ckptz.dtypes import DTYPES
 from ckptz.entropy import frequency, streams
 from ckptz.entropy.streams import LANE_CHOICES, CoderId
@@ -37,7 +37,7 @@ RESERVED_PAGES: tuple[str, ...] = ()  # named by sources already, written with w
         ("domains", Domain),
         ("predictors", Predictor),
         ("plane-modes", PlaneMode),
-        ("class-rules", RuleId),
+        ("context-rules", RuleId),
         ("table-kinds", frame.TableKind),
     ],
 )
@@ -73,11 +73,11 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
         "elements": frame.MAX_ELEMENTS,
         "chunk patterns": sources.CHUNK_VALUES,
         "JSON openings and commas": envelope.MAX_JSON_VALUES,
-        "labels of all class rules of a frame": class_rules.MAX_INDICES,
-        "class rules": class_rules.MAX_RULES,
-        "classes": class_rules.MAX_CLASSES,
+        "labels of all context rules of a frame": context_rules.MAX_INDICES,
+        "context rules": context_rules.MAX_RULES,
+        "contexts": context_rules.MAX_CONTEXTS,
         "depth of named tensors": reader.MAX_SOURCE_DEPTH,
-        "frequency tables of a stream": class_rules.MAX_TABLES,
+        "frequency tables of a stream": context_rules.MAX_TABLES,
         "frequency sum": frequency.SCALE,
         "Exp-Golomb order of a table": frequency.MAX_ORDER,
         "Exp-Golomb low bits": floats.MAX_GOLOMB_BITS,

@@ -62,7 +62,7 @@ def given(second: Any) -> dict[str, Any]:
         "DOMAINS": names_of("domains"),
         "PREDICTORS": names_of("predictors"),
         "PLANE_MODES": names_of("plane-modes"),
-        "CLASS_RULES": names_of("class-rules"),
+        "CLASS_RULES": names_of("context-rules"),
         "TABLE_KINDS": names_of("table-kinds"),
         "CODERS": names_of("coders"),
         "LANES": {i: int(n) for i, n in names_of("lanes", "index", "lanes").items()},

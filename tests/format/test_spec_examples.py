@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from ckptz.bits import ByteReader, ByteWriter, xxh64
-from ckptz.class_rules import Block, labels_of
 from ckptz.codec.plan import (
     Domain,
     ExplicitTable,
@@ -24,6 +23,7 @@ from ckptz.codec.plan import (
 from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.codec.values import KINDS, ValueTable
 from ckptz.container.index import content_id_of
+from ckptz.context_rules import Block, labels_of
 from ckptz.dtypes import dtype_of
 from ckptz.entropy.frequency import parse_table
 from ckptz.entropy.streams import CoderId, Embedded, decode_stream
@@ -197,7 +197,7 @@ def test_the_worked_steps_follow_from_the_stream() -> None:
 def test_the_stream_order_example() -> None:
     worked = _worked("example-of-the-stream-order")
     codes, labels = (
-        np.array(numbers(worked[k]), np.uint8) for k in ("codes, in the order of their patterns", "classes")
+        np.array(numbers(worked[k]), np.uint8) for k in ("codes, in the order of their patterns", "contexts")
     )
     grouped = numbers(worked["stream order"])
     assert reference.group(codes, labels, np.array([len(codes)])).tolist() == grouped
@@ -233,12 +233,12 @@ def test_plane_examples(backend: Callable[[], Any]) -> None:
 
 
 def test_class_examples() -> None:
-    for row in table("03-transforms.md", "classes", "radices"):
+    for row in table("03-transforms.md", "contexts", "radices"):
         rules = tuple(
             Block(radix, 1, np.array([label], np.uint8))
             for radix, label in zip(numbers(row["radices"]), numbers(row["labels"]), strict=True)
         )
-        assert labels_of(rules, ChunkSources(0, 1), 1).tolist() == [int(row["class"])]
+        assert labels_of(rules, ChunkSources(0, 1), 1).tolist() == [int(row["context"])]
 
 
 # --- 04 quantization ----------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def test_the_fields_of_the_file_are_those_of_the_pages() -> None:
         if "field" in row
     }
     shown = {
-        re.sub(r"^(stream \d+|class indices): ", "", row["field"])
+        re.sub(r"^(stream \d+|context indices): ", "", row["field"])
         for section in page("examples.md").values()
         for lines in section.tables
         for row in lines

@@ -1,6 +1,6 @@
 """No kernel reads or writes out of bounds, whatever a file, a message or a saved state says.
 
-The compiled kernels have no bounds checks: who calls one with positions, codes, classes, counts or lengths
+The compiled kernels have no bounds checks: who calls one with positions, codes, contexts, counts or lengths
 that come from elsewhere holds them against what is there first. The tables say where; mutants show it.
 """
 
@@ -30,16 +30,16 @@ CHECKED = {
     "_rans_decode": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_decode_scalar": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_table_unpack": "ckptz/kernels/coding_cpu.py:_table_unpack",
-    # classes below their number
+    # contexts below their number
     "_ungroup": "ckptz/codec/frame.py:_parse_indices",
-    "_class_counts": "ckptz/codec/frame.py:_parse_indices",
+    "_context_counts": "ckptz/codec/frame.py:_parse_indices",
     "_group": "ckptz/codec/frame.py:_parse_indices",
-    "_class_histogram": "ckptz/class_rules.py:_labels_of",
+    "_context_histogram": "ckptz/context_rules.py:_labels_of",
     # codes below those of the map, rows below those of its table
     "_lookup": "ckptz/codec/decode.py:map_codes",
-    "_add_linear_32": "ckptz/class_rules.py:parse_runs",
-    "_add_linear_16": "ckptz/class_rules.py:parse_runs",
-    "_add_bits": "ckptz/class_rules.py:parse_runs",
+    "_add_linear_32": "ckptz/context_rules.py:parse_runs",
+    "_add_linear_16": "ckptz/context_rules.py:parse_runs",
+    "_add_bits": "ckptz/context_rules.py:parse_runs",
     # labels of the rows of a base below its steps
     "_nearest_codes": "ckptz/methods/grid.py:_steps_of",
     "_drawn_codes": "ckptz/methods/grid.py:_steps_of",
@@ -67,7 +67,7 @@ CHECKED = {
     # as many patterns in a base, or in a tensor that is named, as in the tensor
     "_add_ordered": "ckptz/container/reader.py:base",
     "_add_block": "ckptz/container/reader.py:base",
-    "_magnitude_classes": "ckptz/container/reader.py:_companion",
+    "_magnitudes": "ckptz/container/reader.py:_companion",
     "_to_f32": "ckptz/container/reader.py:base",
     "_from_f32": "ckptz/container/reader.py:base",
     **dict.fromkeys(
@@ -103,16 +103,16 @@ CALLERS = {
     "table_unpack": {"entropy/frequency.py"},
     "group": {"encoding/contexts.py"},
     "ungroup": {"codec/decode.py"},
-    "class_counts": {"codec/decode.py", "encoding/contexts.py"},
-    "class_histogram": {"encoding/encoding_plan.py"},
+    "context_counts": {"codec/decode.py", "encoding/contexts.py"},
+    "context_histogram": {"encoding/encoding_plan.py"},
     "lookup": {"codec/values.py"},
     "add_linear": {"codec/values.py"},
     "add_bits": {"codec/values.py"},
     "outer_product": {"codec/plan.py", "quant/moment_codes.py"},
     "merge_planes": {"codec/decode.py"},
     "restore": {"codec/decode.py"},
-    "magnitude_classes": {
-        "class_rules.py",
+    "magnitudes": {
+        "context_rules.py",
         "encoding/chunk.py",
         "methods/first_moment.py",
         "encoding/encoding_plan.py",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.encoding.encoding_plan import ClassCounts
+from ckptz.encoding.encoding_plan import ContextCounts
 from ckptz.entropy.frequency import (
     encoding_tables,
     normalise,
@@ -96,28 +96,28 @@ def test_planes_split_alike_and_merge_back(dtype: Any, data: st.DataObject) -> N
 def test_classes_histograms_and_grouping_agree(dtype: Any, data: st.DataObject) -> None:
     patterns = data.draw(f32_patterns(dtype))
     symbols = data.draw(hnp.arrays(np.uint8, len(patterns)))
-    classes = check_equal("magnitude_classes", np.uint8, patterns)
+    contexts = check_equal("magnitudes", np.uint8, patterns)
     check_equal("histogram", np.int64, symbols)
-    counts = check_equal("class_histogram", np.int64, classes, symbols, 256)
+    counts = check_equal("context_histogram", np.int64, contexts, symbols, 256)
     assert counts.sum() == len(patterns)
     ends = np.unique([*data.draw(st.lists(st.integers(1, len(patterns)), max_size=3)), len(patterns)])
-    per_class = check_equal("class_counts", np.uint32, classes, ends, 256)
-    np.testing.assert_array_equal(per_class.sum(axis=(0, 1)), counts.sum(axis=1))
+    per_context = check_equal("context_counts", np.uint32, contexts, ends, 256)
+    np.testing.assert_array_equal(per_context.sum(axis=(0, 1)), counts.sum(axis=1))
     for codes in (symbols, patterns):
-        check_equal("group", codes.dtype, codes, classes, ends, per_class)
+        check_equal("group", codes.dtype, codes, contexts, ends, per_context)
         whole = np.array([len(patterns)])
-        own = check_equal("class_counts", np.uint32, classes, whole, 256)
-        grouped = check_equal("group", codes.dtype, codes, classes, whole, own)
-        np.testing.assert_array_equal(check_equal_into("ungroup", codes, grouped, classes, own), codes)
+        own = check_equal("context_counts", np.uint32, contexts, whole, 256)
+        grouped = check_equal("group", codes.dtype, codes, contexts, whole, own)
+        np.testing.assert_array_equal(check_equal_into("ungroup", codes, grouped, contexts, own), codes)
 
 
 def test_classes_of_many_codes_are_counted_as_those_of_few() -> None:
     rng = np.random.default_rng(0)
     labels = rng.choice(np.array([3, 4, 9], np.uint8), 3 * 1024 + 1)
     codes = rng.integers(0, 256, len(labels)).astype(np.uint8)
-    dense, sparse = ClassCounts.of(labels, codes, 10), ClassCounts.of(labels, codes, 256)
-    np.testing.assert_array_equal(dense.classes, [3, 4, 9])
-    np.testing.assert_array_equal(sparse.classes, dense.classes)
+    dense, sparse = ContextCounts.of(labels, codes, 10), ContextCounts.of(labels, codes, 256)
+    np.testing.assert_array_equal(dense.contexts, [3, 4, 9])
+    np.testing.assert_array_equal(sparse.contexts, dense.contexts)
     np.testing.assert_array_equal(sparse.counts, dense.counts)
 
 

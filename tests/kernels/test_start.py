@@ -50,7 +50,7 @@ def test_what_is_long_or_has_no_twin_is_compiled(call: str) -> None:
     if call == "long stream":
         plain.rans_encode(*one_stream(n, 32))
     else:
-        plain.magnitude_classes(np.zeros(3, np.uint16))
+        plain.magnitudes(np.zeros(3, np.uint16))
     assert not plain.suffices()
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state as Grid stores it: second moments, first moments by their classes, small tensors."""
+"""Optimizer state as Grid stores it: second moments, first moments by their contexts, small tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import compress, inspect
-from ckptz.class_rules import Magnitude, Row
 from ckptz.codec.frame import outer_bytes, pack_plan
 from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.sources import CHUNK_VALUES, ArraySource, TensorSource
+from ckptz.context_rules import Magnitude, Row
 from ckptz.dtypes import dtype_of
 from ckptz.encoding.companions import MAX_DRAFTS, CachedChunks, EncodingPlans
 from ckptz.encoding.encoding_plan import EncodingPlan
@@ -226,7 +226,7 @@ def test_first_moments_follow_the_root_of_the_restored_second(tmp_path: Path, dt
     rule = plan_of(tmp_path, FIRST).rules[0]
     assert rule == Magnitude(SECOND)
     second, first = (restored[n].astype(np.float64) for n in (SECOND, FIRST))
-    # A class spans one octave: its step is that of the middle, and levels stay within their step.
+    # A context spans one octave: its step is that of the middle, and levels stay within their step.
     error = np.abs(first - tensors[FIRST].astype(np.float64))
     is_normal = second >= 2.0**-14
     assert (error <= 0.25 * np.sqrt(second) * 1.5)[is_normal].all()

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress
-from ckptz.class_rules import labels_of_rows
 from ckptz.codec.plan import LinearTable
 from ckptz.codec.sources import CHUNK_VALUES
 from ckptz.container.index import LossyRecord
+from ckptz.context_rules import labels_of_rows
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
 from ckptz.methods.method import Method

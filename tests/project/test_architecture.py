@@ -25,7 +25,7 @@ FLOORS = (
     ("dtypes", "parallel", "progress", "pages"),
     ("kernels", "bits"),
     ("entropy",),
-    ("class_rules", "roles"),
+    ("context_rules", "roles"),
     ("codec",),
     ("quant",),
     ("encoding",),
@@ -192,7 +192,7 @@ def test_no_modules_import_each_other_not_even_for_types() -> None:
 
 
 def subclasses(kind: type) -> set[str]:
-    """Names of all classes below one."""
+    """Names of all contexts below one."""
     return {name for one in kind.__subclasses__() for name in (one.__name__, *subclasses(one))}
 
 

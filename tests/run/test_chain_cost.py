@@ -13,11 +13,11 @@ from ckptz.store.resolve import open_checkpoint
 from tests.support.spec_files import STORED, File, Frame, plan, varint
 
 ZEROS = bytes(4)
-FLAT_TABLES = b"\1" + b"\0\0\0" + varint(256) + b"\0"  # one table of one symbol, for all 256 classes
+FLAT_TABLES = b"\1" + b"\0\0\0" + varint(256) + b"\0"  # one table of one symbol, for all 256 contexts
 
 
 def xor_frame(companion: str | None) -> Frame:
-    """A delta that changes nothing, with classes by another tensor's magnitude."""
+    """A delta that changes nothing, with contexts by another tensor's magnitude."""
     rules = [b"\1" + varint(len(companion)) + companion.encode()] if companion else []
     made = plan(predictor=1, mode=2, rules=rules, rest=FLAT_TABLES if rules else b"")
     return Frame(made, [(STORED, ZEROS)], ZEROS)

@@ -44,7 +44,7 @@ LIBRARIES = (SAFETENSORS, CKPTZ)
 class Case:
     """Something to do with a library in a folder of its own files, and what must come of it.
 
-    `expected` is a value, or the class of the error.
+    `expected` is a value, or the context of the error.
     """
 
     name: str
@@ -65,7 +65,7 @@ def is_error(value: Any) -> bool:
 
 
 def agrees(actual: Any, expected: Any) -> bool:
-    """Whether an outcome is the expected value or an error of the expected class."""
+    """Whether an outcome is the expected value or an error of the expected context."""
     if isinstance(expected, type) and issubclass(expected, Exception):
         return isinstance(actual, expected)
     return not is_error(actual) and same(actual, expected)

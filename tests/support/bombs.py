@@ -26,9 +26,9 @@ def explicit_map(*entries: bytes) -> bytes:
     return b"\0" + varint(1) + varint(len(entries)) + b"".join(entries)
 
 
-def flat_table(n_classes: int) -> bytes:
-    """One table of one symbol for all classes."""
-    return b"\1" + b"\0\0\0" + varint(n_classes) + b"\0"
+def flat_table(n_contexts: int) -> bytes:
+    """One table of one symbol for all contexts."""
+    return b"\1" + b"\0\0\0" + varint(n_contexts) + b"\0"
 
 
 def _file(frames: Mapping[str, Frame], features: str = "lossless,maps", **given: object) -> bytes:

@@ -108,7 +108,7 @@ def _whole(source: Any) -> Any:
 
 
 def is_by_codes_alone(path: Path, expected: Outcome) -> bool:
-    """Whether a fault is one of a base whose codes alone are wanted: spec/03-transforms.md#classes."""
+    """Whether a fault is one of a base whose codes alone are wanted: spec/03-transforms.md#contexts."""
     checkpoint = open_checkpoint(path)
     try:
         assert checkpoint.container is not None
@@ -158,7 +158,7 @@ def vectors() -> Iterator[tuple[list[str], list[Member]]]:
 
 
 def generated(folder: Path) -> Iterator[tuple[list[str], list[Member]]]:
-    """Chains of two files as our writer makes them: 32 lanes, shared tables, escapes, classes, outer."""
+    """Chains of two files as our writer makes them: 32 lanes, shared tables, escapes, contexts, outer."""
     rng = np.random.default_rng(5)
     scale = np.exp(rng.standard_normal((48, 1)))
     weight = (0.02 * scale * rng.standard_normal((48, 96))).astype(np.float32)

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ckptz.class_rules import BaseCode, Block, ClassRule, Magnitude, Row, n_classes_of
 from ckptz.codec.decode import decode_chunk, decode_codes
 from ckptz.codec.frame import FrameHeader, header_bytes, pack_plan
 from ckptz.codec.plan import (
@@ -26,9 +25,10 @@ from ckptz.codec.plan import (
 )
 from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources, TensorSource, chunk_bounds
 from ckptz.codec.values import KINDS
+from ckptz.context_rules import BaseCode, Block, ContextRule, Magnitude, Row, n_contexts_of
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import EncodedChunk, encode_chunk
-from ckptz.encoding.encoding_plan import ClassCounts, EncodingPlan, share_tables
+from ckptz.encoding.encoding_plan import ContextCounts, EncodingPlan, share_tables
 from ckptz.entropy.frequency import normalise
 from ckptz.entropy.streams import Embedded
 from ckptz.quant.quantizer import Quantizer
@@ -125,7 +125,7 @@ def expected_patterns(case: Case) -> Array:
     quantizer = case.draft.quantizer
     assert isinstance(quantizer, FixedQuantizer)
     table = quant_map.table.expand()
-    rows = quant_map.row_of_class[expected_labels(case)]
+    rows = quant_map.row_of_context[expected_labels(case)]
     out = np.empty_like(case.source.flat)
     width = 8 * out.itemsize
     for i in range(n):
@@ -177,7 +177,7 @@ def _sum_of_terms(outer: LowRank, i: int) -> int:
 
 
 def expected_labels(case: Case) -> Array:
-    """Classes from the text of the rules, element by element."""
+    """Contexts from the text of the rules, element by element."""
     n = len(case.source.flat)
     row_patterns = max(n // case.source.shape[0], 1)
     labels = np.zeros(n, np.int64)
@@ -186,7 +186,7 @@ def expected_labels(case: Case) -> Array:
     return labels
 
 
-def _label(case: Case, rule: ClassRule, i: int, row_patterns: int) -> int:
+def _label(case: Case, rule: ContextRule, i: int, row_patterns: int) -> int:
     if isinstance(rule, Row):
         return int(rule.indices[i // row_patterns])
     if isinstance(rule, Block):
@@ -223,8 +223,8 @@ def random_table(rng: np.random.Generator, domain: Domain, shape: tuple[int, int
 
 def _rules(
     rng: np.random.Generator, names: list[str], n: int, shape: tuple[int, ...]
-) -> tuple[ClassRule, ...]:
-    rules: list[ClassRule] = []
+) -> tuple[ContextRule, ...]:
+    rules: list[ContextRule] = []
     for name in names:
         radix = int(rng.integers(1, 4))
         if name == "row":
@@ -254,7 +254,7 @@ RULE_SETS = (
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Any combination of domain, predictor, classes, tables, escape and zero code."""
+    """Any combination of domain, predictor, contexts, tables, escape and zero code."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     dtype = dtype_of(draw(st.sampled_from(["F32", "BF16", "F16"])))
     shape = draw(st.sampled_from([(1,), (7,), (5, 9), (3, 4, 11), (40, 30)]))
@@ -277,10 +277,10 @@ def build_case(
     kind = KINDS[dtype.name]
     flat, base_patterns = random_patterns(rng, kind, n), random_patterns(rng, kind, n)
     rules = _rules(rng, names, n, shape)
-    n_classes, n_codes, n_rows = n_classes_of(rules), int(rng.integers(2, 12)), int(rng.integers(1, 4))
+    n_contexts, n_codes, n_rows = n_contexts_of(rules), int(rng.integers(2, 12)), int(rng.integers(1, 4))
     quant_map = QuantizationMap(
         random_table(rng, domain, (n_rows, n_codes), dtype),
-        rng.integers(0, n_rows, n_classes),
+        rng.integers(0, n_rows, n_contexts),
         zero_code=int(rng.integers(0, n_codes)) if rng.random() < 0.3 else None,
         escape_code=n_codes - 1 if rng.random() < 0.5 else None,
     )
@@ -307,18 +307,18 @@ def build_case(
     if quant_map.escape_code is None and infinite.any():
         quant_map = replace(quant_map, escape_code=n_codes - 1)
     codes[infinite] = n_codes - 1
-    plan = replace(plan, quant_map=quant_map, tables=_tables(rng, rules, codes, n_classes))
+    plan = replace(plan, quant_map=quant_map, tables=_tables(rng, rules, codes, n_contexts))
     return replace(case, draft=EncodingPlan(plan, FixedQuantizer(codes)))
 
 
 def _tables(
-    rng: np.random.Generator, rules: tuple[ClassRule, ...], codes: Array, n_classes: int
+    rng: np.random.Generator, rules: tuple[ContextRule, ...], codes: Array, n_contexts: int
 ) -> tuple[StreamTables, ...]:
     if not rules:
         return ()
-    counts = np.zeros((n_classes, 256), np.int64)
-    np.add.at(counts, (rng.integers(0, n_classes, 4 * len(codes)), np.resize(codes, 4 * len(codes))), 50)
-    counts[:, np.unique(codes)] += 1  # every class has a frequency for every code
-    found = ClassCounts(np.arange(n_classes), counts)
-    table_counts, table_of = share_tables(found, n_classes, most=3)
+    counts = np.zeros((n_contexts, 256), np.int64)
+    np.add.at(counts, (rng.integers(0, n_contexts, 4 * len(codes)), np.resize(codes, 4 * len(codes))), 50)
+    counts[:, np.unique(codes)] += 1  # every context has a frequency for every code
+    found = ContextCounts(np.arange(n_contexts), counts)
+    table_counts, table_of = share_tables(found, n_contexts, most=3)
     return (StreamTables(np.stack([normalise(row) for row in table_counts]), table_of),)

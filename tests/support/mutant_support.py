@@ -32,7 +32,7 @@ from ckptz.store.resolve import Checkpoint, open_checkpoint
 from tests.support.spec_files import File, Frame, Json, plain_file
 
 MAX_BYTES = 1 << 20  # decoded of one tensor: what a reader of mutants allows
-ROUNDS = 3  # of fitting: a tensor, one that its classes name, and one that those name
+ROUNDS = 3  # of fitting: a tensor, one that its contexts name, and one that those name
 Rng = np.random.Generator
 
 

@@ -57,10 +57,10 @@ from ckptz.kernels.rounding_cpu import GOLDEN, MIX_1, MIX_2
 Floats = NDArray[np.float32]
 
 
-# --- classes ------------------------------------------------------------------------------------
+# --- contexts ------------------------------------------------------------------------------------
 
 
-def magnitude_classes(patterns: Patterns) -> Bytes:
+def magnitudes(patterns: Patterns) -> Bytes:
     """Give the eight bits below the sign bit (for one-byte patterns: seven): the exponent of F32 and BF16."""
     if patterns.itemsize == 1:
         return patterns & np.uint8(0x7F)
@@ -68,37 +68,37 @@ def magnitude_classes(patterns: Patterns) -> Bytes:
     return ((patterns >> shift) & patterns.dtype.type(0xFF)).astype(np.uint8)
 
 
-def class_histogram(classes: Patterns, symbols: Bytes, n_classes: int) -> Counts:
-    """Count the occurrences of each byte within each class: [n_classes, 256]."""
-    joint = classes.astype(np.int64) * 256 + symbols
-    return np.bincount(joint, minlength=n_classes * 256).astype(np.int64).reshape(n_classes, 256)
+def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Counts:
+    """Count the occurrences of each byte within each context: [n_contexts, 256]."""
+    joint = contexts.astype(np.int64) * 256 + symbols
+    return np.bincount(joint, minlength=n_contexts * 256).astype(np.int64).reshape(n_contexts, 256)
 
 
-def class_counts(classes: Patterns, ends: Counts, n_classes: int) -> NDArray[np.uint32]:
-    """Count the patterns of each class in each quarter of tensors [m] that end there: [m, 4, n_classes].
+def context_counts(contexts: Patterns, ends: Counts, n_contexts: int) -> NDArray[np.uint32]:
+    """Count the patterns of each context in each quarter of tensors [m] that end there: [m, 4, n_contexts].
 
     The last quarter has what is left over.
     """
-    counts = np.zeros((len(ends), 4, n_classes), np.uint32)
-    for t, own in enumerate(np.split(classes.astype(np.int64), ends[:-1])):
+    counts = np.zeros((len(ends), 4, n_contexts), np.uint32)
+    for t, own in enumerate(np.split(contexts.astype(np.int64), ends[:-1])):
         quarters = np.split(own, np.arange(1, 4) * (len(own) // 4))
-        counts[t] = [np.bincount(quarter, minlength=n_classes) for quarter in quarters]
+        counts[t] = [np.bincount(quarter, minlength=n_contexts) for quarter in quarters]
     return counts
 
 
 def group(
-    symbols: Patterns, classes: Patterns, ends: Counts, counts: NDArray[np.uint32] | None = None
+    symbols: Patterns, contexts: Patterns, ends: Counts, counts: NDArray[np.uint32] | None = None
 ) -> Patterns:
-    """Sort symbols [n] of tensors [m] in the order of their classes [n], stable within a class."""
+    """Sort symbols [n] of tensors [m] in the order of their contexts [n], stable within a context."""
     del counts
-    parts = zip(np.split(symbols, ends[:-1]), np.split(classes, ends[:-1]), strict=True)
+    parts = zip(np.split(symbols, ends[:-1]), np.split(contexts, ends[:-1]), strict=True)
     return np.concatenate([part[np.argsort(own, kind="stable")] for part, own in parts])
 
 
-def ungroup(grouped: Patterns, classes: Patterns, counts: NDArray[np.uint32] | None, out: Patterns) -> None:
+def ungroup(grouped: Patterns, contexts: Patterns, counts: NDArray[np.uint32] | None, out: Patterns) -> None:
     """Undo `group` of one tensor, into `out` [n]."""
     del counts
-    out[np.argsort(classes, kind="stable")] = grouped
+    out[np.argsort(contexts, kind="stable")] = grouped
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -244,8 +244,8 @@ def residual_codes(
     Args:
         values: finite [n].
         base: finite [n], or None for zero.
-        steps: of each class of rows, above 0 [n_classes].
-        labels: class of each row [n_rows].
+        steps: of each context of rows, above 0 [n_contexts].
+        labels: context of each row [n_rows].
         row_patterns: elements of a row.
         dead_zone: see `grid_codes`.
         key: see `grid_codes`.

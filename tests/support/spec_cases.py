@@ -95,24 +95,24 @@ def magnitude_rule(name: bytes = b"") -> bytes:
     return b"\1" + varint(len(name)) + name
 
 
-def tables(n_classes: int, n_tables: int = 1) -> bytes:
-    """So many equal tables, all classes by the first."""
-    return bytes((n_tables,)) + FLAT_TABLE * n_tables + varint(n_classes) + b"\0"
+def tables(n_contexts: int, n_tables: int = 1) -> bytes:
+    """So many equal tables, all contexts by the first."""
+    return bytes((n_tables,)) + FLAT_TABLE * n_tables + varint(n_contexts) + b"\0"
 
 
-def classed(*rules: bytes, n_classes: int, rest: bytes | None = None) -> Frame:
-    """Four bytes with class rules."""
-    return Frame(plan(rules=rules, rest=tables(n_classes) if rest is None else rest))
+def in_contexts(*rules: bytes, n_contexts: int, rest: bytes | None = None) -> Frame:
+    """Four bytes with context rules."""
+    return Frame(plan(rules=rules, rest=tables(n_contexts) if rest is None else rest))
 
 
 def companions(**named: str) -> File:
-    """Tensors with classes by the magnitude of another tensor, or of none."""
+    """Tensors with contexts by the magnitude of another tensor, or of none."""
     rules = {name: [magnitude_rule(other.encode())] if other else [] for name, other in named.items()}
-    return File({name: classed(*r, n_classes=256) if r else Frame() for name, r in rules.items()})
+    return File({name: in_contexts(*r, n_contexts=256) if r else Frame() for name, r in rules.items()})
 
 
 def base_coded(radix: int, base_codes: int, predictor: int = 0, mode: int = 0) -> Frame:
-    """F32, classes by the codes of the base."""
+    """F32, contexts by the codes of the base."""
     rest = tables(radix) * 4
     made = plan(dtype="F32", predictor=predictor, mode=mode, rules=[b"\4" + varint(radix)], rest=rest)
     return Frame(made, planes(F32), F32, "F32", base_codes=base_codes)
@@ -266,7 +266,9 @@ INTEGERS: dict[str, list[Input]] = {
     "I1": [Frame(plan()[:5], n_chunks=0), coded(CONSTANT, b""), coded(STORED, bytes(3))],
     "I2": [Frame(plan(sizes=b"\x84\x00"))],
     "I3": [Frame(plan(sizes=bytes([255] * 9 + [2]))), Frame(plan(sizes=bytes([255] * 10 + [1])))],
-    "I4": [classed(magnitude_rule(text), n_classes=256) for text in (b"\xff", b"\xc0\xaf", b"\xed\xa0\x80")],
+    "I4": [
+        in_contexts(magnitude_rule(text), n_contexts=256) for text in (b"\xff", b"\xc0\xaf", b"\xed\xa0\x80")
+    ],
     "I5": [
         frequencies(0, 1, 11, 0, 255, 255, 255),
         frequencies(0, 1, 0, 0, 0, 3, 0, 0),
@@ -284,7 +286,7 @@ ENTROPY: dict[str, list[Input]] = {
     "E2": [
         coded(SHARED, LANE),
         quantized(flags=2, streams=((SHARED, LANE), *EMPTY * 3)),
-        classed(row_rule(2, LANE, SHARED), n_classes=2),
+        in_contexts(row_rule(2, LANE, SHARED), n_contexts=2),
         quantized(predictor=2, outer=embedded(LANE, SHARED) + constant_vector(ONE)[3:] + vectors(ONE)),
     ],
     "E3": [
@@ -317,11 +319,11 @@ ENTROPY: dict[str, list[Input]] = {
         frequencies(0, 1, 0, 1),
     ],
     "E7": [
-        classed(row_rule(1, bytes(4)), n_classes=1, rest=tables(1, 0)),
-        classed(row_rule(1, bytes(4)), n_classes=1, rest=tables(1, 65)),
+        in_contexts(row_rule(1, bytes(4)), n_contexts=1, rest=tables(1, 0)),
+        in_contexts(row_rule(1, bytes(4)), n_contexts=1, rest=tables(1, 65)),
     ],
     "E8": [
-        classed(row_rule(2, bytes(4)), n_classes=2, rest=b"\1" + FLAT_TABLE + runs)
+        in_contexts(row_rule(2, bytes(4)), n_contexts=2, rest=b"\1" + FLAT_TABLE + runs)
         for runs in (b"\0\0\2\0", b"\3\0", b"\1\0\2\0", b"\2\1")
     ],
     "E9": [coded(OWN, FLAT_TABLE + b"\3" + LANE[1:])],
@@ -347,15 +349,15 @@ ENTROPY: dict[str, list[Input]] = {
 }
 
 TRANSFORMS: dict[str, list[Input]] = {
-    "T1": [Frame(plan(mode=4)), *(classed(bytes((r, 0)), n_classes=1) for r in (0, 5, 255))],
+    "T1": [Frame(plan(mode=4)), *(in_contexts(bytes((r, 0)), n_contexts=1) for r in (0, 5, 255))],
     "T2": [
-        classed(*[row_rule(1, bytes(4))] * 4, n_classes=1),
-        classed(magnitude_rule(), row_rule(17, bytes(4)), n_classes=4352),
+        in_contexts(*[row_rule(1, bytes(4))] * 4, n_contexts=1),
+        in_contexts(magnitude_rule(), row_rule(17, bytes(4)), n_contexts=4352),
     ],
     "T3": [
-        classed(row_rule(0, bytes(4)), n_classes=1),
-        classed(row_rule(257, bytes(4)), n_classes=257),
-        classed(row_rule(2, b"\0\1\2\0"), n_classes=2),
+        in_contexts(row_rule(0, bytes(4)), n_contexts=1),
+        in_contexts(row_rule(257, bytes(4)), n_contexts=257),
+        in_contexts(row_rule(2, b"\0\1\2\0"), n_contexts=2),
     ],
     "T4": [
         Frame(
@@ -365,8 +367,8 @@ TRANSFORMS: dict[str, list[Input]] = {
         ),
     ],
     "T5": [
-        classed(block_rule(1, 0, bytes(4)), n_classes=1),
-        classed(block_rule(1, (1 << 48) + 1, b"\0"), n_classes=1),
+        in_contexts(block_rule(1, 0, bytes(4)), n_contexts=1),
+        in_contexts(block_rule(1, (1 << 48) + 1, b"\0"), n_contexts=1),
     ],
     "T6": [
         Frame(
@@ -377,7 +379,7 @@ TRANSFORMS: dict[str, list[Input]] = {
     "T7": [
         companions(w="other"),
         empty(rules=[magnitude_rule(b"other")], rest=tables(256)),
-        File({"w": classed(magnitude_rule(b"v"), n_classes=256), "v": coded(CONSTANT, b"\0", 5)}),
+        File({"w": in_contexts(magnitude_rule(b"v"), n_contexts=256), "v": coded(CONSTANT, b"\0", 5)}),
     ],
     "T8": [companions(a="b", b="c", c="d", d=""), companions(a="a"), companions(a="b", b="a")],
     "T9": [over(with_codes(0, 1, 2, 3), base_coded(3, xxh64(b"\0\1\2\3")))],

@@ -25,12 +25,12 @@ from tests.support.spec_cases import (
     as_low_rank,
     base,
     block_rule,
-    classed,
     coded,
     companions,
     delta,
     empty,
     escaped,
+    in_contexts,
     magnitude_rule,
     planes,
     quantized,
@@ -170,12 +170,12 @@ def own(frequencies: Mapping[int, int], codes: Sequence[int], lane_index: int, o
     return coded(OWN, stream, len(codes), bytes(codes))
 
 
-def shared(rule: bytes, labels: Sequence[int], codes: Sequence[int], by_class: Sequence[int]) -> Frame:
-    """Codes in one stream by two tables, EVEN and SKEWED, one of them for each class."""
+def shared(rule: bytes, labels: Sequence[int], codes: Sequence[int], by_context: Sequence[int]) -> Frame:
+    """Codes in one stream by two tables, EVEN and SKEWED, one of them for each context."""
     both = (EVEN, SKEWED)
     order = sorted(range(len(codes)), key=lambda i: labels[i])
-    each = [both[by_class[labels[i]]] for i in order]
-    runs = b"".join(varint(1) + varint(number) for number in by_class)
+    each = [both[by_context[labels[i]]] for i in order]
+    runs = b"".join(varint(1) + varint(number) for number in by_context)
     rest = b"\2" + b"".join(map(frequency_table, both)) + runs
     made = plan(shape=(4, len(codes) // 4), rules=[rule], rest=rest)
     stream = rans([codes[i] for i in order], each)
@@ -240,9 +240,11 @@ STREAMS: dict[str, Valid] = {
     "table-of-one-code": one("E6", coded(OWN, FLAT_TABLE + LANE)),
     "lanes-without-codes": one("E12", coded(OWN, FLAT_TABLE + b"\2" + LANE[1:] * 32)),
     "runs-with-the-same-table": one(
-        "E8", classed(row_rule(2, bytes(4)), n_classes=2, rest=tables(1) + b"\1\0")
+        "E8", in_contexts(row_rule(2, bytes(4)), n_contexts=2, rest=tables(1) + b"\1\0")
     ),
-    "tables-that-no-class-uses": one("E7", classed(row_rule(2, bytes(4)), n_classes=2, rest=tables(2, 64))),
+    "tables-that-no-class-uses": one(
+        "E7", in_contexts(row_rule(2, bytes(4)), n_contexts=2, rest=tables(2, 64))
+    ),
     "varints": one(
         "I2 I3",
         Frame(
@@ -305,11 +307,11 @@ TENSORS: dict[str, Valid] = {
     ),
 }
 
-# --- classes ------------------------------------------------------------------------------------
+# --- contexts ------------------------------------------------------------------------------------
 
 
 def by_magnitude(name: str) -> Frame:
-    """Codes by the magnitude of another tensor of bytes, 3 and 130: classes 3 and 2."""
+    """Codes by the magnitude of another tensor of bytes, 3 and 130: contexts 3 and 2."""
     rest = (
         b"\2" + frequency_table(LONE) + frequency_table({9: 4096}) + varint(3) + b"\0" + varint(253) + b"\1"
     )
@@ -325,18 +327,18 @@ CLASSES: dict[str, Valid] = {
     "class-magnitude-two-deep": Valid("T7 T8", companions(a="b", b="c", c="")),
     "class-three-rules": one(
         "T2 T3 T5",
-        classed(
-            row_rule(3, b"\2\1\0\2"), block_rule(256, 3, b"\xff\0"), row_rule(5, bytes(4)), n_classes=3840
+        in_contexts(
+            row_rule(3, b"\2\1\0\2"), block_rule(256, 3, b"\xff\0"), row_rule(5, bytes(4)), n_contexts=3840
         ),
     ),
-    "class-4096": one("T2 T3", classed(row_rule(256, bytes(4)), row_rule(16, bytes(4)), n_classes=4096)),
-    "class-a-rule-twice": one("T2", classed(*[row_rule(2, bytes(4))] * 2, n_classes=4)),
-    "class-block-beyond-the-tensor": one("T5", classed(block_rule(2, 1 << 48, b"\1"), n_classes=2)),
+    "class-4096": one("T2 T3", in_contexts(row_rule(256, bytes(4)), row_rule(16, bytes(4)), n_contexts=4096)),
+    "class-a-rule-twice": one("T2", in_contexts(*[row_rule(2, bytes(4))] * 2, n_contexts=4)),
+    "class-block-beyond-the-tensor": one("T5", in_contexts(block_rule(2, 1 << 48, b"\1"), n_contexts=2)),
     "class-rows-of-a-scalar": one(
         "T4",
         Frame(plan(shape=(), rules=[row_rule(2, b"\1")], rest=tables(2)), [(STORED, b"\7")], b"\7", shape=()),
     ),
-    "class-coded-labels": one("T3 T6", classed(row_rule(2, b"\1", CONSTANT), n_classes=2)),
+    "class-coded-labels": one("T3 T6", in_contexts(row_rule(2, b"\1", CONSTANT), n_contexts=2)),
 }
 
 # --- maps ---------------------------------------------------------------------------------------
@@ -703,7 +705,7 @@ def over(frame: Frame, base_frame: Frame, needs: str) -> Valid:
 
 
 def classes_of_base(base_codes: int | None) -> Frame:
-    """Codes by class: 7 in classes 0 and 2, 9 in the others, of bytes of planes that are all alike."""
+    """Codes by context: 7 in contexts 0 and 2, 9 in the others, of bytes of planes that are all alike."""
     rule = b"\4" + varint(4) if base_codes is not None else b"\1\0"
     n = 4 if base_codes is not None else 256
     return Frame(
@@ -712,7 +714,7 @@ def classes_of_base(base_codes: int | None) -> Frame:
 
 
 def everything() -> Valid:
-    """Exclusive or with the base, classes by its codes and by another tensor of the file."""
+    """Exclusive or with the base, contexts by its codes and by another tensor of the file."""
     rules = [b"\4" + varint(4), magnitude_rule(b"v")]
     made = plan(dtype="F32", predictor=1, mode=2, rules=rules, rest=tables(1024) * 4)
     zeros = [(STORED, bytes(4))] * 4

@@ -64,7 +64,7 @@ def test_the_bytes_of_a_delta_do_as_well_as_its_file(tmp_path: Path) -> None:
 def test_a_delta_of_dense_frames_is_applied_too(tmp_path: Path) -> None:
     first = a_state()
     second = moved(first, 3)
-    delta = delta_of(first, second, tmp_path)  # the smallest, with classes by the base's magnitude
+    delta = delta_of(first, second, tmp_path)  # the smallest, with contexts by the base's magnitude
     apply_(first, delta)
     assert same(first, second)
 

@@ -1,6 +1,6 @@
-"""Classes: labels that the decoder already has, which say what tables a code uses.
+"""Contexts: labels that the decoder already has, which say what tables a code uses.
 
-Implements spec/03-transforms.md#classes. A frame lists at most three rules; the class of an element is
+Implements spec/03-transforms.md#contexts. A frame lists at most three rules; the context of an element is
 the mixed-radix number of their labels, the first rule most significant.
 """
 
@@ -24,10 +24,10 @@ from ckptz.kernels import cpu
 from ckptz.kernels.floats import Bytes
 
 MAX_RULES: Final = 3
-MAX_CLASSES: Final = 1 << 12
+MAX_CONTEXTS: Final = 1 << 12
 MAX_INDICES: Final = 1 << 24  # labels that a header may hold for rows or blocks
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
-N_MAGNITUDE_CLASSES: Final = 256
+N_MAGNITUDE_CONTEXTS: Final = 256
 
 MIN_REPEATED: Final = 1 << 12  # patterns of a row; shorter ones are filled together
 MIN_RUN: Final = 32  # patterns that are moved as a whole
@@ -36,7 +36,7 @@ Labels = NDArray[Any]  # uint8 or uint16
 
 
 class RuleId(IntEnum):
-    """Ids of the class rules: spec/registry.md#class-rules."""
+    """Ids of the context rules: spec/registry.md#context-rules."""
 
     MAGNITUDE = 1
     ROW = 2
@@ -53,7 +53,7 @@ class Magnitude:
     @property
     def radix(self) -> int:
         """Number of different labels."""
-        return N_MAGNITUDE_CLASSES
+        return N_MAGNITUDE_CONTEXTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +80,16 @@ class BaseCode:
     radix: int
 
 
-ClassRule = Magnitude | Row | Block | BaseCode
+ContextRule = Magnitude | Row | Block | BaseCode
 
 
-def n_classes_of(rules: Sequence[ClassRule]) -> int:
-    """Count the classes; 1 without rules."""
+def n_contexts_of(rules: Sequence[ContextRule]) -> int:
+    """Count the contexts; 1 without rules."""
     return math.prod(rule.radix for rule in rules)
 
 
-class ClassSources(Protocol):
-    """Arrays that class rules look at, for the patterns begin..end of one chunk."""
+class ContextSources(Protocol):
+    """Arrays that context rules look at, for the patterns begin..end of one chunk."""
 
     begin: int
     end: int
@@ -107,10 +107,10 @@ class ClassSources(Protocol):
         ...
 
 
-def _labels_of(rule: ClassRule, sources: ClassSources, row_patterns: int) -> Labels:
+def _labels_of(rule: ContextRule, sources: ContextSources, row_patterns: int) -> Labels:
     if isinstance(rule, Magnitude):
         patterns = sources.base_patterns() if rule.source is None else sources.patterns_of(rule.source)
-        return cpu().magnitude_classes(patterns)
+        return cpu().magnitudes(patterns)
     if isinstance(rule, BaseCode):
         codes = sources.base_codes()
         if codes is None:
@@ -136,35 +136,35 @@ def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_pattern
 
 @dataclass(frozen=True)
 class Runs:
-    """The patterns [n] of a chunk as runs of one class each.
+    """The patterns [n] of a chunk as runs of one context each.
 
     Attributes:
-        labels: the class of each run.
+        labels: the context of each run.
         size: patterns of a run.
-        n_classes: that labels may name.
+        n_contexts: that labels may name.
     """
 
     labels: NDArray[np.uint8]
     size: int
-    n_classes: int
+    n_contexts: int
 
     @cached_property
-    def per_class(self) -> NDArray[np.int64]:
-        """Patterns of each class [n_classes]."""
-        return np.bincount(self.labels, minlength=self.n_classes) * self.size
+    def per_context(self) -> NDArray[np.int64]:
+        """Patterns of each context [n_contexts]."""
+        return np.bincount(self.labels, minlength=self.n_contexts) * self.size
 
     @cached_property
     def _order(self) -> NDArray[np.intp] | None:
-        """The runs in class order, or None where they stand in it already."""
+        """The runs in context order, or None where they stand in it already."""
         is_sorted = bool((self.labels[1:] >= self.labels[:-1]).all())
         return None if is_sorted else np.argsort(self.labels, kind="stable")
 
     def group(self, codes: Bytes) -> Bytes:
-        """Put codes [n] in class order."""
+        """Put codes [n] in context order."""
         return codes if self._order is None else codes.view(f"V{self.size}")[self._order].view(np.uint8)
 
     def ungroup(self, grouped: Bytes) -> Bytes:
-        """Put codes [n] from class order in that of the patterns."""
+        """Put codes [n] from context order in that of the patterns."""
         if self._order is None:
             return grouped
         codes = np.empty_like(grouped)
@@ -172,8 +172,8 @@ class Runs:
         return codes
 
 
-def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_patterns: int) -> Runs | None:
-    """Find runs in patterns begin..end; None if classes depend on more than places, or change too often."""
+def runs_of(rules: Sequence[ContextRule], begin: int, end: int, row_patterns: int) -> Runs | None:
+    """Find runs in patterns begin..end; None if contexts depend on more than places, or change too often."""
     rule = rules[0] if len(rules) == 1 else None
     if not isinstance(rule, Row | Block):
         return None
@@ -185,8 +185,8 @@ def runs_of(rules: Sequence[ClassRule], begin: int, end: int, row_patterns: int)
     return Runs(labels, size, rule.radix)
 
 
-def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_patterns: int) -> Labels:
-    """Give the class of each pattern of a chunk [n], by at least one rule; `row_patterns`: of one row."""
+def labels_of(rules: Sequence[ContextRule], sources: ContextSources, row_patterns: int) -> Labels:
+    """Give the context of each pattern of a chunk [n], by at least one rule; `row_patterns`: of one row."""
     labels: Labels = _labels_of(rules[0], sources, row_patterns)
     if len(rules) > 1:
         labels = labels.astype(np.uint16)
@@ -196,7 +196,7 @@ def labels_of(rules: Sequence[ClassRule], sources: ClassSources, row_patterns: i
 
 
 def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
-    """Write which table each class uses, [n_classes], as runs: length varint, table varint."""
+    """Write which table each context uses, [n_contexts], as runs: length varint, table varint."""
     begins = [0, *((table_of[1:] != table_of[:-1]).nonzero()[0] + 1).tolist()]
     lengths = map(operator.sub, [*begins[1:], len(table_of)], begins)
     numbers = [*itertools.chain.from_iterable(zip(lengths, table_of[begins].tolist(), strict=True))]
@@ -207,14 +207,14 @@ def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
         out.varint(number)
 
 
-def parse_runs(source: ByteReader, n_classes: int, n_tables: int) -> NDArray[np.int64]:
-    """Read what `write_runs` wrote, [n_classes]; refuse tables that do not exist."""
-    table_of = np.empty(n_classes, np.int64)
+def parse_runs(source: ByteReader, n_contexts: int, n_tables: int) -> NDArray[np.int64]:
+    """Read what `write_runs` wrote, [n_contexts]; refuse tables that do not exist."""
+    table_of = np.empty(n_contexts, np.int64)
     position = 0
-    while position < n_classes:
-        n, table = source.varint("class run"), source.varint("class run table")
-        if not 1 <= n <= n_classes - position or table >= n_tables:
-            raise CorruptionError(f"class run of {n} from {position} names table {table} of {n_tables}")
+    while position < n_contexts:
+        n, table = source.varint("context run"), source.varint("context run table")
+        if not 1 <= n <= n_contexts - position or table >= n_tables:
+            raise CorruptionError(f"context run of {n} from {position} names table {table} of {n_tables}")
         table_of[position : position + n] = table
         position += n
     return table_of
