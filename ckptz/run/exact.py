@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ckptz.container.byte_source import open_bytes
-from ckptz.container.reader import Container
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
+from ckptz.format.byte_source import open_bytes
+from ckptz.format.reader import Container
 from ckptz.run.links import digest_of
 from ckptz.run.names import EXACT
 from ckptz.run.step_files import EXACT_OF_KEY, StepFile

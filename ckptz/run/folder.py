@@ -26,12 +26,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from ckptz.container.caches import LastChunks
-from ckptz.container.index import Index
-from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, abandoned, make_folder, publish_together
-from ckptz.container.reader import Container
-from ckptz.container.writer import Written, amend_metadata
-from ckptz.dtypes import dtype_of
 from ckptz.errors import (
     CkptzError,
     ConfigError,
@@ -40,6 +34,12 @@ from ckptz.errors import (
     TruncatedError,
     WriteError,
 )
+from ckptz.format.caches import LastChunks
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.index import Index
+from ckptz.format.publish import TEMPORARY_SUFFIX, Publication, abandoned, make_folder, publish_together
+from ckptz.format.reader import Container
+from ckptz.format.written import Written, amend_metadata
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.links import link_origin
 from ckptz.run.step_files import (

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, SupportsIndex
 
-from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import ConfigError
+from ckptz.format.publish import TEMPORARY_SUFFIX
 
 FileKind = Literal["weights", "state"]
 KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")

@@ -11,10 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import open_bytes
-from ckptz.container.publish import abandoned
-from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError, whole
+from ckptz.format.byte_source import open_bytes
+from ckptz.format.publish import abandoned
+from ckptz.format.reader import Container
 from ckptz.kernels.clock import working_seconds
 from ckptz.run.folder import number_of
 from ckptz.run.keep import KEEP_ALL, KeepPolicy, what_stays

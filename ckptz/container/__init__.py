@@ -1,4 +1,0 @@
-"""One `.ckptz` file: envelope, index and frames, written and read.
-
-Knows nothing of chains.
-"""
