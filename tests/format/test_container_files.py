@@ -14,7 +14,6 @@ import pytest
 from ckptz.encode.chunk import MAX_SPARSE_SHARE
 from ckptz.encode.restored import MAX_DRAFTS
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
-from ckptz.format import writer
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.caches import Decoded
 from ckptz.format.dtypes import DType, dtype_of
@@ -28,7 +27,7 @@ from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
-from ckptz.write import pipeline
+from ckptz.write import pipeline, writer
 from ckptz.write.inline_writer import NeededBase, write_inline
 from ckptz.write.pipeline import Job
 from tests.support.spec_cases import base_coded, embedded, varint, with_codes

@@ -13,7 +13,6 @@ import torch
 from safetensors.numpy import save_file
 
 from ckptz import LOSSLESS, Grid, KMeans, compress
-from ckptz.format import frame_writer
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
@@ -23,6 +22,7 @@ from ckptz.methods.method import Method, Recipe
 from ckptz.parallel import Workers
 from ckptz.search.run import SearchOptions
 from ckptz.torch import source_of
+from ckptz.write import frame_writer
 from ckptz.write.frame_writer import Earlier
 from ckptz.write.pipeline import Job, prepared
 from ckptz.write.writer import write_container
