@@ -1,18 +1,18 @@
-"""What a budget's two numbers say of each restart, and how a run ends that restarts ten times from such files.
+"""What a budget's two numbers say of each restart, and how a run ends that restarts from such files.
 
     python -m bench.studies.judged_restarts --task NAME ... --arm NAME ... [--seeds N ...] [--report]
 
-Weights are lossy, moments exact. A run saves where it restarts, and at its start; at each restart the losses of
-single answers are measured before it and after it, on the slice that searches see and on held-out data, and both
-numbers of `ckptz.search.budget` are taken of them. In the end its loss and its accuracy on held-out data are
-compared with those of the uninterrupted run. "disturbed by 2^-20" is chance: an uninterrupted run from a first
-state whose weights are moved by so much of each one's size.
+Weights are lossy, moments exact. A run saves where it restarts, and at its start. At each restart the losses
+of single answers are measured before it and after it, on the slice that searches see and on held-out data,
+and both numbers of `ckptz.search.budget` are taken of them; rows show their means over the restarts. In the
+end loss and accuracy on held-out data are compared with those of the uninterrupted run. "disturbed by 2^-20"
+is chance: an uninterrupted run from a first state whose weights are moved by so much of each one's size.
 
-    fine-tune, language, image    see bench.studies.restarts; 9, 10 and 10 restarts
-    encoder                       see bench.studies.encoder; 10 restarts
+    fine-tune, foreign, language, image    see bench.studies.restarts; 9, 9, 10 and 10 restarts
+    encoder                                see bench.studies.encoder; 10 restarts
 
-A row is appended to results/judged_restarts.csv as soon as its run has ended; --report sorts them. Ratios are of
-fp32 weights to the files of weights, the full file included; files of moments are not counted.
+A row is appended to results/judged_restarts.csv as soon as its run has ended; --report sorts them. Ratios
+are of fp32 weights to the files of weights, the full file included; files of moments are not counted.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def main() -> None:
     names = [CHANCE, *ARMS]
     known = {(row["task"], row["arm"], row["seed"]): row for row in read_rows(NAME)}
     save_rows(
-        NAME, sorted(known.values(), key=lambda row: (row["task"], names.index(row["arm"]), row["seed"]))
+        NAME, sorted(known.values(), key=lambda row: (row["task"], names.index(str(row["arm"])), row["seed"]))
     )
     finish(NAME, machine())
 
