@@ -25,20 +25,12 @@ import msgspec
 import numpy as np
 
 from ckptz.codec.sources import TensorSource
-from ckptz.codec.values import KINDS
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.container.reader import Container
-from ckptz.encoding.tensor import (
-    NO_SIDE_INFORMATION,
-    GuidedSensitivities,
-    MapFunction,
-    SideInformation,
-    sensitivities_of,
-)
+from ckptz.encoding.tensor import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.parallel import default_jobs
-from ckptz.quant.sensitivity import floats_of
 from ckptz.search.budget import ALLOWED, Budget, Judgement, Limit, Reading, check_consistent, judge
 from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
 from ckptz.state.arrays import framework
@@ -48,7 +40,6 @@ Readings = tuple[Reading, ...]  # one for each budget
 P = ParamSpec("P")
 T = TypeVar("T")
 REPEATABLE: Final = 0.01  # of a budget, which a second look at the exact tensors may use
-PROXY_METRIC: Final = "proxy: sensitivity-weighted relative RMS error"
 
 
 # --- the states that qualities see ----------------------------------------------------------------
@@ -445,72 +436,3 @@ def _check_repeats(
                 f"{budget.name}: the {exact.metric} of the same exact tensors is {exact.value:.8g} and then "
                 f"{found.value:.8g}{of}; fix the data and the seed, and call model.eval()"
             )
-
-
-# --- where there is no evaluation ------------------------------------------------------------------
-
-
-def proxy_judge(
-    limit: float, tensors: Mapping[str, TensorSource], guides: Mapping[str, SideInformation], run: MapFunction
-) -> Judge:
-    """Make a judge that wants the sensitivity-weighted relative RMS error to be at most `limit`.
-
-        sqrt( sum(g^2 * (w - w')^2) / sum(g^2 * w^2) )     over all lossy tensors
-
-    with averages of gradients g; tensors without one have the mean square of the others, or 1 if none has
-    one. It is a proxy, and is called so wherever it is shown. `run` maps a function over tensors.
-    """
-    known = {n: sensitivities_of(source, guides.get(n, NO_SIDE_INFORMATION)) for n, source in tensors.items()}
-    found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
-    squares = {name: square for name, square in zip(known, found, strict=True) if math.isfinite(square)}
-    sizes = {name: tensors[name].n_patterns for name in squares}
-    mean = sum(squares[n] * sizes[n] for n in squares) / max(sum(sizes.values()), 1) if squares else 1.0
-
-    def power(decoded: Mapping[str, TensorSource]) -> float:
-        """Sum up weighted squares of the errors, or of the originals where nothing is decoded."""
-
-        def one(name: str) -> float:
-            if name in squares:
-                return _weighted(tensors[name], known[name], decoded.get(name))
-            return mean * _weighted(tensors[name], None, decoded.get(name))
-
-        return sum(run(one, tensors))
-
-    whole = power({})
-
-    def error(file: TrialFile) -> Readings:
-        with file.opened() as decoded:
-            found = math.sqrt(power(decoded) / whole) if whole else 0.0
-        return (Reading(PROXY_METRIC, np.array([found]), lower_is_better=True),)
-
-    exact = Reading(PROXY_METRIC, np.zeros(1), lower_is_better=True)
-    yardstick = Yardstick(limit=Limit(limit, False), exact=exact, promise="rmse")
-    return Judge((yardstick,), measured_here(error))
-
-
-def _weighted(
-    source: TensorSource, gradients: GuidedSensitivities | None, decoded: TensorSource | None
-) -> float:
-    """Sum up squares of g * (w - w'), g being 1 where it is not known, w' 0 where nothing is decoded."""
-    total, kind = 0.0, KINDS[source.dtype.name]
-    for begin, end in source.chunk_bounds():
-        values = floats_of(source.patterns(begin, end), kind)
-        if decoded is not None:
-            values = values - floats_of(decoded.patterns(begin, end), kind)
-        if gradients is not None:
-            values = gradients.gradients_of(begin, end) * values
-        wide = values.astype(np.float64)
-        total += float(wide @ wide)
-    return total
-
-
-def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float:
-    """Compute the mean square of the gradients of one tensor; NaN where none are known."""
-    source, gradients = item
-    if gradients is None:
-        return math.nan
-    total = 0.0
-    for begin, end in source.chunk_bounds():
-        found = gradients.gradients_of(begin, end).astype(np.float64)
-        total += float(found @ found)
-    return total / max(source.n_patterns, 1)

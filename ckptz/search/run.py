@@ -25,7 +25,7 @@ from ckptz.container.writer import Written, amend_quality, write_container
 from ckptz.encoding.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Cube, Method
+from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.pipeline import Job, Prepared, prepared
 from ckptz.roles import role_of
@@ -37,14 +37,12 @@ from ckptz.search.evaluation import (
     Waiting,
     is_of_training,
     judging,
-    proxy_judge,
 )
 from ckptz.search.options import SearchOptions, SearchReport, TrialReport, recorded_in
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     CLOSE_LATER,
     MAX_LATER,
-    Exhaustive,
     Guided,
     Neighbourhood,
     OneKnob,
@@ -117,7 +115,7 @@ def _searched(
     template = searched_template(options)
     lossy = ready.lossy(template)
     with contextlib.ExitStack() as held:
-        judge = held.enter_context(_judge(ready, lossy, options, run))
+        judge = held.enter_context(_judge(ready, options, run))
         exact_seconds = time.perf_counter() - start
         stages, predict, n_predicted = route_of(options, ready, run.workers.map)
         searcher = Searcher(target, ready, options, run, judge, predict, held)
@@ -148,12 +146,8 @@ def _searched(
 
 
 @contextlib.contextmanager
-def _judge(ready: Prepared, lossy: Sequence[str], options: SearchOptions, run: SearchRun) -> Iterator[Judge]:
+def _judge(ready: Prepared, options: SearchOptions, run: SearchRun) -> Iterator[Judge]:
     tensors = ready.job.tensors
-    if options.proxy_error is not None:
-        chosen = {name: tensors[name] for name in lossy}
-        yield proxy_judge(options.proxy_error, chosen, ready.guides, run.workers.map)
-        return
     weights = tuple(name for name in tensors if _is_of_model(name, ready))
     others = tuple(name for name in tensors if name not in set(weights))
     scope = Scope(weights, others, tied_names(ready.job.tree, tensors), run.prefix)
@@ -193,11 +187,7 @@ def parent_config(options: SearchOptions, job: Job) -> Method | None:
 
 
 def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
-    """Find the strategies for the options of a search; `run` maps a function over tensors.
-
-    Raises:
-        ConfigError: the strategy needs a parent, and there is none.
-    """
+    """Find the strategies for the options of a search; `run` maps a function over tensors."""
     template, parent = searched_template(options), parent_config(options, ready.job)
     if template.is_scalable:
         first = OneKnob(template=template)
@@ -217,22 +207,11 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
         subjects[name] = TensorToEncode(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
     configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
     predict = predicted_sizes(subjects, ready.roles, configs, run).__getitem__
-    return _cube_stages(options, parent, cubes, predict), predict, len(configs)
-
-
-def _cube_stages(
-    options: SearchOptions, parent: Method | None, cubes: Sequence[Cube], predict: Predict
-) -> list[Strategy]:
-    strategy = options.strategy
-    if strategy == "exhaustive":
-        return [Exhaustive(cubes=cubes, predict=predict)]
-    guided = Guided(cubes=cubes, predict=predict)
-    if strategy != "guided" and parent is not None:
+    stages: list[Strategy] = [Guided(cubes=cubes, predict=predict)]
+    if parent is not None:
         keeps = options.restores > 0
-        return [Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps), guided]
-    if strategy == "neighbourhood":
-        raise ConfigError("strategy neighbourhood begins at settings of a base or a plan, and there are none")
-    return [guided]
+        stages.insert(0, Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps))
+    return stages, predict, len(configs)
 
 
 # --- trials ----------------------------------------------------------------------------------------

@@ -144,20 +144,6 @@ class Guided:
                 open_ &= ~excluded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exhaustive:
-    """Tries every configuration of the cubes, the smallest predicted ones first: the yardstick."""
-
-    cubes: Sequence[Cube]
-    predict: Predict
-    name: str = "exhaustive"
-
-    def propose(self, history: History, n: int) -> Sequence[Method]:
-        tried = {outcome.config for outcome in history}
-        configs = {cube.config(point) for cube in self.cubes for point in cube.points} - tried
-        return sorted(configs, key=lambda config: (self.predict(config), repr(config)))[:n]
-
-
 @dataclass(frozen=True, slots=True)
 class _Points:
     """All points of all cubes."""

@@ -155,7 +155,6 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (search, {"cubes": 5}),
     (search, {"template": "grid"}),
     (search, {"parent": {"step": 1}}),
-    (ckptz.SearchOptions, {"proxy_error": "1"}),
     (checkpointer, {"every": "5"}),
     (checkpointer, {"every": 5.0}),
     (checkpointer, {"full_every": "16"}),

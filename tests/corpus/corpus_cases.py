@@ -182,9 +182,7 @@ def grid_calibrated(here: Path, given: Path) -> None:
 SEARCHES = {  # a search, with what it saves its plan under
     "kmeans-guided": "--method kmeans --max-drop 0.01 --max-evaluations 12",
     "kmeans-gradients": f"--method kmeans --max-drop 0.5% --max-evaluations 6 {GRADIENTS}",
-    "kmeans-proxy": "--method kmeans --proxy-error 0.1 --max-evaluations 8",
     "grid": "--max-drop 0.01",
-    "grid-proxy": "--method grid --proxy-error 0.05",
     "grid-logits": "--eval {given}/evaluate.py:logits --budget kl<=1e-4 --budget loss<=0.01",
 }
 
@@ -192,15 +190,15 @@ SEARCHES = {  # a search, with what it saves its plan under
 @case()
 def searches(here: Path, given: Path) -> None:
     for name, row in SEARCHES.items():
-        judge = "" if "proxy" in name else "--eval {given}/evaluate.py:loss"
-        line = f"{{given}}/weights-0.safetensors {judge} {row} --save-plan {{here}}/{name}.json"
-        compress(here, given, {name: line})
+        line = f"{{given}}/weights-0.safetensors --eval {{given}}/evaluate.py:loss {row}"
+        compress(here, given, {name: f"{line} --save-plan {{here}}/{name}.json"})
         plan = f"--plan {{here}}/{name}.json"
         compress(here, given, {f"{name}-replayed": f"{{given}}/weights-1.safetensors {plan}"})
     resume = "--method grid --eval {given}/evaluate.py:resume --budget resume<=0.5% --resume-steps 2"
     compress(here, given, {"grid-resume": f"{{given}}/adam-0.safetensors {resume}"})
-    unmet = "compress {given}/weights-0.safetensors --method kmeans --proxy-error 0 --max-evaluations 2"
-    run(f"{unmet} -o {{here}}/unmet.ckptz", here, given, exit_code=6)
+    unmet = "--method kmeans --eval {given}/evaluate.py:loss --max-drop 0 --max-evaluations 2"
+    line = f"compress {{given}}/weights-0.safetensors {unmet} -o {{here}}/unmet.ckptz"
+    run(line, here, given, exit_code=6)
 
 
 @case()
@@ -209,16 +207,15 @@ def later_searches(here: Path, given: Path) -> None:
         compress(here, given, {f"{method}-0": f"{{given}}/weights-0.safetensors --method {method}"})
         line = f"{{given}}/weights-1.safetensors --base {{here}}/{method}-0.ckptz --method {method}"
         search = "--eval {given}/evaluate.py:loss --max-drop 0.5% --max-evaluations 6"
+        taken = "--eval {given}/evaluate.py:loss --max-evaluations 0"
         compress(here, given, {f"{method}-1": f"{line} {search}"})
-        compress(here, given, {f"{method}-taken": f"{line} --proxy-error 1 --max-evaluations 0"})
+        compress(here, given, {f"{method}-taken": f"{line} {taken}"})
 
 
 @case(is_slow=True)
 def slow_searches(here: Path, given: Path) -> None:
     workers = "--eval {given}/evaluate.py:loss --max-drop 0.01 --eval-workers 2"
     compress(here, given, {"workers": f"{{given}}/weights-0.safetensors {workers}"})
-    search = "--method kmeans --proxy-error 0.1 --strategy exhaustive"
-    compress(here, given, {"exhaustive": f"{{given}}/weights-0.safetensors {search}"})
 
 
 @case()

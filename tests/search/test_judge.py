@@ -419,8 +419,3 @@ def test_a_checkpointer_divides_its_budget_by_the_restores_that_it_is_told(
 def test_restores_are_a_whole_number(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="restores"):
         SearchOptions(budgets=(Budget(lambda state: 2.0),), **options)
-
-
-def test_a_proxy_has_no_budget_that_restores_could_divide() -> None:
-    with pytest.raises(ConfigError, match="a proxy error is none"):
-        SearchOptions(proxy_error=0.1, template=KMeans(), restores=2)

@@ -40,7 +40,7 @@ class Landscape:
         return min((self.sizes[c] for c, used in self.used.items() if used <= 1), default=None)
 
     def excess(self, found: list[Outcome]) -> float:
-        """Size of the winner by that of the exhaustive one's, less 1."""
+        """Size of the winner by that of the smallest that keeps the budget, less 1."""
         best = best_of(found)
         if self.smallest is None:
             assert best is None
