@@ -6,18 +6,10 @@ Most qualities are of a model and get its weights. Those that train on get every
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import multiprocessing
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -30,7 +22,6 @@ from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.container.reader import Container
 from ckptz.encoding.tensor import MapFunction
 from ckptz.errors import ConfigError
-from ckptz.parallel import default_jobs
 from ckptz.search.budget import ALLOWED, Budget, Judgement, Limit, Reading, check_consistent, judge
 from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
 from ckptz.state.arrays import framework
@@ -149,7 +140,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class TrialFile:
-    """A written file that is to be measured; can be sent to another process."""
+    """A written file that is to be measured."""
 
     path: Path  # the file
     # what its deltas are made from; of several files, each has other tensors
@@ -169,81 +160,6 @@ class TrialFile:
                     bases |= base.tensors
                 file.bases = bases
             yield file.tensors
-
-
-Read = Callable[[TrialFile], Readings]
-Measured = tuple[Readings, float]  # what was measured on one trial, and the seconds that it took
-Waiting = Callable[[], Measured]
-
-
-def read_file(budgets: Sequence[Budget], scope: Scope, run: MapFunction, file: TrialFile) -> Readings:
-    """Measure budgets on the tensors that are decoded from a trial."""
-    with file.opened() as tensors:
-        return measure(budgets, scope, tensors, run)
-
-
-def _timed(read: Read, file: TrialFile) -> Measured:
-    start = time.perf_counter()
-    readings = read(file)
-    return readings, time.perf_counter() - start
-
-
-def measured_here(read: Read) -> Callable[[TrialFile], Waiting]:
-    """Measure on the caller's own thread, at once."""
-
-    def begin(file: TrialFile) -> Waiting:
-        found = _timed(read, file)
-        return lambda: found
-
-    return begin
-
-
-@contextlib.contextmanager
-def measured_elsewhere(
-    n: int, budgets: Sequence[Budget], scope: Scope
-) -> Iterator[Callable[[TrialFile], Waiting]]:
-    """Measure side by side in `n` processes of their own, as models and their globals are not shared.
-
-    The budgets are sent to them, so what they refer to must be importable.
-
-    Raises:
-        ConfigError: they cannot be sent.
-    """
-    read = functools.partial(read_file, budgets, scope, map)
-    try:
-        ForkingPickler.dumps(read)
-    except Exception as error:
-        names = ", ".join(budget.name for budget in budgets)
-        raise ConfigError(
-            f"{names}: cannot be sent to other processes ({error}); with several workers the quality "
-            "must be a function of a module, or use one worker"
-        ) from None
-    spawn = multiprocessing.get_context("spawn")  # a fork would inherit PyTorch's threads half dead
-    pool = ProcessPoolExecutor(n, spawn, _prepare, (max(default_jobs() // n, 1),))
-
-    def begin(file: TrialFile) -> Waiting:
-        future = pool.submit(_timed, read, file)
-
-        def wait() -> Measured:
-            try:
-                return future.result()
-            except BrokenProcessPool:
-                raise ConfigError(
-                    "an evaluation process died, perhaps because memory ran out; use fewer workers"
-                ) from None
-
-        return wait
-
-    try:
-        yield begin
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _prepare(n_threads: int) -> None:
-    """Set up a new process: Ctrl-C ends it silently, and PyTorch takes its share of the cores."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))
 
 
 # --- the judge -----------------------------------------------------------------------------------
@@ -335,7 +251,7 @@ class Judge:
     """Says what a trial used of its budgets."""
 
     yardsticks: tuple[Yardstick, ...]  # one for each budget, at least one
-    begin: Callable[[TrialFile], Waiting]  # starts to measure a trial; what it returns waits for the result
+    measure: Callable[[TrialFile], Readings]
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:
@@ -363,20 +279,16 @@ class Judge:
         return tuple(record for one, found, judged in rows for record in one.records(found, judged, date))
 
 
-@contextlib.contextmanager
-def judging(
+def judge_of(
     budgets: tuple[Budget, ...],
     tensors: Mapping[str, TensorSource],
     scope: Scope,
-    n_workers: int,
     run: MapFunction,
     *,
     restores: int = 0,
     repeats: bool = False,
-) -> Iterator[Judge]:
-    """Make a judge by quality; the exact `tensors` are measured, and `n_workers` trials side by side.
-
-    One evaluation at a time runs on the caller's thread, more in processes; `run` maps over chunks.
+) -> Judge:
+    """Make a judge by quality; the exact `tensors` are measured. `run` maps a function over chunks.
 
     Args:
         restores: see `Budget.limit`.
@@ -410,11 +322,12 @@ def judging(
     )
     if repeats:
         _check_repeats(ready, yardsticks, scope, tensors, run)
-    with contextlib.ExitStack() as held:
-        begin = measured_here(functools.partial(read_file, ready, scope, run))
-        if n_workers > 1:
-            begin = held.enter_context(measured_elsewhere(n_workers, ready, scope))
-        yield Judge(yardsticks, begin)
+
+    def read(file: TrialFile) -> Readings:
+        with file.opened() as decoded:
+            return measure(ready, scope, decoded, run)
+
+    return Judge(yardsticks, read)
 
 
 def _check_repeats(

@@ -24,7 +24,6 @@ from ckptz.methods.table import METHODS, REFERENCE
 from ckptz.pages.words import Report
 from ckptz.search.budget import Budget, Judgement
 
-MAX_WORKERS: Final = 1024  # processes, which all start with the first evaluation
 PLAN_VERSION: Final = 1
 
 
@@ -56,7 +55,6 @@ class SearchOptions:
         template: the method, and everything that is not searched. A grid's moments become lossy only under a
             budget that trains on: no other would notice.
         parent: where the search begins, of the template's method; by default what the base records.
-        workers: evaluations side by side, at most 1024; more than one run in processes of their own.
         restores: how often a run will restart from such files: each may use the budget divided by it, as
             losses add up. Weights are then rounded so that what training moves is kept on average, on the
             grid or the levels of the base as long as these keep the budget. 0 for files that are only looked
@@ -71,7 +69,6 @@ class SearchOptions:
     cubes: tuple[str, ...] = ()
     template: Method = REFERENCE
     parent: Method | None = None
-    workers: int = 1
     restores: int = 0
     max_evaluations: int | None = None
     on_trial: Callable[[TrialReport], None] = lambda trial: None
@@ -89,8 +86,6 @@ class SearchOptions:
             raise ConfigError(f"a search for {template.name} cannot begin at settings of {parent.name}")
         if set(self.cubes) - set(known := self.template.cube_names):
             raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise ConfigError(f"workers must be 1..{MAX_WORKERS}, got {self.workers}")
         if self.restores < 0:
             raise ConfigError(f"restores must be at least 0, got {self.restores}")
         if self.max_evaluations is not None and self.max_evaluations < 0:

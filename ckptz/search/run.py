@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -34,9 +34,8 @@ from ckptz.search.evaluation import (
     Readings,
     Scope,
     TrialFile,
-    Waiting,
     is_of_training,
-    judging,
+    judge_of,
 )
 from ckptz.search.options import SearchOptions, SearchReport, TrialReport, recorded_in
 from ckptz.search.predicted_sizes import predicted_sizes
@@ -115,7 +114,7 @@ def _searched(
     template = searched_template(options)
     lossy = ready.lossy(template)
     with contextlib.ExitStack() as held:
-        judge = held.enter_context(_judge(ready, options, run))
+        judge = _judge(ready, options, run)
         exact_seconds = time.perf_counter() - start
         stages, predict, n_predicted = route_of(options, ready, run.workers.map)
         searcher = Searcher(target, ready, options, run, judge, predict, held)
@@ -145,19 +144,17 @@ def _searched(
     return written, report
 
 
-@contextlib.contextmanager
-def _judge(ready: Prepared, options: SearchOptions, run: SearchRun) -> Iterator[Judge]:
+def _judge(ready: Prepared, options: SearchOptions, run: SearchRun) -> Judge:
     tensors = ready.job.tensors
     weights = tuple(name for name in tensors if _is_of_model(name, ready))
     others = tuple(name for name in tensors if name not in set(weights))
     scope = Scope(weights, others, tied_names(ready.job.tree, tensors), run.prefix)
-    with judging(
-        *(options.budgets, tensors, scope, options.workers, run.workers.map),
+    return judge_of(
+        *(options.budgets, tensors, scope, run.workers.map),
         restores=options.restores,
         # A later checkpoint, which begins at a parent's settings, is found in one or two evaluations.
         repeats=parent_config(options, ready.job) is None,
-    ) as judge:
-        yield judge
+    )
 
 
 def _is_of_model(name: str, ready: Prepared) -> bool:
@@ -268,14 +265,13 @@ class Searcher:
     held: contextlib.ExitStack  # closes the first trial
     reports: list[TrialReport] = field(default_factory=list)
     best: Best | None = None
-    waiting: list[Trial] = field(default_factory=list)
+    last: Trial | None = None  # that is written and not yet judged
     earlier: Earlier | None = None  # what later trials copy, from the first
 
     def search(self, stages: Sequence[Strategy]) -> bool:
         """Try until the strategies are done; tell whether Ctrl-C came before."""
         try:
-            for _ in run_stages(stages, self.try_all, self.options.workers, self.options.max_evaluations):
-                pass
+            run_stages(stages, self.try_one, self.options.max_evaluations)
         except KeyboardInterrupt:
             if self.best is None:
                 n = len(self.reports)
@@ -286,14 +282,15 @@ class Searcher:
 
     def drop_all(self) -> None:
         """Remove the files that have no name."""
-        for trial in [*self.waiting, *([self.best.trial] if self.best else [])]:
-            trial.publication.discard()
+        for trial in (self.last, self.best.trial if self.best else None):
+            if trial is not None:
+                trial.publication.discard()
 
     def _write(self, config: Method) -> Trial:
         """Write a trial; the first one stays open, as most of a training state comes out the same in all."""
         contents = self.ready.contents(config, self.earlier)
         trial = write_trial(self.target, self.ready, contents, self.run)
-        self.waiting.append(trial)
+        self.last = trial
         if self.earlier is None:
             file = FileBytes(trial.path)  # readable until it is closed, also when it has lost its name
             self.held.callback(file.close)
@@ -301,22 +298,15 @@ class Searcher:
             self.earlier = Earlier(tensors=Container(file).tensors, recipes=contents.recipes, notes=notes)
         return trial
 
-    def try_all(self, configs: Sequence[Method], strategy: str) -> list[Outcome]:
-        """Write and measure configurations; what is written while others are measured costs no time."""
-        begun: list[tuple[Method, Trial, Waiting, float]] = []
-        for config in configs:
-            start = time.perf_counter()
-            trial = self._write(config)
-            wait = self.judge.begin(TrialFile(trial.path, self.run.base_paths, self.run.search_path))
-            begun.append((config, trial, wait, time.perf_counter() - start))
-        return [self._finish(strategy, *one) for one in begun]
-
-    def _finish(self, strategy: str, config: Method, trial: Trial, wait: Waiting, seconds: float) -> Outcome:
-        readings, evaluation_seconds = wait()
+    def try_one(self, config: Method, strategy: str) -> Outcome:
+        """Write a configuration and measure it; keep it if it is the best so far."""
+        start = time.perf_counter()
+        trial, written = self._write(config), time.perf_counter()
+        readings = self.judge.measure(TrialFile(trial.path, self.run.base_paths, self.run.search_path))
+        evaluation_seconds = time.perf_counter() - written
         judgements = self.judge.judgements(readings)
         used = max(math.inf if one.used is None else one.used for one in judgements)
         outcome = Outcome(config, used, trial.written.stored_bytes)
-        is_in_process = self.options.workers == 1
         report = TrialReport(
             config=asdict(config),
             strategy=strategy,
@@ -326,11 +316,11 @@ class Searcher:
             is_feasible=outcome.is_feasible,
             values=tuple(_finite(reading.value) for reading in readings),
             judgements=judgements,
-            seconds=seconds if is_in_process else seconds + evaluation_seconds,
+            seconds=time.perf_counter() - start,
             evaluation_seconds=evaluation_seconds,
         )
         self.reports.append(report)
-        self.waiting.remove(trial)
+        self.last = None
         if outcome.is_feasible and (self.best is None or outcome.n_bytes < self.best.report.n_bytes):
             if self.best is not None:
                 self.best.trial.publication.discard()

@@ -35,7 +35,7 @@ SECTIONS: Final[Mapping[str, Sequence[str]]] = {
         *("read_optimizer", "calibration", "sensitivity"),
     ),
     "With a search (--eval)": (
-        *("resume_steps", "restores", "lower_is_better", "eval_workers", "max_evaluations"),
+        *("resume_steps", "restores", "lower_is_better", "max_evaluations"),
         *("dry_run", "plan", "save_plan", "verbose"),
     ),
 }

@@ -39,10 +39,7 @@ EXAMPLES: Final = (
     "'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%' or 'resume<=20 steps'"
 )
 FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
-SEARCH_ONLY: Final = (
-    *("max_evaluations", "dry_run", "budget", "lower_is_better", "resume_steps"),
-    *("eval_workers", "restores"),
-)
+SEARCH_ONLY: Final = ("max_evaluations", "dry_run", "budget", "lower_is_better", "resume_steps", "restores")
 NAMES: Final = ("eval", "max_drop", *SEARCH_ONLY, "plan", "save_plan", "verbose")
 
 
@@ -247,9 +244,6 @@ search_options = together(
         help="Which values of --eval are better (default lower, but of accuracy higher).",
     ),
     click.option(
-        "--eval-workers", type=COUNT, metavar="N", help="How many evaluations run at a time (default 1)."
-    ),
-    click.option(
         "--max-evaluations",
         type=click.IntRange(min=0),
         metavar="N",
@@ -337,7 +331,6 @@ def _search(given: Mapping[str, Any], method: dict[str, Any]) -> SearchOptions:
     known = options_of_methods().items()
     cubes = tuple(cube for name, (_, option) in known if option.is_cube and (cube := method.pop(name)))
     options: dict[str, Any] = {
-        "workers": given["eval_workers"],
         "max_evaluations": given["max_evaluations"],
         "restores": given["restores"],
         "cubes": cubes,

@@ -364,12 +364,13 @@ def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
     parent = CUBE.config((2, 1, 1, 0))
     sizes: Callable[[Method], float] = lambda config: float(config.knobs()["prune"])  # noqa: E731
     for keeps in (False, True):
-        found = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, keeps=keeps).propose([], 3)
-        assert (found[0] == parent) == keeps
+        first = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, keeps=keeps).propose([])
+        assert (first == parent) == keeps
 
 
 def test_a_grid_begins_at_the_very_step_of_its_base() -> None:
-    [first] = OneKnob(template=Grid(), start=0.70710678).propose([], 1)
+    first = OneKnob(template=Grid(), start=0.70710678).propose([])
+    assert first is not None
     assert first.multiplier == 0.70710678
 
 

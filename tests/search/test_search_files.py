@@ -229,31 +229,6 @@ def test_a_chain_searches_file_after_file(folder: Path) -> None:
     assert all(one["search"]["quality"][0]["data_digest"] == "sha256:feed" for one in run.json["files"])
 
 
-@pytest.mark.apps
-def test_two_processes_find_what_one_thread_finds(folder: Path) -> None:
-    found: dict[int, Any] = {}
-    for workers in (1, 2):
-        output = folder / f"{workers}.ckptz"
-        options: Any = ("--eval", f"{folder}/evaluate.py:loss", "--eval-workers", workers)
-        options += ("--max-evaluations", 6, "--method", "kmeans")
-        run = ckptz("compress", folder / "exact.safetensors", "-o", output, *options, "--json").json["files"][
-            0
-        ]
-        found[workers] = run["search"]
-    assert found[1]["exact"] == found[2]["exact"]
-    values = [{str(t["config"]): t["values"] for t in found[n]["trials"]} for n in (1, 2)]
-    assert found[1]["trials"][0]["config"] == found[2]["trials"][0]["config"]
-    both = set(values[0]) & set(values[1])
-    assert len(both) >= 2
-    assert all(values[0][config] == values[1][config] for config in both)
-    assert not left_in(folder)
-
-
-def test_a_closure_cannot_go_to_other_processes(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="function of a module"):
-        search(folder / "exact.safetensors", folder / "out.ckptz", lambda state: 2.0, workers=2)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, value: float) -> None:
     source = folder / "exact.safetensors"

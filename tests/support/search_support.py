@@ -29,11 +29,8 @@ class Landscape:
     def predict(self, config: Method) -> float:
         return self.predicted[config]
 
-    def search(self, *stages: Strategy, workers: int = 1) -> list[Outcome]:
-        def try_all(configs: Any, _: str) -> list[Outcome]:
-            return [Outcome(c, self.used[c], round(self.sizes[c])) for c in configs]
-
-        return list(run_stages(stages, try_all, workers))
+    def search(self, *stages: Strategy) -> list[Outcome]:
+        return run_stages(stages, lambda c, _: Outcome(c, self.used[c], round(self.sizes[c])))
 
     @property
     def smallest(self) -> float | None:
