@@ -60,14 +60,14 @@ def encode_frames(tensors: Tensors) -> dict[str, Frame]:
     """Plan and encode every chunk of every tensor."""
     frames = {}
     for name, tensor in tensors.items():
-        draft = plan_lossless(tensor, None)
+        encoding = plan_lossless(tensor, None)
         bounds = chunk_bounds(tensor.dtype.n_patterns(tensor.shape))
         records, payloads = [], []
         for begin, end in bounds:
-            chunk = encode_chunk(tensor, draft, ChunkSources(begin, end))
+            chunk = encode_chunk(tensor, encoding, ChunkSources(begin, end))
             records.append(chunk.record)
             payloads.append(chunk.payload)  # one copy, as in a file, which frees what it is made of
-        frames[name] = Frame(FrameHeader(tensor.dtype, tensor.shape, draft.plan, tuple(records)), payloads)
+        frames[name] = Frame(FrameHeader(tensor.dtype, tensor.shape, encoding.plan, tuple(records)), payloads)
     return frames
 
 

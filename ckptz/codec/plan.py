@@ -365,7 +365,7 @@ class Plan:
         return any(isinstance(rule, BaseCode) for rule in self.rules)
 
     @property
-    def companion_names(self) -> list[str]:
+    def context_tensor_names(self) -> list[str]:
         """Name the tensors beside this one whose magnitudes its contexts read."""
         return [rule.source for rule in self.rules if isinstance(rule, Magnitude) and rule.source]
 

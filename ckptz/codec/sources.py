@@ -163,19 +163,19 @@ def chunk_bounds(n_patterns: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + CHUNK_VALUES, n_patterns)
 
 
-Companions = Callable[[str], TensorSource]  # tensors of the same file by name
+ContextTensors = Callable[[str], TensorSource]  # tensors of the same file by name
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 @dataclass(slots=True)
 class ChunkSources:
-    """Base and companion tensors for patterns begin..end; what was read once is kept while the chunk lasts.
+    """Base and context tensors for patterns begin..end; what was read once is kept while the chunk lasts.
 
     Attributes:
         begin: first pattern of the chunk.
         end: pattern after its last.
         base: the base tensor, or None.
-        companions: tensors of the same file by name, for contexts by another tensor's magnitude.
+        context_tensors: tensors of the same file by name, for contexts by another tensor's magnitude.
         reads_both: the base's patterns and its codes are both needed. They come from one decoding then:
             two would double with every member of a chain.
         base_title: for messages, what is known of the base, with a comma before it.
@@ -184,7 +184,7 @@ class ChunkSources:
     begin: int
     end: int
     base: TensorSource | None = None
-    companions: Companions | None = None
+    context_tensors: ContextTensors | None = None
     reads_both: bool = False
     base_title: str = ""
     _patterns: NDArray[Any] | None = field(default=None, repr=False)
@@ -217,13 +217,13 @@ class ChunkSources:
 
     def patterns_of(self, name: str) -> NDArray[Any]:
         """Read patterns begin..end of another tensor of the same file."""
-        if self.companions is None:
+        if self.context_tensors is None:
             raise CorruptionError(f"it is decoded with tensor {name!r}, which is not open")
-        return self.companions(name).patterns(self.begin, self.end)
+        return self.context_tensors(name).patterns(self.begin, self.end)
 
 
-def companions_of(tensors: Mapping[str, TensorSource]) -> Companions:
-    """Make a function that finds the companions of a tensor by name.
+def context_tensors_of(tensors: Mapping[str, TensorSource]) -> ContextTensors:
+    """Make a function that finds the context tensors of a tensor by name.
 
     Raises:
         CorruptionError: when called with a name that is not there.

@@ -23,7 +23,7 @@ KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
 @dataclass(frozen=True)
 class ValueTable:
-    """The quantization map of a plan as the kernels take it, for a dtype in `KINDS`."""
+    """The quantization map of a plan as kernels take it, for a dtype in `KINDS`."""
 
     dtype: DType
     plan: Plan

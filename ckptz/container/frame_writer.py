@@ -18,18 +18,18 @@ from ckptz.codec.plan import Plan, QuantizationMap, exact_plan
 from ckptz.codec.sources import (
     CHUNK_VALUES,
     ChunkSources,
-    Companions,
+    ContextTensors,
     TensorSource,
     chunk_bounds,
-    companions_of,
+    context_tensors_of,
 )
 from ckptz.container.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.container.reader import FrameSource
 from ckptz.dtypes import DType
 from ckptz.encoding.chunk import Deviation, EncodedChunk, encode_chunk
-from ckptz.encoding.companions import CachedChunks, EncodingPlans, RestoredSource
 from ckptz.encoding.encoding_plan import EncodingPlan
 from ckptz.encoding.moved import MovedSource, Moves
+from ckptz.encoding.restored import CachedChunks, EncodingPlans, RestoredSource
 from ckptz.encoding.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
 from ckptz.methods.lossless import EXACT, plan_and_encode
 from ckptz.methods.method import Recipe, Setting
@@ -61,7 +61,7 @@ class Earlier:
         return {
             name: self.tensors[name]
             for name in same
-            if (companion := recipes[name].companion) is None or companion in same
+            if (context_tensor := recipes[name].context_tensor) is None or context_tensor in same
         }
 
 
@@ -93,7 +93,7 @@ class Contents:
     moves: Moves | None = None  # how weights are moved before they are coded
 
 
-# A chunk to encode: of which tensor, its draft where it is planned already, its bounds and base.
+# A chunk to encode: of which tensor, its encoding plan where it is planned already, its bounds and base.
 _Chunk = tuple[str, TensorSource, EncodingPlan | None, ChunkSources]
 
 
@@ -110,7 +110,7 @@ class _Planning:
         self.tensors, self.notes = dict(tensors), dict[str, str]()
         self._contents = contents
         self._chunks = CachedChunks()
-        sources = (contents.recipes[name].companion for name in tensors)
+        sources = (contents.recipes[name].context_tensor for name in tensors)
         self._shared = EncodingPlans(name for name in sources if name is not None)
         self._ahead: dict[str, EncodingPlan] = {}  # of first moments, which are a few vectors each
         self._movement: float | None = None  # of all tensors whose plans depend on it
@@ -121,7 +121,7 @@ class _Planning:
         joint = [
             name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_patterns
         ]
-        found = run(lambda name: recipes[name].movement(self._subject(name, self.base(name))), joint)
+        found = run(lambda name: recipes[name].movement(self._tensor_to_encode(name, self.base(name))), joint)
         sizes = (self.tensors[name].n_patterns for name in joint)
         pairs = [(moved, n) for moved, n in zip(found, sizes, strict=True) if moved is not None]
         n_patterns = sum(n for _, n in pairs)
@@ -133,14 +133,14 @@ class _Planning:
         names = [name for name in moves.moments if recipes[name].is_lossy]
         self._ahead = dict(zip(names, run(self._alone, names), strict=True))
         restored = {
-            name: RestoredSource(self.tensors[name], None, draft) for name, draft in self._ahead.items()
+            name: RestoredSource(self.tensors[name], None, encoding) for name, encoding in self._ahead.items()
         }
         moved, notes = moves.of(restored)
         self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
         self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
 
     def _alone(self, name: str) -> EncodingPlan:
-        return self._planned(name, self.base(name), self.companions(name), map)
+        return self._planned(name, self.base(name), self.context_tensors(name), map)
 
     def base(self, name: str) -> TensorSource | None:
         """Give what a tensor may be stored against; held where several passes will read it."""
@@ -152,48 +152,50 @@ class _Planning:
 
     def alike(self, chunk: _Chunk) -> tuple[DType, bool] | None:
         """Say with which others a tensor can be encoded: by dtype and having a base; None for none."""
-        name, source, draft, sources = chunk
+        name, source, encoding, sources = chunk
         is_exact = self._contents.recipes[name] == EXACT
-        if draft is not None or not is_exact:
+        if encoding is not None or not is_exact:
             return None
         return source.dtype, sources.base is not None
 
-    def draft(
-        self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction = map
+    def encoding(
+        self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction = map
     ) -> EncodingPlan:
         """Plan a tensor."""
         if name in self._ahead:
             return self._ahead[name]
-        make = functools.partial(self._planned, name, base, companions, run)
-        return self._shared.draft(name, make) if name in self._shared else make()
+        make = functools.partial(self._planned, name, base, context_tensors, run)
+        return self._shared.encoding(name, make) if name in self._shared else make()
 
     def _restored(self, name: str, run: MapFunction) -> RestoredSource:
         base = self.base(name)
-        return RestoredSource(self.tensors[name], base, self.draft(name, base, companions_of({}), run))
+        return RestoredSource(
+            self.tensors[name], base, self.encoding(name, base, context_tensors_of({}), run)
+        )
 
     def _planned(
-        self, name: str, base: TensorSource | None, companions: Companions, run: MapFunction
+        self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
     ) -> EncodingPlan:
         recipe = self._contents.recipes[name] if self.tensors[name].n_patterns else EXACT
-        return recipe.plan(self._subject(name, base, companions, run))
+        return recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
 
-    def _subject(
+    def _tensor_to_encode(
         self,
         name: str,
         base: TensorSource | None,
-        companions: Companions | None = None,
+        context_tensors: ContextTensors | None = None,
         run: MapFunction = map,
     ) -> TensorToEncode:
         guide, against = self._contents.guides.get(name, NO_SIDE_INFORMATION), self._contents.record.base
         seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
-        return TensorToEncode(self.tensors[name], base, guide, companions, run, seed, self._movement)
+        return TensorToEncode(self.tensors[name], base, guide, context_tensors, run, seed, self._movement)
 
-    def companions(self, name: str, run: MapFunction = map) -> Companions:
+    def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:
         """Give the tensors that a tensor's contexts depend on, as the file restores them."""
-        wanted = self._contents.recipes[name].companion
+        wanted = self._contents.recipes[name].context_tensor
         if wanted is None:
-            return companions_of({})
-        return companions_of({wanted: self._chunks.of(wanted, self._restored(wanted, run))})
+            return context_tensors_of({})
+        return context_tensors_of({wanted: self._chunks.of(wanted, self._restored(wanted, run))})
 
 
 def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
@@ -201,12 +203,12 @@ def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iter
     for name in names:
         source = planning.tensors[name]
         n_patterns = source.n_patterns
-        base, draft, companions = planning.base(name), None, companions_of({})
+        base, encoding, context_tensors = planning.base(name), None, context_tensors_of({})
         if n_patterns > CHUNK_VALUES:
-            companions = planning.companions(name, workers.map)
-            draft = planning.draft(name, base, companions, workers.map)
+            context_tensors = planning.context_tensors(name, workers.map)
+            encoding = planning.encoding(name, base, context_tensors, workers.map)
         for begin, end in chunk_bounds(n_patterns):
-            yield name, source, draft, ChunkSources(begin, end, base, companions)
+            yield name, source, encoding, ChunkSources(begin, end, base, context_tensors)
 
 
 def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
@@ -243,18 +245,18 @@ def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[Enco
 
 
 def _encode(planning: _Planning, chunk: _Chunk) -> tuple[EncodingPlan, EncodedChunk]:
-    name, source, draft, sources = chunk
-    if draft is None:
-        sources.companions = planning.companions(name)
-        draft = planning.draft(name, sources.base, sources.companions)
-    return draft, encode_chunk(source, draft, sources)
+    name, source, encoding, sources = chunk
+    if encoding is None:
+        sources.context_tensors = planning.context_tensors(name)
+        encoding = planning.encoding(name, sources.base, sources.context_tensors)
+    return encoding, encode_chunk(source, encoding, sources)
 
 
 def _lossy_record(
     recipe: Recipe,
     role: Role,
     source: TensorSource,
-    draft: EncodingPlan,
+    encoding: EncodingPlan,
     header: FrameHeader,
     deviation: Deviation,
 ) -> LossyRecord:
@@ -267,7 +269,7 @@ def _lossy_record(
         method=recipe.name,
         role=role.role,
         layer_type=role.layer_type,
-        settings=recipe.settings() | dict(draft.found) | moved,
+        settings=recipe.settings() | dict(encoding.found) | moved,
         n_pruned=_n_pruned(quant_map, deviation) if recipe.prunes and quant_map is not None else 0,
         n_protected=0 if escape is None else int(deviation.counts[escape]),
         # Doubles round the difference of two floats that are far apart; the bound must not be.
@@ -319,16 +321,16 @@ def write_frames(
             if progress:
                 progress(source.n_bytes)
         else:
-            draft, header, deviation = _write_frame(sink, data_offset + offset, source, encoded, progress)
+            encoding, header, deviation = _write_frame(sink, data_offset + offset, source, encoded, progress)
             n_bytes = sink.tell() - data_offset - offset
             lossy = None
             if deviation is not None:
                 lossy = _lossy_record(
-                    contents.recipes[name], contents.roles[name], source, draft, header, deviation
+                    contents.recipes[name], contents.roles[name], source, encoding, header, deviation
                 )
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
-            plan, note = draft.plan, draft.note or planning.notes.get(name, "")
+            plan, note = encoding.plan, encoding.note or planning.notes.get(name, "")
         yield entry, plan, note
         offset += entry.n_bytes
 
@@ -356,21 +358,21 @@ def _write_frame(
 ) -> tuple[EncodingPlan, FrameHeader, Deviation | None]:
     """Stream the chunks of one frame behind its header, which is written when they are."""
     if 0 < source.n_patterns <= CHUNK_VALUES:
-        draft, chunk = next(encoded)
-        header = FrameHeader(source.dtype, tuple(source.shape), draft.plan, (chunk.record,))
+        encoding, chunk = next(encoded)
+        header = FrameHeader(source.dtype, tuple(source.shape), encoding.plan, (chunk.record,))
         sink.writelines((header.pack(), *chunk.streams))
         if progress:
             progress(source.n_bytes)
-        return draft, header, chunk.deviation
+        return encoding, header, chunk.deviation
     shape = tuple(source.shape)
-    draft, packed_plan = EncodingPlan(exact_plan(source.dtype)), b""
+    encoding, packed_plan = EncodingPlan(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
     for begin, end in chunk_bounds(source.dtype.n_patterns(shape)):
-        draft, chunk = next(encoded)
+        encoding, chunk = next(encoded)
         if not records:
-            packed_plan = pack_plan(source.dtype, shape, draft.plan)
-            sink.seek(start + header_bytes(source.dtype, shape, draft.plan, packed_plan))
+            packed_plan = pack_plan(source.dtype, shape, encoding.plan)
+            sink.seek(start + header_bytes(source.dtype, shape, encoding.plan, packed_plan))
         for stream in chunk.streams:
             sink.write(stream)
         records.append(chunk.record)
@@ -378,9 +380,9 @@ def _write_frame(
             deviations.append(chunk.deviation)
         if progress:
             progress((end - begin) * source.dtype.pattern_bytes)
-    header = FrameHeader(source.dtype, shape, draft.plan, tuple(records))
+    header = FrameHeader(source.dtype, shape, encoding.plan, tuple(records))
     packed = header.pack(packed_plan)
     sink.seek(start)
     sink.write(packed)
     sink.seek(start + len(packed) + header.payload_bytes)
-    return draft, header, functools.reduce(operator.add, deviations) if deviations else None
+    return encoding, header, functools.reduce(operator.add, deviations) if deviations else None

@@ -29,7 +29,7 @@ from ckptz.codec.sources import (
     Stored,
     TensorSource,
     ViewOf,
-    companions_of,
+    context_tensors_of,
 )
 from ckptz.container.byte_source import ByteSource
 from ckptz.container.caches import ChunkCache, Decoded, DecodedBases, HeaderCache, LastChunks, Node, gather
@@ -119,7 +119,7 @@ class FrameSource(TensorSource):
             plan = self.header.plan
             if only_codes and plan.quant_map is None:
                 return []
-            needed: list[Node] = [(self._companion(name), False) for name in plan.companion_names]
+            needed: list[Node] = [(self._context_tensor(name), False) for name in plan.context_tensor_names]
             patterns = plan.reads_patterns(only_codes=only_codes)
             if (patterns or plan.reads_base_codes) and isinstance(base := self.base, FrameSource):
                 needed.append((base, not patterns))
@@ -153,20 +153,20 @@ class FrameSource(TensorSource):
             )
         both = plan.reads_base_patterns and plan.reads_base_codes
 
-        def companion(name: str) -> TensorSource:
-            found = self._companion(name)
+        def context_tensor(name: str) -> TensorSource:
+            found = self._context_tensor(name)
             return _DecodedChunk(found, held[found, False])
 
-        return ChunkSources(begin, end, base, companion, both, f", {ref.title}" if ref else "")
+        return ChunkSources(begin, end, base, context_tensor, both, f", {ref.title}" if ref else "")
 
     @property
-    def companion_names(self) -> list[str]:
+    def context_tensor_names(self) -> list[str]:
         """Tensors that stand beside this one and whose magnitudes its contexts read."""
-        return self.header.plan.companion_names
+        return self.header.plan.context_tensor_names
 
-    def _companion(self, name: str) -> FrameSource:
+    def _context_tensor(self, name: str) -> FrameSource:
         """Another tensor of the file, whose magnitudes are contexts: as many patterns, at most two deep."""
-        source = companions_of(self._container.tensors)(name)
+        source = context_tensors_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
         if source.n_patterns != self.header.n_patterns:
             raise CorruptionError(f"it is decoded with tensor {name!r}, which has another shape")
@@ -176,20 +176,20 @@ class FrameSource(TensorSource):
 
     def source_depth(self, most: int) -> int:
         """Count the tensors of this file, one after another, that contexts depend on, up to `most` + 1."""
-        names = self.companion_names
+        names = self.context_tensor_names
         if not names:
             return 0
         if most == 0:
             return 1
-        find = companions_of(self._container.tensors)
+        find = context_tensors_of(self._container.tensors)
         return 1 + max(find(name).source_depth(most - 1) for name in names)  # type: ignore[attr-defined]
 
     def check_base(self) -> None:
         """Require that the header is right, and that a base and the tensors it needs are there."""
         with self._container.naming(self.entry.name):
             _ = self.base
-            for name in self.companion_names:
-                self._companion(name)
+            for name in self.context_tensor_names:
+                self._context_tensor(name)
 
     def check_vectors(self) -> None:
         """Require that outer vectors which no chunk needs are right; there may be few such in a file."""

@@ -73,12 +73,12 @@ class EncodedChunk:
         return b"".join(self.streams)
 
 
-def _encode_codes(codes: Patterns, draft: EncodingPlan, labels: Labels | None) -> list[Stream]:
+def _encode_codes(codes: Patterns, encoding: EncodingPlan, labels: Labels | None) -> list[Stream]:
     """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
     if labels is None:
         return encode_streams(cpu().split_planes(codes, codes, RAW))
-    contexts = Contexts(labels, np.array([len(labels)]), draft.plan.n_contexts)
-    return contexts.sort(codes, draft.counted).encode_by(draft.plan.tables)
+    contexts = Contexts(labels, np.array([len(labels)]), encoding.plan.n_contexts)
+    return contexts.sort(codes, encoding.counted).encode_by(encoding.plan.tables)
 
 
 def encode_values(patterns: Patterns) -> list[Stream]:
@@ -108,9 +108,9 @@ def _quantize(
     return codes, decoded, escaped
 
 
-def _encode_quantized(draft: EncodingPlan, quantized: Quantized, labels: Labels | None) -> list[Stream]:
+def _encode_quantized(encoding: EncodingPlan, quantized: Quantized, labels: Labels | None) -> list[Stream]:
     codes, decoded, escaped = quantized
-    streams = _encode_codes(codes, draft, labels)
+    streams = _encode_codes(codes, encoding, labels)
     if escaped is not None:
         streams += encode_values(decoded[escaped])
     return streams
@@ -127,16 +127,16 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
     return Deviation(float(largest), float(error), float(power), counts)
 
 
-def restored_patterns(source: TensorSource, draft: EncodingPlan, sources: ChunkSources) -> Patterns:
+def restored_patterns(source: TensorSource, encoding: EncodingPlan, sources: ChunkSources) -> Patterns:
     """Give the patterns [n] that a chunk will decode to, without coding it: contexts of others, perhaps."""
     patterns = source.patterns(sources.begin, sources.end)
-    if draft.plan.quant_map is None:
-        if draft.rounding is None:
+    if encoding.plan.quant_map is None:
+        if encoding.rounding is None:
             return patterns
-        return draft.rounding.rounded(patterns, KINDS[source.dtype.name], sources.begin)
-    header = FrameHeader(source.dtype, source.shape, draft.plan, ())
-    labels = labels_of(draft.plan.rules, sources, header.row_patterns) if draft.plan.rules else None
-    return _quantize(header, draft.quantizer, patterns, sources, labels)[1]
+        return encoding.rounding.rounded(patterns, KINDS[source.dtype.name], sources.begin)
+    header = FrameHeader(source.dtype, source.shape, encoding.plan, ())
+    labels = labels_of(encoding.plan.rules, sources, header.row_patterns) if encoding.plan.rules else None
+    return _quantize(header, encoding.quantizer, patterns, sources, labels)[1]
 
 
 def encode_changes(patterns: Patterns, base: Patterns, plan: Plan, dtype: DType) -> list[Stream] | None:
@@ -158,41 +158,41 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
     return CoderId.SPARSE, encode_sparse(pack_gaps(positions), plane, 0)
 
 
-def encode_chunk(source: TensorSource, draft: EncodingPlan, sources: ChunkSources) -> EncodedChunk:
-    """Encode one chunk of a tensor by its draft; `sources` has its bounds, and the base if one is needed."""
-    plan = draft.plan
+def encode_chunk(source: TensorSource, encoding: EncodingPlan, sources: ChunkSources) -> EncodedChunk:
+    """Encode one chunk of a tensor by its encoding plan; `sources` has its bounds, and its base if needed."""
+    plan = encoding.plan
     header = FrameHeader(source.dtype, source.shape, plan, ())
-    is_lossless = plan.quant_map is None and draft.rounding is None
+    is_lossless = plan.quant_map is None and encoding.rounding is None
     exact = unmoved(source).patterns(sources.begin, sources.end)
     patterns = exact if is_lossless else source.patterns(sources.begin, sources.end)
-    by_runs = bool(draft.by_table)
+    by_runs = bool(encoding.by_table)
     runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns) if by_runs else None
     labels = labels_of(plan.rules, sources, header.row_patterns) if plan.rules and runs is None else None
     deviation, decoded = None, patterns
     if plan.quant_map is None:
-        if draft.rounding is not None:
+        if encoding.rounding is not None:
             kind = KINDS[source.dtype.name]
-            decoded = draft.rounding.rounded(patterns, kind, sources.begin)
+            decoded = encoding.rounding.rounded(patterns, kind, sources.begin)
             deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
         base = sources.base_patterns() if plan.predictor is Predictor.BASE else decoded
-        changed = encode_changes(decoded, base, plan, source.dtype) if draft.is_sparse else None
+        changed = encode_changes(decoded, base, plan, source.dtype) if encoding.is_sparse else None
         if changed is None:
             mode = kernel_mode(plan.mode, source.dtype)
             if labels is not None:
-                changed = _encode_codes(cpu().transform(decoded, base, mode), draft, labels)
+                changed = _encode_codes(cpu().transform(decoded, base, mode), encoding, labels)
             elif runs is not None:
-                by_table = draft.by_table[sources.begin // CHUNK_VALUES]
+                by_table = encoding.by_table[sources.begin // CHUNK_VALUES]
                 changed = encode_by_runs(cpu().split_planes(decoded, base, mode), runs, plan.tables, by_table)
             else:
                 changed = encode_streams(cpu().split_planes(decoded, base, mode))
         streams = changed
     else:
-        quantized = _quantize(header, draft.quantizer, patterns, sources, labels)
-        streams, (codes, decoded, _) = _encode_quantized(draft, quantized, labels), quantized
-        if isinstance(draft.quantizer, CodedQuantizer):  # its errors were measured where its values are
-            deviation = Deviation(*draft.quantizer.errors(sources.begin), cpu().histogram(codes))
+        quantized = _quantize(header, encoding.quantizer, patterns, sources, labels)
+        streams, (codes, decoded, _) = _encode_quantized(encoding, quantized, labels), quantized
+        if isinstance(encoding.quantizer, CodedQuantizer):  # its errors were measured where its values are
+            deviation = Deviation(*encoding.quantizer.errors(sources.begin), cpu().histogram(codes))
         else:
-            counts = draft.counted[0].total if draft.counted else cpu().histogram(codes)
+            counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)
             deviation = _deviation(header.value_table.kind, exact, decoded, counts)
     base_codes = None
     if plan.reads_base_codes:
@@ -278,8 +278,8 @@ class Batch:
 
 def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
     """Encode tensors by a plan without contexts."""
-    draft, streams = EncodingPlan(plan), encode_streams(batch.parts(batch.planes(plan.mode)))
-    return [(draft, chunk) for chunk in batch.chunks(streams)]
+    encoding, streams = EncodingPlan(plan), encode_streams(batch.parts(batch.planes(plan.mode)))
+    return [(encoding, chunk) for chunk in batch.chunks(streams)]
 
 
 def encode_by_contexts(batch: Batch, mode: PlaneMode) -> list[Encoded]:

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.sources import CHUNK_VALUES, Companions, Patterns, TensorSource, n_rows_of
+from ckptz.codec.sources import CHUNK_VALUES, ContextTensors, Patterns, TensorSource, n_rows_of
 from ckptz.codec.sources import MapFunction as MapFunction
 from ckptz.codec.values import KINDS
 from ckptz.dtypes import DType
@@ -109,7 +109,7 @@ class TensorToEncode:
     base: TensorSource | None = None
     guide: SideInformation = NO_SIDE_INFORMATION  # what else is known of it
     # other tensors of the file as it restores them, where the recipe names one
-    companions: Companions | None = None
+    context_tensors: ContextTensors | None = None
     run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
     seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
     movement: float | None = None  # of the file: see `Recipe.movement`; None where it is not known

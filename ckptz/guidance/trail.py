@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from ckptz.codec.sources import SourceOf, TensorSource
 from ckptz.codec.values import KINDS
 from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.companions import CachedChunks
 from ckptz.encoding.moved import MovedSource, Moves
+from ckptz.encoding.restored import CachedChunks
 from ckptz.encoding.tensor import SideInformation
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in

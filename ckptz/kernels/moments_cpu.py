@@ -1,6 +1,6 @@
 """Kernels of optimizer state: levels of second moments in the order of bit patterns, and of first moments.
 
-Encoder only. Ladders are computed in doubles, which hold all distances and their quotients' floors exactly.
+Encoder only. Levels are computed in doubles, which hold all distances and their quotients' floors exactly.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def _ordered(pattern: Any, top: Any, mask: Any) -> Any:
 
 
 @kernel
-def _indices(patterns: Any, predicted: Any, ladder: Any, indices: Any, nominal: Any) -> None:
+def _indices(patterns: Any, predicted: Any, log_levels: Any, indices: Any, nominal: Any) -> None:
     """Find the level of each pattern [n], EXCEPTION if it cannot restore it, and the patterns of levels [n].
 
-    `predicted` has no elements for a prediction of zero. `ladder` is (step, phase, top bit, all bits, largest
-    pattern).
+    `predicted` has no elements for a prediction of zero. `log_levels` is (step, phase, top bit, all bits,
+    largest pattern).
     """
-    step, phase, top_bit, all_bits, largest = ladder
+    step, phase, top_bit, all_bits, largest = log_levels
     top, mask = uint32(top_bit), uint32(all_bits)
     half = float64(step // 2)
     highest, zero = float64(top_bit + largest) - half, float64(top_bit)
@@ -56,13 +56,13 @@ def _indices(patterns: Any, predicted: Any, ladder: Any, indices: Any, nominal: 
 
 
 @kernel
-def ladder_codes(patterns: Any, predicted: Any, ladder: Any, codes_of: Any, out: Any) -> None:
+def log_level_codes(patterns: Any, predicted: Any, log_levels: Any, codes_of: Any, out: Any) -> None:
     """Write the codes of patterns [n]; `codes_of` is (lowest level, levels, zero code, escape code)."""
     lowest, n_levels, zero_code, escape_code = codes_of
     indices, nominal = np.empty(BLOCK), np.empty(BLOCK, patterns.dtype)
     for begin in range(0, len(patterns), BLOCK):
         here, codes = patterns[begin : begin + BLOCK], out[begin : begin + BLOCK]
-        _indices(here, predicted[begin : begin + BLOCK], ladder, indices, nominal)
+        _indices(here, predicted[begin : begin + BLOCK], log_levels, indices, nominal)
         for i in range(len(here)):
             code = indices[i] - float64(lowest)
             is_level = (code >= 0.0) & (code < float64(n_levels))
@@ -71,8 +71,8 @@ def ladder_codes(patterns: Any, predicted: Any, ladder: Any, codes_of: Any, out:
 
 
 @kernel
-def ladder_sums(
-    patterns: Any, predicted: Any, ladder: Any, kind: int, first: int, counts: Any, roots: Any
+def log_level_sums(
+    patterns: Any, predicted: Any, log_levels: Any, kind: int, first: int, counts: Any, roots: Any
 ) -> None:
     """Add up occurrences of levels from `first` on, and roots of elements in roots of their level.
 
@@ -88,7 +88,7 @@ def ladder_sums(
     for begin in range(0, len(patterns), BLOCK):
         here = patterns[begin : begin + BLOCK]
         n = len(here)
-        _indices(here, predicted[begin : begin + BLOCK], ladder, indices, nominal)
+        _indices(here, predicted[begin : begin + BLOCK], log_levels, indices, nominal)
         _to_f32(here, kind, exact[:n])
         _to_f32(nominal[:n], kind, level[:n])
         for i in range(n):
@@ -103,7 +103,7 @@ def ladder_sums(
 
 
 @kernel
-def ladder_counts(distances: Any, step: int, phase: int, first: int, counts: Any) -> None:
+def log_level_counts(distances: Any, step: int, phase: int, first: int, counts: Any) -> None:
     """Count the levels of distances [n] from the predictor, doubles, from `first` on: [n_levels]."""
     shift = float64(step // 2 - phase)
     for i in range(len(distances)):

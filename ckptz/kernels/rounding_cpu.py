@@ -1,7 +1,8 @@
 """Rounding to grids by thresholds on the CPU.
 
-Thresholds are drawn by counting: the one of an element follows from a key and the element's index alone, in
-integers modulo 2^32, so that every backend, every split into chunks and every rerun draws the same.
+Stochastic rounding needs no random numbers: the threshold of an element follows from a key and the element's
+index alone, in integers modulo 2^32, so that every backend, every split into chunks and every rerun has the
+same.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def _seeded(key: Any, index: Any) -> Any:
 
 @inlined
 def _threshold(seeded: Any, low: Any) -> Any:
-    drawn = _mixed(uint32(uint32(low * uint32(GOLDEN)) ^ seeded))
-    return float32(drawn >> uint32(8)) * float32(2.0**-24)
+    mixed = _mixed(uint32(uint32(low * uint32(GOLDEN)) ^ seeded))
+    return float32(mixed >> uint32(8)) * float32(2.0**-24)
 
 
 @kernel
@@ -97,19 +98,19 @@ def _nearest_codes(
 
 
 @part
-def _drawn(values: Any, base: Any, has_base: Any, step: Any, seeded: Any, low: Any, out: Any) -> None:
+def _stochastic(values: Any, base: Any, has_base: Any, step: Any, seeded: Any, low: Any, out: Any) -> None:
     for i in range(len(out)):
         residual = float32(values[i] - base[i]) if has_base else values[i]
         scaled = float32(residual / step)
         whole = float32(np.floor(scaled))
-        drawn = _threshold(seeded, uint32(low + uint32(i)))
-        is_up = drawn >= float32(float32(1) - float32(scaled - whole))
+        threshold = _threshold(seeded, uint32(low + uint32(i)))
+        is_up = threshold >= float32(float32(1) - float32(scaled - whole))
         whole = float32(whole + float32(is_up))
         out[i] = _code(abs(whole), whole > float32(0))
 
 
 @kernel
-def _drawn_codes(
+def _stochastic_codes(
     values: Any,
     base: Any,
     has_base: bool,
@@ -131,7 +132,7 @@ def _drawn_codes(
         if end > n:
             end = n
         step, seeded = steps[labels[at // row_patterns]], _seeded(key, at)
-        _drawn(values[done:end], base[done:end], has_base, step, seeded, uint32(low), out[done:end])
+        _stochastic(values[done:end], base[done:end], has_base, step, seeded, uint32(low), out[done:end])
         done = end
 
 
@@ -151,7 +152,7 @@ def residual_codes(
     if key == NEAREST:
         _nearest_codes(*inputs, np.float32(0.5 + dead_zone), begin, out)
     else:
-        _drawn_codes(*inputs, key, begin, out)
+        _stochastic_codes(*inputs, key, begin, out)
 
 
 @kernel

@@ -34,7 +34,7 @@ from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, histogram_of, sums_by
 from ckptz.quant.low_rank import low_rank
 from ckptz.quant.moment_codes import Labels, StepContexts, StepQuantizer, values_of
-from ckptz.quant.moments import N_LABELS, LevelSums, Rungs, context_roots, first_map, row_labels
+from ckptz.quant.moments import N_LABELS, LevelRange, LevelSums, context_roots, first_map, row_labels
 from ckptz.quant.quantizer import Quantizer
 
 Floats = NDArray[np.float64]
@@ -67,31 +67,33 @@ class FirstMoment(Recipe):
         return {"step": self.step, "dead_zone": self.dead_zone}
 
     @property
-    def companion(self) -> str | None:
+    def context_tensor(self) -> str | None:
         return self.source
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of first moments or momenta; levels gain nothing from a base."""
-        source, run = subject.source, subject.run
+        source, run = tensor.source, tensor.run
         second = (
-            None if self.source is None or subject.companions is None else subject.companions(self.source)
+            None
+            if self.source is None or tensor.context_tensors is None
+            else tensor.context_tensors(self.source)
         )
         n_patterns = source.dtype.n_patterns(source.shape)
         if n_patterns < MIN_LOSSY_VALUES:
-            return plan_lossless(source, subject.base, run)
+            return plan_lossless(source, tensor.base, run)
         if not histogram_of(source, run).is_finite:
-            return exact_with_note(subject, "holds NaN or infinity")
-        if subject.guide.reach is not None:
-            return _low_rank_plan(subject, second, subject.guide.reach, self.step)
+            return exact_with_note(tensor, "holds NaN or infinity")
+        if tensor.guide.reach is not None:
+            return _low_rank_plan(tensor, second, tensor.guide.reach, self.step)
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
-            return _first_plan(subject, self._quantizer(source, _by_row(source, self, run)))[0]
+            return _first_plan(tensor, self._quantizer(source, _by_row(source, self, run)))[0]
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         candidates = [_by_second(second, wanted)]
         if n_patterns < MIN_CONTEXT_VALUES:
             candidates.append(_as_one(second, wanted, run))
-        sized = [_first_plan(subject, self._quantizer(source, contexts)) for contexts in candidates]
+        sized = [_first_plan(tensor, self._quantizer(source, contexts)) for contexts in candidates]
         return min(sized, key=lambda plan: plan[1])[0]
 
     def _quantizer(self, source: TensorSource, contexts: StepContexts) -> StepQuantizer:
@@ -108,12 +110,12 @@ class _Zeros(Quantizer):
 
 
 def _low_rank_plan(
-    subject: TensorToEncode, second: TensorSource | None, reach: float, step: float
+    tensor: TensorToEncode, second: TensorSource | None, reach: float, step: float
 ) -> EncodingPlan:
     """Plan the outer products that are worth their bits, or zeros where none is."""
-    before = None if subject.base is None or subject.base.stored is None else subject.base.stored.plan.outer
+    before = None if tensor.base is None or tensor.base.stored is None else tensor.base.stored.plan.outer
     warm = before if isinstance(before, LowRank) else None
-    found = low_rank(subject.source, second, reach, warm, subject.seed, step)
+    found = low_rank(tensor.source, second, reach, warm, tensor.seed, step)
     plan = Plan(
         quant_map=QuantizationMap(ExplicitTable(np.zeros((1, 1), np.uint32)), np.zeros(1, np.int64)),
         domain=Domain.LINEAR,
@@ -187,32 +189,32 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     return StepContexts((Row(len(spreads), indices),), wanted.step * spreads, labels)
 
 
-def _first_plan(subject: TensorToEncode, quantizer: StepQuantizer) -> tuple[EncodingPlan, float]:
-    source, kind, contexts = subject.source, quantizer.kind, quantizer.contexts
-    found: LevelSums = sums_by(quantizer, source, subject.run)
-    rungs = found.rungs()
-    joint = _codes_by_context(found, rungs)
-    if not rungs.has_exceptions and (rungs.lowest, rungs.n_levels) == (0, 1):
+def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[EncodingPlan, float]:
+    source, kind, contexts = tensor.source, quantizer.kind, quantizer.contexts
+    found: LevelSums = sums_by(quantizer, source, tensor.run)
+    level_range = found.level_range()
+    joint = _codes_by_context(found, level_range)
+    if not level_range.has_exceptions and (level_range.lowest, level_range.n_levels) == (0, 1):
         # All are zero: no context changes that, and a reader need not know them.
         contexts = StepContexts((), contexts.steps[:1], _one_label)
         found = LevelSums(found.counts.sum(axis=0, keepdims=True), found.sums.sum(axis=0, keepdims=True))
     n_contexts = len(contexts.steps)
     plan = Plan(
-        quant_map=first_map(found, rungs, contexts.steps, kind),
+        quant_map=first_map(found, level_range, contexts.steps, kind),
         domain=Domain.LINEAR,
         rules=contexts.rules,
         tables=(stream_tables(joint, n_contexts),) if contexts.rules else (),
     )
     n_bytes = len(pack_plan(source.dtype, tuple(source.shape), plan)) + entropy_bits(joint.counts) / 8
-    return EncodingPlan(plan, replace(quantizer, contexts=contexts, rungs=rungs)), n_bytes
+    return EncodingPlan(plan, replace(quantizer, contexts=contexts, level_range=level_range)), n_bytes
 
 
-def _codes_by_context(found: LevelSums, rungs: Rungs) -> ContextCounts:
+def _codes_by_context(found: LevelSums, level_range: LevelRange) -> ContextCounts:
     """Count how often each code occurs in each context."""
-    window = found.window(rungs)
+    window = found.window(level_range)
     counts = np.zeros((len(found.counts), N_LABELS), np.int64)
-    counts[:, : rungs.n_levels] = found.counts[:, window]
-    if rungs.escape_code is not None:
-        counts[:, rungs.escape_code] = found.counts.sum(axis=1) - counts.sum(axis=1)
+    counts[:, : level_range.n_levels] = found.counts[:, window]
+    if level_range.escape_code is not None:
+        counts[:, level_range.escape_code] = found.counts.sum(axis=1) - counts.sum(axis=1)
     contexts = np.flatnonzero(counts.sum(axis=1))
     return ContextCounts(contexts, counts[contexts])

@@ -49,11 +49,11 @@ from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
 from ckptz.methods.lossless import EXACT, plan_lossless
 from ckptz.methods.method import (
     CALIBRATION,
-    DRAWN,
     MIN_ELEMENTS,
     MOMENT_ROLES,
     READ_OPTIMIZER,
     SENSITIVITY,
+    THRESHOLD_KEY,
     USUAL_RESTORES,
     Method,
     Option,
@@ -149,9 +149,9 @@ class UniformGrid(Recipe):
         chosen = {} if self.dead_zone is None else {"dead_zone": self.dead_zone}
         return {"step": self.step, **chosen}
 
-    def movement(self, subject: TensorToEncode) -> float | None:
+    def movement(self, tensor: TensorToEncode) -> float | None:
         """Measure in the chunk in the middle, in steps, by how much elements have moved, each at most one."""
-        source, base, guide = subject.source, subject.base, subject.guide
+        source, base, guide = tensor.source, tensor.base, tensor.guide
         if base is None:
             return None
         begin, end = _middle(source)
@@ -168,9 +168,9 @@ class UniformGrid(Recipe):
         moved = (reals(source, begin, end) - reals(base, begin, end))[at - begin]
         return float(np.minimum(np.abs(moved) / steps, 1.0).mean())
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a weight, whose steps and rounding follow its base and its guide."""
-        source, base, guide, run = subject.source, subject.base, subject.guide, subject.run
+        source, base, guide, run = tensor.source, tensor.base, tensor.guide, tensor.run
         found = TensorStatistics.whole(source, base, guide, run)
         fault = found.fault(source.dtype)
         if fault or not found.power:
@@ -182,48 +182,49 @@ class UniformGrid(Recipe):
         step = self.full_step if begins and self.full_step is not None else self.step
         wanted = replace(self, step=step)
         is_moving = self.purpose == "resume" or (self.purpose == "auto" and base is not None)
-        draft = (wanted._moving if is_moving else wanted._standing)(
-            subject, base, _row_steps(source, step, guide, found)
+        encoding = (wanted._moving if is_moving else wanted._standing)(
+            tensor, base, _row_steps(source, step, guide, found)
         )
-        return draft if step == self.step else replace(draft, found={"step": step, **draft.found})
+        return encoding if step == self.step else replace(encoding, found={"step": step, **encoding.found})
 
-    def _moving(self, subject: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> EncodingPlan:
+    def _moving(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> EncodingPlan:
         """Plan a weight that training goes on from: on a grid that stays, and that loses no movement.
 
         After a restore the residual is what training has moved since, all of it near zero; rounding to
-        nearest would throw it away, and training with it. Thresholds that are drawn keep it on average.
+        nearest would throw it away, and training with it. Stochastic rounding keeps it on average.
         Where nothing was restored the residual is spread, and the thresholds of the file before go on.
         """
         stored = None if base is None else base.stored
         kept = _steps_of(stored, rows, self.step)
         rows = kept or rows
-        drawn = stored.settings.get(DRAWN) if stored is not None and stored.method == self.name else None
-        key = drawn if isinstance(drawn, int) else NEAREST
-        grid = _GridTensor(subject.source, base, rows, self.dead_zone or 0.0, key)
+        is_own = stored is not None and stored.method == self.name
+        key = stored.settings.get(THRESHOLD_KEY) if stored is not None and is_own else None
+        key = key if isinstance(key, int) else NEAREST
+        grid = _GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
-            grid = grid.after(subject.seed, PEAK if kept else PEAK_TO_SHIP, subject.movement)
-        counted = grid.counted(subject.run)
+            grid = grid.after(tensor.seed, PEAK if kept else PEAK_TO_SHIP, tensor.movement)
+        counted = grid.counted(tensor.run)
         most = largest_magnitude(counted.found.total)
-        if base is None and (layer := _Layer.of(grid, subject.guide)) is not None:
+        if base is None and (layer := _Layer.of(grid, tensor.guide)) is not None:
             grid = replace(grid, rounded=layer.rounded(most, bare_levels(rows.steps)))
-            counted = grid.counted(subject.run)
+            counted = grid.counted(tensor.run)
             most = largest_magnitude(counted.found.total)
-        draft = _draft_of(grid, counted, most, bare_levels(grid.rows.steps, most))
+        encoding = _encoding_of(grid, counted, most, bare_levels(grid.rows.steps, most))
         share = grid.rows.steps[0] / rows.steps[0]
-        found = {} if grid.key == NEAREST else {DRAWN: grid.key, "step": float(self.step * share)}
-        return replace(draft, found=found)
+        found = {} if grid.key == NEAREST else {THRESHOLD_KEY: grid.key, "step": float(self.step * share)}
+        return replace(encoding, found=found)
 
-    def _standing(self, subject: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> EncodingPlan:
+    def _standing(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> EncodingPlan:
         """Plan a weight that is only evaluated: smallest at an equal error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
-        grid = _GridTensor(subject.source, base, rows, dead_zone, fits_levels=True)
-        counted = grid.counted(subject.run)
+        grid = _GridTensor(tensor.source, base, rows, dead_zone, fits_levels=True)
+        counted = grid.counted(tensor.run)
         most, levels = grid.fit(counted)
-        if (layer := _Layer.of(grid, subject.guide)) is not None:
+        if (layer := _Layer.of(grid, tensor.guide)) is not None:
             most, levels = layer.fit()
             grid = replace(grid, rounded=layer.rounded(most, levels))
-            counted = grid.counted(subject.run)
-        return _draft_of(grid, counted, most, levels)
+            counted = grid.counted(tensor.run)
+        return _encoding_of(grid, counted, most, levels)
 
 
 def _steps_of(stored: Stored | None, wanted: RowSteps, step: float) -> RowSteps | None:
@@ -256,7 +257,7 @@ class Grid(Method):
         step: multiple of the reference step, above 0. An equal multiple means about an equal loss change for
             any model: its square is proportional to the expected change, see `ckptz.quant.grid.row_steps`.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default what
-            measured best, a tenth, and 0 to resume from. Where thresholds are drawn there is none.
+            measured best, a tenth, and 0 to resume from. Stochastic rounding has none.
         full_step: the step of files without a base, which is what a fine-tune never makes good again; by
             default `step`.
         moments: how optimizer state becomes lossy; None keeps it exactly.
@@ -451,8 +452,8 @@ class _GridTensor(OnGrid):
         is_far = np.abs(base[at - bounds[0]]) > peak * of_rows
         if np.count_nonzero(is_far) < MIN_DECIDING:
             is_far[:] = True
-        drawn = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
-        key = key_of(np.where(is_far, places, np.nan), drawn, self.key, new)
+        thresholds = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
+        key = key_of(np.where(is_far, places, np.nan), thresholds, self.key, new)
         share = 1.0 if key == NEAREST or not movement else min(max(movement / LEAST_MOVING, FINEST), 1.0)
         return replace(self, key=key, rows=replace(self.rows, steps=self.rows.steps * share))
 
@@ -560,7 +561,7 @@ class _Layer:
         return ColumnGrid(steps, labels, levels.expand().view(np.float32), self.grid.dead_zone, most)
 
 
-def _draft_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> EncodingPlan:
+def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> EncodingPlan:
     """Make the plan, once all codes are counted."""
     by_row = _merged(counted.found, grid.n_base_codes)
     has_escape = bool(counted.found.total[2 * most + 1 :].any())

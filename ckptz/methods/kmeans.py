@@ -30,10 +30,10 @@ from ckptz.kernels import rounding
 from ckptz.kernels.floats import F32, NEAREST
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import (
-    DRAWN,
     MIN_ELEMENTS,
     READ_OPTIMIZER,
     SENSITIVITY,
+    THRESHOLD_KEY,
     Cube,
     Method,
     Option,
@@ -148,32 +148,32 @@ class Clusters(Recipe):
         words = {"prune_by": wanted.prune_by, "protect_by": wanted.protect_by}
         return asked | {name: word for name, word in words.items() if word != "magnitude"}
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a weight, whose shares by sensitivity follow the gradients of its guide."""
-        source, run = subject.source, subject.run
+        source, run = tensor.source, tensor.run
         if isinstance(source, CodedSource):
             plan = Plan(quant_map=source.quant_map, domain=Domain.LINEAR)
-            return _regrouped(subject, EncodingPlan(plan, source.quantizer))
-        histogram = subject.guide.histogram or histogram_of(source, run)
+            return _regrouped(tensor, EncodingPlan(plan, source.quantizer))
+        histogram = tensor.guide.histogram or histogram_of(source, run)
         if not histogram.is_finite:
-            return exact_with_note(subject, "holds NaN or infinity")
-        if (moving := self._moving(subject, histogram)) is not None:
-            return _regrouped(subject, moving)
-        ranked, note = rank(source, subject.guide, self.wanted, run)
+            return exact_with_note(tensor, "holds NaN or infinity")
+        if (moving := self._moving(tensor, histogram)) is not None:
+            return _regrouped(tensor, moving)
+        ranked, note = rank(source, tensor.guide, self.wanted, run)
         quant_map, quantizer = _fit(source, histogram, self.wanted, ranked, run)
         plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
-        return _regrouped(subject, EncodingPlan(plan, quantizer, note))
+        return _regrouped(tensor, EncodingPlan(plan, quantizer, note))
 
-    def _moving(self, subject: TensorToEncode, histogram: Histogram) -> EncodingPlan | None:
+    def _moving(self, tensor: TensorToEncode, histogram: Histogram) -> EncodingPlan | None:
         """Plan a weight that training has gone on with since it was restored; None for any other.
 
         Its values lie near the base's levels, and rounding to the nearest would take back all that they
         have moved. So the base's map stays, and chance decides between the two levels beside a value.
         """
-        stored, source = None if subject.base is None else subject.base.stored, subject.source
+        stored, source = None if tensor.base is None else tensor.base.stored, tensor.source
         if stored is None or stored.method != self.name or stored.plan.quant_map is None:
             return None
-        asked = {name: value for name, value in stored.settings.items() if name != DRAWN}
+        asked = {name: value for name, value in stored.settings.items() if name != THRESHOLD_KEY}
         old = stored.plan.quant_map
         if (
             asked != self.settings()
@@ -193,17 +193,17 @@ class Clusters(Recipe):
             float(ceiling),
             self.wanted.protect_as_bf16,
         )
-        before = stored.settings.get(DRAWN)
+        before = stored.settings.get(THRESHOLD_KEY)
         old_key = before if isinstance(before, int) else NEAREST
-        assert subject.base is not None
-        key = quantizer.key_after(source, subject.base, old_key, subject.seed)
+        assert tensor.base is not None
+        key = quantizer.key_after(source, tensor.base, old_key, tensor.seed)
         if key == NEAREST:
             return None
         plan = Plan(
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        return EncodingPlan(plan, replace(quantizer, key=key), found={DRAWN: key})
+        return EncodingPlan(plan, replace(quantizer, key=key), found={THRESHOLD_KEY: key})
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +258,8 @@ class LevelQuantizer(Quantizer):
         below, share = self._places(values)
         gaps = (self.levels[1:] - self.levels[:-1]).astype(np.float64)[below]
         places = np.where((share > 0) & (share < 1), (values.astype(np.float64) - decoded) / gaps, np.nan)
-        drawn = rounding().thresholds(old, begin, end - begin)[at]
-        return key_of(places, drawn, old, new, LEAST_OF_CLUSTERS)
+        thresholds = rounding().thresholds(old, begin, end - begin)[at]
+        return key_of(places, thresholds, old, new, LEAST_OF_CLUSTERS)
 
 
 @register
@@ -417,19 +417,21 @@ def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:
     return tuple((layer_type, real(f"layer_prune of {layer_type}", share)) for layer_type, share in rows)
 
 
-def _regrouped(subject: TensorToEncode, draft: EncodingPlan) -> EncodingPlan:
+def _regrouped(tensor: TensorToEncode, encoding: EncodingPlan) -> EncodingPlan:
     """Group the codes by those of the base, where it has any and that is smaller."""
-    source, base, quantizer = subject.source, subject.base, draft.quantizer
+    source, base, quantizer = tensor.source, tensor.base, encoding.quantizer
     if base is None or base.n_codes is None or quantizer is None:
-        return draft
-    found = counts_by_base(source, base, quantizer, subject.run)
+        return encoding
+    found = counts_by_base(source, base, quantizer, tensor.run)
     if entropy_bits(found.counts) >= entropy_bits(found.total[None]):
-        return draft
-    old, n = draft.plan.quant_map, base.n_codes
+        return encoding
+    old, n = encoding.plan.quant_map, base.n_codes
     assert old is not None
     quant_map = QuantizationMap(old.table, np.zeros(n, np.int64), escape_code=old.escape_code)
     tables = (stream_tables(found, n),)
-    return replace(draft, plan=replace(draft.plan, quant_map=quant_map, rules=(BaseCode(n),), tables=tables))
+    return replace(
+        encoding, plan=replace(encoding.plan, quant_map=quant_map, rules=(BaseCode(n),), tables=tables)
+    )
 
 
 @dataclass(frozen=True, slots=True)

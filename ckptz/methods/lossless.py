@@ -57,10 +57,10 @@ class Exact(Recipe):
         """Give no settings: files have no records of exact tensors."""
         return {}
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a tensor that comes back bit for bit."""
         plan = plan_sparse if self.is_sparse else plan_lossless
-        return plan(subject.source, subject.base, subject.run)
+        return plan(tensor.source, tensor.base, tensor.run)
 
 
 @register
@@ -151,14 +151,14 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
 
 def _encode_whole(sources: Sequence[TensorSource], batch: Batch) -> list[Encoded]:
     """Encode tensors without bases: those that contexts make smaller, and the others together."""
-    drafts = [plan_contexts(source) for source in sources]
-    plain = [k for k, draft in enumerate(drafts) if draft is None]
+    encodings = [plan_contexts(source) for source in sources]
+    plain = [k for k, encoding in enumerate(encodings) if encoding is None]
     rest = iter(encode_planes(batch.only(plain), exact_plan(batch.dtype)) if plain else ())
     return [
         next(rest)
-        if draft is None
-        else (draft, encode_chunk(source, draft, ChunkSources(0, source.n_patterns)))
-        for source, draft in zip(sources, drafts, strict=True)
+        if encoding is None
+        else (encoding, encode_chunk(source, encoding, ChunkSources(0, source.n_patterns)))
+        for source, encoding in zip(sources, encodings, strict=True)
     ]
 
 

@@ -58,7 +58,7 @@ class Recipe:
         return None
 
     @property
-    def companion(self) -> str | None:
+    def context_tensor(self) -> str | None:
         """Name of the tensor of the same file whose restored values the recipe looks at, or None."""
         return None
 
@@ -66,11 +66,11 @@ class Recipe:
         """Give the settings that the file's record holds, by name."""
         raise NotImplementedError
 
-    def movement(self, subject: TensorToEncode) -> float | None:
+    def movement(self, tensor: TensorToEncode) -> float | None:
         """Measure how far a tensor is from its base, in steps; None where it is not stored against it."""
         raise NotImplementedError
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a tensor that is not empty."""
         raise NotImplementedError
 
@@ -286,7 +286,7 @@ def _last(values: Sequence[float], wanted: float) -> int:
 
 M = TypeVar("M", bound=Method)
 USUAL_RESTORES: Final = 10  # from files that lose something, that the steps of methods are made for
-DRAWN: Final = "drawn"  # in records: the key of thresholds that were drawn
+THRESHOLD_KEY: Final = "drawn"  # in records: the key of stochastic rounding
 MIN_ELEMENTS: Final = 4096  # smaller tensors stay exact: a map and tables would outweigh what they save
 
 

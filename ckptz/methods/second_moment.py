@@ -27,8 +27,8 @@ from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import counts_by_base, exact_with_note, histogram_of, sums_by
 from ckptz.quant.histogram import Histogram
-from ckptz.quant.moment_codes import LadderQuantizer, LadderSums, Prediction
-from ckptz.quant.moments import Ladder, LogSums, best_ladder, bits_of, ladder_step, second_map
+from ckptz.quant.moment_codes import LogLevelQuantizer, LogLevelSums, Prediction
+from ckptz.quant.moments import LogLevels, LogSums, best_log_levels, bits_of, log_level_step, second_map
 
 Bounds = tuple[int, int]
 
@@ -62,25 +62,25 @@ class SecondMoment(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step}
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of second moments."""
-        source = subject.source
+        source = tensor.source
         n_patterns, kind = source.dtype.n_patterns(source.shape), KINDS[source.dtype.name]
         if n_patterns < MIN_LOSSY_VALUES:
-            return plan_lossless(source, subject.base, subject.run)
-        if fault := _fault_of_second(histogram_of(source, subject.run)):
-            return exact_with_note(subject, fault)
-        sample = _Sample.of(source, subject.base)
-        step = ladder_step(self.step, kind)
+            return plan_lossless(source, tensor.base, tensor.run)
+        if fault := _fault_of_second(histogram_of(source, tensor.run)):
+            return exact_with_note(tensor, fault)
+        sample = _Sample.of(source, tensor.base)
+        step = log_level_step(self.step, kind)
         best = min(
-            (sample.candidate(prediction, step) for prediction in _predictions(subject)),
+            (sample.candidate(prediction, step) for prediction in _predictions(tensor)),
             key=lambda candidate: candidate.predicted_bits,
         )
-        return _second_plan(subject, best)
+        return _second_plan(tensor, best)
 
 
-def _predictions(subject: TensorToEncode) -> Iterator[Prediction]:
-    source, base, run = subject.source, subject.base, subject.run
+def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
+    source, base, run = tensor.source, tensor.base, tensor.run
     kind = KINDS[source.dtype.name]
     yield Prediction(kind)
     if base is not None:
@@ -102,10 +102,10 @@ def _log_sums(source: TensorSource, bounds: Bounds, shape: tuple[int, int]) -> L
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A prediction with its ladder, and the size that a sample promises."""
+    """A prediction with its logarithmic levels, and the size that a sample promises."""
 
     prediction: Prediction
-    ladder: Ladder
+    log_levels: LogLevels
     predicted_bits: float
     n_base_codes: int | None = None
 
@@ -133,44 +133,44 @@ class _Sample:
         return cls(source, (begin, end), stride, source.patterns(begin, end)[::stride], codes, n_codes)
 
     def candidate(self, prediction: Prediction, step: int) -> _Candidate:
-        """A prediction with the ladder that fits it best, alone or with contexts by the base's codes."""
+        """A prediction with the levels that fit it best, alone or with contexts by the base's codes."""
         is_live = self.patterns != 0
         distances = floats.order(self.patterns[is_live]).astype(np.float64)
         predicted = prediction.patterns(*self.bounds)[:: self.stride]
         zero = float(1 << (8 * self.patterns.itemsize - 1))
         distances -= floats.order(predicted[is_live]) if len(predicted) else zero
-        ladder = best_ladder(distances, step) if len(distances) else Ladder(step)
+        log_levels = best_log_levels(distances, step) if len(distances) else LogLevels(step)
         scale = self.source.dtype.n_patterns(self.source.shape) / len(self.patterns)
-        bits = bits_of(ladder.counts(distances)) * scale if len(distances) else 0.0
+        bits = bits_of(log_levels.counts(distances)) * scale if len(distances) else 0.0
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
-        in_contexts = self._bits_in_contexts(ladder, distances, is_live) * scale
+        in_contexts = self._bits_in_contexts(log_levels, distances, is_live) * scale
         bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
         if self.base_codes is not None and in_contexts < bits * BASE_BIAS * bias:
-            return _Candidate(prediction, ladder, in_contexts / BASE_BIAS + side_bits, self.n_base_codes)
-        return _Candidate(prediction, ladder, bits / bias + side_bits)
+            return _Candidate(prediction, log_levels, in_contexts / BASE_BIAS + side_bits, self.n_base_codes)
+        return _Candidate(prediction, log_levels, bits / bias + side_bits)
 
     def _bits_in_contexts(
-        self, ladder: Ladder, distances: NDArray[np.float64], is_live: NDArray[np.bool_]
+        self, log_levels: LogLevels, distances: NDArray[np.float64], is_live: NDArray[np.bool_]
     ) -> float:
         if self.base_codes is None or not len(distances):
             return math.inf
         labels = self.base_codes[is_live]
-        return sum(bits_of(ladder.counts(distances[labels == label])) for label in np.unique(labels))
+        return sum(bits_of(log_levels.counts(distances[labels == label])) for label in np.unique(labels))
 
 
-def _second_plan(subject: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
-    source, base, run = subject.source, subject.base, subject.run
+def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
+    source, base, run = tensor.source, tensor.base, tensor.run
     n_patterns = source.dtype.n_patterns(source.shape)
     prediction, n_contexts = chosen.prediction, chosen.n_base_codes or 1
-    quantizer = LadderQuantizer(prediction, chosen.ladder)
-    found: LadderSums = sums_by(quantizer, source, run)
+    quantizer = LogLevelQuantizer(prediction, chosen.log_levels)
+    found: LogLevelSums = sums_by(quantizer, source, run)
     if found.n_exceptions > MAX_EXCEPTIONS * n_patterns:
         return plan_lossless(source, base, run)
-    rungs = found.rungs()
-    quantizer = replace(quantizer, rungs=rungs)
-    levels = found.levels(chosen.ladder, rungs, prediction)
+    level_range = found.level_range()
+    quantizer = replace(quantizer, level_range=level_range)
+    levels = found.levels(chosen.log_levels, level_range, prediction)
     plan = Plan(
-        quant_map=second_map(levels, rungs, prediction.kind, n_contexts),
+        quant_map=second_map(levels, level_range, prediction.kind, n_contexts),
         domain=Domain.BITS,
         predictor=prediction.predictor,
         outer=prediction.outer,

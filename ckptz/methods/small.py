@@ -20,7 +20,7 @@ from ckptz.kernels.floats import NEAREST, Patterns
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.quant.histogram import Histogram
-from ckptz.quant.moment_codes import LadderQuantizer, StepQuantizer
+from ckptz.quant.moment_codes import LogLevelQuantizer, StepQuantizer
 from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
 from ckptz.quant.quantizer import Quantizer, key_of
 
@@ -31,7 +31,7 @@ def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
     return summed(run, lambda b: Histogram.of(source.patterns(*b), kind), source)
 
 
-def sums_by(quantizer: LadderQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
+def sums_by(quantizer: LogLevelQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
     """Sum what the levels of a quantizer stand for over a whole tensor."""
     return summed(run, lambda b: quantizer.found(*b, source.patterns(*b)), source)
 
@@ -50,9 +50,9 @@ def counts_by_base(
     return summed(run, found, source)
 
 
-def exact_with_note(subject: TensorToEncode, note: str) -> EncodingPlan:
+def exact_with_note(tensor: TensorToEncode, note: str) -> EncodingPlan:
     """Plan without loss, and say why it is that."""
-    exact = plan_lossless(subject.source, subject.base, subject.run)
+    exact = plan_lossless(tensor.source, tensor.base, tensor.run)
     return replace(exact, note=f"{note} and stays lossless")
 
 
@@ -61,9 +61,9 @@ class RelativeRounding(Recipe):
     """A small tensor that is kept to a relative precision.
 
     Attributes:
-        bits: a restored element is within 2^-bits of itself, relatively; twice that where thresholds are
-            drawn, so that what training has moved since a restore stays on average.
-        key: of the thresholds, or NEAREST.
+        bits: a restored element is within 2^-bits of itself, relatively; twice that by stochastic
+            rounding, by which what training has moved since a restore stays on average.
+        key: of stochastic rounding, or NEAREST.
     """
 
     bits: int = 10
@@ -82,8 +82,8 @@ class RelativeRounding(Recipe):
         if self.key == NEAREST:
             added: Any = patterns.dtype.type(1 << (n_dropped - 1))
         else:
-            drawn = rounding().thresholds(self.key, begin, len(patterns))
-            added = (drawn * np.float32(1 << n_dropped)).astype(patterns.dtype)
+            thresholds = rounding().thresholds(self.key, begin, len(patterns))
+            added = (thresholds * np.float32(1 << n_dropped)).astype(patterns.dtype)
         rounded = (patterns + added) & ~mask
         exponents = patterns.dtype.type(exponent_mask(kind))
         is_kept = ((rounded & exponents) == exponents) | ((patterns & exponents) == 0)
@@ -92,13 +92,13 @@ class RelativeRounding(Recipe):
     def _n_dropped(self, kind: int) -> int:
         return MANTISSA_BITS[kind] + 1 - self.bits
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan byte planes of rounded values: a map of that many levels would outweigh a small tensor."""
-        source, run = subject.source, subject.run
+        source, run = tensor.source, tensor.run
         if not histogram_of(source, run).is_finite:
-            return exact_with_note(subject, "holds NaN or infinity")
-        chosen = self if subject.base is None else replace(self, key=self._key_after(source, subject.seed))
-        exact = plan_lossless(RoundedSource(source, chosen), subject.base, run)
+            return exact_with_note(tensor, "holds NaN or infinity")
+        chosen = self if tensor.base is None else replace(self, key=self._key_after(source, tensor.seed))
+        exact = plan_lossless(RoundedSource(source, chosen), tensor.base, run)
         return replace(exact, rounding=chosen)
 
     def _key_after(self, source: TensorSource, new: int) -> int:

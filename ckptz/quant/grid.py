@@ -90,7 +90,7 @@ class OnGrid(Quantizer):
         base: what it is relative to, or None for zero.
         rows: steps.
         dead_zone: additional share of a step that becomes zero.
-        key: of the thresholds that are drawn, or NEAREST.
+        key: of stochastic rounding, or NEAREST.
         most: largest magnitude that has codes; the escape code stands for all above.
     """
 

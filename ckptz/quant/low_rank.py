@@ -93,14 +93,14 @@ class FirstMoments:
         Args:
             n: how many.
             warm: columns that are near the right vectors [n_columns, any number].
-            seed: of those that are drawn.
+            seed: of random ones.
 
         Returns:
             Left vectors [n_rows, n], values [n], right vectors [n_columns, n].
         """
-        drawn = np.random.default_rng(seed).standard_normal((len(self.columns), n), np.float32)
-        drawn[:, : warm.shape[1]] = warm[:, :n]
-        left = _orthogonal(self.times(drawn))
+        start = np.random.default_rng(seed).standard_normal((len(self.columns), n), np.float32)
+        start[:, : warm.shape[1]] = warm[:, :n]
+        left = _orthogonal(self.times(start))
         for _ in range(N_ITERATIONS - 1):
             left = _orthogonal(self.times(_orthogonal(self.transposed_times(left))))
         turned, values, right = np.linalg.svd(self.transposed_times(left).T, full_matrices=False)
@@ -142,7 +142,7 @@ def low_rank(
         second: the second moments that their moves are divided by the root of, or None.
         reach: see `ckptz.encoding.tensor.SideInformation`.
         warm: terms of the file before.
-        seed: of the vectors that are drawn.
+        seed: of random vectors.
         step: of the codes, beside the usual one; fewer terms are worth their bits the larger it is.
     """
     shape, reach = source.shape, reach / step

@@ -1,4 +1,4 @@
-"""Finds the codes that elements of optimizer state take: ladders of second moments, steps of first ones.
+"""Finds the codes of optimizer state: logarithmic levels of second moments, steps of first ones.
 
 Sums up, too, what is asked of a tensor before its codes are known: a device answers that alike.
 """
@@ -19,11 +19,11 @@ from ckptz.kernels.floats import Integers, Patterns
 from ckptz.quant.moments import (
     MANTISSA_BITS,
     MAX_INDEX,
-    Ladder,
+    LevelRange,
     LevelSums,
-    Rungs,
+    LogLevels,
     largest_pattern,
-    rungs_of,
+    level_range_of,
 )
 from ckptz.quant.quantizer import Quantizer
 
@@ -55,7 +55,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class LadderSums:
+class LogLevelSums:
     """Occurrences of each level, what they stand for, exact zeros, and elements that no level restores."""
 
     first: int  # level
@@ -64,67 +64,76 @@ class LadderSums:
     n_zeros: int
     n_exceptions: int
 
-    def __add__(self, other: LadderSums) -> LadderSums:
+    def __add__(self, other: LogLevelSums) -> LogLevelSums:
         n_zeros, n_exceptions = self.n_zeros + other.n_zeros, self.n_exceptions + other.n_exceptions
         counts, roots = self.counts + other.counts, self.roots + other.roots
-        return LadderSums(self.first, counts, roots, n_zeros, n_exceptions)
+        return LogLevelSums(self.first, counts, roots, n_zeros, n_exceptions)
 
-    def rungs(self) -> Rungs:
+    def level_range(self) -> LevelRange:
         """Give codes to the levels that occur."""
         used = np.flatnonzero(self.counts)
-        return rungs_of(self.first + used, self.counts[used], self.n_zeros, self.n_exceptions)
+        return level_range_of(self.first + used, self.counts[used], self.n_zeros, self.n_exceptions)
 
-    def levels(self, ladder: Ladder, rungs: Rungs, prediction: Prediction) -> Integers:
+    def levels(self, log_levels: LogLevels, level_range: LevelRange, prediction: Prediction) -> Integers:
         """Give what each code stands for, from the predictor in units of the last place [n_levels].
 
-        Adam's steps are proportional to 1 / sqrt(v). At the ladder's own levels, the steps of all elements
+        Adam's steps are proportional to 1 / sqrt(v). At the levels themselves, the steps of all elements
         of a code together would be larger or smaller than before; so levels are moved to where they are not.
-        Drawn thresholds do the same for each element by itself, at six times the bits and more error.
+        Stochastic rounding does the same for each element by itself, at six times the bits and more error.
         """
-        levels = ladder.distances(rungs.lowest + np.arange(rungs.n_levels))
-        at = slice(rungs.lowest - self.first, rungs.lowest - self.first + rungs.n_levels)
+        levels = log_levels.distances(level_range.lowest + np.arange(level_range.n_levels))
+        at = slice(level_range.lowest - self.first, level_range.lowest - self.first + level_range.n_levels)
         used = np.flatnonzero(self.counts[at])
         shares = self.roots[at][used] / self.counts[at][used]
         octave = 1 << MANTISSA_BITS[prediction.kind]
         shifts = np.rint(2 * octave * np.log2(shares)).astype(np.int64)
-        levels[used] += np.clip(shifts, -(ladder.step // 2), ladder.step // 2)
+        levels[used] += np.clip(shifts, -(log_levels.step // 2), log_levels.step // 2)
         return np.maximum(levels, 1) if prediction.predictor is Predictor.ZERO else levels
 
 
 @dataclass(frozen=True, slots=True)
-class LadderQuantizer(Quantizer):
+class LogLevelQuantizer(Quantizer):
     """The quantizer of a second moment: levels, exact zeros and exceptions."""
 
     prediction: Prediction
-    ladder: Ladder
-    rungs: Rungs | None = None
+    log_levels: LogLevels
+    level_range: LevelRange | None = None
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The ladder as the kernels take it."""
+        """The levels as kernels take them."""
         width = 32 if self.prediction.kind == floats.F32 else 16
         top, every = 1 << (width - 1), (1 << width) - 1
-        return self.ladder.step, self.ladder.phase, top, every, largest_pattern(self.prediction.kind)
+        return self.log_levels.step, self.log_levels.phase, top, every, largest_pattern(self.prediction.kind)
 
-    def found(self, begin: int, end: int, patterns: Patterns) -> LadderSums:
+    def found(self, begin: int, end: int, patterns: Patterns) -> LogLevelSums:
         """Sum the levels of patterns begin..end."""
         kind = self.prediction.kind
-        first, n = self.ladder.span(kind)
+        first, n = self.log_levels.span(kind)
         sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
-        moments().ladder_sums(patterns, self.prediction.patterns(begin, end), self.levels, kind, first, *sums)
+        moments().log_level_sums(
+            patterns, self.prediction.patterns(begin, end), self.levels, kind, first, *sums
+        )
         counts, roots = (turns.sum(axis=0) for turns in sums)
-        return LadderSums(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
+        return LogLevelSums(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
         """Give the codes of patterns begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
 
         A level is the nearest one, if all that it may come to stand for are finite numbers above zero.
         """
-        rungs = self.rungs
-        assert rungs is not None
+        level_range = self.level_range
+        assert level_range is not None
         codes = np.empty(len(patterns), np.uint8)
-        codes_of = (rungs.lowest, rungs.n_levels, rungs.zero_code or 0, rungs.escape_code or 0)
-        moments().ladder_codes(patterns, self.prediction.patterns(begin, end), self.levels, codes_of, codes)
+        codes_of = (
+            level_range.lowest,
+            level_range.n_levels,
+            level_range.zero_code or 0,
+            level_range.escape_code or 0,
+        )
+        moments().log_level_codes(
+            patterns, self.prediction.patterns(begin, end), self.levels, codes_of, codes
+        )
         return codes
 
 
@@ -153,7 +162,7 @@ class StepQuantizer(Quantizer):
     kind: int
     contexts: StepContexts
     dead_zone: float
-    rungs: Rungs | None = None
+    level_range: LevelRange | None = None
 
     def found(self, begin: int, end: int, patterns: Patterns) -> LevelSums:
         """Sum the levels of patterns begin..end by context."""
@@ -162,10 +171,10 @@ class StepQuantizer(Quantizer):
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
         """Give the codes of patterns begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
-        rungs, labels = self.rungs, self.contexts.labels(begin, end)
-        assert rungs is not None
+        level_range, labels = self.level_range, self.contexts.labels(begin, end)
+        assert level_range is not None
         codes = np.empty(len(patterns), np.uint8)
-        codes_of = (rungs.lowest, rungs.n_levels, rungs.escape_code or 0, MAX_INDEX + 1)
+        codes_of = (level_range.lowest, level_range.n_levels, level_range.escape_code or 0, MAX_INDEX + 1)
         steps = self.contexts.steps
         moments().level_codes(*values_of(patterns, self.kind), labels, steps, self.dead_zone, codes_of, codes)
         return codes

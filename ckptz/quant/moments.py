@@ -45,7 +45,7 @@ def largest_pattern(kind: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Ladder:
+class LogLevels:
     """Levels at equal distances in the order of bit patterns.
 
     Attributes:
@@ -74,28 +74,28 @@ class Ladder:
         first = int(distances.min() - self.phase) // self.step
         last = int(distances.max() - self.phase) // self.step + 1
         found = np.zeros(min(last - first + 1, MAX_SPAN), np.int64)
-        moments().ladder_counts(distances, self.step, self.phase, first, found)
+        moments().log_level_counts(distances, self.step, self.phase, first, found)
         return found
 
 
-def ladder_step(octaves: float, kind: int) -> int:
+def log_level_step(octaves: float, kind: int) -> int:
     """Convert a step of octaves to units of the last place; an octave of them is a mantissa's."""
     return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
 
 
-def best_ladder(distances: Floats, step: int) -> Ladder:
+def best_log_levels(distances: Floats, step: int) -> LogLevels:
     """Find the phase whose levels take the fewest bits.
 
     Moments that all grow, as young ones do, are a phase away from their base.
 
     Args:
         distances: from the predictor [n], n not 0.
-        step: of the ladder.
+        step: of the logarithmic levels.
     """
     middle = int(np.median(distances))
     phases = (0, middle % step, *(step * i // N_PHASES for i in range(1, N_PHASES)))
-    ladders = [Ladder(step, phase, middle) for phase in phases]
-    return min(ladders, key=lambda ladder: bits_of(ladder.counts(distances)))
+    all_log_levels = [LogLevels(step, phase, middle) for phase in phases]
+    return min(all_log_levels, key=lambda log_levels: bits_of(log_levels.counts(distances)))
 
 
 def bits_of(counts: Integers) -> float:
@@ -105,8 +105,8 @@ def bits_of(counts: Integers) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Rungs:
-    """The levels of a ladder that have codes, and the codes behind them."""
+class LevelRange:
+    """The logarithmic levels that have codes, and the codes behind them."""
 
     lowest: int  # index of the level of code 0
     n_levels: int  # levels, 0 to 254
@@ -129,7 +129,7 @@ class Rungs:
         return self.n_levels + self.has_zeros + self.has_exceptions
 
 
-def rungs_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: int) -> Rungs:
+def level_range_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: int) -> LevelRange:
     """Give codes to the levels that occur, the most frequent ones if they are too many.
 
     Args:
@@ -139,33 +139,33 @@ def rungs_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: in
         n_exceptions: elements that no level restores.
     """
     if not len(indices):
-        return Rungs(0, 0, n_zeros > 0, n_exceptions > 0)
+        return LevelRange(0, 0, n_zeros > 0, n_exceptions > 0)
     ends = np.searchsorted(indices, indices + MAX_LEVELS)
     total = np.concatenate([[0], np.cumsum(counts)])
     covered = total[ends] - total[:-1]
     first = int(covered.argmax())
     lowest, highest = int(indices[first]), int(indices[ends[first] - 1])
     n_outside = int(total[-1] - covered[first])
-    return Rungs(lowest, highest - lowest + 1, n_zeros > 0, n_exceptions + n_outside > 0)
+    return LevelRange(lowest, highest - lowest + 1, n_zeros > 0, n_exceptions + n_outside > 0)
 
 
-def second_map(levels: Integers, rungs: Rungs, kind: int, n_contexts: int) -> QuantizationMap:
+def second_map(levels: Integers, level_range: LevelRange, kind: int, n_contexts: int) -> QuantizationMap:
     """Make the map of a second moment, of one row.
 
     Args:
         levels: of the codes that stand for one, from the predictor in units of the last place [n_levels].
-        rungs: which have codes.
+        levels: which have codes.
         kind: of the patterns.
         n_contexts: that share the row.
     """
-    entries = np.zeros((1, rungs.n_codes), np.int64)
-    entries[0, : rungs.n_levels] = levels
+    entries = np.zeros((1, level_range.n_codes), np.int64)
+    entries[0, : level_range.n_levels] = levels
     pattern = np.uint32 if kind == floats.F32 else np.uint16
     return QuantizationMap(
         ExplicitTable(entries.astype(pattern)),
         np.zeros(n_contexts, np.int64),
-        zero_code=rungs.zero_code,
-        escape_code=rungs.escape_code,
+        zero_code=level_range.zero_code,
+        escape_code=level_range.escape_code,
     )
 
 
@@ -244,28 +244,28 @@ class LevelSums:
     def __add__(self, other: LevelSums) -> LevelSums:
         return LevelSums(self.counts + other.counts, self.sums + other.sums)
 
-    def window(self, rungs: Rungs) -> slice:
+    def window(self, level_range: LevelRange) -> slice:
         """Give the columns of the levels that have codes."""
-        first = rungs.lowest + MAX_INDEX + 1
-        return slice(first, first + rungs.n_levels)
+        first = level_range.lowest + MAX_INDEX + 1
+        return slice(first, first + level_range.n_levels)
 
-    def rungs(self) -> Rungs:
+    def level_range(self) -> LevelRange:
         """Give codes to the levels that occur; what is beyond them escapes."""
         totals = self.counts.sum(axis=0)
         used = np.flatnonzero(totals[1:-1]) - MAX_INDEX
         n_beyond = int(totals[0] + totals[-1])
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
-        return Rungs(first, last - first + 1, has_zeros=False, has_exceptions=n_beyond > 0)
+        return LevelRange(first, last - first + 1, has_zeros=False, has_exceptions=n_beyond > 0)
 
 
-def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> QuantizationMap:
+def first_map(found: LevelSums, level_range: LevelRange, steps: Floats, kind: int) -> QuantizationMap:
     """Make the map of a first moment: levels at the means of what they stand for, context by context.
 
     Level 0 is zero in every row, so a context that takes no other needs no row of its own.
 
     Args:
         found: of the whole tensor.
-        rungs: which levels have codes.
+        levels: which levels have codes.
         steps: of each context [n_contexts].
         kind: of the patterns.
     """
@@ -273,22 +273,22 @@ def first_map(found: LevelSums, rungs: Rungs, steps: Floats, kind: int) -> Quant
     used = np.flatnonzero(is_moving) if is_moving.any() else np.zeros(1, np.int64)
     row_of_context = np.maximum(np.searchsorted(used, np.arange(len(steps)), side="right") - 1, 0)
     scale = np.where(steps[used] >= SMALLEST_SCALE, steps[used], 0.0)
-    window, levels = found.window(rungs), rungs.lowest + np.arange(rungs.n_levels)
+    window, levels = found.window(level_range), level_range.lowest + np.arange(level_range.n_levels)
     counts, sums = found.counts[used, window], found.sums[used, window]
-    shared = np.zeros(rungs.n_codes)
-    shared[: rungs.n_levels] = _centroids(counts.sum(axis=0), sums.sum(axis=0), levels)
+    shared = np.zeros(level_range.n_codes)
+    shared[: level_range.n_levels] = _centroids(counts.sum(axis=0), sums.sum(axis=0), levels)
     expanded = LinearTable(scale, shared, np.zeros(len(used)))
     n_rows, n_codes = expanded.shape
     if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes:
         patterns = floats.from_f32(expanded.expand().reshape(-1), kind)
         if floats.all_finite(patterns, kind):
-            return QuantizationMap(expanded, row_of_context, escape_code=rungs.escape_code)
+            return QuantizationMap(expanded, row_of_context, escape_code=level_range.escape_code)
     own = np.zeros(expanded.shape)
-    own[:, : rungs.n_levels] = _centroids(counts, sums, levels) * scale[:, None]
+    own[:, : level_range.n_levels] = _centroids(counts, sums, levels) * scale[:, None]
     # Levels that no element takes may lie beyond all numbers.
-    own[:, : rungs.n_levels][counts == 0] = 0.0
+    own[:, : level_range.n_levels][counts == 0] = 0.0
     table = ExplicitTable(floats.round_f64(own.reshape(-1)).reshape(own.shape))
-    return QuantizationMap(table, row_of_context, escape_code=rungs.escape_code)
+    return QuantizationMap(table, row_of_context, escape_code=level_range.escape_code)
 
 
 def _centroids(counts: Integers, sums: Floats, levels: Integers) -> Floats:

@@ -3,9 +3,9 @@
 No frame holds any of it. After a restore the residual of a delta is what training has moved since. Rounding
 it to nearest levels takes part of it back for good: of a movement whose density has the first Fourier
 coefficient c around the levels, 2 c (all of it where c is 1/2 or more). Where nothing was restored,
-residuals lie evenly between levels, c is 0, and the nearest level is best. Thresholds that are drawn lose
-nothing. They are drawn once after a restore and then go on, for what the last rounding sent and did not
-send is in the next residual.
+residuals lie evenly between levels, c is 0, and the nearest level is best. Stochastic rounding loses
+nothing on average. Its thresholds are chosen once after a restore and then go on, for what the last rounding
+sent and did not send is in the next residual.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def sampled(begin: int, end: int) -> NDArray[np.int64]:
 
 
 def key_of(
-    places: Floats, drawn: NDArray[np.float32] | None, old: int, new: int, least: float = LEAST
+    places: Floats, thresholds: NDArray[np.float32] | None, old: int, new: int, least: float = LEAST
 ) -> int:
     """Choose the key of a delta's thresholds.
 
     Args:
         places: of some elements, what lies between them and their base in steps [n]; those left out, for
             which no level is near, are NaN.
-        drawn: thresholds by which the base's file rounded these elements [n], or None if it does not tell.
+        thresholds: by which the base's file rounded these elements [n], or None if it does not tell.
         old: their key, or NEAREST.
         new: a key that no file has used.
         least: coefficient below which nearest levels do.
@@ -65,13 +65,13 @@ def key_of(
     known = np.clip(places[is_known], -FARTHEST, FARTHEST)
     if not len(known):
         return old
-    if drawn is not None and _explained(known, drawn[is_known].astype(np.float64)):
+    if thresholds is not None and _explained(known, thresholds[is_known].astype(np.float64)):
         return old
     coefficient = np.cos(2 * np.pi * known).mean()
     return new if coefficient > max(least, 3 / np.sqrt(2 * len(known))) else NEAREST
 
 
-def _explained(places: Floats, drawn: Floats) -> bool:
+def _explained(places: Floats, thresholds: Floats) -> bool:
     """Tell whether the last rounding's errors are still there: low where the threshold was high."""
-    slope = ((drawn - 0.5) * places).mean()
+    slope = ((thresholds - 0.5) * places).mean()
     return bool(slope < -SURE * np.sqrt(np.square(places).mean() / 12 / len(places)))

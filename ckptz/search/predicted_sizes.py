@@ -155,7 +155,7 @@ def _code_bytes(counts: Counts) -> float:
 
 
 def predicted_sizes(
-    subjects: Mapping[str, TensorToEncode],
+    tensors_to_encode: Mapping[str, TensorToEncode],
     roles: Mapping[str, Role],
     configs: Iterable[Method],
     run: MapFunction = map,
@@ -169,41 +169,43 @@ def predicted_sizes(
         run: maps a function over tensors; what one takes is let go before the next.
     """
     wanted = list(dict.fromkeys(configs))
-    sizes = np.full(len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in subjects), float)
-    for found in run(lambda name: _sizes_of(subjects[name], roles[name], wanted), subjects):
+    sizes = np.full(
+        len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in tensors_to_encode), float
+    )
+    for found in run(lambda name: _sizes_of(tensors_to_encode[name], roles[name], wanted), tensors_to_encode):
         sizes += found
     return dict(zip(wanted, sizes.tolist(), strict=True))
 
 
-def _sizes_of(subject: TensorToEncode, role: Role, configs: Sequence[Method]) -> NDArray[np.float64]:
+def _sizes_of(tensor: TensorToEncode, role: Role, configs: Sequence[Method]) -> NDArray[np.float64]:
     """Size of one tensor's frame for each configuration."""
-    source = subject.source
+    source = tensor.source
     recipes = [config.recipe(role, source.dtype, source.shape) for config in configs]
-    profile = _profile(subject, {wanted for recipe in recipes if (wanted := recipe.partitions) is not None})
+    profile = _profile(tensor, {wanted for recipe in recipes if (wanted := recipe.partitions) is not None})
     sizes: dict[Recipe, float] = {}
     for recipe in dict.fromkeys(recipes):
         if recipe.partitions is None:
-            sizes[recipe] = _encoded_bytes(subject, recipe)
+            sizes[recipe] = _encoded_bytes(tensor, recipe)
         else:  # what has no profile is not finite, and stays exact
-            sizes[recipe] = profile.n_bytes(recipe.partitions) if profile else _encoded_bytes(subject, EXACT)
+            sizes[recipe] = profile.n_bytes(recipe.partitions) if profile else _encoded_bytes(tensor, EXACT)
     return np.array([sizes[recipe] for recipe in recipes])
 
 
-def _encoded_bytes(subject: TensorToEncode, recipe: Recipe) -> float:
+def _encoded_bytes(tensor: TensorToEncode, recipe: Recipe) -> float:
     """Size of a frame of which the first chunk is encoded; the others are taken to be as large."""
-    source, n_patterns = subject.source, subject.source.n_patterns
+    source, n_patterns = tensor.source, tensor.source.n_patterns
     if not n_patterns:
         return 0.0
     end = min(CHUNK_VALUES, n_patterns)
-    draft = recipe.plan(subject)
-    chunk = encode_chunk(source, draft, ChunkSources(0, end, subject.base))
+    encoding = recipe.plan(tensor)
+    chunk = encode_chunk(source, encoding, ChunkSources(0, end, tensor.base))
     n_bytes = sum(len(stream) for stream in chunk.streams) * n_patterns / end
-    return n_bytes + len(pack_plan(source.dtype, source.shape, draft.plan))
+    return n_bytes + len(pack_plan(source.dtype, source.shape, encoding.plan))
 
 
-def _profile(subject: TensorToEncode, wanted: set[Partitions]) -> Profile | None:
+def _profile(tensor: TensorToEncode, wanted: set[Partitions]) -> Profile | None:
     """Count a tensor that some configuration makes lossy, in one pass; None for the others."""
-    source, n_patterns = subject.source, subject.source.n_patterns
+    source, n_patterns = tensor.source, tensor.source.n_patterns
     if not wanted or not n_patterns:
         return None
     kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_patterns))
@@ -211,12 +213,12 @@ def _profile(subject: TensorToEncode, wanted: set[Partitions]) -> Profile | None
     if not histogram.is_finite:
         return None
     by_sensitivity = [method for method in wanted if method.needs_sensitivity]
-    ranked = rank(source, subject.guide, by_sensitivity[0])[0] if by_sensitivity else None
+    ranked = rank(source, tensor.guide, by_sensitivity[0])[0] if by_sensitivity else None
     bands = _bands(by_sensitivity, ranked)
     buckets, values = histogram.representatives()
     place = np.zeros(len(histogram.counts), np.int64)
     place[buckets] = np.arange(len(buckets))
-    cells = functools.reduce(operator.add, (_cells(subject, ranked, bands, place, b) for b in bounds))
+    cells = functools.reduce(operator.add, (_cells(tensor, ranked, bands, place, b) for b in bounds))
     below = np.concatenate([np.zeros_like(cells[:, :1]), np.cumsum(cells, axis=1)], axis=1)
     halves = np.zeros(len(values))
     if kind == F32:
@@ -234,7 +236,7 @@ def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.fl
 
 
 def _cells(
-    subject: TensorToEncode,
+    tensor: TensorToEncode,
     ranked: Ranked | None,
     bands: NDArray[np.float64],
     place: NDArray[np.int64],
@@ -244,15 +246,15 @@ def _cells(
 
     `place` is the index, among the buckets that occur, of each bucket [2^16].
     """
-    patterns: Any = subject.source.patterns(*bounds)
-    n_base = 1 if subject.base is None else subject.base.n_codes or 1
+    patterns: Any = tensor.source.patterns(*bounds)
+    n_base = 1 if tensor.base is None else tensor.base.n_codes or 1
     shape = (n_base, len(bands) + 1, int(place.max()) + 1)
-    cell = place[patterns >> patterns.dtype.type(8 * subject.source.dtype.pattern_bytes - 16)]
+    cell = place[patterns >> patterns.dtype.type(8 * tensor.source.dtype.pattern_bytes - 16)]
     if ranked is not None:
         sensitivities = ranked.sensitivities(*bounds, patterns)
         cell += shape[2] * np.searchsorted(bands.astype(np.float32), sensitivities, side="left")
-    if n_base > 1 and subject.base is not None:
-        labels = subject.base.codes(*bounds)
+    if n_base > 1 and tensor.base is not None:
+        labels = tensor.base.codes(*bounds)
         if labels is not None:
             cell += shape[1] * shape[2] * labels.astype(np.int64)
     return np.bincount(cell, minlength=math.prod(shape)).reshape(shape)

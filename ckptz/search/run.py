@@ -198,12 +198,12 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
     is_ranked = any(guide.gradient or guide.second_moment for guide in guides)
     layer_types = {ready.roles[name].layer_type for name in lossy}
     cubes = template.cubes(options.cubes, layer_types, is_ranked=is_ranked)
-    subjects = {}
+    tensors_to_encode = {}
     for name, tensor in ready.job.tensors.items():
         base = matching_base(tensor, ready.job.bases.get(name))
-        subjects[name] = TensorToEncode(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
+        tensors_to_encode[name] = TensorToEncode(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
     configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
-    predict = predicted_sizes(subjects, ready.roles, configs, run).__getitem__
+    predict = predicted_sizes(tensors_to_encode, ready.roles, configs, run).__getitem__
     stages: list[Strategy] = [Guided(cubes=cubes, predict=predict)]
     if parent is not None:
         keeps = options.restores > 0

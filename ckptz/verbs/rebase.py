@@ -41,7 +41,7 @@ def standing_alone(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, .
     own = above = _kept_or_anew(checkpoint.tensors)
     for base in _bases(checkpoint):
         needing = (n for n, s in above.items() if isinstance(s, FrameSource) and s.header.plan.needs_base)
-        names = _with_companions(needing, base.tensors)
+        names = _with_context_tensors(needing, base.tensors)
         if not names:
             break
         above = _kept_or_anew({name: source for name, source in base.tensors.items() if name in names})
@@ -77,7 +77,7 @@ def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:
             ref = file.index.base
 
 
-def _with_companions(names: Iterable[str], tensors: Tensors) -> set[str]:
+def _with_context_tensors(names: Iterable[str], tensors: Tensors) -> set[str]:
     """Add to `names` the tensors beside them that their contexts are made of, as far as they are there."""
     found: set[str] = set()
     waiting = list(names)
@@ -86,7 +86,7 @@ def _with_companions(names: Iterable[str], tensors: Tensors) -> set[str]:
         if name not in found and name in tensors:
             found.add(name)
             source = tensors[name]
-            waiting += source.companion_names if isinstance(source, FrameSource) else []
+            waiting += source.context_tensor_names if isinstance(source, FrameSource) else []
     return found
 
 

@@ -46,13 +46,13 @@ def pairs(dtype: DType) -> list[tuple[Patterns, Patterns]]:
 
 
 def frame(source: ArraySource, encoded: Encoded) -> bytes:
-    draft, chunk = encoded
-    return FrameHeader(source.dtype, source.shape, draft.plan, (chunk.record,)).pack() + chunk.payload
+    encoding, chunk = encoded
+    return FrameHeader(source.dtype, source.shape, encoding.plan, (chunk.record,)).pack() + chunk.payload
 
 
 def alone(source: ArraySource, base: ArraySource | None) -> Encoded:
-    draft = plan_lossless(source, base)
-    return draft, encode_chunk(source, draft, ChunkSources(0, source.n_patterns, base))
+    encoding = plan_lossless(source, base)
+    return encoding, encode_chunk(source, encoding, ChunkSources(0, source.n_patterns, base))
 
 
 @pytest.mark.parametrize("has_base", [False, True], ids=["alone", "deltas"])
@@ -69,7 +69,7 @@ def test_frames_are_those_of_tensors_encoded_one_by_one_or_smaller_deltas(name: 
         # Tables of deltas are chosen per batch, where fewer of them pay.
         assert own == other or (has_base and len(own) <= 1.005 * len(other))
     # The cases are not all alike: plans with and without a base and contexts, and most coders.
-    plans = {(draft.plan.needs_base, bool(draft.plan.rules)) for draft, _ in together}
+    plans = {(encoding.plan.needs_base, bool(encoding.plan.rules)) for encoding, _ in together}
     assert plans == ({(False, False), (True, False), (True, True)} if has_base else {(False, False)})
 
 

@@ -24,7 +24,7 @@ from ckptz.container.reader import Container, FrameSource, _DecodedChunk
 from ckptz.container.writer import Written, amend_metadata, amend_quality
 from ckptz.dtypes import DType, dtype_of
 from ckptz.encoding.chunk import MAX_SPARSE_SHARE
-from ckptz.encoding.companions import MAX_DRAFTS
+from ckptz.encoding.restored import MAX_DRAFTS
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
@@ -321,7 +321,7 @@ def check_moments(tensors: Mapping[str, ArraySource], jobs: int) -> Container:
 def test_more_moments_than_plans_are_held_come_back(jobs: int) -> None:
     tensors = moments_of(MAX_DRAFTS + 2, 3000)
     container = check_moments(tensors, jobs)
-    grouped = [name for name, source in container.tensors.items() if source.companion_names]
+    grouped = [name for name, source in container.tensors.items() if source.context_tensor_names]
     assert grouped == [name for name in tensors if name.endswith("exp_avg")]
 
 

@@ -115,7 +115,7 @@ def test_frames_decode_alike_where_subnormals_are_flushed(
 def test_codes_are_read_without_values(case: Case) -> None:
     header, chunks = case.encode()
     codes = case.decode_codes(header, [chunk.payload for chunk in chunks])
-    np.testing.assert_array_equal(codes, case.draft.quantizer.all_codes)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(codes, case.encoding.quantizer.all_codes)  # type: ignore[union-attr]
     assert expected_labels(case).max(initial=0) < case.plan.n_contexts
 
 
@@ -171,8 +171,8 @@ def fits(dtype: DType, shape: tuple[int, ...]) -> bool:
 
 
 def lossless_case(source: ArraySource, base: ArraySource | None, plan: Plan | None = None) -> Case:
-    draft = plan_lossless(source, base) if plan is None else EncodingPlan(plan)
-    return Case(source, draft, base, source)
+    encoding = plan_lossless(source, base) if plan is None else EncodingPlan(plan)
+    return Case(source, encoding, base, source)
 
 
 @pytest.mark.parametrize("dtype", DTYPE_ROWS, ids=lambda row: row.name)
@@ -257,7 +257,7 @@ def test_a_wrong_base_is_named_as_such() -> None:
     source, base = random_source(dtype_of("F32"), (300,)), random_source(dtype_of("F32"), (300,), 1)
     case = lossless_case(source, base, planes_plan(PlaneMode.XOR))
     header, chunks = case.encode()
-    other = Case(source, case.draft, random_source(dtype_of("F32"), (300,), 2), source)
+    other = Case(source, case.encoding, random_source(dtype_of("F32"), (300,), 2), source)
     with pytest.raises(MissingBaseError, match="not the checkpoint"):
         other.decode(header, [chunk.payload for chunk in chunks])
 
@@ -306,8 +306,8 @@ def test_values_that_are_not_finite_must_be_escaped() -> None:
         np.random.default_rng(0), dtype_of("F32"), (6, 7), Domain.LINEAR, Predictor.ZERO, [], 42
     )
     plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
-    draft = EncodingPlan(plan, FixedQuantizer(np.ones(42, np.uint8)))
-    bad = Case(case.source, draft, None, case.source)
+    encoding = EncodingPlan(plan, FixedQuantizer(np.ones(42, np.uint8)))
+    bad = Case(case.source, encoding, None, case.source)
     header, chunks = bad.encode()
     with pytest.raises(CorruptionError, match="not finite"):
         bad.decode(header, [chunk.payload for chunk in chunks])

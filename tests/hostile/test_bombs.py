@@ -48,7 +48,7 @@ for path, verb in zip(sys.argv[1::2], sys.argv[2::2]):
 VERBS = ("inspect", "verify", "load_file", "restore")
 REFUSED = {
     **{("outer_vectors", verb): "LimitError" for verb in VERBS[1:]},
-    **{("companions", verb): "CorruptionError" for verb in VERBS[1:]},
+    **{("context tensors", verb): "CorruptionError" for verb in VERBS[1:]},
     ("constant_chunks", "load_file"): "LimitError",
     ("constant_chunks", "restore"): "LimitError",
 }

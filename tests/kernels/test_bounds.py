@@ -42,7 +42,7 @@ CHECKED = {
     "_add_bits": "ckptz/context_rules.py:parse_runs",
     # labels of the rows of a base below its steps
     "_nearest_codes": "ckptz/methods/grid.py:_steps_of",
-    "_drawn_codes": "ckptz/methods/grid.py:_steps_of",
+    "_stochastic_codes": "ckptz/methods/grid.py:_steps_of",
     "_residual_sums": "ckptz/methods/grid.py:_steps_of",
     # as many ones in a mask as there are values
     "take": "ckptz/wire/state.py:take_mask",
@@ -67,7 +67,7 @@ CHECKED = {
     # as many patterns in a base, or in a tensor that is named, as in the tensor
     "_add_ordered": "ckptz/container/reader.py:base",
     "_add_block": "ckptz/container/reader.py:base",
-    "_magnitudes": "ckptz/container/reader.py:_companion",
+    "_magnitudes": "ckptz/container/reader.py:_context_tensor",
     "_to_f32": "ckptz/container/reader.py:base",
     "_from_f32": "ckptz/container/reader.py:base",
     **dict.fromkeys(
@@ -86,14 +86,14 @@ OWN = {
     *("_deviation", "_thresholds"),
     *(
         "_indices",
-        "ladder_codes",
-        "ladder_sums",
-        "ladder_counts",
+        "log_level_codes",
+        "log_level_sums",
+        "log_level_counts",
         "level_codes",
         "level_sums",
     ),
     "_near_zero",
-    *("_nearest", "_drawn", "_leaf", "_power", "_largest", "_row_sums", "sensitivities", "_add_tiny"),
+    *("_nearest", "_stochastic", "_leaf", "_power", "_largest", "_row_sums", "sensitivities", "_add_tiny"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
     *("_rotate", "tile_peaks", "_tile_codes", "pack_rows"),
 }

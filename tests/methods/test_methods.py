@@ -44,8 +44,8 @@ class SignRecipe(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"gain": self.gain}
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
-        values = subject.source.patterns(0, subject.source.dtype.n_patterns(subject.source.shape)).view(
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+        values = tensor.source.patterns(0, tensor.source.dtype.n_patterns(tensor.source.shape)).view(
             np.float32
         )
         level = np.float32(self.gain * np.abs(values).mean())
@@ -99,8 +99,8 @@ class EvenRecipe(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"levels": self.levels}
 
-    def plan(self, subject: TensorToEncode) -> EncodingPlan:
-        values = subject.source.patterns(0, subject.source.n_patterns).view(np.float32)
+    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+        values = tensor.source.patterns(0, tensor.source.n_patterns).view(np.float32)
         ceiling = float(np.abs(values).max())
         table = np.linspace(-ceiling, ceiling, self.levels, dtype=np.float32).view(np.uint32)
         quant_map = QuantizationMap(ExplicitTable(table[None]), np.zeros(1, np.int64))

@@ -20,8 +20,8 @@ from ckptz.codec.plan import Plan, Predictor, exact_plan
 from ckptz.codec.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.context_rules import Magnitude, Row
 from ckptz.dtypes import dtype_of
-from ckptz.encoding.companions import MAX_DRAFTS, CachedChunks, EncodingPlans
 from ckptz.encoding.encoding_plan import EncodingPlan
+from ckptz.encoding.restored import MAX_DRAFTS, CachedChunks, EncodingPlans
 from ckptz.encoding.tensor import TensorToEncode
 from ckptz.kernels import floats, moments
 from ckptz.methods.grid import Grid
@@ -29,17 +29,17 @@ from ckptz.methods.second_moment import SecondMoment
 from ckptz.methods.small import RelativeRounding
 from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
-from ckptz.quant.moment_codes import LadderQuantizer, Prediction
+from ckptz.quant.moment_codes import LogLevelQuantizer, Prediction
 from ckptz.quant.moments import (
     MAX_LEVELS,
-    Ladder,
     LevelSums,
+    LogLevels,
     LogSums,
-    best_ladder,
+    best_log_levels,
     bits_of,
-    ladder_step,
+    level_range_of,
+    log_level_step,
     row_labels,
-    rungs_of,
 )
 from ckptz.store.resolve import open_checkpoint
 from ckptz.verbs.compress import CompressReport
@@ -100,7 +100,7 @@ def test_second_moments_keep_zero_sign_and_a_step(tmp_path: Path, dtype: str, st
     assert np.isfinite(restored.astype(np.float64)).all()
     assert not np.signbit(restored.astype(np.float64)).any()
     distance = np.abs(orders(restored) - orders(values)).max()
-    assert distance <= max(ladder_step(step, KINDS[dtype]), 1)
+    assert distance <= max(log_level_step(step, KINDS[dtype]), 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -120,18 +120,18 @@ def test_any_second_moments_come_back_live(data: st.DataObject) -> None:
     source = ArraySource(dtype_of(dtype), (40, 20), patterns)
     base_source = ArraySource(dtype_of(dtype), (40, 20), base) if data.draw(st.booleans()) else None
     wanted = SecondMoment(data.draw(st.sampled_from([0.25, 4.0, 60.0])))
-    draft = wanted.plan(TensorToEncode(source, base_source))
-    from_base = draft.plan.predictor is Predictor.BASE
+    encoding = wanted.plan(TensorToEncode(source, base_source))
+    from_base = encoding.plan.predictor is Predictor.BASE
     assert not from_base or base_source is not None
-    restored = restored_by(draft, source, base_source)
+    restored = restored_by(encoding, source, base_source)
     assert np.array_equal(restored == 0, patterns == 0)
     assert (restored <= top).all()
     assert floats.all_finite(restored, kind)
 
 
-def restored_by(draft: EncodingPlan, source: ArraySource, base: ArraySource | None) -> Array:
+def restored_by(encoding: EncodingPlan, source: ArraySource, base: ArraySource | None) -> Array:
     """Encoded to bytes and decoded again."""
-    return round_trip(Case(source, draft, base, source))
+    return round_trip(Case(source, encoding, base, source))
 
 
 def test_the_prediction_is_the_smallest_one(tmp_path: Path) -> None:
@@ -425,7 +425,7 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 
     def ask() -> None:
         entered.wait()
-        book.draft("a", make)
+        book.encoding("a", make)
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
@@ -439,9 +439,9 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 
 def test_plans_of_long_ago_are_let_go() -> None:
     made, names = list[str](), [str(i) for i in range(MAX_DRAFTS + 1)]
-    book, draft = EncodingPlans(names), EncodingPlan(exact_plan(dtype_of("F32")))
+    book, encoding = EncodingPlans(names), EncodingPlan(exact_plan(dtype_of("F32")))
     for name in (*names, names[-1], names[0]):
-        book.draft(name, lambda name=name: made.append(name) or draft)
+        book.encoding(name, lambda name=name: made.append(name) or encoding)
     assert made == [*names, names[0]]
     assert book.has(names[0])
     assert not book.has(names[1])
@@ -486,7 +486,7 @@ def test_held_chunks_are_bounded_and_read_anew_when_they_are_gone() -> None:
         assert source.n_read == n_read
 
 
-# --- ladders ------------------------------------------------------------------------------------
+# --- logarithmic levels ------------------------------------------------------------------------------------
 
 
 LIVE = st.integers(1, 0x7F7FFFFF) | st.integers(1, 200) | st.integers(0x7F000000, 0x7F7FFFFF)
@@ -501,7 +501,7 @@ def patterns_of(patterns: list[int], kind: int) -> Array:
 @pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_ladders_are_those_of_the_reference(kind: int, data: st.DataObject) -> None:
+def test_logarithmic_levels_are_those_of_the_reference(kind: int, data: st.DataObject) -> None:
     numbers = data.draw(st.lists(LIVE | st.just(0), min_size=1, max_size=60))
     patterns, width = patterns_of(numbers, kind), 32 if kind == floats.F32 else 16
     if kind == floats.F16:
@@ -511,23 +511,28 @@ def test_ladders_are_those_of_the_reference(kind: int, data: st.DataObject) -> N
     drawn = data.draw(st.lists(every, min_size=n_predicted, max_size=n_predicted))
     predicted = np.array(drawn, patterns.dtype)
     step = data.draw(st.integers(1, 1 << (width - 3)))
-    ladder = Ladder(step, data.draw(st.integers(0, step - 1)))
-    quantizer = LadderQuantizer(Prediction(kind), ladder)
-    indices, is_level, ratios = reference.ladder_indices(patterns, predicted, quantizer.levels, kind)
+    log_levels = LogLevels(step, data.draw(st.integers(0, step - 1)))
+    quantizer = LogLevelQuantizer(Prediction(kind), log_levels)
+    indices, is_level, ratios = reference.log_level_indices(patterns, predicted, quantizer.levels, kind)
 
     live = indices[is_level & (patterns != 0)]
-    rungs = rungs_of(*np.unique(live, return_counts=True), int((patterns == 0).sum()), 1)
+    level_range = level_range_of(*np.unique(live, return_counts=True), int((patterns == 0).sum()), 1)
     codes = np.empty(len(patterns), np.uint8)
-    codes_of = rungs.lowest, rungs.n_levels, rungs.zero_code or 0, rungs.escape_code or 0
-    moments().ladder_codes(patterns, predicted, quantizer.levels, codes_of, codes)
-    expected = np.where(is_level, indices - rungs.lowest, -1)
-    expected[(expected < 0) | (expected >= rungs.n_levels)] = rungs.escape_code
-    expected[patterns == 0] = rungs.zero_code or 0
+    codes_of = (
+        level_range.lowest,
+        level_range.n_levels,
+        level_range.zero_code or 0,
+        level_range.escape_code or 0,
+    )
+    moments().log_level_codes(patterns, predicted, quantizer.levels, codes_of, codes)
+    expected = np.where(is_level, indices - level_range.lowest, -1)
+    expected[(expected < 0) | (expected >= level_range.n_levels)] = level_range.escape_code
+    expected[patterns == 0] = level_range.zero_code or 0
     np.testing.assert_array_equal(codes, expected)
 
-    first, n = rungs.lowest - 1, 300
+    first, n = level_range.lowest - 1, 300
     sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
-    moments().ladder_sums(patterns, predicted, quantizer.levels, kind, first, *sums)
+    moments().log_level_sums(patterns, predicted, quantizer.levels, kind, first, *sums)
     counts, roots = (turns.sum(axis=0) for turns in sums)
     is_counted = is_level & (patterns != 0) & (indices >= first) & (indices < first + n)
     at = indices[is_counted] - first
@@ -583,26 +588,26 @@ def test_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject)
     np.testing.assert_array_equal(codes, expected)
 
 
-def test_a_ladder_counts_the_nearest_level() -> None:
-    ladder = Ladder(step=10, phase=3)
-    counts = ladder.counts(np.arange(-42.0, 38.0))  # levels at 3, 13, 23 and so on
+def test_logarithmic_levels_count_the_nearest() -> None:
+    log_levels = LogLevels(step=10, phase=3)
+    counts = log_levels.counts(np.arange(-42.0, 38.0))  # levels at 3, 13, 23 and so on
     assert counts[counts > 0].tolist() == [10] * 8
 
 
 def test_the_best_phase_holds_what_has_all_grown_alike_in_one_level() -> None:
     distances = np.random.default_rng(0).integers(1450, 1550, 500).astype(np.float64)
-    ladder = best_ladder(distances, 1000)
-    assert bits_of(ladder.counts(distances)) == 0
-    assert bits_of(Ladder(1000, 0).counts(distances)) > 300
+    log_levels = best_log_levels(distances, 1000)
+    assert bits_of(log_levels.counts(distances)) == 0
+    assert bits_of(LogLevels(1000, 0).counts(distances)) > 300
 
 
 def test_too_many_levels_keep_the_most_frequent() -> None:
     indices = np.array([0, 1, 5000, 5001, 5002, 9000])
     counts = np.array([1, 1, 9, 9, 9, 1])
-    rungs = rungs_of(indices, counts, n_zeros=4, n_exceptions=0)
-    assert (rungs.lowest, rungs.n_levels) == (5000, 3)
-    assert (rungs.zero_code, rungs.escape_code, rungs.n_codes) == (3, 4, 5)
-    every = rungs_of(np.arange(MAX_LEVELS + 9), np.ones(MAX_LEVELS + 9, np.int64), 0, 0)
+    level_range = level_range_of(indices, counts, n_zeros=4, n_exceptions=0)
+    assert (level_range.lowest, level_range.n_levels) == (5000, 3)
+    assert (level_range.zero_code, level_range.escape_code, level_range.n_codes) == (3, 4, 5)
+    every = level_range_of(np.arange(MAX_LEVELS + 9), np.ones(MAX_LEVELS + 9, np.int64), 0, 0)
     assert every.n_levels == MAX_LEVELS
     assert every.escape_code == MAX_LEVELS
 

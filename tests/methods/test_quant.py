@@ -217,9 +217,9 @@ def test_a_tensor_with_nan_stays_lossless_and_says_so() -> None:
     values = gaussian(8192)
     values[17] = np.nan
     source = ArraySource(dtype_of("F32"), (64, 128), values.view(np.uint32))
-    draft = Clusters(Partitions(16)).plan(TensorToEncode(source))
-    assert draft.plan.quant_map is None
-    assert "NaN" in draft.note
+    encoding = Clusters(Partitions(16)).plan(TensorToEncode(source))
+    assert encoding.plan.quant_map is None
+    assert "NaN" in encoding.note
 
 
 @pytest.mark.parametrize(

@@ -316,9 +316,9 @@ def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:
     def codes(array: Array, axis: int) -> Array:
         source = ArraySource.from_buffer(dtype_of("F32"), array.shape, array.tobytes())
         guide = SideInformation(inputs=InputCovariance(axis=axis, n_samples=500, read=lambda: moments))
-        draft = UniformGrid().plan(TensorToEncode(source, guide=guide))
-        assert draft.quantizer is not None
-        return draft.quantizer.codes(0, array.size, source.patterns(0, array.size)).reshape(array.shape)
+        encoding = UniformGrid().plan(TensorToEncode(source, guide=guide))
+        assert encoding.quantizer is not None
+        return encoding.quantizer.codes(0, array.size, source.patterns(0, array.size)).reshape(array.shape)
 
     along_first, along_second = codes(weight, 0), codes(np.ascontiguousarray(weight.T), 1).T
     np.testing.assert_array_equal(along_first, along_second)

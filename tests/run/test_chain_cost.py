@@ -16,9 +16,9 @@ ZEROS = bytes(4)
 FLAT_TABLES = b"\1" + b"\0\0\0" + varint(256) + b"\0"  # one table of one symbol, for all 256 contexts
 
 
-def xor_frame(companion: str | None) -> Frame:
+def xor_frame(context_tensor: str | None) -> Frame:
     """A delta that changes nothing, with contexts by another tensor's magnitude."""
-    rules = [b"\1" + varint(len(companion)) + companion.encode()] if companion else []
+    rules = [b"\1" + varint(len(context_tensor)) + context_tensor.encode()] if context_tensor else []
     made = plan(predictor=1, mode=2, rules=rules, rest=FLAT_TABLES if rules else b"")
     return Frame(made, [(STORED, ZEROS)], ZEROS)
 

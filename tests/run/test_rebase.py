@@ -142,7 +142,7 @@ def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
     assert not {"new", "gone"} & names[1]
 
 
-def test_a_companion_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_tensor_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`a` of the base is decoded by contexts of `b`, which nothing else needs."""
     zeros, tables = bytes(4), b"\1" + b"\0\0\0" + varint(256) + b"\0"
     by_b = plan(rules=[b"\1" + varint(1) + b"b"], rest=tables)

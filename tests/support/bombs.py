@@ -124,7 +124,7 @@ def base_codes() -> bytes:
     return _file(levels[0], "inline,lossless,maps", inline=inline)
 
 
-def companions() -> bytes:
+def context_tensors() -> bytes:
     """Ten thousand tensors, each grouped by the magnitudes of the next."""
     n, frames = 10_000, {}
     for i in range(n):
@@ -145,6 +145,6 @@ BOMBS: Final[Mapping[str, Callable[[], bytes]]] = {
         metadata_keys,
         constant_chunks,
         base_codes,
-        companions,
+        context_tensors,
     )
 }

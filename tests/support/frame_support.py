@@ -75,20 +75,20 @@ class Case:
     """A tensor, its plan, and what it may look at."""
 
     source: ArraySource
-    draft: EncodingPlan
+    encoding: EncodingPlan
     base: TensorSource | None
-    companion: TensorSource
+    context_tensor: TensorSource
 
     @property
     def plan(self) -> Plan:
-        return self.draft.plan
+        return self.encoding.plan
 
     def sources(self, begin: int, end: int) -> ChunkSources:
-        return ChunkSources(begin, end, self.base, lambda name: self.companion)
+        return ChunkSources(begin, end, self.base, lambda name: self.context_tensor)
 
     def encode(self) -> tuple[FrameHeader, list[EncodedChunk]]:
         n = self.source.dtype.n_patterns(self.source.shape)
-        chunks = [encode_chunk(self.source, self.draft, self.sources(*b)) for b in chunk_bounds(n)]
+        chunks = [encode_chunk(self.source, self.encoding, self.sources(*b)) for b in chunk_bounds(n)]
         records = tuple(chunk.record for chunk in chunks)
         return FrameHeader(self.source.dtype, self.source.shape, self.plan, records), chunks
 
@@ -122,7 +122,7 @@ def expected_patterns(case: Case) -> Array:
     plan, quant_map = case.plan, case.plan.quant_map
     assert quant_map is not None
     kind, n = KINDS[case.source.dtype.name], len(case.source.flat)
-    quantizer = case.draft.quantizer
+    quantizer = case.encoding.quantizer
     assert isinstance(quantizer, FixedQuantizer)
     table = quant_map.table.expand()
     rows = quant_map.row_of_context[expected_labels(case)]
@@ -194,7 +194,7 @@ def _label(case: Case, rule: ContextRule, i: int, row_patterns: int) -> int:
     if isinstance(rule, BaseCode):
         codes = None if case.base is None else case.base.codes(i, i + 1)
         return 0 if codes is None else int(codes[0])
-    source = case.companion if rule.source else case.base
+    source = case.context_tensor if rule.source else case.base
     assert source is not None
     pattern = source.patterns(i, i + 1)
     return int(pattern[0]) >> (8 * pattern.itemsize - 9) & 0xFF
@@ -235,7 +235,7 @@ def _rules(
         elif name == "base code":
             rules.append(BaseCode(5))
         else:
-            rules.append(Magnitude("companion" if name == "magnitude of companion" else None))
+            rules.append(Magnitude("context tensor" if name == "magnitude of context tensor" else None))
     return tuple(rules)
 
 
@@ -245,10 +245,10 @@ RULE_SETS = (
     ["block"],
     ["base code"],
     ["magnitude of base"],
-    ["magnitude of companion"],
+    ["magnitude of context tensor"],
     ["row", "base code"],
     ["block", "row", "base code"],
-    ["row", "magnitude of companion"],
+    ["row", "magnitude of context tensor"],
 )
 
 
@@ -297,9 +297,11 @@ def build_case(
     base: TensorSource = ArraySource(dtype, shape, base_patterns)
     if has_codes:
         base = CodedSource(dtype, shape, base_patterns, rng.integers(0, 5, n).astype(np.uint8))
-    companion = ArraySource(dtype, shape, random_patterns(rng, kind, n))
+    context_tensor = ArraySource(dtype, shape, random_patterns(rng, kind, n))
     plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor, outer=outer, rules=rules)
-    case = Case(ArraySource(dtype, shape, flat), EncodingPlan(plan, FixedQuantizer(codes)), base, companion)
+    case = Case(
+        ArraySource(dtype, shape, flat), EncodingPlan(plan, FixedQuantizer(codes)), base, context_tensor
+    )
     # What would not be finite must be escaped.
     decoded = expected_patterns(case)
     exponent = decoded.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
@@ -308,7 +310,7 @@ def build_case(
         quant_map = replace(quant_map, escape_code=n_codes - 1)
     codes[infinite] = n_codes - 1
     plan = replace(plan, quant_map=quant_map, tables=_tables(rng, rules, codes, n_contexts))
-    return replace(case, draft=EncodingPlan(plan, FixedQuantizer(codes)))
+    return replace(case, encoding=EncodingPlan(plan, FixedQuantizer(codes)))
 
 
 def _tables(

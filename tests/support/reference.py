@@ -266,22 +266,22 @@ def _scaled(
 # --- optimizer state ----------------------------------------------------------------------------
 
 
-def ladder_indices(
-    patterns: Patterns, predicted: Patterns, ladder: tuple[int, ...], kind: int
+def log_level_indices(
+    patterns: Patterns, predicted: Patterns, log_levels: tuple[int, ...], kind: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], Floats]:
     """Find the level of each pattern [n]; `predicted` are patterns [n], or none for a prediction of zero.
 
     Args:
         patterns: bit patterns of a kind, not negative.
         predicted: any bit patterns.
-        ladder: step, phase, bit of the sign, all bits, largest pattern.
+        logarithmic levels: step, phase, bit of the sign, all bits, largest pattern.
         kind: F32, BF16 or F16.
 
     Returns:
         Indices of levels; whether all that they may come to stand for is a finite number above zero; and
         roots of the elements in roots of their level, of the smallest number where that is zero or below.
     """
-    step, phase, zero, _, largest = ladder
+    step, phase, zero, _, largest = log_levels
     origin = order(predicted).astype(np.int64) if len(predicted) else np.full(len(patterns), zero)
     indices = (order(patterns).astype(np.int64) - origin - phase + step // 2) // step
     restored = origin + indices * step + phase

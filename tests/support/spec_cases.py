@@ -105,7 +105,7 @@ def in_contexts(*rules: bytes, n_contexts: int, rest: bytes | None = None) -> Fr
     return Frame(plan(rules=rules, rest=tables(n_contexts) if rest is None else rest))
 
 
-def companions(**named: str) -> File:
+def context_tensors(**named: str) -> File:
     """Tensors with contexts by the magnitude of another tensor, or of none."""
     rules = {name: [magnitude_rule(other.encode())] if other else [] for name, other in named.items()}
     return File({name: in_contexts(*r, n_contexts=256) if r else Frame() for name, r in rules.items()})
@@ -377,11 +377,11 @@ TRANSFORMS: dict[str, list[Input]] = {
         Frame(plan(shape=(1 << 23,), rules=[row_rule(1, b"\0", CONSTANT)] * 3, rest=tables(1)), n_chunks=8),
     ],
     "T7": [
-        companions(w="other"),
+        context_tensors(w="other"),
         empty(rules=[magnitude_rule(b"other")], rest=tables(256)),
         File({"w": in_contexts(magnitude_rule(b"v"), n_contexts=256), "v": coded(CONSTANT, b"\0", 5)}),
     ],
-    "T8": [companions(a="b", b="c", c="d", d=""), companions(a="a"), companions(a="b", b="a")],
+    "T8": [context_tensors(a="b", b="c", c="d", d=""), context_tensors(a="a"), context_tensors(a="b", b="a")],
     "T9": [over(with_codes(0, 1, 2, 3), base_coded(3, xxh64(b"\0\1\2\3")))],
     "T10": [
         over(with_codes(0, 1, 2, 3), base_coded(4, 1)),

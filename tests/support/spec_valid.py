@@ -26,7 +26,7 @@ from tests.support.spec_cases import (
     base,
     block_rule,
     coded,
-    companions,
+    context_tensors,
     delta,
     empty,
     escaped,
@@ -324,7 +324,7 @@ OTHER = Frame(streams=[(STORED, b"\3\x82\2\3")], decoded=b"\3\x82\2\3")
 
 CLASSES: dict[str, Valid] = {
     "class-magnitude-of-a-tensor": file("T1 T7 I4", {"w": by_magnitude("é"), "é": OTHER}),
-    "class-magnitude-two-deep": Valid("T7 T8", companions(a="b", b="c", c="")),
+    "class-magnitude-two-deep": Valid("T7 T8", context_tensors(a="b", b="c", c="")),
     "class-three-rules": one(
         "T2 T3 T5",
         in_contexts(

@@ -39,9 +39,9 @@ def frame_of(patterns: Array, base: Array, name: str = "BF16") -> tuple[FrameHea
     """A tensor of one chunk, planned and encoded as the publisher does it."""
     dtype = dtype_of(name)
     source, old = ArraySource(dtype, (len(patterns),), patterns), ArraySource(dtype, (len(base),), base)
-    draft = plan_sparse(source, old)
-    chunk = encode_chunk(source, draft, ChunkSources(0, len(patterns), old))
-    return FrameHeader(dtype, source.shape, draft.plan, (chunk.record,)), chunk
+    encoding = plan_sparse(source, old)
+    chunk = encode_chunk(source, encoding, ChunkSources(0, len(patterns), old))
+    return FrameHeader(dtype, source.shape, encoding.plan, (chunk.record,)), chunk
 
 
 def payload_of(chunk: EncodedChunk) -> Array:

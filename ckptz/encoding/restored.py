@@ -26,7 +26,7 @@ MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a
 
 
 class CachedChunks(Recent[Decoded]):
-    """The chunks of bases and companions that were read last: planning and coding ask for them several times.
+    """The chunks of bases and context tensors that were read last: planning and coding ask for them again.
 
     Args:
         most: bytes that are held.
@@ -73,14 +73,14 @@ class RestoredSource(SourceOf):
     """A tensor as the file will restore it."""
 
     base: TensorSource | None
-    draft: EncodingPlan
+    encoding: EncodingPlan
 
     def patterns(self, begin: int, end: int) -> Patterns:
-        return restored_patterns(self.source, self.draft, ChunkSources(begin, end, self.base))
+        return restored_patterns(self.source, self.encoding, ChunkSources(begin, end, self.base))
 
 
 class EncodingPlans:
-    """Drafts of the tensors that others depend on, each made once while it is in use.
+    """Encoding plans of the tensors that others depend on, each made once while it is in use.
 
     A thread waits only for another one that is planning the very tensor. That one waits for nobody,
     since such a tensor depends on no other, and so the two cannot wait for each other.
@@ -97,9 +97,9 @@ class EncodingPlans:
         return name in self._names
 
     def has(self, name: str) -> bool:
-        """Tell whether the draft of a tensor is at hand."""
+        """Tell whether the encoding plan of a tensor is at hand."""
         return self._held.held(name) is not None
 
-    def draft(self, name: str, make: Callable[[], EncodingPlan]) -> EncodingPlan:
-        """Give the draft of a tensor, made now if it is not at hand."""
+    def encoding(self, name: str, make: Callable[[], EncodingPlan]) -> EncodingPlan:
+        """Give the encoding plan of a tensor, made now if it is not at hand."""
         return self._held.get(name, make)
