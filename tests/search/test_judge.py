@@ -14,6 +14,7 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
 from ckptz.errors import ConfigError
 from ckptz.methods.method import Method
+from ckptz.pages import words
 from ckptz.search.budget import Judgement, Limit, Reading, judge
 from ckptz.search.run import SearchOptions
 from ckptz.search.strategies import Neighbourhood, OneKnob
@@ -302,7 +303,9 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert changes.max_drop == pytest.approx(2 * 0.005 * mean.exact)
     assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
     assert 0 < changes.measured <= changes.max_drop
-    said = f"half the mean square of the changes of loss by token {changes.measured:.4g} ("
+    what = "half the mean square of the changes of loss by token"
+    assert words.metric_name(changes) == what  # on the page of a report
+    said = f"{what} {changes.measured:.4g} ("
     assert said in run.stdout
     assert said in ckptz("inspect", output).stdout
     assert f"changes by token {changes.measured:.3g} of" in ckptz("log", folder).stdout
