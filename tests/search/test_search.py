@@ -27,6 +27,7 @@ from ckptz.quant.sensitivity import SensitivityHistogram
 from ckptz.search.budget import Limit, Reading, judge
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
+    ENOUGH,
     MAX_TRIALS,
     Guided,
     Neighbourhood,
@@ -183,6 +184,18 @@ def test_guided_searches_both_prune_metrics_at_once() -> None:
         found = scene.search(Guided(cubes=BOTH, predict=scene.predict))
         assert scene.excess(found) <= 0.005
         assert len(found) <= 2 * QUARTER
+
+
+def test_a_search_takes_twenty_trials_at_most_and_the_last_is_the_mildest() -> None:
+    scene = landscape(0)
+    mildest = max(scene.used, key=scene.predict)
+    doubtful = replace(scene, used={config: 0.9 if config == mildest else 1.4 for config in scene.used})
+    found = doubtful.search(
+        Neighbourhood(parent=CUBE.config((5, 5, 2, 1)), cubes=(CUBE,), predict=scene.predict),
+        Guided(cubes=(CUBE,), predict=scene.predict),
+    )
+    assert len(found) <= ENOUGH
+    assert found[-1].is_feasible
 
 
 def test_where_nothing_keeps_the_budget_one_trial_can_tell() -> None:
