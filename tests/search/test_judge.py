@@ -215,6 +215,23 @@ def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
     assert Budget(loss).read({"loss": 2.0, "counts": "many"}).value == 2.0
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.ones(4).to_sparse(), "cannot be read: can't convert Sparse"),
+        (torch.ones(4, device="meta"), "cannot be read: Cannot copy out of meta"),
+        (torch.ones(4, dtype=torch.complex64), "which is not a number"),
+        ([1.0, 2.0], "a list of 2; return the values of all answers in one tensor"),
+        (np.array(["1", "2"]), "which is not a number"),
+    ],
+)
+def test_values_of_other_kinds_are_refused_by_name(given: Any, said: str) -> None:
+    def losses(state: State) -> None: ...
+
+    with pytest.raises(ConfigError, match=f"losses returned .*{said}"):
+        Budget(losses).read(given)
+
+
 @pytest.mark.parametrize("counts", [[1.0], [1.0, 0.0], [1.0, -1.0], [np.nan, 1.0]])
 def test_counts_that_do_not_fit_are_refused(counts: list[float]) -> None:
     with pytest.raises(ConfigError, match=r"2 sums and \d counts"):
