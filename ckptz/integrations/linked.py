@@ -35,7 +35,6 @@ from ckptz.container.caches import LastChunks
 from ckptz.container.envelope import LENGTH_BYTES
 from ckptz.container.index import BaseRef
 from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
-from ckptz.container.reader import Container
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
 from ckptz.formats.torch_files import ZIP_MAGIC
@@ -50,7 +49,7 @@ from ckptz.run.keep import what_stays
 from ckptz.run.linked_files import RunFiles
 from ckptz.run.links import BASE_PREFIX, link_chain, link_origin
 from ckptz.run.names import LIGHTNING_SUFFIX
-from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
+from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, FileFacts, Kept
 from ckptz.state.flatten import flatten
 from ckptz.state.plain_types import to_plain
 from ckptz.store.resolve import (
@@ -61,7 +60,6 @@ from ckptz.store.resolve import (
     base_metadata,
     base_ref,
     open_checkpoint,
-    open_file,
 )
 from ckptz.torch import load_state
 from ckptz.training.files import memory_for_last, residual_bases
@@ -346,17 +344,17 @@ def drop_unneeded(folder: Path) -> tuple[str, ...]:
 def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
     """The file that another is stored against; raises if this cannot be told, or it is not in `files`."""
     try:
-        with contextlib.closing(open_file(FileBytes(path))) as file:
-            ref = file.index.base if isinstance(file, Container) else None
+        facts = FileFacts.read(FileBytes(path))
     except (OSError, CkptzError):
         if _is_no_checkpoint(path):
             return ()
         raise
-    if ref is None:
+    if facts is None or facts.base is None:
         return ()
-    if path.parent / ref.file not in files:
-        raise MissingBaseError(f"its base {ref.title} is not here")
-    return (path.parent / ref.file,)
+    base = path.parent / facts.base.file
+    if base not in files:
+        raise MissingBaseError(f"its base {facts.base.title} is not here")
+    return (base,)
 
 
 def _is_no_checkpoint(path: Path) -> bool:

@@ -27,11 +27,8 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from ckptz.container.caches import LastChunks
-from ckptz.container.index import Index
 from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, abandoned, make_folder, publish_together
-from ckptz.container.reader import Container
 from ckptz.container.writer import Written, amend_metadata
-from ckptz.dtypes import dtype_of
 from ckptz.errors import (
     CkptzError,
     ConfigError,
@@ -45,9 +42,7 @@ from ckptz.run.links import link_origin
 from ckptz.run.step_files import (
     EXACT_OF_KEY,
     KINDS,
-    METRIC_KEY,
     OWNER,
-    POSITION_KEY,
     WEIGHTS_KEY,
     ChainRule,
     FileFacts,
@@ -58,7 +53,7 @@ from ckptz.run.step_files import (
 )
 from ckptz.store.lock import Lock, Spool, acquire
 from ckptz.store.remote import UploadFolder, place_of
-from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
+from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder
 
 ABANDONED_SECONDS: Final = 3600.0
@@ -165,24 +160,13 @@ class StepStore:
         return known[1]
 
     def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        with contextlib.closing(open_file(self._place.peek(file.name, n_bytes))) as opened:
-            if not isinstance(opened, Container):
-                raise FormatError(f"{opened.name}: not a .ckptz file")
-            index = opened.index
-            if index.step not in (file.step, None):
-                raise CorruptionError(f"{opened.name}: holds step {index.step}; it was renamed")
-            metadata = index.metadata or {}
-            base = index.base
-            return FileFacts(
-                content_id=index.content_id,
-                base=None if base is None else base.file,
-                base_id=None if base is None else base.content_id,
-                position=_position(index),
-                metric=number_of(metadata.get(METRIC_KEY)),
-                weights=metadata.get(WEIGHTS_KEY),
-                exact_of=metadata.get(EXACT_OF_KEY),
-                tensor_bytes=sum(dtype_of(one.dtype).n_bytes(one.shape) for one in index.tensors),
-            )
+        source = self._place.peek(file.name, n_bytes)
+        facts = FileFacts.read(source)
+        if facts is None:
+            raise FormatError(f"{source.name}: not a .ckptz file")
+        if facts.step not in (file.step, None):
+            raise CorruptionError(f"{source.name}: holds step {facts.step}; it was renamed")
+        return facts
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -227,7 +211,7 @@ class StepStore:
         members = [file]
         while (last := members[-1]) in sizes and len(members) <= MAX_DEPTH:
             base = self.facts(last, sizes[last]).base
-            found = None if base is None else StepFile.parse(base)
+            found = None if base is None else StepFile.parse(base.file)
             if found is None:
                 break
             members.append(found)
@@ -344,8 +328,9 @@ class StepStore:
                 written = encode(sink, base, position)
                 for path in () if base is None else base.paths:
                     path.stat()  # others may have deleted it meanwhile
-                reach = position and (0 if base is None else position - _position_of(base))
-                self._written[kind].append((reach, written.stored_bytes))
+                if position and base is not None and base.container is not None:
+                    position -= FileFacts.of(base.container).position
+                self._written[kind].append((position, written.stored_bytes))
                 return written
             except (CkptzError, OSError) as error:  # of the base: what is saved is in memory
                 if base is None:
@@ -490,28 +475,6 @@ class StepStore:
         self._facts.pop(file, None)
 
 
-def _position_of(file: Checkpoint) -> int:
-    return 0 if file.container is None else _position(file.container.index)
-
-
-def _position(index: Index) -> int:
-    return 0 if index.base is None else _whole((index.metadata or {}).get(POSITION_KEY), index.depth)
-
-
-def _whole(text: str | None, default: int) -> int:
-    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else default
-
-
-def number_of(text: str | None) -> float | None:
-    """Read a number from metadata; None for what is none."""
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
     """Find files of a Checkpointer's store that do not belong to the others of their step, with errors.
 
@@ -525,7 +488,7 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
             of = StepFile(file.step, file.kind if file.is_exact else "weights")
             with contextlib.suppress(CkptzError, OSError, KeyError):  # what it belongs to may be gone
                 facts, wanted = store.facts(file, n_bytes), store.facts(of, sizes[of]).content_id
-                if (facts.exact_of if file.is_exact else facts.weights) not in (None, wanted):
+                if facts.metadata.get(EXACT_OF_KEY if file.is_exact else WEIGHTS_KEY) not in (None, wanted):
                     path, remedy = folder / file.name, "resume from another step"
                     remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
                     what = "values" if file.is_exact else "weights"
