@@ -162,7 +162,7 @@ class StepFile:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """What the index of a run's file says of the run: which step it is of, and what it needs."""
+    """Facts of a run's file that its index records: which step it is of, and what it needs."""
 
     content_id: str  # identity of its values
     base: BaseRef | None  # what it is stored against, or None
@@ -173,14 +173,14 @@ class FileFacts:
 
     @classmethod
     def of(cls, file: Container) -> FileFacts:
-        """Take them from an open file."""
+        """Take the facts from an open file."""
         index = file.index
         n_bytes = sum(dtype_of(one.dtype).n_bytes(one.shape) for one in index.tensors)
         return cls(index.content_id, index.base, index.step, index.metadata or {}, index.depth, n_bytes)
 
     @classmethod
     def read(cls, source: ByteSource) -> FileFacts | None:
-        """Read them and close the file; None of a plain file, which says nothing of a run.
+        """Read the facts of a file and close it; None of a plain file, which says nothing of a run.
 
         Raises:
             FormatError: it is damaged.

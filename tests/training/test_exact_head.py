@@ -206,7 +206,7 @@ def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
     for residual in HEAD:
         (lossy / residual).unlink()
     wrong(folder / name)
-    with pytest.warns(RuntimeWarning, match="step 4 is restored with what its lossy files lose"):
+    with pytest.warns(RuntimeWarning, match="step 4 is restored with what it loses"):
         run, checkpointer = resumed(folder)
     assert checkpointer.restored is not None
     assert not checkpointer.restored.is_exact
