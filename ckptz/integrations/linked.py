@@ -33,7 +33,6 @@ import torch
 from ckptz.container.byte_source import FileBytes
 from ckptz.container.caches import LastChunks
 from ckptz.container.envelope import LENGTH_BYTES
-from ckptz.container.index import BaseRef
 from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
 from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
@@ -57,12 +56,10 @@ from ckptz.store.resolve import (
     SUFFIX,
     Checkpoint,
     Path_,
-    base_metadata,
-    base_ref,
     open_checkpoint,
 )
 from ckptz.torch import load_state
-from ckptz.training.files import memory_for_last, residual_bases
+from ckptz.training.files import against, memory_for_last, residual_job
 from ckptz.training.snapshot import check_dense, identity_of
 
 N_REMEMBERED: Final = 8  # files of which one may become the next base
@@ -191,15 +188,12 @@ class Chain:
         try:
             with contextlib.ExitStack() as held:
                 base = self._linked_base(path, held)
-                origin = self._linked_origin(path, held) if base is None else None
-                against = base or origin
-                if against is not None:
-                    opened, ref = against
-                    about = base_metadata(opened)
-                    found = replace(job, base=ref, bases=opened.tensors, base_metadata=about)
-                    written = self._publish(path, found)
+                found = base or self._linked_origin(path, held)
+                if found is not None:
+                    opened, name = found
+                    written = self._publish(path, against(job, opened, name))
                     self._files.add(path, written, opened if base else None)
-                    if origin and not written.n_deltas:
+                    if base is None and not written.n_deltas:
                         self.notes += (f"no tensor gains from {self.options.base}; the file stands alone",)
                     return written
         except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
@@ -208,7 +202,7 @@ class Chain:
         self._files.add(path, written, None)
         return written
 
-    def _linked_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, BaseRef] | None:
+    def _linked_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, str] | None:
         """Open what takes the least disk in the end, and give it a name in the new one's folder."""
         try:
             for candidate in reversed(self._saved):
@@ -226,13 +220,13 @@ class Chain:
                 base = held.enter_context(contextlib.closing(open_checkpoint(base.files[found].name)))
             base.hold(self._last)
             if names := link_chain(base, path.parent):
-                return base, BaseRef(base.content_id(), names[0], base.depth + 1)
+                return base, names[0]
         except OSError as error:  # the framework deletes it, or a disk fails, while it is looked at
             raise MissingBaseError(str(error)) from error
         self.notes = (f"stored as a full file, because {base.name} cannot be linked into {path.parent}",)
         return None
 
-    def _linked_origin(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, BaseRef] | None:
+    def _linked_origin(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, str] | None:
         """Open the weights that training began from by a name in the folder of the new file."""
         if self.options.base is None:
             return None
@@ -243,7 +237,7 @@ class Chain:
             base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
         except OSError as error:
             raise MissingBaseError(str(error)) from error
-        return base, base_ref(base)
+        return base, linked.name
 
     def _publish(self, path: Path, job: Job) -> Written:
         with (
@@ -259,7 +253,8 @@ class Chain:
                 lossy = contextlib.closing(open_checkpoint(sink.name))
                 with files.file(place) as exact, lossy as base:
                     base.hold(self._last)
-                    write(exact, _residual_job(job, base, path.name), workers)
+                    metadata = {**(job.metadata or {}), EXACT_OF_KEY: written.content_id}
+                    write(exact, residual_job(job, base, path.name, metadata), workers)
             return written
 
     def settle(self) -> None:
@@ -303,19 +298,6 @@ class Chain:
                 path.unlink(missing_ok=True)
             for folder in dict.fromkeys(path.parent for path in gone):
                 self.notes += drop_unneeded(folder)
-
-
-def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
-    """Describe the residual of a lossy file, which will be called `file`."""
-    return replace(
-        job,
-        config=LOSSLESS,
-        metadata={**(job.metadata or {}), EXACT_OF_KEY: lossy.content_id()},
-        base=base_ref(lossy, file),
-        bases=residual_bases(lossy),
-        guides={},
-        momentum=None,
-    )
 
 
 def drop_unneeded(folder: Path) -> tuple[str, ...]:

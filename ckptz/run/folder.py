@@ -22,12 +22,13 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 from ckptz.container.caches import LastChunks
-from ckptz.container.publish import TEMPORARY_SUFFIX, Publication, abandoned, make_folder, publish_together
+from ckptz.container.publish import TEMPORARY_SUFFIX, abandoned, make_folder, publish_together
 from ckptz.container.writer import Written, amend_metadata
 from ckptz.errors import (
     CkptzError,
@@ -62,11 +63,22 @@ MOVED: Final = (
     "move the files together, or go on in the renamed one",
 )
 
-Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
-# The same for weights, with the state of the same step as its file restores it; None where it loses nothing.
-WeightsEncoder = Callable[[Checkpoint | None, BinaryIO, Checkpoint | None, int], Written]
-# Writes the residual of a file of a kind, against that lossy file, with some metadata.
-ExactEncoder = Callable[[FileKind, BinaryIO, Checkpoint, Mapping[str, str]], Written]
+
+class Encoder(Protocol):
+    """Writes the files of a step, each against a base and at a position behind a full file, or alone."""
+
+    def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
+        """Write the state."""
+
+    def weights(
+        self, restored: Checkpoint | None, sink: BinaryIO, base: Checkpoint | None, position: int
+    ) -> Written:
+        """Write the weights; `restored` is the state's file, None where it loses nothing."""
+
+    def exact(
+        self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
+    ) -> Written:
+        """Write the residual of a file of a kind, with some metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,19 +288,18 @@ class StepStore:
     def write(
         self,
         step: int,
-        encode_weights: WeightsEncoder,
-        encode_state: Encoder,
+        encoder: Encoder,
         rule: ChainRule,
-        encode_exact: ExactEncoder | None = None,
+        *,
+        with_exact: bool,
     ) -> WrittenStep:
         """Write the files of a step; all appear, the weights last, or the step is not there.
 
         Args:
             step: after all that are there.
-            encode_weights: writes weights to a file, against a base or, for None, alone.
-            encode_state: writes state.
+            encoder: writes them.
             rule: what they are stored against.
-            encode_exact: writes the residuals of those files that lose something; None for none.
+            with_exact: write residuals, too, of those files that lose something.
 
         Raises:
             OSError: the disk is full or fails; all that was there stays.
@@ -305,23 +316,35 @@ class StepStore:
         with publish_together(OWNER) as files:
             with files.file(folder / weights_file.name) as weights_sink:
                 with files.file(folder / state_file.name) as state_sink:
-                    state = self._encode("state", state_sink, encode_state, rule, notes)
+                    state = self._encode("state", state_sink, encoder.state, rule, notes)
                 written = Path(state_sink.name)
-                with self._lossy(written, state) as restored:
-                    encode = functools.partial(encode_weights, restored)
+                with self._written_file(written) if state.n_lossy else nullcontext() as restored:
+                    encode = functools.partial(encoder.weights, restored)
                     weights = self._encode("weights", weights_sink, encode, rule, notes)
                 weights_sink.flush()
                 n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
                 state = replace(state, stored_bytes=n_bytes)
-                if encode_exact is not None:
-                    lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
-                    exact = self._write_exact(files, folder, lossy, encode_exact)
+                lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
+                for file, (path, one) in lossy.items():
+                    if with_exact and one.n_lossy:
+                        metadata = {EXACT_OF_KEY: one.content_id}
+                        metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
+                        with (
+                            files.file(folder / file.exact.name) as sink,
+                            self._written_file(path) as opened,
+                        ):
+                            exact[file.exact] = encoder.exact(file.kind, sink, opened, metadata)
             self.check_lock()
         self._upload(state_file, *exact, weights_file)
         return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
 
     def _encode(
-        self, kind: FileKind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
+        self,
+        kind: FileKind,
+        sink: BinaryIO,
+        encode: Callable[[BinaryIO, Checkpoint | None, int], Written],
+        rule: ChainRule,
+        notes: list[str],
     ) -> Written:
         with self.base(kind, rule, notes) as (base, position):
             try:
@@ -341,34 +364,11 @@ class StepStore:
         return encode(sink, None, 0)
 
     @contextlib.contextmanager
-    def _lossy(self, path: Path, written: Written) -> Iterator[Checkpoint | None]:
-        """Open a file that has just been written, if it loses something."""
-        if not written.n_lossy:
-            yield None
-            return
+    def _written_file(self, path: Path) -> Iterator[Checkpoint]:
+        """Open a file that has just been written."""
         with contextlib.closing(open_checkpoint(path)) as opened:
             opened.hold(self._last)
             yield opened
-
-    def _write_exact(
-        self,
-        files: Publication,
-        folder: Path,
-        lossy: Mapping[StepFile, tuple[Path, Written]],
-        encode: ExactEncoder,
-    ) -> dict[StepFile, Written]:
-        """Write the residuals of those files, with their places and reports, that lose something."""
-        exact = {}
-        [weights] = [written.content_id for file, (_, written) in lossy.items() if file.kind == "weights"]
-        for file, (path, written) in lossy.items():
-            if written.n_lossy:
-                metadata = {EXACT_OF_KEY: written.content_id}
-                metadata |= {WEIGHTS_KEY: weights} if file.kind == "state" else {}
-                base = contextlib.closing(open_checkpoint(path))
-                with files.file(folder / file.exact.name) as sink, base as opened:
-                    opened.hold(self._last)
-                    exact[file.exact] = encode(file.kind, sink, opened, metadata)
-        return exact
 
     @contextlib.contextmanager
     def base(
