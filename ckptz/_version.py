@@ -1,3 +1,3 @@
-"""The version of the package; the version of the format is `ckptz.container.index.FORMAT_VERSION`."""
+"""The version of the package; the version of the format is `ckptz.format.index.FORMAT_VERSION`."""
 
 __version__ = "0.1.0"

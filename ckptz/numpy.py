@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from ckptz.api.safe_open import PathLike, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource
-from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import DTypeError
+from ckptz.format.dtypes import DTYPE_CODES, dtype_of
+from ckptz.format.sources import PATTERN_TYPES, ArraySource
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 

@@ -22,9 +22,9 @@ from ckptz.api.apply import apply_
 from ckptz.api.read import check_limit, decoded_chunks
 from ckptz.api.safe_open import PathLike, checked_path, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource, Patterns, TensorSource, tensor_bytes
-from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
+from ckptz.format.dtypes import DType
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, Patterns, TensorSource, tensor_bytes
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method

@@ -16,9 +16,17 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from ckptz.bits import ByteReader, xxh64
-from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord, TableKind
-from ckptz.codec.plan import (
+from ckptz.encode.chunk import encode_chunk, encode_values
+from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.format.bits import ByteReader, xxh64
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.context_rules import Row, RuleId
+from ckptz.format.dtypes import dtype_of, dtype_of_id
+from ckptz.format.envelope import Region, build_header
+from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord, TableKind
+from ckptz.format.frequency import parse_table
+from ckptz.format.index import INDEX_NAME, Index, TensorEntry, content_id, envelope_metadata
+from ckptz.format.plan import (
     Domain,
     ExplicitTable,
     Plan,
@@ -28,16 +36,8 @@ from ckptz.codec.plan import (
     StreamTables,
     exact_plan,
 )
-from ckptz.codec.sources import ArraySource, ChunkSources
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.envelope import Region, build_header
-from ckptz.container.index import INDEX_NAME, Index, TensorEntry, content_id, envelope_metadata
-from ckptz.context_rules import Row, RuleId
-from ckptz.dtypes import dtype_of, dtype_of_id
-from ckptz.encoding.chunk import encode_chunk, encode_values
-from ckptz.encoding.encoding_plan import EncodingPlan
-from ckptz.entropy.frequency import parse_table
-from ckptz.entropy.streams import LANE_CHOICES, CoderId, Segments, encode_rans
+from ckptz.format.sources import ArraySource, ChunkSources
+from ckptz.format.streams import LANE_CHOICES, CoderId, Segments, encode_rans
 from ckptz.store.resolve import open_source
 from tests.support import reference
 
@@ -220,7 +220,7 @@ VALUES: Mapping[str, Callable[[bytes], str]] = {  # fields of several numbers, w
 def header_notes(framed: Framed) -> list[Note]:
     """The fields of a frame's header."""
     notes, packed = Notes(), framed.header.pack()
-    with mock.patch("ckptz.codec.frame.ByteReader", lambda source: Noting(source, notes)):
+    with mock.patch("ckptz.format.frame.ByteReader", lambda source: Noting(source, notes)):
         parsed = FrameHeader.parse(packed)
     assert parsed.pack() == packed
     shown = [part for n in notes.notes for part in (_each_table(n) if n.field == "frequencies" else (n,))]

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from ckptz.container.index import FORMAT_VERSION, KEY_FEATURES, version_of
+from ckptz.format.index import FORMAT_VERSION, KEY_FEATURES, version_of
 from ckptz.wire.header import VERSION as MESSAGE_VERSION
 from tests.support.spec_cases import ALSO, ENTROPY, FRAME, INTEGERS, QUANTIZATION, TRANSFORMS, lenient
 from tests.support.spec_cases_files import CHAIN, CONTAINER

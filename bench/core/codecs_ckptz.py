@@ -17,16 +17,16 @@ from numpy.typing import NDArray
 
 from bench.core.sources import Tensors, concatenated, n_bytes
 from ckptz import pipeline
-from ckptz.codec.decode import decode_chunk
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import ChunkSources, chunk_bounds
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.index import BaseRef
-from ckptz.container.reader import Container
-from ckptz.encoding.chunk import encode_chunk
+from ckptz.encode.chunk import encode_chunk
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.decode import decode_chunk
+from ckptz.format.frame import FrameHeader
+from ckptz.format.index import BaseRef
+from ckptz.format.reader import Container
+from ckptz.format.sources import ChunkSources, chunk_bounds
 from ckptz.methods.lossless import plan_lossless
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job
+from ckptz.write.pipeline import Job
 
 Patterns = NDArray[Any]
 Outputs = Mapping[str, Patterns]

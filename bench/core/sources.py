@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.core.measure import CACHE
-from ckptz.codec.sources import ArraySource, TensorSource
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.envelope import PlainFile
-from ckptz.dtypes import dtype_of
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.envelope import PlainFile
+from ckptz.format.sources import ArraySource, TensorSource
 
 RUN: Final = CACHE / "run"
 STEPS: Final = (70, 140, 210, 280, 350, 420)

@@ -27,7 +27,14 @@ MAX_SECONDS: Final = 5
 MAX_RSS_MB: Final = 2048
 # Not the compiled kernels: instrumented code is not what numba compiles.
 INSTRUMENTED: Final = (
-    *("ckptz.bits", "ckptz.container", "ckptz.codec", "ckptz.entropy", "ckptz.quant", "ckptz.context_rules"),
+    *(
+        "ckptz.format.bits",
+        "ckptz.format",
+        "ckptz.format",
+        "ckptz.format",
+        "ckptz.encode",
+        "ckptz.format.context_rules",
+    ),
     *("ckptz.state.skeleton", "ckptz.store", "ckptz.wire"),
 )
 

@@ -15,15 +15,15 @@ from typing import Any, Final
 import numpy as np
 
 from bench.fuzz.seeds import sessions
-from ckptz.bits import xxh64
-from ckptz.codec.decode import decode_chunk
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES, ArraySource, ChunkSources
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.envelope import strict_json
-from ckptz.container.index import parse_index
-from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError
+from ckptz.format.bits import xxh64
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.decode import decode_chunk
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.envelope import strict_json
+from ckptz.format.frame import FrameHeader
+from ckptz.format.index import parse_index
+from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import open_source
 from ckptz.wire.endpoint import Link

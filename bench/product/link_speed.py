@@ -20,7 +20,7 @@ import torch
 
 from bench.core.measure import machine, save_rows, timed, verdict
 from bench.core.report import finish
-from ckptz.dtypes import dtype_of
+from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import LinkPolicy, TensorLink, Tiled, TopK, Uniform
 from ckptz.wire.endpoint import Link

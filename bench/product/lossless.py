@@ -36,7 +36,7 @@ from bench.core.measure import (
 from bench.core.peers import Peers
 from bench.core.report import finish
 from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
-from ckptz.codec.sources import ArraySource
+from ckptz.format.sources import ArraySource
 
 SIZE_TARGETS: Final = {"fp32": 0.823, "bf16": 0.668}  # of raw
 SPEED_TARGETS: Final = {  # of ZipNN's speed

@@ -16,12 +16,12 @@ import torch
 
 from ckptz.api.read import check_limit
 from ckptz.api.safe_open import PathLike, checked_path
-from ckptz.codec.decode import Positions
-from ckptz.codec.sources import PATTERN_TYPES
-from ckptz.container.byte_source import FileBytes, MemoryBytes
-from ckptz.container.reader import Container
-from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, FormatError
+from ckptz.format.byte_source import FileBytes, MemoryBytes
+from ckptz.format.decode import Positions
+from ckptz.format.dtypes import DType
+from ckptz.format.reader import Container
+from ckptz.format.sources import PATTERN_TYPES
 from ckptz.kernels.floats import Patterns
 from ckptz.kernels.torch import bytes_of
 from ckptz.parallel import Workers

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.plan import Domain
-from ckptz.container.caches import MAX_FRAMES
-from ckptz.container.envelope import PlainFile
-from ckptz.container.index import LossyRecord, QualityRecord
-from ckptz.container.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
-from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError
+from ckptz.format.caches import MAX_FRAMES
+from ckptz.format.envelope import PlainFile
+from ckptz.format.frame import FrameHeader
+from ckptz.format.index import LossyRecord, QualityRecord
+from ckptz.format.plan import Domain
+from ckptz.format.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
+from ckptz.format.streams import CoderId
 from ckptz.pages.words import Report
-from ckptz.roles import role_of
+from ckptz.state.roles import role_of
 from ckptz.store.resolve import Checkpoint
 
 Level = Container | PlainFile | InlineFrames

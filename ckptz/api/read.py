@@ -13,10 +13,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from ckptz.codec.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of
-from ckptz.container.reader import FrameSource, check_empty
-from ckptz.dtypes import DType
 from ckptz.errors import LimitError, real
+from ckptz.format.dtypes import DType
+from ckptz.format.reader import FrameSource, check_empty
+from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SMALL_VALUES, Workers, jobs_of
 from ckptz.progress import SILENT, Progress

@@ -15,9 +15,9 @@ import safetensors
 
 from ckptz.api.describe import described
 from ckptz.api.read import check_limit, read_selection, read_tensors
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.reader import FrameSource
 from ckptz.state.arrays import Framework, framework, parse_backend, parse_device, parse_framework
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 

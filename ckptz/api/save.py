@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ckptz.api.safe_open import PathLike, checked_path
-from ckptz.codec.sources import TensorSource
-from ckptz.container.publish import is_same, publish
-from ckptz.container.writer import check_names
 from ckptz.errors import ConfigError, WriteError
+from ckptz.format.publish import is_same, publish
+from ckptz.format.sources import TensorSource
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job, write
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
+from ckptz.write.pipeline import Job, write
+from ckptz.write.writer import check_names
 
 # safetensors lays tensors out by falling alignment; files of both list their offset_keys() alike.
 _LAYOUT: Final = (

@@ -23,12 +23,12 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.sources import Patterns
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.envelope import Count, PlainFile, RegionSource, strict_json
-from ckptz.container.index import Shape
-from ckptz.encoding.tensor import InputCovariance
+from ckptz.encode.tensor import InputCovariance
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.envelope import Count, PlainFile, RegionSource, strict_json
+from ckptz.format.index import Shape
+from ckptz.format.sources import Patterns
 
 LayerKind = Literal["linear", "conv", "conv1d_t", "embedding"]
 Shapes = Mapping[str, tuple[int, ...]]

@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from ckptz.codec.sources import TensorSource
-from ckptz.container.envelope import strict_json
 from ckptz.errors import CkptzError, ConfigError
+from ckptz.format.envelope import strict_json
+from ckptz.format.sources import TensorSource
 from ckptz.methods.method import MOMENT_ROLES
-from ckptz.roles import BASES, Role, Rule, role_of
+from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import TensorRef, parse_tree
 
 CONFIG_FILE: Final = "config.json"

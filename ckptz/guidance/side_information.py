@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ckptz.codec.sources import TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.tensor import InputCovariance, SideInformation, moments_energy
+from ckptz.encode.coded import CodedSource
+from ckptz.encode.tensor import InputCovariance, SideInformation, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
 from ckptz.guidance.files import CalibrationFile, RecordedInputs, Recordings, SensitivityFile, Shapes
 from ckptz.guidance.optimizer_layout import roles_beside
 from ckptz.methods.method import CALIBRATION, METHODS, READ_OPTIMIZER, SENSITIVITY, Method
-from ckptz.roles import Role, Rule, role_of
+from ckptz.state.roles import Role, Rule, role_of
 
 if TYPE_CHECKING:
-    from ckptz.formats.inputs import Input
+    from ckptz.foreign.inputs import Input
 
 UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
 Calibrated: TypeAlias = Path | Recordings[RecordedInputs]  # saved, or in memory
@@ -97,7 +97,7 @@ def guides_of(
     notes: list[str] = []
     moments = _own_moments(tensors, weights, roles, notes)
     if files.read_optimizer is not None:
-        from ckptz.formats.inputs import open_input  # what saves and loads do without
+        from ckptz.foreign.inputs import open_input  # what saves and loads do without
 
         opened = held.enter_context(contextlib.closing(open_input(files.read_optimizer)))
         moments = _read_moments(opened, weights, roles, tree, rules, notes)

@@ -17,18 +17,18 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.sources import SourceOf, TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.moved import MovedSource, Moves
-from ckptz.encoding.restored import CachedChunks
-from ckptz.encoding.tensor import SideInformation
+from ckptz.encode.coded import CodedSource
+from ckptz.encode.moved import MovedSource, Moves
+from ckptz.encode.restored import CachedChunks
+from ckptz.encode.sensitivity import floats_of
+from ckptz.encode.tensor import SideInformation
+from ckptz.format.sources import SourceOf, TensorSource
+from ckptz.format.values import KINDS
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Patterns
-from ckptz.quant.sensitivity import floats_of
-from ckptz.roles import Role
+from ckptz.state.roles import Role
 from ckptz.state.skeleton import TensorRef, parse_tree
 
 SAMPLED: Final = 1 << 16  # elements of a weight, at most

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptz.api.apply import live_tensors
-from ckptz.container.envelope import plain_regions, write_plain
-from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
+from ckptz.format.envelope import plain_regions, write_plain
+from ckptz.format.publish import publish
 from ckptz.guidance.files import shape_fingerprint
 from ckptz.state.unflatten import read_chunks
 

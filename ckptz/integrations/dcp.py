@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptz.api.safe_open import PathLike, safe_open
-from ckptz.dtypes import dtype_of
 from ckptz.errors import CorruptionError, naming
+from ckptz.format.dtypes import dtype_of
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.integrations.dcp_run import latest
 from ckptz.integrations.dcp_write import CkptzStorageWriter

@@ -20,13 +20,13 @@ from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
-from ckptz.bits import xxh64
-from ckptz.container.envelope import Count
-from ckptz.container.index import Shape
-from ckptz.container.publish import publish
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, FormatError, UnsupportedError
-from ckptz.formats.dcp import problem_of_parts
-from ckptz.formats.sharding import is_file_name
+from ckptz.foreign.dcp import problem_of_parts
+from ckptz.foreign.sharding import is_file_name
+from ckptz.format.bits import xxh64
+from ckptz.format.envelope import Count
+from ckptz.format.index import Shape
+from ckptz.format.publish import publish
 
 INDEX_FILE: Final = "ckptz-index.json"
 VERSION: Final = 2

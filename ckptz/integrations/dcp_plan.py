@@ -24,17 +24,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptz.codec.sources import TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.dtypes import DTYPE_CODES
-from ckptz.encoding.tensor import SideInformation
+from ckptz.encode.histogram import Histogram
+from ckptz.encode.tensor import SideInformation
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
+from ckptz.format.dtypes import DTYPE_CODES
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
 from ckptz.integrations.linked import on_host
-from ckptz.pipeline import Job
-from ckptz.quant.histogram import Histogram
-from ckptz.roles import Rule
 from ckptz.state.flatten import flatten
+from ckptz.state.roles import Rule
 from ckptz.torch import source_of
+from ckptz.write.pipeline import Job
 
 SHARDS_KEY: Final = "ckptz.shards"  # in a file's metadata: offset and whole shape of each tensor
 RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved

@@ -13,8 +13,8 @@ import shutil
 from pathlib import Path
 
 from ckptz.api.safe_open import PathLike
-from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import ConfigError
+from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.names import EXACT, step_of_folder

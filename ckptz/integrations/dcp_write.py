@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptz.api.safe_open import PathLike
-from ckptz.codec.values import KINDS
-from ckptz.container.publish import make_folder
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, whole
+from ckptz.format.publish import make_folder
+from ckptz.format.values import KINDS
 from ckptz.integrations.dcp_index import (
     VERSION,
     FolderIndex,

@@ -30,18 +30,15 @@ from typing import Any, Final
 
 import torch
 
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.caches import LastChunks
-from ckptz.container.envelope import LENGTH_BYTES
-from ckptz.container.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
-from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, FormatError, MissingBaseError, WriteError, own_numbers
-from ckptz.formats.torch_files import ZIP_MAGIC
+from ckptz.foreign.torch_files import ZIP_MAGIC
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.caches import LastChunks
+from ckptz.format.envelope import LENGTH_BYTES
+from ckptz.format.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
-from ckptz.pipeline import Job, write
-from ckptz.roles import Rule
 from ckptz.run.exact import as_exactly_as_may_be, residual_of, unlink_residuals
 from ckptz.run.folder import ABANDONED_SECONDS
 from ckptz.run.keep import what_stays
@@ -51,6 +48,7 @@ from ckptz.run.names import LIGHTNING_SUFFIX
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, FileFacts, Kept
 from ckptz.state.flatten import flatten
 from ckptz.state.plain_types import to_plain
+from ckptz.state.roles import Rule
 from ckptz.store.resolve import (
     MAX_DEPTH,
     SUFFIX,
@@ -61,6 +59,8 @@ from ckptz.store.resolve import (
 from ckptz.torch import load_state
 from ckptz.training.files import against, memory_for_last, residual_job
 from ckptz.training.snapshot import check_dense, identity_of
+from ckptz.write.pipeline import Job, write
+from ckptz.write.writer import Written
 
 N_REMEMBERED: Final = 8  # files of which one may become the next base
 

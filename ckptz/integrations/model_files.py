@@ -15,11 +15,11 @@ from typing import Any, Final
 import torch
 
 from ckptz.api.safe_open import PathLike, safe_open
-from ckptz.container.byte_source import FileBytes
-from ckptz.dtypes import dtype_of
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, named
-from ckptz.formats.folders import is_model_file
-from ckptz.formats.sharding import torch_names
+from ckptz.foreign.folders import is_model_file
+from ckptz.foreign.sharding import torch_names
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.dtypes import dtype_of
 from ckptz.state.skeleton import TensorRef, parse_tree
 from ckptz.state.torch import torch_dtype
 from ckptz.store.resolve import SUFFIX, open_file

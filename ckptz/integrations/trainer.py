@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 
-from ckptz.codec.sources import TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.container.publish import make_folder
-from ckptz.encoding.tensor import SideInformation, moments_energy
+from ckptz.encode.tensor import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
+from ckptz.format.publish import make_folder
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.linked import (
     DEFAULTS,
@@ -40,10 +40,9 @@ from ckptz.integrations.linked import (
     warn_of_no_gain,
 )
 from ckptz.integrations.versions import warn_untested
-from ckptz.pipeline import Job
-from ckptz.roles import Rule
 from ckptz.run.linked_files import RunFiles
 from ckptz.run.step_files import FROZEN_KEY, Kept
+from ckptz.state.roles import Rule
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.torch import load_state
 from ckptz.training.files import lossy_tensors, moment_roles
@@ -58,6 +57,7 @@ from ckptz.training.state import (
     set_random_state,
     trained_weights,
 )
+from ckptz.write.pipeline import Job
 
 if TYPE_CHECKING:
     from transformers import Trainer

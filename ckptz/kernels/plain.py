@@ -217,7 +217,7 @@ def rans_encode(
         stream_segments: how many segments there are up to the end of each stream [m].
         segment_ends: end of each segment in `symbols`; the first of a stream begins with it.
         table_of: the row of `entries` that each segment uses.
-        entries: of `ckptz.entropy.frequency.encoding_tables`, [n_tables, 256].
+        entries: of `ckptz.format.frequency.encoding_tables`, [n_tables, 256].
         n_lanes: of each stream [m]: 1, 4 or 32.
         heads: bytes that stand before the lane states, of all streams.
         head_ends: end of each stream's bytes in `heads` [m].

@@ -1,7 +1,7 @@
 """Plans first moments and momenta: a sum of few outer products, or levels of steps by context.
 
 Where it is known how far they will move their weights, most of what they would move lies in few directions;
-these are kept as far as they are worth their bits, and the rest is lost: see `ckptz.quant.low_rank`. What is
+these are kept as far as they are worth their bits, and the rest is lost: see `ckptz.encode.low_rank`. What is
 lost is movement, as its weight would have followed it for some ten steps to come. A Checkpointer moves the
 weight by the share of that which training follows: `ckptz.training.moves`.
 
@@ -19,23 +19,23 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.frame import pack_plan
-from ckptz.codec.plan import Domain, ExplicitTable, LowRank, Plan, Predictor, QuantizationMap
-from ckptz.codec.sources import TensorSource, n_rows_of
-from ckptz.codec.values import KINDS
-from ckptz.context_rules import MAX_INDICES, Magnitude, Row, labels_of_rows
-from ckptz.encoding.encoding_plan import ContextCounts, EncodingPlan, stream_tables
-from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
-from ckptz.entropy.frequency import entropy_bits
+from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, stream_tables
+from ckptz.encode.low_rank import low_rank
+from ckptz.encode.moment_codes import Labels, StepContexts, StepQuantizer, values_of
+from ckptz.encode.moments import N_LABELS, LevelRange, LevelSums, context_roots, first_map, row_labels
+from ckptz.encode.quantizer import Quantizer
+from ckptz.encode.tensor import MapFunction, TensorToEncode, summed
+from ckptz.format.context_rules import MAX_INDICES, Magnitude, Row, labels_of_rows
+from ckptz.format.frame import pack_plan
+from ckptz.format.frequency import entropy_bits
+from ckptz.format.plan import Domain, ExplicitTable, LowRank, Plan, Predictor, QuantizationMap
+from ckptz.format.sources import TensorSource, n_rows_of
+from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.floats import Patterns
 from ckptz.methods.lossless import MIN_CONTEXT_VALUES, plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import exact_with_note, histogram_of, sums_by
-from ckptz.quant.low_rank import low_rank
-from ckptz.quant.moment_codes import Labels, StepContexts, StepQuantizer, values_of
-from ckptz.quant.moments import N_LABELS, LevelRange, LevelSums, context_roots, first_map, row_labels
-from ckptz.quant.quantizer import Quantizer
 
 Floats = NDArray[np.float64]
 Bounds = tuple[int, int]

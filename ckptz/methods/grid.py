@@ -18,10 +18,30 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits import ByteWriter
-from ckptz.codec.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
-from ckptz.codec.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
-from ckptz.context_rules import (
+from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, stream_tables
+from ckptz.encode.grid import (
+    OnGrid,
+    RowSteps,
+    bare_levels,
+    fit_levels,
+    largest_magnitude,
+    row_steps,
+    with_escape,
+)
+from ckptz.encode.quantizer import key_of, sampled
+from ckptz.encode.rounding import ColumnGrid, Feedback, Targets
+from ckptz.encode.tensor import (
+    Bounds,
+    MapFunction,
+    SideInformation,
+    TensorStatistics,
+    TensorToEncode,
+    reals,
+    summed,
+)
+from ckptz.errors import ConfigError
+from ckptz.format.bits import ByteWriter
+from ckptz.format.context_rules import (
     MAX_CONTEXTS,
     MAX_INDICES,
     BaseCode,
@@ -31,19 +51,10 @@ from ckptz.context_rules import (
     n_contexts_of,
     write_runs,
 )
-from ckptz.dtypes import DType
-from ckptz.encoding.encoding_plan import ContextCounts, EncodingPlan, stream_tables
-from ckptz.encoding.tensor import (
-    Bounds,
-    MapFunction,
-    SideInformation,
-    TensorStatistics,
-    TensorToEncode,
-    reals,
-    summed,
-)
-from ckptz.entropy.frequency import entropy_bits, write_tables
-from ckptz.errors import ConfigError
+from ckptz.format.dtypes import DType
+from ckptz.format.frequency import entropy_bits, write_tables
+from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
+from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
 from ckptz.methods.lossless import EXACT, plan_lossless
@@ -66,18 +77,7 @@ from ckptz.methods.method import (
     usual_setting,
 )
 from ckptz.methods.state import MOMENTS, Moments, state_recipes
-from ckptz.quant.grid import (
-    OnGrid,
-    RowSteps,
-    bare_levels,
-    fit_levels,
-    largest_magnitude,
-    row_steps,
-    with_escape,
-)
-from ckptz.quant.quantizer import key_of, sampled
-from ckptz.quant.rounding import ColumnGrid, Feedback, Targets
-from ckptz.roles import Role
+from ckptz.state.roles import Role
 
 # Of full files and deltas, from the run of the demo: 4 to 9 % fewer bits at no loss that could be
 # measured, and chains still send all of the movement, as each delta begins with what the last one left.
@@ -255,7 +255,7 @@ class Grid(Method):
 
     Attributes:
         step: multiple of the reference step, above 0. An equal multiple means about an equal loss change for
-            any model: its square is proportional to the expected change, see `ckptz.quant.grid.row_steps`.
+            any model: its square is proportional to the expected change, see `ckptz.encode.grid.row_steps`.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default what
             measured best, a tenth, and 0 to resume from. Stochastic rounding has none.
         full_step: the step of files without a base, which is what a fine-tune never makes good again; by

@@ -9,14 +9,13 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.plan import Domain, Plan, QuantizationMap
-from ckptz.codec.sources import Patterns, TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.context_rules import BaseCode
-from ckptz.dtypes import DType
-from ckptz.encoding.coded import CodedSource
-from ckptz.encoding.encoding_plan import EncodingPlan, stream_tables
-from ckptz.encoding.tensor import (
+from ckptz.encode.coded import CodedSource
+from ckptz.encode.encoding_plan import EncodingPlan, stream_tables
+from ckptz.encode.histogram import Histogram
+from ckptz.encode.partitions import Cut, Partitions, fit_partitions
+from ckptz.encode.quantizer import LEAST_OF_CLUSTERS, Quantizer, key_of, sampled
+from ckptz.encode.sensitivity import SensitivityHistogram, floats_of
+from ckptz.encode.tensor import (
     GuidedSensitivities,
     MapFunction,
     SideInformation,
@@ -24,8 +23,13 @@ from ckptz.encoding.tensor import (
     sensitivities_of,
     summed,
 )
-from ckptz.entropy.frequency import entropy_bits
 from ckptz.errors import ConfigError, real
+from ckptz.format.context_rules import BaseCode
+from ckptz.format.dtypes import DType
+from ckptz.format.frequency import entropy_bits
+from ckptz.format.plan import Domain, Plan, QuantizationMap
+from ckptz.format.sources import Patterns, TensorSource
+from ckptz.format.values import KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import F32, NEAREST
 from ckptz.methods.lossless import EXACT
@@ -46,11 +50,7 @@ from ckptz.methods.method import (
     usual_setting,
 )
 from ckptz.methods.small import counts_by_base, exact_with_note, histogram_of
-from ckptz.quant.histogram import Histogram
-from ckptz.quant.partitions import Cut, Partitions, fit_partitions
-from ckptz.quant.quantizer import LEAST_OF_CLUSTERS, Quantizer, key_of, sampled
-from ckptz.quant.sensitivity import SensitivityHistogram, floats_of
-from ckptz.roles import LAYER_TYPES, Role
+from ckptz.state.roles import LAYER_TYPES, Role
 
 NO_GRADIENT: Final = "has no average of gradients; ranked by magnitude"
 BAD_GRADIENT: Final = "has gradients that are not finite, or negative squares; ranked by magnitude"

@@ -15,11 +15,7 @@ from typing import ClassVar, Final
 
 import numpy as np
 
-from ckptz.codec.plan import PlaneMode, exact_plan, planes_plan
-from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, TensorSource
-from ckptz.context_rules import N_MAGNITUDE_CONTEXTS, Magnitude
-from ckptz.dtypes import DType
-from ckptz.encoding.chunk import (
+from ckptz.encode.chunk import (
     MAX_SPARSE_SHARE,
     Batch,
     Encoded,
@@ -27,12 +23,16 @@ from ckptz.encoding.chunk import (
     encode_chunk,
     encode_planes,
 )
-from ckptz.encoding.encoding_plan import EncodingPlan, plane_counts, stream_tables
-from ckptz.encoding.run_contexts import plan_contexts
-from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
+from ckptz.encode.encoding_plan import EncodingPlan, plane_counts, stream_tables
+from ckptz.encode.run_contexts import plan_contexts
+from ckptz.encode.tensor import MapFunction, TensorToEncode, summed
+from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Magnitude
+from ckptz.format.dtypes import DType
+from ckptz.format.plan import PlaneMode, exact_plan, planes_plan
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
 from ckptz.kernels import cpu, planning
 from ckptz.methods.method import Method, Recipe, Setting, register
-from ckptz.roles import Role
+from ckptz.state.roles import Role
 
 SAMPLE_VALUES: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
 MIN_CONTEXT_VALUES: Final = 1 << 11  # below, frequency tables by context cost more than they save

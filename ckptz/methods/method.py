@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeAlia
 
 import msgspec
 
-from ckptz.codec.sources import TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.dtypes import DType
-from ckptz.encoding.encoding_plan import EncodingPlan
-from ckptz.encoding.tensor import TensorToEncode
+from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.encode.tensor import TensorToEncode
 from ckptz.errors import ConfigError, own_numbers
-from ckptz.roles import Role
+from ckptz.format.dtypes import DType
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
+from ckptz.state.roles import Role
 
 if TYPE_CHECKING:
-    from ckptz.quant.partitions import Partitions
+    from ckptz.encode.partitions import Partitions
 
 Setting = int | float | bool | str
 Point: TypeAlias = tuple[int, ...]  # of a cube: steps from the mildest value along each axis
@@ -111,7 +111,7 @@ class Option:
 
 
 class Record(Protocol):
-    """The record of a lossy tensor in a file; see `ckptz.container.index.LossyRecord`."""
+    """The record of a lossy tensor in a file; see `ckptz.format.index.LossyRecord`."""
 
     @property
     def method(self) -> str: ...

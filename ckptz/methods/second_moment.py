@@ -14,21 +14,21 @@ from typing import ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.frame import MAX_OUTER, outer_bytes
-from ckptz.codec.plan import Domain, Outer, Plan, Predictor
-from ckptz.codec.sources import CHUNK_VALUES, TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.context_rules import BaseCode
-from ckptz.encoding.encoding_plan import EncodingPlan, stream_tables
-from ckptz.encoding.tensor import TensorToEncode, summed
+from ckptz.encode.encoding_plan import EncodingPlan, stream_tables
+from ckptz.encode.histogram import Histogram
+from ckptz.encode.moment_codes import LogLevelQuantizer, LogLevelSums, Prediction
+from ckptz.encode.moments import LogLevels, LogSums, best_log_levels, bits_of, log_level_step, second_map
+from ckptz.encode.tensor import TensorToEncode, summed
+from ckptz.format.context_rules import BaseCode
+from ckptz.format.frame import MAX_OUTER, outer_bytes
+from ckptz.format.plan import Domain, Outer, Plan, Predictor
+from ckptz.format.sources import CHUNK_VALUES, TensorSource
+from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Patterns
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
 from ckptz.methods.small import counts_by_base, exact_with_note, histogram_of, sums_by
-from ckptz.quant.histogram import Histogram
-from ckptz.quant.moment_codes import LogLevelQuantizer, LogLevelSums, Prediction
-from ckptz.quant.moments import LogLevels, LogSums, best_log_levels, bits_of, log_level_step, second_map
 
 Bounds = tuple[int, int]
 

@@ -11,18 +11,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ckptz.codec.sources import CHUNK_VALUES, SourceOf, TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.encoding.encoding_plan import ContextCounts, EncodingPlan
-from ckptz.encoding.tensor import MapFunction, TensorToEncode, summed
+from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan
+from ckptz.encode.histogram import Histogram
+from ckptz.encode.moment_codes import LogLevelQuantizer, StepQuantizer
+from ckptz.encode.moments import MANTISSA_BITS, exponent_mask
+from ckptz.encode.quantizer import Quantizer, key_of
+from ckptz.encode.tensor import MapFunction, TensorToEncode, summed
+from ckptz.format.sources import CHUNK_VALUES, SourceOf, TensorSource
+from ckptz.format.values import KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Patterns
 from ckptz.methods.lossless import plan_lossless
 from ckptz.methods.method import Recipe, Setting
-from ckptz.quant.histogram import Histogram
-from ckptz.quant.moment_codes import LogLevelQuantizer, StepQuantizer
-from ckptz.quant.moments import MANTISSA_BITS, exponent_mask
-from ckptz.quant.quantizer import Quantizer, key_of
 
 
 def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:

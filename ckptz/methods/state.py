@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from ckptz.codec.sources import TensorSource
-from ckptz.codec.values import KINDS
 from ckptz.errors import ConfigError, own_numbers
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
 from ckptz.methods.first_moment import FirstMoment
 from ckptz.methods.method import Method, Recipe
 from ckptz.methods.second_moment import SecondMoment
 from ckptz.methods.small import RelativeRounding
-from ckptz.roles import Role
+from ckptz.state.roles import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ckptz.container.index import QualityRecord
+    from ckptz.format.index import QualityRecord
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 

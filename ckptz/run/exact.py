@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from ckptz.container.byte_source import open_bytes
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
+from ckptz.format.byte_source import open_bytes
 from ckptz.run.links import digest_of
 from ckptz.run.names import EXACT
 from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile

@@ -27,9 +27,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from ckptz.container.caches import LastChunks
-from ckptz.container.publish import TEMPORARY_SUFFIX, abandoned, make_folder, publish_together
-from ckptz.container.writer import Written, amend_metadata
 from ckptz.errors import (
     CkptzError,
     ConfigError,
@@ -38,6 +35,8 @@ from ckptz.errors import (
     TruncatedError,
     WriteError,
 )
+from ckptz.format.caches import LastChunks
+from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, make_folder, publish_together
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.links import link_origin
 from ckptz.run.step_files import (
@@ -56,6 +55,7 @@ from ckptz.store.lock import Lock, Spool, acquire
 from ckptz.store.remote import UploadFolder, place_of
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder
+from ckptz.write.writer import Written, amend_metadata
 
 ABANDONED_SECONDS: Final = 3600.0
 MOVED: Final = (

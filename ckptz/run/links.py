@@ -11,11 +11,11 @@ import secrets
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import open_bytes
-from ckptz.container.envelope import read_envelope
-from ckptz.container.index import KEY_DIGEST
-from ckptz.container.reader import Container
 from ckptz.errors import MissingBaseError
+from ckptz.format.byte_source import open_bytes
+from ckptz.format.envelope import read_envelope
+from ckptz.format.index import KEY_DIGEST
+from ckptz.format.reader import Container
 from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases

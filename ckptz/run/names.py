@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import is_folder, is_url, open_bytes, path_of
-from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
+from ckptz.format.byte_source import is_folder, is_url, open_bytes, path_of
+from ckptz.format.reader import Container
 from ckptz.run.step_files import StepFile
 from ckptz.store.resolve import SUFFIX, open_file
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, SupportsIndex
 
-from ckptz.container.byte_source import ByteSource
-from ckptz.container.index import BaseRef
-from ckptz.container.publish import TEMPORARY_SUFFIX
-from ckptz.container.reader import Container
-from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError
+from ckptz.format.byte_source import ByteSource
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.index import BaseRef
+from ckptz.format.publish import TEMPORARY_SUFFIX
+from ckptz.format.reader import Container
 from ckptz.store.resolve import open_file
 
 FileKind = Literal["weights", "state"]

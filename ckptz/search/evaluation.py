@@ -24,12 +24,8 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from ckptz.codec.sources import TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.index import CHANGES, STEPS_LOST, Promise, QualityRecord
-from ckptz.container.reader import Container
-from ckptz.encoding.tensor import (
+from ckptz.encode.sensitivity import floats_of
+from ckptz.encode.tensor import (
     NO_SIDE_INFORMATION,
     GuidedSensitivities,
     MapFunction,
@@ -37,8 +33,12 @@ from ckptz.encoding.tensor import (
     sensitivities_of,
 )
 from ckptz.errors import ConfigError
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.index import CHANGES, STEPS_LOST, Promise, QualityRecord
+from ckptz.format.reader import Container
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
 from ckptz.parallel import default_jobs
-from ckptz.quant.sensitivity import floats_of
 from ckptz.search.budget import ALLOWED, Budget, Judgement, Limit, Reading, check_consistent, judge
 from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
 from ckptz.state.arrays import framework

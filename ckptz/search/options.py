@@ -14,12 +14,12 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from ckptz.codec.sources import TensorSource
-from ckptz.container.envelope import strict_json
-from ckptz.container.index import QualityRecord
-from ckptz.container.publish import publish
-from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError, ConfigError, own_numbers
+from ckptz.format.envelope import strict_json
+from ckptz.format.index import QualityRecord
+from ckptz.format.publish import publish
+from ckptz.format.reader import FrameSource
+from ckptz.format.sources import TensorSource
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import METHODS, REFERENCE
 from ckptz.pages.words import Report

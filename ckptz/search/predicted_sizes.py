@@ -17,20 +17,20 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.frame import pack_plan
-from ckptz.codec.sources import CHUNK_VALUES, ChunkSources, chunk_bounds, n_chunks_of
-from ckptz.codec.values import KINDS
-from ckptz.encoding.chunk import encode_chunk
-from ckptz.encoding.encoding_plan import ContextCounts, stream_tables
-from ckptz.encoding.tensor import MapFunction, TensorToEncode
-from ckptz.entropy.frequency import cost_bits, entropy_bits, normalise, pack_table
+from ckptz.encode.chunk import encode_chunk
+from ckptz.encode.encoding_plan import ContextCounts, stream_tables
+from ckptz.encode.histogram import Histogram
+from ckptz.encode.partitions import Cut, Partitions, fit_levels, region_cuts
+from ckptz.encode.tensor import MapFunction, TensorToEncode
+from ckptz.format.frame import pack_plan
+from ckptz.format.frequency import cost_bits, entropy_bits, normalise, pack_table
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, chunk_bounds, n_chunks_of
+from ckptz.format.values import KINDS
 from ckptz.kernels.floats import F32, Counts
 from ckptz.methods.kmeans import Ranked, rank
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import Method, Recipe
-from ckptz.quant.histogram import Histogram
-from ckptz.quant.partitions import Cut, Partitions, fit_levels, region_cuts
-from ckptz.roles import Role
+from ckptz.state.roles import Role
 
 FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables
 CHUNK_BYTES: Final = 90  # record of a chunk, and lane states

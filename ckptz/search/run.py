@@ -16,19 +16,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.frame_writer import Contents, Earlier, matching_base
-from ckptz.container.index import QualityRecord
-from ckptz.container.publish import Publication
-from ckptz.container.reader import Container
-from ckptz.container.writer import Written, amend_quality, write_container
-from ckptz.encoding.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
+from ckptz.encode.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
 from ckptz.errors import ConfigError
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.index import QualityRecord
+from ckptz.format.publish import Publication
+from ckptz.format.reader import Container
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Cube, Method
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job, Prepared, prepared
-from ckptz.roles import role_of
 from ckptz.search.evaluation import (
     Judge,
     Readings,
@@ -54,6 +50,10 @@ from ckptz.search.strategies import (
     run_stages,
 )
 from ckptz.state.flatten import tied_names
+from ckptz.state.roles import role_of
+from ckptz.write.frame_writer import Contents, Earlier, matching_base
+from ckptz.write.pipeline import Job, Prepared, prepared
+from ckptz.write.writer import Written, amend_quality, write_container
 
 # Strategies, one after another; sizes of configurations before they are tried, if these need them; how many.
 Route = tuple[Sequence[Strategy], Predict | None, int]

@@ -311,7 +311,7 @@ class OneKnob:
     the same loss for its last bit. For small errors the change is a_i * step_i^2 and the bits are n_i *
     log2(1 / step_i), so step_i = sqrt(lambda * n_i / (2 ln 2 * a_i)): all steps are proportional to
     sqrt(lambda), which is the multiplier of `Method.scaled`. What is special to a tensor, a_i, is in the
-    reference steps already: in `ckptz.quant.grid.row_steps` for weights, in the roots of second moments for
+    reference steps already: in `ckptz.encode.grid.row_steps` for weights, in the roots of second moments for
     first ones. Moments follow in proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for 0.05
     bit (docs/search.md).
 

@@ -15,9 +15,9 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ckptz.codec.sources import PATTERN_TYPES, Patterns
-from ckptz.dtypes import DTYPE_NAMES, DType
 from ckptz.errors import ConfigError, DTypeError, UnsupportedError
+from ckptz.format.dtypes import DTYPE_NAMES, DType
+from ckptz.format.sources import PATTERN_TYPES, Patterns
 from ckptz.state.window import Window
 from ckptz.state.window import select as strict_select
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource, TensorSource
-from ckptz.container.index import RESERVED_PREFIX
-from ckptz.dtypes import DTYPE_NAMES, DTYPES, DType
 from ckptz.errors import UnsupportedError
+from ckptz.format.dtypes import DTYPE_NAMES, DTYPES, DType
+from ckptz.format.index import RESERVED_PREFIX
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
 from ckptz.state.skeleton import Path, TensorRef, View, pack_node, parse_tree, refuse_leaf, type_name, where
 from ckptz.state.window import c_strides
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ckptz.codec.sources import PATTERN_TYPES, Patterns
-from ckptz.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError
+from ckptz.format.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
+from ckptz.format.sources import PATTERN_TYPES, Patterns
 from ckptz.state.arrays import Selection, Shape, patterns_per_element
 from ckptz.state.window import Window, c_strides
 from ckptz.state.window import select as strict_select

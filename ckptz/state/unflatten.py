@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.sources import PATTERN_TYPES, TensorSource
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
+from ckptz.format.sources import PATTERN_TYPES, TensorSource
 from ckptz.kernels.floats import Patterns
 from ckptz.state.flatten import CODES, Geometry, part_offsets
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, Tree, View, parse_tree

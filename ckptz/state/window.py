@@ -15,8 +15,8 @@ from typing import Any, Final, TypeAlias
 
 from numpy.lib.stride_tricks import as_strided
 
-from ckptz.codec.sources import CHUNK_VALUES, Patterns
 from ckptz.errors import CkptzError
+from ckptz.format.sources import CHUNK_VALUES, Patterns
 
 Dims = tuple[tuple[int, int], ...]  # (size, stride), strides falling
 Shape = tuple[int, ...]

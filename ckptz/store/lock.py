@@ -30,8 +30,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final, Self
 
-from ckptz.container.publish import is_alive
 from ckptz.errors import ConfigError, WriteError
+from ckptz.format.publish import is_alive
 from ckptz.store.remote import Place
 
 try:

@@ -15,13 +15,13 @@ from typing import Final, Literal
 
 import numpy as np
 
-from ckptz.bits import xxh64
-from ckptz.codec.decode import Changes, Positions
-from ckptz.codec.sources import PATTERN_TYPES, Patterns, TensorSource, chunk_bounds
-from ckptz.container.index import content_id_of
-from ckptz.container.reader import Container, FrameSource
-from ckptz.entropy.streams import CoderId
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
+from ckptz.format.bits import xxh64
+from ckptz.format.decode import Changes, Positions
+from ckptz.format.index import content_id_of
+from ckptz.format.reader import Container, FrameSource
+from ckptz.format.sources import PATTERN_TYPES, Patterns, TensorSource, chunk_bounds
+from ckptz.format.streams import CoderId
 from ckptz.parallel import Workers
 
 Check = Literal["base", "stored"]

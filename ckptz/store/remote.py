@@ -14,9 +14,9 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.container.byte_source import FILE_URL, ByteSource, FileBytes, seconds_for, url_options
-from ckptz.container.publish import publish
 from ckptz.errors import ConfigError, TruncatedError
+from ckptz.format.byte_source import FILE_URL, ByteSource, FileBytes, seconds_for, url_options
+from ckptz.format.publish import publish
 from ckptz.store.storage import LocalFolder
 
 READ_AHEAD: Final = 1 << 16  # header and index of most files are two requests

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from ckptz.codec.sources import TensorSource
-from ckptz.container.byte_source import ByteSource, open_bytes, path_of
-from ckptz.container.caches import LastChunks
-from ckptz.container.envelope import PlainFile, metadata_checksum, read_envelope
-from ckptz.container.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, content_id_of, is_ckptz
-from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
+from ckptz.format.byte_source import ByteSource, open_bytes, path_of
+from ckptz.format.caches import LastChunks
+from ckptz.format.envelope import PlainFile, metadata_checksum, read_envelope
+from ckptz.format.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, content_id_of, is_ckptz
+from ckptz.format.reader import Container
+from ckptz.format.sources import TensorSource
 
 MAX_DEPTH: Final = MAX_INLINE  # normative, spec/07-chain.md#depth
 SUFFIX: Final = ".ckptz"

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import BinaryIO
 
-from ckptz.container.byte_source import ByteSource, FileBytes
-from ckptz.container.publish import make_folder, publish
+from ckptz.format.byte_source import ByteSource, FileBytes
+from ckptz.format.publish import make_folder, publish
 
 
 class LocalFolder:

@@ -11,9 +11,9 @@ from typing import Final
 
 from ckptz.api.apply import State, live_tensors
 from ckptz.api.read import check_limit
-from ckptz.container.index import content_id_of
-from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
+from ckptz.format.index import content_id_of
+from ckptz.format.reader import Container
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.step_files import checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in

@@ -13,20 +13,20 @@ import numpy as np
 
 from ckptz.api.apply import State, live_tensors
 from ckptz.api.save import check_tensor_names, check_texts
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
-from ckptz.container.index import BaseRef
-from ckptz.container.reader import Container
-from ckptz.container.writer import Written
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError, whole
+from ckptz.format.index import BaseRef
+from ckptz.format.reader import Container
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
 from ckptz.methods.lossless import LOSSLESS, Lossless
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers, jobs_of
-from ckptz.pipeline import Job, write
 from ckptz.run.keep import KeepRules, what_stays
 from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
+from ckptz.write.pipeline import Job, write
+from ckptz.write.writer import Written
 
 Snapshot = dict[str, ArraySource]
 SPARSE: Final = Lossless(sparse=True)

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ckptz.container.byte_source import is_url
-from ckptz.container.caches import LastChunks
-from ckptz.encoding.coded import CodedSource
+from ckptz.encode.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
+from ckptz.format.byte_source import is_url
+from ckptz.format.caches import LastChunks
 from ckptz.guidance.trail import Trail
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked

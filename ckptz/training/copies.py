@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Final
 
-from ckptz.codec.sources import TensorSource
 from ckptz.errors import ConfigError
+from ckptz.format.sources import TensorSource
 
 EXTRA: Final = "extra"
 

@@ -13,18 +13,18 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from ckptz.codec.plan import Domain, Plan, QuantizationMap
-from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES
-from ckptz.codec.values import KINDS, ValueTable
-from ckptz.dtypes import DTYPE_CODES, DType, dtype_of
-from ckptz.encoding.coded import CodedSource, bits_for
+from ckptz.encode.coded import CodedSource, bits_for
+from ckptz.encode.histogram import Histogram
+from ckptz.encode.partitions import Partitions, RegionQuantizer, fit_partitions
+from ckptz.format.dtypes import DTYPE_CODES, DType, dtype_of
+from ckptz.format.plan import Domain, Plan, QuantizationMap
+from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES
+from ckptz.format.values import KINDS, ValueTable
 from ckptz.kernels import torch as kernels
 from ckptz.kernels.torch import lives_elsewhere
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
-from ckptz.quant.histogram import Histogram
-from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
-from ckptz.roles import role_of
+from ckptz.state.roles import role_of
 
 SLAB_VALUES: Final = 16 * CHUNK_VALUES  # coded at once: torch's operations take 8 bytes a value or more aside
 Array: TypeAlias = np.ndarray[Any, Any]

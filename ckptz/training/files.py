@@ -11,19 +11,16 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from ckptz.api.read import available_memory, check_limit, read_tensors
-from ckptz.codec.sources import TensorSource, tensor_bytes
-from ckptz.container.index import QualityRecord
-from ckptz.container.reader import CachedFrame, Container, FrameSource
-from ckptz.container.writer import Written
-from ckptz.encoding.tensor import SideInformation
+from ckptz.encode.tensor import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
+from ckptz.format.index import QualityRecord
+from ckptz.format.reader import CachedFrame, Container, FrameSource
+from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trail, Trained
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job, write
-from ckptz.roles import BASES, Role, Rule, role_of
 from ckptz.run.step_files import (
     EXACT_OF_KEY,
     FROZEN_KEY,
@@ -34,11 +31,14 @@ from ckptz.run.step_files import (
     StepFile,
 )
 from ckptz.state.flatten import flatten
+from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, parse_tree
 from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.training.copies import copied, named_in
 from ckptz.training.state import trained_weights
+from ckptz.write.pipeline import Job, write
+from ckptz.write.writer import Written
 
 MODEL, OPTIMIZER = "model", "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from ckptz.container.index import content_id_of
 from ckptz.errors import ConfigError
+from ckptz.format.index import content_id_of
 from ckptz.run.step_files import FROZEN_KEY
 from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense

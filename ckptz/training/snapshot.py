@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from ckptz.dtypes import DTYPE_CODES, dtype_of
 from ckptz.errors import ConfigError
+from ckptz.format.dtypes import DTYPE_CODES, dtype_of
 from ckptz.state.flatten import CODES
 from ckptz.state.torch import TorchTensors
 

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from ckptz.codec.sources import TensorSource
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
+from ckptz.format.sources import TensorSource
 from ckptz.guidance.trail import Trained, stride_of
 from ckptz.state.plain_types import from_plain, to_plain
 from ckptz.torch import source_of

@@ -11,15 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from ckptz.codec.sources import TensorSource, tensor_bytes
-from ckptz.container.byte_source import open_bytes, path_of
-from ckptz.container.index import BaseRef
-from ckptz.container.publish import abandoned, is_same, make_folder, publish
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
-from ckptz.formats.dcp import dcp_files
-from ckptz.formats.inputs import Input, checked_kind, join, open_input
-from ckptz.formats.sharding import check_sharding, copy_carried, torch_names
-from ckptz.formats.targets import (
+from ckptz.foreign.dcp import dcp_files
+from ckptz.foreign.inputs import Input, checked_kind, join, open_input
+from ckptz.foreign.sharding import check_sharding, copy_carried, torch_names
+from ckptz.foreign.targets import (
     FORCE,
     PathLike,
     check_carried,
@@ -29,6 +25,10 @@ from ckptz.formats.targets import (
     places_for,
     stem_of,
 )
+from ckptz.format.byte_source import open_bytes, path_of
+from ckptz.format.index import BaseRef
+from ckptz.format.publish import abandoned, is_same, make_folder, publish
+from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.guidance.trail import Momentum, Trail
@@ -38,16 +38,16 @@ from ckptz.methods.method import Method, checked
 from ckptz.methods.table import REFERENCE
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job, write
 from ckptz.progress import SILENT, Progress
-from ckptz.roles import Rule
 from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search.options import SearchOptions, SearchReport
+from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
+from ckptz.write.pipeline import Job, write
 
 RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"
 _IN_SERIES: Final = re.compile(r"(.*[^\d])(\d{1,18})", re.DOTALL)

@@ -13,14 +13,14 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits import xxh64
-from ckptz.codec.plan import Predictor
-from ckptz.codec.sources import CHUNK_VALUES, TensorSource, chunk_bounds
-from ckptz.container.byte_source import naming_urls, path_of
-from ckptz.container.reader import FrameSource, check_empty
 from ckptz.errors import ConfigError, whole
-from ckptz.formats.inputs import MODEL, Input, open_whole
-from ckptz.formats.targets import PathLike, paths
+from ckptz.foreign.inputs import MODEL, Input, open_whole
+from ckptz.foreign.targets import PathLike, paths
+from ckptz.format.bits import xxh64
+from ckptz.format.byte_source import naming_urls, path_of
+from ckptz.format.plan import Predictor
+from ckptz.format.reader import FrameSource, check_empty
+from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.pages.words import Report

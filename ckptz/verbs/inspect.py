@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Sequence
 
 from ckptz.api.describe import InspectReport, described
-from ckptz.container.byte_source import naming_urls, open_bytes, path_of
-from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.formats.inputs import checked_kind
-from ckptz.formats.targets import PathLike, paths
+from ckptz.foreign.inputs import checked_kind
+from ckptz.foreign.targets import PathLike, paths
+from ckptz.format.byte_source import naming_urls, open_bytes, path_of
+from ckptz.format.reader import Container
 from ckptz.run.names import checkpoint_in
 from ckptz.store.resolve import open_checkpoint, open_file
 

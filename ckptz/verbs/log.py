@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ckptz.codec.sources import tensor_bytes
-from ckptz.container.byte_source import is_folder, naming_urls, open_bytes, path_of
-from ckptz.container.envelope import PlainFile
-from ckptz.container.index import BaseRef, QualityRecord
-from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.formats.targets import PathLike, paths
+from ckptz.foreign.targets import PathLike, paths
+from ckptz.format.byte_source import is_folder, naming_urls, open_bytes, path_of
+from ckptz.format.envelope import PlainFile
+from ckptz.format.index import BaseRef, QualityRecord
+from ckptz.format.reader import Container
+from ckptz.format.sources import tensor_bytes
 from ckptz.pages.words import Report
-from ckptz.roles import role_of
 from ckptz.run.names import holds_state, is_base_name, run_files, step_of
 from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
 from ckptz.run.versions import Version, versions_in
+from ckptz.state.roles import role_of
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
 
 EntryKind = Literal["full", "delta", "exact", "rebased", "plain", "missing", "broken"]

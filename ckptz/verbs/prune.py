@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Final
 
-from ckptz.container.byte_source import open_bytes
-from ckptz.container.publish import abandoned
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError, whole
+from ckptz.format.byte_source import open_bytes
+from ckptz.format.publish import abandoned
 from ckptz.kernels.clock import working_seconds
 from ckptz.run.keep import KEEP_ALL, KeepPolicy, what_stays
 from ckptz.run.names import EXACT, inode_of, is_base_name, run_files, step_of

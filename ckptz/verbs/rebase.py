@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptz.api.read import decoded_chunks
-from ckptz.codec.sources import TensorSource, tensor_bytes
-from ckptz.container.byte_source import FileBytes, path_of
-from ckptz.container.inline_writer import NeededBase, bytes_to_write, write_inline
-from ckptz.container.publish import publish
-from ckptz.container.reader import CachedFrame, Container, FrameSource
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.formats.inputs import checked_kind
-from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
+from ckptz.foreign.inputs import checked_kind
+from ckptz.foreign.targets import PathLike, check_target, file_path, naming_output, paths
+from ckptz.format.byte_source import FileBytes, path_of
+from ckptz.format.publish import publish
+from ckptz.format.reader import CachedFrame, Container, FrameSource
+from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers
 from ckptz.progress import SILENT, Progress
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 from ckptz.verbs.verify import check_stored_bytes
+from ckptz.write.inline_writer import NeededBase, bytes_to_write, write_inline
 
 Tensors = Mapping[str, TensorSource]
 

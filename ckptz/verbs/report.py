@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.api.describe import InspectReport
-from ckptz.codec.sources import TensorSource
-from ckptz.container.publish import publish
 from ckptz.errors import CkptzError, ConfigError, FormatError
-from ckptz.formats.inputs import open_input
-from ckptz.formats.targets import PathLike, check_target, file_path, naming_output, paths
+from ckptz.foreign.inputs import open_input
+from ckptz.foreign.targets import PathLike, check_target, file_path, naming_output, paths
+from ckptz.format.publish import publish
+from ckptz.format.sources import TensorSource
 from ckptz.pages.page import MARK, page
 from ckptz.progress import SILENT, Progress
 from ckptz.search.options import SearchReport

@@ -11,17 +11,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 from ckptz.api.read import decoded_chunks
-from ckptz.codec.sources import tensor_bytes
-from ckptz.container.byte_source import is_folder, naming_urls, path_of
-from ckptz.container.envelope import plain_regions, write_plain
-from ckptz.container.publish import make_folder, publish
 from ckptz.errors import ConfigError, LimitError, WriteError, real
-from ckptz.formats import torch_files
-from ckptz.formats.dcp import write_dcp
-from ckptz.formats.folders import packed_in
-from ckptz.formats.inputs import Input, beside_weights, open_input
-from ckptz.formats.sharding import write_folder, written_files
-from ckptz.formats.targets import (
+from ckptz.foreign import torch_files
+from ckptz.foreign.dcp import write_dcp
+from ckptz.foreign.folders import packed_in
+from ckptz.foreign.inputs import Input, beside_weights, open_input
+from ckptz.foreign.sharding import write_folder, written_files
+from ckptz.foreign.targets import (
     PathLike,
     beside,
     check_carried,
@@ -32,7 +28,11 @@ from ckptz.formats.targets import (
     places_for,
     stem_of,
 )
-from ckptz.formats.trainer_folders import is_trainer_folder, open_trainer_folder, write_plain_trainer
+from ckptz.foreign.trainer_folders import is_trainer_folder, open_trainer_folder, write_plain_trainer
+from ckptz.format.byte_source import is_folder, naming_urls, path_of
+from ckptz.format.envelope import plain_regions, write_plain
+from ckptz.format.publish import make_folder, publish
+from ckptz.format.sources import tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers

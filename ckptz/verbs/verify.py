@@ -10,14 +10,14 @@ from functools import partial
 
 import numpy as np
 
-from ckptz.codec.sources import TensorSource
-from ckptz.codec.values import KINDS
-from ckptz.container.byte_source import naming_urls, path_of
-from ckptz.container.index import Sharding
-from ckptz.container.reader import Container, FrameSource, check_empty
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.formats.inputs import Input, checked_kind, open_input
-from ckptz.formats.targets import PathLike, paths
+from ckptz.foreign.inputs import Input, checked_kind, open_input
+from ckptz.foreign.targets import PathLike, paths
+from ckptz.format.byte_source import naming_urls, path_of
+from ckptz.format.index import Sharding
+from ckptz.format.reader import Container, FrameSource, check_empty
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns

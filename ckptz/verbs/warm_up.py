@@ -14,17 +14,17 @@ from typing import Final
 
 import numpy as np
 
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource, TensorSource
-from ckptz.dtypes import dtype_of
-from ckptz.entropy.frequency import leave_numpy
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.frequency import leave_numpy
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
 from ckptz.kernels import compiled, kept_in, silently
 from ckptz.methods.lossless import Lossless
 from ckptz.methods.method import Method
 from ckptz.methods.table import METHODS
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
-from ckptz.pipeline import Job, write
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
+from ckptz.write.pipeline import Job, write
 
 DTYPES: Final = ("F32", "BF16", "F16", "F64", "U8")
 SHAPE: Final = (144, 128)  # large enough for all lanes of the coder, and for kernels that make tables first

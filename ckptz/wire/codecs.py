@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final, Literal
 
-from ckptz.bits import xxh64
-from ckptz.codec.values import KINDS as KINDS
-from ckptz.dtypes import DType, n_elements
 from ckptz.errors import ConfigError, own_numbers, whole
+from ckptz.format.bits import xxh64
+from ckptz.format.dtypes import DType, n_elements
+from ckptz.format.values import KINDS as KINDS
 from ckptz.kernels import wire_arrays
 from ckptz.wire.header import HEADER_BYTES
 

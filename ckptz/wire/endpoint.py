@@ -17,9 +17,9 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.bits import xxh64
-from ckptz.dtypes import DType
 from ckptz.errors import CkptzError, ConfigError, WireError, whole
+from ckptz.format.bits import xxh64
+from ckptz.format.dtypes import DType
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
 from ckptz.wire.codecs import KINDS, RAW, TensorPlan

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ckptz.dtypes import DTYPE_NAMES, DType, dtype_of
 from ckptz.errors import DTypeError, WireError
+from ckptz.format.dtypes import DTYPE_NAMES, DType, dtype_of
 from ckptz.kernels import wire_torch
 from ckptz.kernels.torch import PATTERN_TYPES, current
 from ckptz.wire.endpoint import Link, can_wait

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptz.bits import ByteReader
-from ckptz.entropy.streams import decode_stream, encode_stream
 from ckptz.errors import CorruptionError
+from ckptz.format.bits import ByteReader
+from ckptz.format.streams import decode_stream, encode_stream
 from ckptz.kernels import floats, wire_arrays
 from ckptz.wire.codecs import BLOCK, TensorPlan, Tiled, TopK, Uniform
 

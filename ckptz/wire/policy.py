@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from ckptz.bits import xxh64
-from ckptz.dtypes import DType
 from ckptz.errors import ConfigError, own_numbers
+from ckptz.format.bits import xxh64
+from ckptz.format.dtypes import DType
 from ckptz.wire.codecs import (
     RAW,
     Codec,

@@ -98,7 +98,7 @@ def _unwinding_when_terminated() -> Iterator[None]:
 
 def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if is_asked:
-        from ckptz.container.index import FORMAT_VERSION
+        from ckptz.format.index import FORMAT_VERSION
 
         click.echo(f"ckptz {__version__} (format {FORMAT_VERSION})")
         context.exit()

@@ -67,7 +67,7 @@ class _Path(click.Path):
         if isinstance(value, str) and "://" in value:
             if param is not None and param.name == "output":
                 self.fail(f"{value}: only local files are written", param, ctx)
-            from ckptz.container.byte_source import path_of
+            from ckptz.format.byte_source import path_of
 
             return path_of(value)
         path = super().convert(value, param, ctx)
@@ -80,7 +80,7 @@ PATH: Final = _Path(path_type=Path)
 
 def _are_there(_: click.Context, param: click.Parameter, folders: tuple[Path, ...]) -> tuple[Path, ...]:
     """Refuse folders that do not exist: in a misspelt one no bases would be found."""
-    from ckptz.container.byte_source import is_url
+    from ckptz.format.byte_source import is_url
 
     for folder in folders:
         if not (is_url(folder) or folder.is_dir()):

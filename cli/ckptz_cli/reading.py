@@ -16,7 +16,7 @@ from ckptz_cli.options import PATH, force_option, jobs_option, search_path_optio
 from ckptz_cli.session import Session, is_terminal, progress_bar
 
 if TYPE_CHECKING:
-    from ckptz.formats.targets import PathLike
+    from ckptz.foreign.targets import PathLike
 
 DIFFERENT: Final = 10  # exit code of `diff --exit-code`; no error has it
 SHOWN: Final = (".ckptz", ".safetensors", ".hidden")  # ends of the names of files that a report rests on
@@ -87,8 +87,8 @@ def verify(session: Session, /, files: tuple[Path, ...], **how: Any) -> None:
 
 def _files_of(paths: Sequence[Path], session: Session) -> Iterator[Path]:
     """Give files as they are, and of folders the files that `log` lists; one without any is a failure."""
-    from ckptz.container.byte_source import is_folder
     from ckptz.errors import CkptzError, ConfigError
+    from ckptz.format.byte_source import is_folder
     from ckptz.run.folder import leftovers, mismatched_pairs
     from ckptz.run.names import run_files
 

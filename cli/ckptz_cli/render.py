@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptz.container.index import CHANGES, STEPS_LOST, QualityRecord
+from ckptz.format.index import CHANGES, STEPS_LOST, QualityRecord
 from ckptz.pages.words import printable, ratio, size
 from ckptz.run.names import step_of_folder
 from ckptz.search.budget import ALLOWED

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptz.api.describe import InspectReport, TensorReport
-from ckptz.container.index import CHANGES, STEPS_LOST, QualityRecord
+from ckptz.format.index import CHANGES, STEPS_LOST, QualityRecord
 from ckptz.pages.words import cut, printable, ratio, size, times
 from ckptz.verbs.diff import DiffReport, TensorDiff
 from ckptz.verbs.log import LogEntry, LogReport

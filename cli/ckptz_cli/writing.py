@@ -22,8 +22,8 @@ from ckptz_cli.search_options import NAMES, choose, require_budgets, save_plan, 
 from ckptz_cli.session import Session, progress_bar
 
 if TYPE_CHECKING:
-    from ckptz.formats.targets import PathLike
-    from ckptz.roles import Rule
+    from ckptz.foreign.targets import PathLike
+    from ckptz.state.roles import Rule
     from ckptz.verbs.compress import CompressReport
     from ckptz.verbs.restore import OutputKind
 
@@ -154,7 +154,7 @@ def compress(
 
 def _rules_in(path: Path) -> tuple[Rule, ...]:
     from ckptz.errors import ConfigError
-    from ckptz.roles import load_rules
+    from ckptz.state.roles import load_rules
 
     try:
         return load_rules(path.read_text("utf-8"))

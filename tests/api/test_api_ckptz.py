@@ -18,14 +18,14 @@ from safetensors import SafetensorError
 
 import ckptz
 from ckptz import pipeline
-from ckptz.codec.sources import ArraySource
-from ckptz.container.envelope import plain_regions, write_plain
-from ckptz.container.publish import publish
-from ckptz.dtypes import dtype_of
 from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.envelope import plain_regions, write_plain
+from ckptz.format.publish import publish
+from ckptz.format.sources import ArraySource
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job
 from ckptz.state.torch import TorchTensors
+from ckptz.write.pipeline import Job
 from tests.support.api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 
 ROOT = Path(__file__).parents[2]

@@ -16,11 +16,11 @@ import torch
 
 from ckptz import CkptzError
 from ckptz.api import read as reading
-from ckptz.codec.sources import CHUNK_VALUES
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.caches import CACHE_BYTES, ChunkCache
-from ckptz.container.reader import FrameSource
 from ckptz.errors import ChecksumError, ConfigError, LimitError, MissingBaseError
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.caches import CACHE_BYTES, ChunkCache
+from ckptz.format.reader import FrameSource
+from ckptz.format.sources import CHUNK_VALUES
 from tests.support.api_support import CKPTZ, make, outcome, same
 
 LARGE = make(torch.uint8, 5, 1 << 10, 1 << 10)  # a chunk for each of five rows

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources
-from ckptz.dtypes import DType, dtype_of
-from ckptz.encoding.chunk import Encoded, encode_chunk
-from ckptz.entropy.streams import CoderId, encode_stream, encode_streams
+from ckptz.encode.chunk import Encoded, encode_chunk
+from ckptz.format.dtypes import DType, dtype_of
+from ckptz.format.frame import FrameHeader
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
+from ckptz.format.streams import CoderId, encode_stream, encode_streams
 from ckptz.kernels import compiled, plain
 from ckptz.kernels.floats import Bytes, Patterns
 from ckptz.methods.lossless import plan_and_encode, plan_lossless

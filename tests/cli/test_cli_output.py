@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptz.container.index import QualityRecord
+from ckptz.format.index import QualityRecord
 from ckptz.kernels.cache import NOTICE
 from ckptz.pages.words import ratio, size
 from ckptz.progress import SILENT

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from ckptz import inspect
-from ckptz.codec.frame import FrameHeader
-from ckptz.container.caches import HeaderCache
+from ckptz.format.caches import HeaderCache
+from ckptz.format.frame import FrameHeader
 from ckptz_cli.main import main
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, temporaries, write_plain
 

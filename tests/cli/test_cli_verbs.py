@@ -20,9 +20,9 @@ from safetensors.numpy import load_file, save_file
 import ckptz.numpy as ckptz_numpy
 import ckptz.torch as ckptz_torch
 from ckptz import compress, restore
-from ckptz.container.index import FORMAT_VERSION
-from ckptz.dtypes import DTYPES
 from ckptz.errors import ConfigError
+from ckptz.format.dtypes import DTYPES
+from ckptz.format.index import FORMAT_VERSION
 from ckptz_cli.main import main
 from tests.support.cli_support import (
     Chain,

@@ -16,8 +16,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckptz import Checkpointer, KMeans, compress, diff
-from ckptz.codec.sources import CHUNK_VALUES
-from ckptz.container import reader
+from ckptz.format import reader
+from ckptz.format.sources import CHUNK_VALUES
 from ckptz.integrations.linked import DEFAULTS, ChainOptions, job_of
 from ckptz.integrations.linked import Chain as Linked
 from ckptz.verbs.diff import MAX_SHOWN, DiffReport, TensorDiff, ValueDiff

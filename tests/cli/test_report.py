@@ -17,13 +17,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptz
-from ckptz.container.index import QualityRecord
-from ckptz.entropy.streams import CoderId
 from ckptz.errors import ConfigError, FormatError
+from ckptz.format.index import QualityRecord
+from ckptz.format.streams import CoderId
 from ckptz.pages import words
 from ckptz.pages.page import MARK, MOST_ROWS
 from ckptz.pages.words import Report
-from ckptz.roles import ROLES
+from ckptz.state.roles import ROLES
 from ckptz.verbs.report import N_BINS, PageReport
 from tests.support.checkpointer_support import Run
 from tests.support.cli_support import ckptz as cli

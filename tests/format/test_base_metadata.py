@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file as save_plain
 
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.envelope import read_envelope
-from ckptz.container.index import BASE_METADATA, OPTIONAL_PREFIX
 from ckptz.errors import MissingBaseError
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.envelope import read_envelope
+from ckptz.format.index import BASE_METADATA, OPTIONAL_PREFIX
 from ckptz.numpy import load_file, save_file
 from tests.support.cli_support import ckptz
 

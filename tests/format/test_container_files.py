@@ -12,25 +12,25 @@ import numpy as np
 import pytest
 
 from ckptz import pipeline
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import CHUNK_VALUES, ArraySource, TensorSource
-from ckptz.container import writer
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.caches import Decoded
-from ckptz.container.envelope import PlainFile, plain_regions, write_plain
-from ckptz.container.index import BaseRef, QualityRecord, content_id_of
-from ckptz.container.inline_writer import NeededBase, write_inline
-from ckptz.container.reader import Container, FrameSource, _DecodedChunk
-from ckptz.container.writer import Written, amend_metadata, amend_quality
-from ckptz.dtypes import DType, dtype_of
-from ckptz.encoding.chunk import MAX_SPARSE_SHARE
-from ckptz.encoding.restored import MAX_DRAFTS
+from ckptz.encode.chunk import MAX_SPARSE_SHARE
+from ckptz.encode.restored import MAX_DRAFTS
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
+from ckptz.format import writer
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.caches import Decoded
+from ckptz.format.dtypes import DType, dtype_of
+from ckptz.format.envelope import PlainFile, plain_regions, write_plain
+from ckptz.format.frame import FrameHeader
+from ckptz.format.index import BaseRef, QualityRecord, content_id_of
+from ckptz.format.reader import Container, FrameSource, _DecodedChunk
+from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job
+from ckptz.write.inline_writer import NeededBase, write_inline
+from ckptz.write.pipeline import Job
+from ckptz.write.writer import Written, amend_metadata, amend_quality
 from tests.support.spec_cases import base_coded, embedded, varint, with_codes
 from tests.support.spec_files import CONSTANT, SPARSE, File, Frame, plan
 from tests.support.vector_support import VALID

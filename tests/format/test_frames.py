@@ -13,11 +13,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptz import context_rules
-from ckptz.codec import decode as decode_module
-from ckptz.codec import frame as frame_module
-from ckptz.codec import values as values_module
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.plan import (
+from ckptz.encode.chunk import encode_chunk
+from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.errors import (
+    ChecksumError,
+    CkptzError,
+    CorruptionError,
+    FormatError,
+    MissingBaseError,
+    UnsupportedError,
+)
+from ckptz.format import decode as decode_module
+from ckptz.format import frame as frame_module
+from ckptz.format import frequency as frequency_module
+from ckptz.format import streams as streams_module
+from ckptz.format import values as values_module
+from ckptz.format.dtypes import DTYPES, DType, dtype_of
+from ckptz.format.frame import FrameHeader
+from ckptz.format.plan import (
     Domain,
     ExplicitTable,
     Plan,
@@ -27,21 +40,15 @@ from ckptz.codec.plan import (
     exact_plan,
     planes_plan,
 )
-from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES, ArraySource, ChunkSources, SourceOf, chunk_bounds
-from ckptz.dtypes import DTYPES, DType, dtype_of
-from ckptz.encoding.chunk import encode_chunk
-from ckptz.encoding.encoding_plan import EncodingPlan
-from ckptz.entropy import frequency as frequency_module
-from ckptz.entropy import streams as streams_module
-from ckptz.entropy.streams import CoderId
-from ckptz.errors import (
-    ChecksumError,
-    CkptzError,
-    CorruptionError,
-    FormatError,
-    MissingBaseError,
-    UnsupportedError,
+from ckptz.format.sources import (
+    CHUNK_VALUES,
+    PATTERN_TYPES,
+    ArraySource,
+    ChunkSources,
+    SourceOf,
+    chunk_bounds,
 )
+from ckptz.format.streams import CoderId
 from ckptz.methods.lossless import plan_lossless
 from tests.support import reference
 from tests.support.frame_support import (

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from ckptz import inspect, restore, verify
-from ckptz.container import byte_source
 from ckptz.errors import CkptzError
+from ckptz.format import byte_source
 from ckptz.numpy import load_file, save_file
 from tests.support.cli_support import ckptz
 

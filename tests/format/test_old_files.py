@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.envelope import read_envelope
-from ckptz.container.index import FORMAT_VERSION, KEY_VERSION
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.envelope import read_envelope
+from ckptz.format.index import FORMAT_VERSION, KEY_VERSION
 from ckptz.numpy import load_file
 
 FOLDER = Path(__file__).parents[1] / "old"

@@ -15,14 +15,18 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from ckptz.bits import ByteReader, ByteWriter, xxh64
-from ckptz.codec.decode import decode_chunk
-from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
-from ckptz.codec.plan import exact_plan
-from ckptz.codec.sources import ArraySource, ChunkSources
-from ckptz.container import byte_source, caches, index, reader
-from ckptz.container.byte_source import FileBytes, MemoryBytes, UrlBytes, path_of
-from ckptz.container.caches import (
+from ckptz.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    LimitError,
+    MissingBaseError,
+    TruncatedError,
+)
+from ckptz.format import byte_source, caches, index, reader
+from ckptz.format.bits import ByteReader, ByteWriter, xxh64
+from ckptz.format.byte_source import FileBytes, MemoryBytes, UrlBytes, path_of
+from ckptz.format.caches import (
     MAX_FRAMES,
     MAX_IDLE_ELEMENTS,
     ChunkCache,
@@ -32,20 +36,16 @@ from ckptz.container.caches import (
     Node,
     gather,
 )
-from ckptz.container.envelope import build_header, read_envelope, strict_json
-from ckptz.container.index import Index, TensorEntry, pack_index, parse_index
-from ckptz.container.publish import Publication
-from ckptz.container.reader import Container, FrameSource
-from ckptz.dtypes import dtype_of
-from ckptz.entropy.streams import CoderId
-from ckptz.errors import (
-    ConfigError,
-    CorruptionError,
-    FormatError,
-    LimitError,
-    MissingBaseError,
-    TruncatedError,
-)
+from ckptz.format.decode import decode_chunk
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.envelope import build_header, read_envelope, strict_json
+from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord
+from ckptz.format.index import Index, TensorEntry, pack_index, parse_index
+from ckptz.format.plan import exact_plan
+from ckptz.format.publish import Publication
+from ckptz.format.reader import Container, FrameSource
+from ckptz.format.sources import ArraySource, ChunkSources
+from ckptz.format.streams import CoderId
 from tests.support.spec_files import File, Frame, open_bytes
 
 VALUES = np.zeros(8, np.uint32)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptz.container.publish import make_folder, publish, publish_together, sync_folder
 from ckptz.errors import ConfigError
+from ckptz.format.publish import make_folder, publish, publish_together, sync_folder
 from ckptz.torch import load_file, save_file
 from tests.support.cli_support import Chain, a_state, ckptz, hf_folder, temporaries, write_plain
 
@@ -134,7 +134,7 @@ def test_a_long_file_is_stored_while_it_is_written(
         if not is_taken:
             raise OSError(errno.ENOSYS, "no advice")
 
-    monkeypatch.setattr("ckptz.container.publish.EAGER_BYTES", 1 << 16)
+    monkeypatch.setattr("ckptz.format.publish.EAGER_BYTES", 1 << 16)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     data = np.random.default_rng(0).bytes(300_000)
     with publish(tmp_path / "long") as file:
@@ -228,7 +228,7 @@ def test_a_new_folder_lasts_a_power_cut_and_so_do_those_above_it(
     parents: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr("ckptz.container.publish.sync_folder", synced.append)
+    monkeypatch.setattr("ckptz.format.publish.sync_folder", synced.append)
     make_folder(tmp_path / "runs" / "one")
     make_folder(tmp_path / "runs" / "one", parents=parents)
     assert synced == [tmp_path, tmp_path / "runs"]
@@ -240,7 +240,7 @@ def test_a_folder_that_another_process_makes_meanwhile_is_taken_and_synced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr("ckptz.container.publish.sync_folder", synced.append)
+    monkeypatch.setattr("ckptz.format.publish.sync_folder", synced.append)
     mkdir = Path.mkdir
 
     def late(self: Path) -> None:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 
 from ckptz import bits, context_rules
-from ckptz.codec import frame, plan, sources
-from ckptz.codec.plan import Domain, PlaneMode, Predictor
-from ckptz.container import envelope, index, reader
-from ckptz.context_rules import RuleId
-from ckptz.dtypes import DTYPES
-from ckptz.entropy import frequency, streams
-from ckptz.entropy.streams import LANE_CHOICES, CoderId
-from ckptz.formats import sharding
+from ckptz.foreign import sharding
+from ckptz.format import envelope, frame, frequency, index, plan, reader, sources, streams
+from ckptz.format.context_rules import RuleId
+from ckptz.format.dtypes import DTYPES
+from ckptz.format.plan import Domain, PlaneMode, Predictor
+from ckptz.format.streams import LANE_CHOICES, CoderId
 from ckptz.kernels import floats
 from ckptz.store import resolve
 from tests.support.spec_support import ROOT, SPEC, page, pages, refusals, slug, table

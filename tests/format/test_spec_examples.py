@@ -8,8 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz.bits import ByteReader, ByteWriter, xxh64
-from ckptz.codec.plan import (
+from ckptz.format.bits import ByteReader, ByteWriter, xxh64
+from ckptz.format.context_rules import Block, labels_of
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.frequency import parse_table
+from ckptz.format.index import content_id_of
+from ckptz.format.plan import (
     Domain,
     ExplicitTable,
     LinearTable,
@@ -20,13 +24,9 @@ from ckptz.codec.plan import (
     QuantizationMap,
     kernel_mode,
 )
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources
-from ckptz.codec.values import KINDS, ValueTable
-from ckptz.container.index import content_id_of
-from ckptz.context_rules import Block, labels_of
-from ckptz.dtypes import dtype_of
-from ckptz.entropy.frequency import parse_table
-from ckptz.entropy.streams import CoderId, Embedded, decode_stream
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
+from ckptz.format.streams import CoderId, Embedded, decode_stream
+from ckptz.format.values import KINDS, ValueTable
 from ckptz.kernels import cpu
 from tests.support import reference
 from tests.support.spec_files import embedded

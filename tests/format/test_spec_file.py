@@ -8,7 +8,7 @@ import runpy
 import numpy as np
 import safetensors.numpy
 
-from ckptz.container.byte_source import MemoryBytes
+from ckptz.format.byte_source import MemoryBytes
 from ckptz.store.resolve import open_source
 from tests.support.spec_support import SPEC, page, table
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from ckptz.codec.sources import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.errors import ConfigError, UnsupportedError  # noqa: E402
-from ckptz.formats import torch_files  # noqa: E402
+from ckptz.foreign import torch_files  # noqa: E402
+from ckptz.format.sources import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.state import unflatten as spool  # noqa: E402
 from ckptz.state.flatten import Flat, flatten, geometry_of  # noqa: E402
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
+from ckptz.format.dtypes import dtype_of
 from ckptz.wire import LinkPolicy
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from ckptz import inspect, restore, verify
-from ckptz.bits import xxh64
-from ckptz.codec.frame import CHECKSUM_BYTES
-from ckptz.container.index import envelope_metadata
-from ckptz.entropy.streams import CoderId, decode_stream, encode_stream
 from ckptz.errors import CkptzError, FormatError, LimitError, UnsupportedError
+from ckptz.format.bits import xxh64
+from ckptz.format.frame import CHECKSUM_BYTES
+from ckptz.format.index import envelope_metadata
+from ckptz.format.streams import CoderId, decode_stream, encode_stream
 from tests.support.cli_support import (
     Chain,
     bomb,

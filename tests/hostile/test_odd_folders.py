@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import ckptz
 from ckptz import Checkpointer, Grid, KeepPolicy
-from ckptz.container.publish import TEMPORARY_SUFFIX, abandoned, publish
-from ckptz.container.writer import amend_metadata
 from ckptz.errors import CkptzError, ConfigError
+from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, publish
 from ckptz.run.step_files import POSITION_KEY
 from ckptz.store.lock import LOCK_NAME, PREFIX, FileLock, Spool
+from ckptz.write.writer import amend_metadata
 from tests.support.cli_support import ckptz as cli
 from tests.support.cli_support import write_plain
 
@@ -350,7 +350,7 @@ def test_a_step_that_is_left_stays_exact_while_later_ones_are_removed(
 
 def test_what_a_killed_process_left_is_known_by_its_name(tmp_path: Path) -> None:
     code = (
-        "import os, sys, signal; from ckptz.container.publish import publish\n"
+        "import os, sys, signal; from ckptz.format.publish import publish\n"
         "with publish(sys.argv[1]) as file:\n"
         "    file.write(b'half'); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

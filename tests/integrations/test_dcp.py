@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 import ckptz as package
-from ckptz.container import reader as container_reader
 from ckptz.errors import (
     ChecksumError,
     CkptzError,
@@ -36,9 +35,10 @@ from ckptz.errors import (
     FormatError,
     UnsupportedError,
 )
-from ckptz.formats.dcp import problem_of_parts, read_metadata
-from ckptz.formats.inputs import open_input
-from ckptz.formats.pickled import Unpickler
+from ckptz.foreign.dcp import problem_of_parts, read_metadata
+from ckptz.foreign.inputs import open_input
+from ckptz.foreign.pickled import Unpickler
+from ckptz.format import reader as container_reader
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.methods.kmeans import KMeans

@@ -31,7 +31,6 @@ from lightning.pytorch.strategies import (
 
 import ckptz
 from ckptz import restore
-from ckptz.container.reader import Container
 from ckptz.errors import (
     ChecksumError,
     ConfigError,
@@ -41,6 +40,7 @@ from ckptz.errors import (
     UnsupportedError,
     WriteError,
 )
+from ckptz.format.reader import Container
 from ckptz.integrations import linked, versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
 from ckptz.state import plain_types

@@ -31,15 +31,15 @@ CHECKED = {
     "_decode_scalar": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_table_unpack": "ckptz/kernels/coding_cpu.py:_table_unpack",
     # contexts below their number
-    "_ungroup": "ckptz/codec/frame.py:_parse_indices",
-    "_context_counts": "ckptz/codec/frame.py:_parse_indices",
-    "_group": "ckptz/codec/frame.py:_parse_indices",
-    "_context_histogram": "ckptz/context_rules.py:_labels_of",
+    "_ungroup": "ckptz/format/frame.py:_parse_indices",
+    "_context_counts": "ckptz/format/frame.py:_parse_indices",
+    "_group": "ckptz/format/frame.py:_parse_indices",
+    "_context_histogram": "ckptz/format/context_rules.py:_labels_of",
     # codes below those of the map, rows below those of its table
-    "_lookup": "ckptz/codec/decode.py:map_codes",
-    "_add_linear_32": "ckptz/context_rules.py:parse_runs",
-    "_add_linear_16": "ckptz/context_rules.py:parse_runs",
-    "_add_bits": "ckptz/context_rules.py:parse_runs",
+    "_lookup": "ckptz/format/decode.py:map_codes",
+    "_add_linear_32": "ckptz/format/context_rules.py:parse_runs",
+    "_add_linear_16": "ckptz/format/context_rules.py:parse_runs",
+    "_add_bits": "ckptz/format/context_rules.py:parse_runs",
     # labels of the rows of a base below its steps
     "_nearest_codes": "ckptz/methods/grid.py:_steps_of",
     "_stochastic_codes": "ckptz/methods/grid.py:_steps_of",
@@ -60,18 +60,18 @@ CHECKED = {
     "_codes_random": "ckptz/wire/endpoint.py:_check_patterns",
     "_range": "ckptz/wire/endpoint.py:_check_patterns",
     # as many elements in outer vectors as a tensor has rows and columns
-    "_outer_rows": "ckptz/codec/frame.py:_parse_outer",
+    "_outer_rows": "ckptz/format/frame.py:_parse_outer",
     # tiles of whole rows, and no more planes than there is room for
     "tile_values": "ckptz/wire/payload.py:tiled",
     "unpack_rows": "ckptz/wire/payload.py:tiled",
     # as many patterns in a base, or in a tensor that is named, as in the tensor
-    "_add_ordered": "ckptz/container/reader.py:base",
-    "_add_block": "ckptz/container/reader.py:base",
-    "_magnitudes": "ckptz/container/reader.py:_context_tensor",
-    "_to_f32": "ckptz/container/reader.py:base",
-    "_from_f32": "ckptz/container/reader.py:base",
+    "_add_ordered": "ckptz/format/reader.py:base",
+    "_add_block": "ckptz/format/reader.py:base",
+    "_magnitudes": "ckptz/format/reader.py:_context_tensor",
+    "_to_f32": "ckptz/format/reader.py:base",
+    "_from_f32": "ckptz/format/reader.py:base",
     **dict.fromkeys(
-        ("_merge_2", "_merge_4", "_merge_rotated_2", "_merge_rotated_4"), "ckptz/codec/decode.py:_plain"
+        ("_merge_2", "_merge_4", "_merge_rotated_2", "_merge_rotated_4"), "ckptz/format/decode.py:_plain"
     ),
 }
 # Kernels that index by their own loops, by patterns of as many bits as the table has entries, or by what the

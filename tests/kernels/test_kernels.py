@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.encoding.encoding_plan import ContextCounts
-from ckptz.entropy.frequency import (
+from ckptz.encode.encoding_plan import ContextCounts
+from ckptz.format.frequency import (
     encoding_tables,
     normalise,
     row_cost_bits,

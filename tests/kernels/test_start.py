@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from ckptz.entropy.frequency import encoding_tables
+from ckptz.format.frequency import encoding_tables
 from ckptz.kernels import cache, plain
 from ckptz.kernels.cache import NOTICE
 from ckptz.methods.table import METHODS

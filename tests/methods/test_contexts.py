@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.reader import Container
-from ckptz.context_rules import Block
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.context_rules import Block
+from ckptz.format.reader import Container
 from ckptz.numpy import load_file, save_file
 
 ROWS, COLUMNS = 3000, 384  # more than a chunk, whose end is within a row

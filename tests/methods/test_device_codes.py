@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ckptz import Checkpointer, KeepPolicy, KMeans
-from ckptz.codec.sources import CHUNK_VALUES, PATTERN_TYPES
-from ckptz.encoding.coded import bits_for
+from ckptz.encode.coded import bits_for
+from ckptz.encode.histogram import Histogram
+from ckptz.encode.partitions import Partitions, RegionQuantizer, fit_partitions
+from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES
 from ckptz.kernels import compiled as cpu
 from ckptz.parallel import Workers
-from ckptz.quant.histogram import Histogram
-from ckptz.quant.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_file
 from ckptz.training import device as coding

@@ -12,11 +12,7 @@ from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import safe_open
-from ckptz.errors import FormatError
-from ckptz.kernels.floats import ESCAPE
-from ckptz.methods.grid import Grid
-from ckptz.numpy import load_file, save_file
-from ckptz.quant.grid import (
+from ckptz.encode.grid import (
     MAX_ROW_CLASSES,
     REFERENCE_NOISE,
     SPREAD_CAP,
@@ -24,7 +20,11 @@ from ckptz.quant.grid import (
     largest_magnitude,
     row_steps,
 )
-from ckptz.quant.rounding import ColumnGrid
+from ckptz.encode.rounding import ColumnGrid
+from ckptz.errors import FormatError
+from ckptz.kernels.floats import ESCAPE
+from ckptz.methods.grid import Grid
+from ckptz.numpy import load_file, save_file
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
 from tests.support.cli_support import ckptz

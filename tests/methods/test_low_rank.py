@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptz import Checkpointer, Grid, Moments, inspect, rebase, restore
-from ckptz.codec import plan as plan_module
-from ckptz.codec.plan import LowRank
-from ckptz.codec.sources import ArraySource
-from ckptz.dtypes import dtype_of
-from ckptz.entropy.streams import Embedded
+from ckptz.encode.low_rank import low_rank
+from ckptz.format import plan as plan_module
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.plan import LowRank
+from ckptz.format.sources import ArraySource
+from ckptz.format.streams import Embedded
 from ckptz.kernels import floats
-from ckptz.quant.low_rank import low_rank
 from ckptz.torch import load_file
 from tests.support import reference
 from tests.support.checkpointer_support import LOSSY

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import ckptz
-from ckptz.codec.plan import Domain, ExplicitTable, Plan, QuantizationMap
-from ckptz.dtypes import DType
-from ckptz.encoding.encoding_plan import EncodingPlan
-from ckptz.encoding.tensor import TensorToEncode
+from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.encode.quantizer import Quantizer
+from ckptz.encode.tensor import TensorToEncode
 from ckptz.errors import ConfigError
+from ckptz.format.dtypes import DType
+from ckptz.format.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.methods.lossless import EXACT
 from ckptz.methods.method import Method, Option, Recipe, Record, Setting, checked, is_large_weight
 from ckptz.methods.table import METHODS, method_named
 from ckptz.numpy import load_file, save_file
-from ckptz.quant.quantizer import Quantizer
-from ckptz.roles import Role
+from ckptz.state.roles import Role
 
 torch = pytest.importorskip("torch")
 

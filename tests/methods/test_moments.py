@@ -15,22 +15,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import compress, inspect
-from ckptz.codec.frame import outer_bytes, pack_plan
-from ckptz.codec.plan import Plan, Predictor, exact_plan
-from ckptz.codec.sources import CHUNK_VALUES, ArraySource, TensorSource
-from ckptz.context_rules import Magnitude, Row
-from ckptz.dtypes import dtype_of
-from ckptz.encoding.encoding_plan import EncodingPlan
-from ckptz.encoding.restored import MAX_DRAFTS, CachedChunks, EncodingPlans
-from ckptz.encoding.tensor import TensorToEncode
-from ckptz.kernels import floats, moments
-from ckptz.methods.grid import Grid
-from ckptz.methods.second_moment import SecondMoment
-from ckptz.methods.small import RelativeRounding
-from ckptz.methods.state import Moments
-from ckptz.numpy import load_file, save_file
-from ckptz.quant.moment_codes import LogLevelQuantizer, Prediction
-from ckptz.quant.moments import (
+from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.encode.moment_codes import LogLevelQuantizer, Prediction
+from ckptz.encode.moments import (
     MAX_LEVELS,
     LevelSums,
     LogLevels,
@@ -41,6 +28,19 @@ from ckptz.quant.moments import (
     log_level_step,
     row_labels,
 )
+from ckptz.encode.restored import MAX_DRAFTS, CachedChunks, EncodingPlans
+from ckptz.encode.tensor import TensorToEncode
+from ckptz.format.context_rules import Magnitude, Row
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.frame import outer_bytes, pack_plan
+from ckptz.format.plan import Plan, Predictor, exact_plan
+from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
+from ckptz.kernels import floats, moments
+from ckptz.methods.grid import Grid
+from ckptz.methods.second_moment import SecondMoment
+from ckptz.methods.small import RelativeRounding
+from ckptz.methods.state import Moments
+from ckptz.numpy import load_file, save_file
 from ckptz.store.resolve import open_checkpoint
 from ckptz.verbs.compress import CompressReport
 from tests.support import reference

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress
-from ckptz.codec.plan import LinearTable
-from ckptz.codec.sources import CHUNK_VALUES
-from ckptz.container.index import LossyRecord
-from ckptz.context_rules import labels_of_rows
+from ckptz.encode.quantizer import key_of
+from ckptz.format.context_rules import labels_of_rows
+from ckptz.format.index import LossyRecord
+from ckptz.format.plan import LinearTable
+from ckptz.format.sources import CHUNK_VALUES
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
 from ckptz.methods.method import Method
 from ckptz.numpy import load_file
-from ckptz.quant.quantizer import key_of
 from ckptz.store.resolve import open_checkpoint
 from tests.support import reference
 from tests.support.checkpointer_support import LOSSY

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptz.codec.sources import ArraySource
-from ckptz.dtypes import dtype_of
-from ckptz.encoding.tensor import TensorToEncode
+from ckptz.encode.histogram import RELATIVE_ERROR, Histogram
+from ckptz.encode.partitions import Partitions, fit_centroids, fit_partitions, sample_weights
+from ckptz.encode.tensor import TensorToEncode
 from ckptz.errors import ConfigError
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.sources import ArraySource
 from ckptz.kernels import floats
 from ckptz.methods.kmeans import Clusters, KMeans
 from ckptz.methods.lossless import EXACT, LOSSLESS
-from ckptz.quant.histogram import RELATIVE_ERROR, Histogram
-from ckptz.quant.partitions import Partitions, fit_centroids, fit_partitions, sample_weights
-from ckptz.roles import Role, role_of
+from ckptz.state.roles import Role, role_of
 
 WEIGHT = Role("weight", "a.weight", "linear")
 

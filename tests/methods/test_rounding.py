@@ -12,13 +12,13 @@ from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 from torch import nn
 
-from ckptz.codec.sources import ArraySource
-from ckptz.dtypes import dtype_of
-from ckptz.encoding.tensor import InputCovariance, SideInformation, TensorToEncode
+from ckptz.encode.grid import ESCAPE
+from ckptz.encode.rounding import BLOCK_COLUMNS, ColumnGrid, Feedback, Targets, factors
+from ckptz.encode.tensor import InputCovariance, SideInformation, TensorToEncode
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.sources import ArraySource
 from ckptz.hooks import Calibration
 from ckptz.methods.grid import UniformGrid
-from ckptz.quant.grid import ESCAPE
-from ckptz.quant.rounding import BLOCK_COLUMNS, ColumnGrid, Feedback, Targets, factors
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
 from tests.support.cli_support import ckptz
@@ -90,7 +90,7 @@ def test_correlated_inputs_lose_less_than_by_plain_rounding(n: int) -> None:
 def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     moments, columns, grid = inputs(200, 800), weights(200, 32), uniform(0.5, 32)
     found = Feedback.of(moments).round(columns, grid)
-    monkeypatch.setattr("ckptz.quant.rounding.BLOCK_COLUMNS", 1)
+    monkeypatch.setattr("ckptz.encode.rounding.BLOCK_COLUMNS", 1)
     assert np.mean(found != Feedback.of(moments).round(columns, grid)) < 0.01
 
 

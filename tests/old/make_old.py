@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from ckptz.container.index import FORMAT_VERSION
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, rebase
-from ckptz.container.index import FORMAT_VERSION
 from ckptz.methods.state import Moments
 from ckptz.numpy import load_file, save_file
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckptz._version import __version__
-from ckptz.container.index import FORMAT_VERSION
+from ckptz.format.index import FORMAT_VERSION
 from ckptz.methods.method import Recipe
 from ckptz.methods.table import METHODS
 
@@ -51,11 +51,11 @@ FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1, "ckptz.__main__
 OWNERS = {
     "numba": ("ckptz.kernels",),
     "llvmlite": ("ckptz.kernels",),
-    "xxhash": ("ckptz.bits",),
-    "zstandard": ("ckptz.entropy",),
+    "xxhash": ("ckptz.format.bits",),
+    "zstandard": ("ckptz.format",),
     "click": ("ckptz_cli",),
     "rich": ("ckptz_cli",),
-    "pickle": ("ckptz.formats.pickled", "ckptz.formats.torch_files"),  # with stand-ins; the name of an error
+    "pickle": ("ckptz.foreign.pickled", "ckptz.foreign.torch_files"),  # with stand-ins; the name of an error
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.state.torch"),
         *("ckptz.torch", "ckptz.api.apply", "ckptz.state.plain_types"),
@@ -69,14 +69,14 @@ OWNERS = {
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
 LATE = (  # what few runs of a command need, for its start
     ("ckptz.verbs.compress", "ckptz.search.run"),
-    ("ckptz.guidance.side_information", "ckptz.formats.inputs"),
-    ("ckptz.formats.trainer_folders", "ckptz.state.plain_types"),
+    ("ckptz.guidance.side_information", "ckptz.foreign.inputs"),
+    ("ckptz.foreign.trainer_folders", "ckptz.state.plain_types"),
 )
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 
 def room_of(module: str) -> str:
-    """The unit that has a floor: `ckptz.bits` lives in `ckptz.bits`."""
+    """The unit that has a floor: `ckptz.format.bits` lives in `ckptz.format.bits`."""
     return "ckptz_cli" if module.startswith("ckptz_cli") else ".".join(module.split(".")[:2])
 
 
@@ -133,12 +133,12 @@ def test_imports_go_strictly_down(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "inside"),
     [
-        ("ckptz.bits", "ckptz.codec.frame", False),  # up
-        ("ckptz.bits", "ckptz.kernels.floats", False),  # sideways
+        ("ckptz.format.bits", "ckptz.format.frame", False),  # up
+        ("ckptz.format.bits", "ckptz.kernels.floats", False),  # sideways
         ("ckptz.store.resolve", "torch", False),  # too early
-        ("ckptz.encoding.chunk", "zstandard", False),  # another's
+        ("ckptz.encode.chunk", "zstandard", False),  # another's
         ("ckptz_cli.main", "pickle", True),  # never
-        ("ckptz.encoding.chunk", "ckptz.entropy.streams", True),  # hidden
+        ("ckptz.encode.chunk", "ckptz.format.streams", True),  # hidden
     ],
 )
 def test_a_wrong_import_is_noticed(module: str, name: str, inside: bool) -> None:
@@ -147,7 +147,7 @@ def test_a_wrong_import_is_noticed(module: str, name: str, inside: bool) -> None
 
 
 READERS = (
-    *("ckptz.codec.decode", "ckptz.container.reader", "ckptz.container.envelope", "ckptz.store.resolve"),
+    *("ckptz.format.decode", "ckptz.format.reader", "ckptz.format.envelope", "ckptz.store.resolve"),
     *("ckptz.api.read", "ckptz.api.safe_open", "ckptz.api.describe", "ckptz.store.patch"),
 )
 ENCODERS = ("quant", "encoding", "methods", "guidance", "pipeline", "search")
@@ -169,12 +169,12 @@ def reached(modules: tuple[str, ...]) -> set[str]:
 
 def test_what_reads_files_knows_nothing_of_what_an_encoder_decides() -> None:
     rooms = {room_of(module) for module in reached(READERS)}
-    assert {"ckptz.codec", "ckptz.container", "ckptz.entropy"} <= rooms
+    assert {"ckptz.format", "ckptz.format", "ckptz.format"} <= rooms
     assert not rooms & {f"ckptz.{room}" for room in ENCODERS}
 
 
 def test_the_writer_is_noticed_among_readers() -> None:
-    assert "ckptz.encoding" in {room_of(module) for module in reached(("ckptz.container.writer",))}
+    assert "ckptz.encode" in {room_of(module) for module in reached(("ckptz.write.writer",))}
 
 
 def own_imports(module: str) -> set[str]:
@@ -221,19 +221,19 @@ def test_one_function_publishes_files() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in renames
     }
-    assert users == {"ckptz.container.publish"}
+    assert users == {"ckptz.format.publish"}
 
 
 # Whoever deletes, what, and what that rests on: see test_deletions.py.
 DELETES = {
     "ckptz.verbs.compress": "with --resume, unfinished files of processes that have ended",
     # Own temporary files and copies, which nothing that was saved is in.
-    "ckptz.container.publish": "temporary files that got no name",
+    "ckptz.format.publish": "temporary files that got no name",
     "ckptz.store.storage": "`LocalFolder.remove`, which those below call",
     "ckptz.store.remote": "the same",
     "ckptz.run.links": "symbolic links of its own that lead nowhere",
     "ckptz.store.lock": "its own lease; copies of what was uploaded or not saved; spools nobody holds",
-    "ckptz.formats.dcp": "a folder that this very call made, when writing it failed",
+    "ckptz.foreign.dcp": "a folder that this very call made, when writing it failed",
     # Others' files, by the rule.
     "ckptz.run.folder": "leftovers of killed writers, under the lock; what a prune tells it to",
     "ckptz.run.prune": "steps that no rule keeps: needs of those that stay were read",
@@ -270,7 +270,7 @@ def test_one_function_makes_folders() -> None:
     }
     # A folder that nobody synced in its parent may go in a power cut; remote ones have no such thing.
     # What a power cut takes of compiled kernels is compiled again.
-    assert users == {"ckptz.container.publish", "ckptz.store.remote", "ckptz.kernels.cache"}
+    assert users == {"ckptz.format.publish", "ckptz.store.remote", "ckptz.kernels.cache"}
 
 
 @pytest.mark.parametrize("command", ["import ckptz", "from ckptz_cli.main import main; main(['--help'])"])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ckptz.container import caches, reader
-from ckptz.container.caches import HeaderCache
+from ckptz.format import caches, reader
+from ckptz.format.caches import HeaderCache
 from ckptz.store.resolve import open_checkpoint
 from tests.support.spec_files import STORED, File, Frame, plan, varint
 

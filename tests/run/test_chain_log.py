@@ -14,10 +14,10 @@ import msgspec
 import pytest
 
 from ckptz import log
-from ckptz.container.envelope import RegionSource
-from ckptz.container.index import QualityRecord
-from ckptz.container.reader import FrameSource
 from ckptz.errors import CkptzError, MissingBaseError
+from ckptz.format.envelope import RegionSource
+from ckptz.format.index import QualityRecord
+from ckptz.format.reader import FrameSource
 from ckptz.store.resolve import open_checkpoint
 from ckptz.verbs.log import LogReport
 from ckptz_cli.main import main

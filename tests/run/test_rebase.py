@@ -13,17 +13,17 @@ import safetensors
 import torch
 
 from ckptz import compress, inspect, rebase
-from ckptz.codec.frame import FrameHeader
-from ckptz.container import index
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.inline_writer import NeededBase, write_inline
-from ckptz.container.reader import Container
 from ckptz.errors import CkptzError, UnsupportedError
+from ckptz.format import index
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.frame import FrameHeader
+from ckptz.format.reader import Container
 from ckptz.parallel import Workers
 from ckptz.store.resolve import open_checkpoint, open_source
 from ckptz.torch import apply_, load_file, save_file
 from ckptz.verbs import rebase as rebase_module
 from ckptz.verbs.compress import MAX_WRITTEN_DEPTH
+from ckptz.write.inline_writer import NeededBase, write_inline
 from tests.support.cli_support import (
     Chain,
     Content,
@@ -258,7 +258,7 @@ def test_a_reader_that_does_not_know_the_feature_says_so(
     run = tmp_path / "run"
     a_run(run, 2, *KMEANS)
     ckptz("rebase", run / "1.ckptz")
-    monkeypatch.setattr("ckptz.container.index.KNOWN_FEATURES", frozenset({"lossless", "delta", "maps"}))
+    monkeypatch.setattr("ckptz.format.index.KNOWN_FEATURES", frozenset({"lossless", "delta", "maps"}))
     with pytest.raises(UnsupportedError, match=r"1\.ckptz: required feature 'inline'"):
         content_of(run / "1.ckptz")
 

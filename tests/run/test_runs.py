@@ -14,8 +14,8 @@ import pytest
 
 import ckptz as library
 from ckptz import KeepPolicy, compress, inspect, log, prune
-from ckptz.container.publish import publish
 from ckptz.errors import ConfigError
+from ckptz.format.publish import publish
 from ckptz.numpy import save_file
 from ckptz.run.names import step_of
 from tests.support.cli_support import a_state, ckptz, content_of, hf_folder, temporaries, write_plain
@@ -24,7 +24,7 @@ STEPS = (8, 9, 10, 11)
 DIES = """
 import os, sys
 from pathlib import Path
-from ckptz.container.publish import publish
+from ckptz.format.publish import publish
 held = [publish(Path(name)) for name in sys.argv[1:]]
 for one in held:
     sink = one.__enter__()

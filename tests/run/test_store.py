@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from ckptz import KeepPolicy, KeepRules, compress
-from ckptz.container.publish import TEMPORARY_SUFFIX
 from ckptz.errors import ConfigError, WriteError
+from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, keep_policy
 from ckptz.run.prune import _decide, prune_folder

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ckptz import compress
-from ckptz.container.byte_source import FileBytes
-from ckptz.container.index import content_id_of
 from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.index import content_id_of
 from ckptz.store import resolve
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, write_plain
 

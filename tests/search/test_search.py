@@ -12,18 +12,17 @@ import pytest
 import torch
 
 from ckptz import Budget, pipeline
-from ckptz.codec.sources import ArraySource, TensorSource
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.index import BaseRef
-from ckptz.container.reader import Container
-from ckptz.dtypes import dtype_of
-from ckptz.encoding.tensor import NO_SIDE_INFORMATION, SideInformation, TensorToEncode
+from ckptz.encode.sensitivity import SensitivityHistogram
+from ckptz.encode.tensor import NO_SIDE_INFORMATION, SideInformation, TensorToEncode
 from ckptz.errors import ConfigError
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.index import BaseRef
+from ckptz.format.reader import Container
+from ckptz.format.sources import ArraySource, TensorSource
 from ckptz.kernels.floats import F32
 from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job, prepared
-from ckptz.quant.sensitivity import SensitivityHistogram
 from ckptz.search.budget import Limit, Reading, judge
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
@@ -36,6 +35,7 @@ from ckptz.search.strategies import (
     dominates,
     run_stages,
 )
+from ckptz.write.pipeline import Job, prepared
 from tests.support.search_support import BOTH, CUBE, TEMPLATE, landscape, model
 
 QUARTER = 216 // 4

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptz.container.envelope import strict_json
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
+from ckptz.format.envelope import strict_json
 from ckptz.state import skeleton as tree_module
 from ckptz.state.skeleton import (
     MAX_DEPTH,

@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from ckptz.bits import xxh64
-from ckptz.codec.sources import CHUNK_VALUES
+from ckptz.format.bits import xxh64
+from ckptz.format.sources import CHUNK_VALUES
 from tests.support.spec_files import CONSTANT, File, Frame, embedded, plan, varint
 
 ONE: Final = (0x3F800000).to_bytes(4, "little")

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from click.testing import CliRunner
 
-from ckptz.bits import combine, xxh64
-from ckptz.codec.frame import ChunkRecord, FrameHeader, StreamRecord
-from ckptz.codec.plan import exact_plan
-from ckptz.codec.sources import CHUNK_VALUES
-from ckptz.container.index import Index, TensorEntry, content_id, envelope_metadata, pack_index
-from ckptz.dtypes import DTYPES
-from ckptz.entropy.streams import CoderId
-from ckptz.formats.inputs import Input, open_input
+from ckptz.foreign.inputs import Input, open_input
+from ckptz.format.bits import combine, xxh64
+from ckptz.format.dtypes import DTYPES
+from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord
+from ckptz.format.index import Index, TensorEntry, content_id, envelope_metadata, pack_index
+from ckptz.format.plan import exact_plan
+from ckptz.format.sources import CHUNK_VALUES
+from ckptz.format.streams import CoderId
 from ckptz.kernels.cache import NOTICE
 from ckptz_cli.main import main
 

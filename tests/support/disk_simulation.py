@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptz import KeepPolicy
-from ckptz.container.index import BaseRef
+from ckptz.format.index import BaseRef
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.prune import _decide
 from ckptz.run.step_files import METRIC_KEY, POSITION_KEY, ChainRule, FileFacts, FileKind, Listing, StepFile

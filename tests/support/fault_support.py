@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptz.container.publish import EagerFile
+from ckptz.format.publish import EagerFile
 
 Error = Callable[[], OSError]
 ERRORS: dict[str, Error] = {

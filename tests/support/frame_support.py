@@ -8,9 +8,15 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ckptz.codec.decode import decode_chunk, decode_codes
-from ckptz.codec.frame import FrameHeader, header_bytes, pack_plan
-from ckptz.codec.plan import (
+from ckptz.encode.chunk import EncodedChunk, encode_chunk
+from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, share_tables
+from ckptz.encode.quantizer import Quantizer
+from ckptz.format.context_rules import BaseCode, Block, ContextRule, Magnitude, Row, n_contexts_of
+from ckptz.format.decode import decode_chunk, decode_codes
+from ckptz.format.dtypes import DType, dtype_of
+from ckptz.format.frame import FrameHeader, header_bytes, pack_plan
+from ckptz.format.frequency import normalise
+from ckptz.format.plan import (
     AnyOuter,
     AnyTable,
     Domain,
@@ -23,15 +29,9 @@ from ckptz.codec.plan import (
     QuantizationMap,
     StreamTables,
 )
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources, TensorSource, chunk_bounds
-from ckptz.codec.values import KINDS
-from ckptz.context_rules import BaseCode, Block, ContextRule, Magnitude, Row, n_contexts_of
-from ckptz.dtypes import DType, dtype_of
-from ckptz.encoding.chunk import EncodedChunk, encode_chunk
-from ckptz.encoding.encoding_plan import ContextCounts, EncodingPlan, share_tables
-from ckptz.entropy.frequency import normalise
-from ckptz.entropy.streams import Embedded
-from ckptz.quant.quantizer import Quantizer
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources, TensorSource, chunk_bounds
+from ckptz.format.streams import Embedded
+from ckptz.format.values import KINDS
 from tests.support import reference
 
 Array = np.ndarray[Any, Any]

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptz.bits import xxh64
-from ckptz.codec.frame import FrameHeader, chunk_record_bytes
-from ckptz.codec.sources import PATTERN_TYPES
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.envelope import PlainFile
-from ckptz.container.index import INDEX_NAME, OPTIONAL_PREFIX, content_id_of
-from ckptz.container.reader import FrameSource
-from ckptz.dtypes import DTYPES
 from ckptz.errors import CkptzError
+from ckptz.format.bits import xxh64
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.dtypes import DTYPES
+from ckptz.format.envelope import PlainFile
+from ckptz.format.frame import FrameHeader, chunk_record_bytes
+from ckptz.format.index import INDEX_NAME, OPTIONAL_PREFIX, content_id_of
+from ckptz.format.reader import FrameSource
+from ckptz.format.sources import PATTERN_TYPES
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 from tests.support.spec_files import File, Frame, Json, plain_file
 

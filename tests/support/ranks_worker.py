@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptz import Grid, KMeans
-from ckptz.codec.sources import SourceOf
+from ckptz.format.sources import SourceOf
 from ckptz.integrations import dcp_write
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
 

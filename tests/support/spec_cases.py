@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.bits import xxh64
-from ckptz.codec.sources import CHUNK_VALUES
+from ckptz.format.bits import xxh64
+from ckptz.format.sources import CHUNK_VALUES
 from tests.support.spec_files import (
     CONSTANT,
     OWN,

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from ckptz.bits import xxh64
+from ckptz.format.bits import xxh64
 from tests.support.spec_cases import ONE, delta, empty, low_rank, over, quantized, terms
 from tests.support.spec_files import ABSENT, STORED, File, Folder, Frame, Input, Raw, plain_file, plan
 

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ckptz.bits import ByteWriter, combine, xxh64
-from ckptz.codec.decode import decode_chunk
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.sources import PATTERN_TYPES, ChunkSources, TensorSource
-from ckptz.container.byte_source import MemoryBytes
-from ckptz.container.index import content_id
-from ckptz.container.reader import check_empty
-from ckptz.dtypes import dtype_of
-from ckptz.entropy.streams import CoderId
+from ckptz.format.bits import ByteWriter, combine, xxh64
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.decode import decode_chunk
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.frame import FrameHeader
+from ckptz.format.index import content_id
+from ckptz.format.reader import check_empty
+from ckptz.format.sources import PATTERN_TYPES, ChunkSources, TensorSource
+from ckptz.format.streams import CoderId
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 
 Stream = tuple[int, bytes]

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.bits import xxh64
-from ckptz.dtypes import DTYPES
+from ckptz.format.bits import xxh64
+from ckptz.format.dtypes import DTYPES
 from tests.support.spec_cases import (
     F32,
     FLAT_TABLE,

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.bits import ByteWriter
-from ckptz.dtypes import dtype_of
+from ckptz.format.bits import ByteWriter
+from ckptz.format.dtypes import dtype_of
 from ckptz.wire import LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader, header_checksum

@@ -133,7 +133,7 @@ def _be_command(case: Case) -> NoReturn:
 
 def _wait_for_ctrl_c() -> None:
     """Let whoever opens a file first tell that it waits, and wait."""
-    from ckptz.container.byte_source import FileBytes
+    from ckptz.format.byte_source import FileBytes
 
     def opening(self: FileBytes, path: Any) -> None:
         os.write(1, WAITING.encode())

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckptz.container.byte_source import MemoryBytes
 from ckptz.errors import (
     ChecksumError,
     CkptzError,
@@ -17,7 +16,8 @@ from ckptz.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ckptz.formats.sharding import check_sharding
+from ckptz.foreign.sharding import check_sharding
+from ckptz.format.byte_source import MemoryBytes
 from ckptz.state.unflatten import unflatten
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 from tests.support.spec_files import Files, read_all

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
+from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import LinkPolicy, TopK, Uniform
 from ckptz.wire.endpoint import Link

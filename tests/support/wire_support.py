@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptz.dtypes import dtype_of
+from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire.codecs import KINDS
 from ckptz.wire.endpoint import Link

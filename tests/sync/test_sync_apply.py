@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file as save_plain
 
 from ckptz.api import apply as applying
-from ckptz.codec.sources import CHUNK_VALUES
-from ckptz.container.reader import FrameSource
 from ckptz.errors import ChecksumError, CkptzError, ConfigError, FormatError, LimitError, MissingBaseError
+from ckptz.format.reader import FrameSource
+from ckptz.format.sources import CHUNK_VALUES
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import apply_, save_file
 from tests.support.sync_support import (

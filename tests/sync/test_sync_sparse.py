@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptz import pipeline
-from ckptz.codec.decode import decode_chunk, read_changes
-from ckptz.codec.frame import FrameHeader
-from ckptz.codec.plan import kernel_mode
-from ckptz.codec.sources import PATTERN_TYPES, ArraySource, ChunkSources
-from ckptz.container.index import BaseRef
-from ckptz.dtypes import DTYPES, dtype_of
-from ckptz.encoding.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
-from ckptz.entropy.streams import CoderId, decode_stream, pack_gaps, unpack_gaps
+from ckptz.encode.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
+from ckptz.format.decode import decode_chunk, read_changes
+from ckptz.format.dtypes import DTYPES, dtype_of
+from ckptz.format.frame import FrameHeader
+from ckptz.format.index import BaseRef
+from ckptz.format.plan import kernel_mode
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
+from ckptz.format.streams import CoderId, decode_stream, pack_gaps, unpack_gaps
 from ckptz.methods.lossless import Lossless, plan_sparse
 from ckptz.parallel import Workers
-from ckptz.pipeline import Job
+from ckptz.write.pipeline import Job
 from tests.support import reference
 
 Array = np.ndarray[Any, Any]

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, KMeans
-from ckptz.container import reader
-from ckptz.container.publish import TEMPORARY_SUFFIX
+from ckptz.format import reader
+from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.methods.method import Method
 from ckptz.torch import load_file
 from ckptz.training.restoring import Restored

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ckptz import Checkpointer
-from ckptz.container import publish
 from ckptz.errors import WriteError
+from ckptz.format import publish
 from ckptz.run import folder as store_steps
 from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
 

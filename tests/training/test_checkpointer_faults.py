@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from ckptz import LOSSLESS, rebase
-from ckptz.container import publish
+from ckptz.format import publish
 from ckptz.methods.method import Method
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, inspect
-from ckptz.codec.sources import ArraySource
-from ckptz.dtypes import dtype_of
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.sources import ArraySource
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.trail import Lost, Trail, Trained
 from ckptz.torch import load_file

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz.dtypes import dtype_of
 from ckptz.errors import WireError
+from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import wire_cpu
 from ckptz.wire import LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.codecs import MIN_ELEMENTS

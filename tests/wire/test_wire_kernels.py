@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz.codec.plan import LinearTable
+from ckptz.format.plan import LinearTable
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.kernels.values_cpu import pack_codes, unpack_codes
 from tests.support import reference, wire_reference

@@ -13,8 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bench.studies.paper_b.experimental  # noqa: F401 - EF mixed is sent there
-from ckptz.dtypes import DTYPES, dtype_of
 from ckptz.errors import ConfigError, WireError
+from ckptz.format.dtypes import DTYPES, dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.codecs import Codec, plan_of

@@ -1,0 +1,105 @@
+"""Tensors of the file being written, as a reader will restore them: contexts of others follow those.
+
+A first moment is coded by contexts of the second moment that stands in the same file, perhaps behind it.
+Such a tensor is planned when the first of the two needs it, and restored chunk by chunk, so that memory
+holds a few plans and a few chunks however large the file is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.encode.chunk import restored_patterns
+from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, SourceOf, TensorSource, ViewOf
+from ckptz.kernels.floats import Patterns
+from ckptz.parallel import Recent
+
+Decoded = tuple[Patterns, NDArray[np.uint8] | None]
+HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit patterns, with its base
+MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
+
+
+class CachedChunks(Recent[Decoded]):
+    """The chunks of bases and context tensors that were read last: planning and coding ask for them again.
+
+    Args:
+        most: bytes that are held.
+    """
+
+    def __init__(self, most: int = HELD_BYTES) -> None:
+        super().__init__(most, lambda one: sum(part.nbytes for part in one if part is not None))
+
+    def of(self, name: str, source: TensorSource) -> CachedTensor:
+        """Give a tensor whose chunks are held; sources of the same name are of the same values."""
+        return CachedTensor(source, name, self)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTensor(ViewOf):
+    """A tensor of which chunks are held, patterns and codes from one decoding."""
+
+    name: str
+    chunks: CachedChunks = field(compare=False)
+
+    def _chunk(self, begin: int) -> Decoded:
+        end = min(begin + CHUNK_VALUES, self.n_patterns)
+        if self.n_codes is None:
+            return self.source.patterns(begin, end), None
+        return self.source.patterns_and_codes(begin, end)
+
+    def _held(self, begin: int) -> Decoded:
+        return self.chunks.get((self.name, begin), lambda: self._chunk(begin))
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        first = begin // CHUNK_VALUES * CHUNK_VALUES
+        if end > first + CHUNK_VALUES:
+            return self.source.patterns(begin, end)
+        return self._held(first)[0][begin - first : end - first]
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        first = begin // CHUNK_VALUES * CHUNK_VALUES
+        codes = self._held(first)[1]
+        return None if codes is None else codes[begin - first : end - first]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredSource(SourceOf):
+    """A tensor as the file will restore it."""
+
+    base: TensorSource | None
+    encoding: EncodingPlan
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return restored_patterns(self.source, self.encoding, ChunkSources(begin, end, self.base))
+
+
+class EncodingPlans:
+    """Encoding plans of the tensors that others depend on, each made once while it is in use.
+
+    A thread waits only for another one that is planning the very tensor. That one waits for nobody,
+    since such a tensor depends on no other, and so the two cannot wait for each other.
+
+    Args:
+        names: of the tensors that others depend on.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self._held: Recent[EncodingPlan] = Recent(MAX_DRAFTS, lambda _: 1)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def has(self, name: str) -> bool:
+        """Tell whether the encoding plan of a tensor is at hand."""
+        return self._held.held(name) is not None
+
+    def encoding(self, name: str, make: Callable[[], EncodingPlan]) -> EncodingPlan:
+        """Give the encoding plan of a tensor, made now if it is not at hand."""
+        return self._held.get(name, make)

@@ -1,0 +1,203 @@
+"""Contexts of a tensor that has no base: its runs, such as rows, share tables by how large their values are.
+
+Rows of a weight differ in scale, so their exponents need other tables. Rows that were never trained may
+come from a narrower type, so the low bytes of their mantissas are zeros while those of others look random.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.format.context_rules import MIN_RUN, Block, Runs
+from ckptz.format.dtypes import DType
+from ckptz.format.frequency import entropy_bits, normalise, pack_tables, row_cost_bits
+from ckptz.format.plan import StreamTables, exact_plan, planes_plan
+from ckptz.format.sources import CHUNK_VALUES, MapFunction, TensorSource
+from ckptz.format.streams import (
+    CoderId,
+    Stream,
+    encode_rans,
+    encode_streams,
+    middle_of,
+    zstd_promises,
+)
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Frequencies, Patterns
+
+MIN_VALUES: Final = 1 << 18  # below, tables and labels take more time than they save bytes
+RUN_VALUES: Final = (128, 4096)  # of a run: fewer cost too much for their labels, more differ within
+FLAT_RUN: Final = 512  # patterns of a run where rows are too short or too long
+PER_OCTAVE: Final = 4  # contexts of scale for each factor of two
+N_SCALES: Final = 16
+N_REFERENCE: Final = 512  # runs of the middle chunk, whose median is the middle context
+N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
+MIN_GAIN: Final = 1 / 200  # of a plane's bits; below, decoding is slower for nothing
+_NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
+
+
+def plan_contexts(source: TensorSource, run: MapFunction = map) -> EncodingPlan | None:
+    """Plan a tensor whose runs of elements share tables by scale; None if that saves too little.
+
+    Args:
+        source: the tensor.
+        run: maps over parts of it.
+    """
+    n, size = source.n_patterns, _run_patterns(source)
+    if size is None:
+        return None
+    borders = [-(-begin // size) * size for begin, _ in source.chunk_bounds()]
+    bounds = [*itertools.pairwise((*borders, n))]
+    begin, end = bounds[len(bounds) // 2]
+    if end - begin < size:
+        begin, end = bounds[0]
+    n_runs = min((end - begin) // size, N_REFERENCE)
+    exponents = _exponents(source.patterns(begin, begin + n_runs * size))
+    sample = middle_of(exponents)
+    if zstd_promises(sample, len(sample), entropy_bits(cpu().histogram(sample)) / 8):
+        return None
+    reference = int(np.median(_levels(exponents, size)))
+    found = [*run(lambda part: _Measured.of(source.patterns(*part), size, reference).where_it_pays(), bounds)]
+    return _plan(source.dtype, size, found)
+
+
+def _run_patterns(source: TensorSource) -> int | None:
+    """Choose the patterns of a run whose pieces in chunks can be moved as a whole; None if there are none."""
+    dtype, shape, n = source.dtype, source.shape, source.n_patterns
+    if n < MIN_VALUES or not dtype.is_float or dtype.pattern_bytes == 1 or len(shape) == 0:
+        return None
+    row = n // max(shape[0], 1)
+    size = row if RUN_VALUES[0] <= row <= RUN_VALUES[1] else FLAT_RUN
+    piece = math.gcd(size, n, CHUNK_VALUES if n > CHUNK_VALUES else n)
+    return size if piece >= MIN_RUN else None
+
+
+def _exponents(patterns: Patterns) -> Bytes:
+    """Take the eight bits below the sign, [n]."""
+    return (patterns >> patterns.dtype.type(8 * patterns.itemsize - 9)).astype(np.uint8)
+
+
+def _levels(exponents: Bytes, size: int) -> Counts:
+    """Give the mean exponent of each run of `size` patterns, in parts of an octave."""
+    sums = exponents.reshape(-1, size).sum(axis=1, dtype=np.uint32).astype(np.int64)
+    return (PER_OCTAVE * sums + size // 2) // size
+
+
+def _count(codes: Bytes, labels: Bytes, size: int, n_contexts: int) -> Counts:
+    """Count codes [n] by the label of their run, [n_contexts, 256]."""
+    runs = Runs(labels, size, n_contexts)
+    counts: Counts = cpu().count_streams(runs.group(codes), np.cumsum(runs.per_context))
+    return counts
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Runs of a part of a tensor.
+
+    Attributes:
+        labels: the context of each run by scale, from N_SCALES on where its values are narrow [m].
+        scales: occurrences of each exponent in each context [2 * N_SCALES, 256].
+        planes: where runs are narrow and others are not, occurrences of each code of each plane but the
+            exponents' in those that are not and those that are [n_planes - 1, 2, 256].
+    """
+
+    labels: Bytes
+    scales: Counts
+    planes: Counts
+
+    @classmethod
+    def of(cls, patterns: Patterns, size: int, reference: int) -> _Measured:
+        """Measure patterns in runs, the last may be shorter; `reference`: the level of the middle context."""
+        if len(patterns) > size and (rest := len(patterns) % size):
+            return cls.of(patterns[:-rest], size, reference) + cls.of(patterns[-rest:], rest, reference)
+        size = min(size, len(patterns))
+        exponents, n_planes = _exponents(patterns), patterns.itemsize
+        scale = np.clip(_levels(exponents, size) - reference + N_SCALES // 2, 0, N_SCALES - 1)
+        planes, is_narrow = np.zeros((n_planes - 1, 2, 256), np.int64), np.zeros(len(scale), np.bool_)
+        if n_planes > 2:  # of two bytes, the low one has bits of the mantissa that any value has
+            is_narrow = ~(patterns.reshape(-1, size)[:, :N_TESTED] & patterns.dtype.type(0x7F)).any(axis=1)
+            if is_narrow.any() and not is_narrow.all():
+                split = cpu().split_planes(patterns, patterns, ROTATED)
+                kinds = is_narrow.astype(np.uint8)
+                planes = np.array([_count(plane, kinds, size, 2) for plane in split[:-1]])
+        labels = (scale + N_SCALES * is_narrow).astype(np.uint8)
+        return cls(labels, _count(exponents, labels, size, 2 * N_SCALES), planes)
+
+    def where_it_pays(self) -> _Measured:
+        """Give runs that save too little by their contexts the most frequent one, which needs no labels."""
+        total = self.scales.sum(axis=0)
+        bits = entropy_bits(total)
+        if self.planes.any() or bits - entropy_bits(self.scales) > MIN_GAIN * bits:
+            return self
+        most, scales = int(self.scales.sum(axis=1).argmax()), np.zeros_like(self.scales)
+        scales[most] = total > 0  # for the last run, which may reach into a chunk that uses contexts
+        return _Measured(np.full_like(self.labels, most), scales, self.planes)
+
+    def __add__(self, other: _Measured) -> _Measured:
+        labels = np.concatenate((self.labels, other.labels))
+        return _Measured(labels, self.scales + other.scales, self.planes + other.planes)
+
+
+def _tables(counts: Counts) -> tuple[Frequencies, float]:
+    """Make a table for each row of counts [n, 256]; gives also the bits they save against a single one."""
+    frequencies = normalise(counts)
+    n_bits = 8 * int(pack_tables(frequencies)[1][-1]) + float(row_cost_bits(counts, frequencies).sum())
+    return frequencies, entropy_bits(counts.sum(axis=0)) - n_bits
+
+
+def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> EncodingPlan | None:
+    found = functools.reduce(operator.add, parts)
+    used = np.flatnonzero(found.scales.any(axis=1))
+    context_of = np.zeros(2 * N_SCALES, np.uint8)
+    context_of[used] = np.arange(len(used))
+    planes, saved = [], 0.0
+    for counts in found.planes:
+        own, gain = _tables(counts) if counts.any(axis=1).all() else (_NO_TABLE, 0)
+        if gain > 0:
+            planes.append(StreamTables(own, used // N_SCALES))
+            saved += gain
+        else:  # what names one table for all contexts is coded without contexts
+            planes.append(StreamTables(_NO_TABLE, np.zeros(len(used), np.int64)))
+    scales = found.scales[used]
+    own, gain = _tables(scales)
+    saved += gain - entropy_bits(np.bincount(found.labels, minlength=256))
+    if saved < MIN_GAIN * entropy_bits(scales.sum(axis=0)):
+        return None
+    planes.append(StreamTables(own, np.arange(len(used))))
+    rule = Block(len(used), size, context_of[found.labels])
+    plan = planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes))
+    return EncodingPlan(plan, by_table=tuple((*part.planes, part.scales[used]) for part in parts))
+
+
+def encode_by_runs(
+    planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables], by_table: Sequence[Counts]
+) -> list[Stream]:
+    """Code planes of a chunk [n] by the tables of its runs, or by another coder where these save little.
+
+    Args:
+        planes: of the chunk.
+        runs: of the chunk.
+        tables: of each plane.
+        by_table: how often each plane has each code under each table, of the runs that begin in the chunk.
+    """
+    contexts = np.flatnonzero(runs.per_context)
+    streams = list[Stream]()
+    for plane, own, counts in zip(planes, tables, by_table, strict=True):
+        segments = own.segments(contexts, runs.per_context[contexts])
+        n_patterns = np.bincount(segments.table_of, weights=runs.per_context[contexts])
+        # Where all is of one table, but for a run that reaches into the chunk, and where tables save little.
+        is_shared = n_patterns.max() <= (1 - MIN_GAIN) * len(plane)
+        n_bytes = row_cost_bits(counts, own.frequencies).sum() / 8 if is_shared else 0
+        if not is_shared or n_bytes > (1 - MIN_GAIN) * entropy_bits(counts.sum(axis=0)) / 8:
+            streams += encode_streams([plane])
+        else:
+            streams.append((CoderId.RANS_SHARED, encode_rans(runs.group(plane), segments, n_bytes)))
+    return streams

@@ -1,4 +1,0 @@
-"""Codes to bytes and back: constant, stored, zstd, interleaved rANS, sparse.
-
-Knows no tensors.
-"""

@@ -1,0 +1,411 @@
+"""Folders of `torch.distributed.checkpoint`, as torch's own writer makes them: read whole, and written.
+
+torch writes them, and loads each part of a tensor, which stands in a shard as `torch.save` writes it.
+`.metadata` is a pickle, which torch would run: it is read here as data. What the parts do not cover is an
+error. torch is imported when a folder is read or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ckptz.errors import (
+    CkptzError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+    named,
+    naming,
+)
+from ckptz.foreign.pickled import MAX_BYTES, PickledObject, Unpickler, record
+from ckptz.foreign.sharding import is_file_name
+from ckptz.foreign.torch_files import MAX_DIMS, load_part, require_torch
+from ckptz.format.dtypes import DType, dtype_of
+from ckptz.format.publish import make_folder, mode_for
+from ckptz.format.sources import PATTERN_TYPES, Patterns, TensorSource
+from ckptz.parallel import Recent
+from ckptz.state.flatten import CODES
+from ckptz.state.skeleton import MAX_DEPTH, MAX_NODES, TensorRef, is_number, pack_node
+from ckptz.state.unflatten import Chunks, unflatten
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
+MAX_CELLS: Final = 1 << 26  # of a grid whose lines are the edges of all parts
+
+MAX_ELEMENTS: Final = (1 << 63) - 1
+METADATA_FILE: Final = ".metadata"
+SHARD_SUFFIX: Final = ".distcp"
+KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which other threads begin with
+Numbers = tuple[int, ...]
+_METADATA: Final = (
+    *("metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta", "filesystem._StorageInfo"),
+    *("metadata.TensorStorageMetadata", "metadata.BytesStorageMetadata", "metadata.ChunkStorageMetadata"),
+    *("metadata.TensorProperties", "metadata._MEM_FORMAT_ENCODING"),
+)
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_OTHERS: Final = (
+    *("torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"),
+    *("pathlib.WindowsPath", "pathlib._local.WindowsPath"),
+    *(f"{_SHARDED}.TensorProperties", f"{_SHARDED}.MEM_FORMAT_ENCODING"),
+)
+
+
+def problem_of_parts(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
+    """Say what is wrong with the parts of a tensor, or nothing.
+
+    Takes time and memory by the number of parts or cells of their grid, never by the size of the tensor.
+    """
+    if math.prod(shape) > MAX_ELEMENTS:
+        return "has more than 2^63 elements"
+    for begin, sizes in parts:
+        if not len(begin) == len(sizes) == len(shape):
+            return "a part has another number of dimensions"
+        if any(b < 0 or n < 0 or b + n > whole for b, n, whole in zip(begin, sizes, shape, strict=True)):
+            return "a part lies outside of it"
+    full = [(begin, sizes) for begin, sizes in parts if math.prod(sizes)]
+    if sum(math.prod(sizes) for _, sizes in full) != math.prod(shape):
+        return "its parts do not make it whole"
+    return _overlap(shape, full)
+
+
+def _overlap(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
+    """Paint the parts onto the grid of their edges, one boolean for each cell."""
+    if len(parts) < 2:
+        return ""
+    begins, sizes = (np.array([part[i] for part in parts], np.int64) for i in (0, 1))
+    edges = [
+        np.unique([0, whole, *low, *(low + n)])
+        for whole, low, n in zip(shape, begins.T, sizes.T, strict=True)
+    ]
+    cut = [i for i, lines in enumerate(edges) if len(lines) > 2]
+    if math.prod(len(edges[i]) - 1 for i in cut) > MAX_CELLS:
+        return "its parts are cut in too many different ways"
+    first = [np.searchsorted(edges[i], begins[:, i]).tolist() for i in cut]
+    last = [np.searchsorted(edges[i], (begins + sizes)[:, i]).tolist() for i in cut]
+    painted = np.zeros([len(edges[i]) - 1 for i in cut], np.bool_)
+    for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
+        cells = painted[tuple(map(slice, low, high))]
+        if cells.any():
+            return "its parts overlap"
+        cells[...] = True
+    return ""
+
+
+def is_dcp(folder: Path) -> bool:
+    """Tell whether torch wrote the folder."""
+    return (folder / METADATA_FILE).is_file()
+
+
+def dcp_files(folder: Path) -> list[Path]:
+    """List the files that a checkpoint consists of."""
+    return sorted(p for p in folder.iterdir() if p.name == METADATA_FILE or p.suffix == SHARD_SUFFIX)
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredPart:
+    """A stored part of a tensor, or an object, whose offset is None: bytes of a file."""
+
+    name: str
+    offset: Numbers | None
+    shape: Numbers
+    path: Path
+    begin: int
+    n_bytes: int
+
+    def load(self) -> Any:
+        """Load what torch wrote there."""
+        try:
+            if not self.n_bytes or self.begin + self.n_bytes > self.path.stat().st_size:
+                raise TruncatedError(f"{self.path}: is cut; copy the folder whole")
+            with self.path.open("rb") as file:
+                file.seek(self.begin)
+                return load_part(file.read(self.n_bytes))
+        except FileNotFoundError:
+            raise FormatError(f"{self.path}: is missing, and {METADATA_FILE} names it") from None
+        except CkptzError as error:
+            raise named(error, repr(self.name)) from None
+
+
+class DcpTensor(TensorSource):
+    """A tensor of the folder, read as a whole; `kept` are those that were read last."""
+
+    dtype: DType
+    shape: Numbers
+
+    def __init__(
+        self, name: str, dtype: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Patterns]
+    ) -> None:
+        if dtype not in CODES:
+            raise UnsupportedError(
+                f"tensor {name!r} has the element type {dtype!r}, which ckptz does not have"
+            )
+        self.dtype, self.shape = dtype_of(CODES[dtype]), shape
+        self._name, self._type, self._parts, self._kept = name, dtype, parts, kept
+        paths = {part.path for part in parts}  # one that is missing is said when it is read
+        if all(map(Path.is_file, paths)) and self.n_bytes > sum(path.stat().st_size for path in paths):
+            raise TruncatedError(f"tensor {name!r}: the shards are smaller than it; copy the folder whole")
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self._kept.get(self._name, self._read)[begin:end]
+
+    def _read(self) -> Patterns:
+        import torch
+
+        # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
+        target = torch.empty(self.shape, dtype=getattr(torch, self._type))
+        for part in self._parts:
+            found = part.load()
+            if type(found) is not torch.Tensor or str(found.dtype) != f"torch.{self._type}":
+                raise CorruptionError(f"{part.name!r} is of another type than {METADATA_FILE} says")
+            if tuple(found.shape) != part.shape:
+                raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
+            ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
+            target[tuple(map(slice, part.offset or (), ends))] = found.detach()
+        return target.reshape(-1).view(torch.uint8).numpy().view(PATTERN_TYPES[self.dtype.pattern_bytes])
+
+
+def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
+    """Open a folder that torch wrote: its tensors, read when they are asked for, and the tree of its state.
+
+    Raises:
+        ConfigError: torch is not installed.
+        FormatError: damaged.
+        UnsupportedError: an object that needs code, or an element type that ckptz does not have.
+    """
+    require_torch(folder)
+    with naming(str(folder)):
+        tensors, objects, paths = _parse(read_metadata(folder / METADATA_FILE), folder)
+        leaves: dict[str, Any] = {name: TensorRef(name) for name in tensors}
+        leaves |= {name: _Object(_loaded(part)) for name, part in objects.items()}
+        return tensors, {"root": pack_node(_nested(leaves, paths)), "storages": []}
+
+
+def _loaded(part: _StoredPart) -> Any:
+    """Load a value that is not a tensor."""
+    try:
+        return part.load()
+    except UnsupportedError:
+        raise UnsupportedError(
+            f"{part.name!r} cannot be read without running code from the folder; load it with torch and "
+            "save it as plain Python values and tensors"
+        ) from None
+
+
+def _nested(leaves: Mapping[str, Any], paths: Any) -> Any:
+    """Nest the state that torch's planner flattened: text in a path means a dict, a number a list."""
+    if not isinstance(paths, dict):
+        return _Lists().made(dict(leaves))
+    root: dict[Any, Any] = {}
+    for name, value in leaves.items():
+        path = paths.get(name, (name,))
+        if not isinstance(path, tuple) or not all(type(part) in (str, int) for part in path):
+            raise CorruptionError(f"the path of {name!r} is not made of names and numbers")
+        if not 1 <= len(path) <= MAX_DEPTH:
+            raise CorruptionError(f"the path of {name!r} has {len(path)} parts, and may have {MAX_DEPTH}")
+        node = root
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise CorruptionError(f"the path of {name!r} leads through another value")
+        if path[-1] in node:
+            raise CorruptionError(f"the path of {name!r} leads to another value")
+        node[path[-1]] = value
+    return _Lists().made(root)
+
+
+@dataclass(frozen=True, slots=True)
+class _Object:
+    """A value of the state that is not a tensor."""
+
+    value: Any
+
+
+class _Lists:
+    """Turns dicts with numbers as keys into lists, which together are no longer than a tree may be."""
+
+    def __init__(self) -> None:
+        self._left = MAX_NODES
+
+    def made(self, node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node.value if isinstance(node, _Object) else node
+        made = {key: self.made(value) for key, value in node.items()}
+        if not made or not all(type(key) is int for key in made):
+            return made
+        self._left -= max(made) + 1
+        if min(made) < 0 or self._left < 0:
+            raise CorruptionError("a list of the state has no such position")
+        # torch leaves empty dicts and lists out, and puts None in their places in a list, as is done here.
+        return [made.get(i) for i in range(max(made) + 1)]
+
+
+# --- the metadata -------------------------------------------------------------------------------------
+
+
+def read_metadata(path: Path) -> Any:
+    """Read `.metadata` as records, whose classes are those that torch's writers of the last years use.
+
+    Raises:
+        CorruptionError: damaged.
+        UnsupportedError: it names another class.
+    """
+    import torch
+
+    if path.stat().st_size > MAX_BYTES:
+        raise CorruptionError(f"{METADATA_FILE}: larger than 256 MiB")
+    dtypes = [f"torch.{name}" for name, found in vars(torch).items() if isinstance(found, torch.dtype)]
+    known = [*(f"torch.distributed.checkpoint.{name}" for name in _METADATA), *_OTHERS, *dtypes]
+    with naming(METADATA_FILE), path.open("rb") as file:
+        return Unpickler(file, {name: record(name) for name in known}).read_all()
+
+
+def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _StoredPart], Any]:
+    """(tensors, objects, how the state was flattened)."""
+    top = _attributes(raw, "Metadata")
+    places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
+    kept: Recent[Patterns] = Recent(KEPT_TENSORS, lambda _: 1)
+    tensors: dict[str, TensorSource] = {}
+    objects = {}
+    for name, entry in _dict(top, "state_dict_metadata"):
+        if type(name) is not str:
+            raise CorruptionError(f"{METADATA_FILE}: a name is no text")
+        if isinstance(entry, PickledObject) and entry.kind == "BytesStorageMetadata":
+            objects[name] = _part(folder, places, name, None, ())
+            continue
+        found = _attributes(entry, "TensorStorageMetadata")
+        shape, chunks, parts = _numbers(found.get("size")), found.get("chunks"), []
+        for chunk in chunks if isinstance(chunks, list | tuple) else ():
+            box = _attributes(chunk, "ChunkStorageMetadata")
+            offset, sizes = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
+            parts.append(_part(folder, places, name, offset, sizes))
+        if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
+            raise CorruptionError(f"tensor {name!r}: {problem}")
+        tensors[name] = DcpTensor(name, _dtype(found.get("properties"), name), shape, parts, kept)
+    return tensors, objects, top.get("planner_data")
+
+
+def _dtype(properties: Any, name: str) -> str:
+    state = properties.state if isinstance(properties, PickledObject) else None
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, type) or dtype.__module__ != "torch":
+        raise CorruptionError(f"tensor {name!r} has no element type")
+    return dtype.__name__
+
+
+def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
+    if not isinstance(value, PickledObject) or value.kind != kind:
+        raise CorruptionError(f"{METADATA_FILE}: a {kind} is missing")
+    return value.attributes()
+
+
+def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]:
+    found = attributes.get(name)
+    if not isinstance(found, dict):
+        raise CorruptionError(f"{METADATA_FILE}: has no {name}")
+    return found.items()
+
+
+def _numbers(value: Any) -> Numbers:
+    """The numbers of a `torch.Size`."""
+    items = (
+        value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
+    )
+    if not isinstance(items, tuple) or not all(map(is_number, items)):
+        raise CorruptionError(f"{METADATA_FILE}: a size is not made of numbers")
+    if len(items) > MAX_DIMS:
+        raise CorruptionError(f"{METADATA_FILE}: a tensor of more than {MAX_DIMS} dimensions")
+    return items
+
+
+def _index_of(key: Any) -> tuple[str, Numbers | None]:
+    found = _attributes(key, "MetadataIndex")
+    name, offset = found.get("fqn"), found.get("offset")
+    if type(name) is not str:
+        raise CorruptionError(f"{METADATA_FILE}: a name is no text")
+    return name, None if offset is None else _numbers(offset)
+
+
+def _part(
+    folder: Path, places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers
+) -> _StoredPart:
+    """A part and where it is stored."""
+    info = places.get((name, offset))
+    if info is None:
+        raise CorruptionError(f"{METADATA_FILE}: does not say where {name!r} is stored")
+    file, begin, n_bytes = (info.get(key) for key in ("relative_path", "offset", "length"))
+    if type(file) is not str or not is_file_name(file) or not file.endswith(SHARD_SUFFIX):
+        raise CorruptionError(f"{METADATA_FILE}: {name!r} is not in a shard")
+    if not is_number(begin) or not is_number(n_bytes):
+        raise CorruptionError(f"{METADATA_FILE}: {name!r} is nowhere in its shard")
+    if info.get("transform_descriptors"):
+        raise UnsupportedError(f"{name!r} went through an extension of torch's writer; load it with torch")
+    return _StoredPart(name, offset, shape, folder / file, begin, n_bytes)
+
+
+# --- writing ------------------------------------------------------------------------------------------
+
+
+def write_dcp(
+    folder: Path,
+    tensors: Mapping[str, TensorSource],
+    tree: Any,
+    chunks: Chunks,
+    like: Iterable[Path] = (),
+) -> None:
+    """Write a folder with torch's own writer; inverse of `open_dcp`.
+
+    Args:
+        folder: must not exist, or be empty.
+        tensors: by name.
+        tree: `Index.tree`, or None for a flat dict of the tensors.
+        chunks: gives the patterns of all tensors in order.
+        like: files whose common permissions the files of the folder get, from the first byte on.
+
+    Raises:
+        ConfigError: the state is no dict, as torch wants it.
+    """
+    require_torch(folder)
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    state = unflatten(tensors, tree, folder.absolute().parent, chunks)
+    if not isinstance(state, dict):
+        raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, and torch saves dicts here")
+    is_new = make_folder(folder)
+    writer = FileSystemWriter(folder)
+    writer.fs = _file_system(mode_for(folder / METADATA_FILE, like))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it runs in a single process
+            save(state, storage_writer=writer, no_dist=True)
+    except BaseException:
+        if is_new:  # else what is in it is another's
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _file_system(mode: int) -> Any:
+    """Make a file system for torch's writer that creates files with this mode."""
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class Files(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: str | os.PathLike[str], flags: str) -> Iterator[Any]:
+            with open(path, flags, opener=lambda name, bits: os.open(name, bits, mode)) as stream:
+                yield stream
+
+    return Files()

@@ -1,0 +1,416 @@
+"""Files of `torch.save`: `.pt`, `.pth`, `.bin`, read and written by torch, without running code from them.
+
+    zip:     NAME/data.pkl | NAME/data/0 | NAME/data/1 | ... , uncompressed
+    before:  magic | protocol | system | the pickle | keys of storages | of each, size u64 and bytes
+
+`torch.load` believes the sizes that the pickle names, and then gives out memory that nobody wrote, or asks
+for more than there is. So what a file claims is held against what is in it before torch loads it. torch is
+imported when one is read or written, and not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import math
+import pickle
+import struct
+import warnings
+import zipfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final, NoReturn, cast
+
+from ckptz.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+    naming,
+)
+from ckptz.foreign.pickled import MAX_BYTES, Unpickler
+from ckptz.format.publish import publish
+from ckptz.format.sources import TensorSource
+from ckptz.state.flatten import Flat, Geometry, flatten
+from ckptz.state.skeleton import MAX_NUMBER, is_number
+from ckptz.state.unflatten import Chunks, read_chunks, unflatten
+
+TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
+ZIP_MAGIC: Final = b"PK\x03\x04"
+LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a"  # a pickled long, the first thing in a file of torch before 1.6
+LEGACY_NUMBER: Final = 0x1950A86A20F9469CFC6C
+LOCAL_HEADER: Final = 30  # bytes of a zip record before its name
+ALIGNMENT: Final = 16  # of the largest element
+MAX_DIMS: Final = 64
+MAX_LINE: Final = 1000  # the longest is the name of a class
+
+_ITEM_BYTES: Final = {
+    **{"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1},
+    **{"Byte": 1, "Bool": 1, "ComplexDouble": 16, "ComplexFloat": 8, "Untyped": 1},
+}
+
+
+def require_torch(path: Path) -> Any:
+    """Load the torch module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import torch  # only torch files need it
+    except ImportError:
+        raise ConfigError(f"{path}: torch files need torch; install ckptz[torch]") from None
+    return torch
+
+
+def read(path: Path) -> Flat:
+    """Read the tensors by name and the tree of a torch file.
+
+    The file stays mapped while the tensors are used, so they take no memory of their own; the form of
+    torch before 1.6 is read into memory.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: damaged, or not a torch file.
+        UnsupportedError: it needs code, or holds what the tree has no place for.
+    """
+    state = load_state(path)
+    with naming(str(path)):
+        return flatten(state)
+
+
+def is_torch_file(path: Path) -> bool:
+    """Tell whether a file begins as `torch.save` begins one."""
+    with path.open("rb") as file:
+        return file.read(len(ZIP_MAGIC)).startswith((ZIP_MAGIC, LEGACY_MAGIC))
+
+
+def load_state(path: Path) -> Any:
+    """Load what `torch.save` was given, its tensors on the CPU and mapped where possible; see `read`."""
+    require_torch(path)
+    n_bytes = path.stat().st_size
+    if not n_bytes:
+        raise FormatError(f"{path}: the file is empty; try an intact copy")
+    with naming(str(path)), path.open("rb") as file:
+        can_map = check_torch(file, n_bytes)
+        file.seek(0)
+        return _load(path if can_map else file, mmap=can_map)
+
+
+def load_part(data: bytes) -> Any:
+    """Load what `torch.save` wrote as a part of a file.
+
+    Raises:
+        FormatError: damaged, or not of `torch.save`.
+        UnsupportedError: it needs code, or holds what torch does not load without it.
+    """
+    check_torch(io.BytesIO(data), len(data))
+    return _load(io.BytesIO(data), mmap=False)
+
+
+def _load(file: Path | BinaryIO, *, mmap: bool) -> Any:
+    import torch
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about torch's own internals
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+        except (OSError, MemoryError):
+            raise
+        except pickle.UnpicklingError as error:
+            raise UnsupportedError(
+                f"torch does not load it without running code ({_reason(error)}); save a plain state_dict"
+            ) from None
+        except Exception as error:  # torch has no type of its own for what it finds wrong
+            raise CorruptionError(
+                f"torch does not load it ({_reason(error)}): damaged, or not a file of torch.save"
+            ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Give the line of torch's error that says why; where it refuses, that stands behind long advice."""
+    lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
+    return (lines or [type(error).__name__])[0][:120]
+
+
+def write(
+    path: Path,
+    tensors: Mapping[str, TensorSource],
+    tree: Any,
+    chunks: Chunks = read_chunks,
+    like: Iterable[Path] = (),
+) -> None:
+    """Write a torch file; inverse of `read`.
+
+    Args:
+        path: appears whole or not at all.
+        tensors: by name.
+        tree: `Index.tree`, or None for a flat dict of the tensors.
+        chunks: gives the patterns of all tensors in order.
+        like: files whose permissions it gets, as `publish` does it.
+    """
+    require_torch(path)
+    state = unflatten(tensors, tree, path.absolute().parent, chunks)
+    with publish(path, like) as file:
+        dump_state(file, state, path)
+
+
+def dump_state(file: BinaryIO, state: Any, path: Path) -> None:
+    """Write with `torch.save` into a file that will be `path`, which errors name."""
+    torch = require_torch(path)
+    try:
+        torch.save(state, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None  # what the system said, hidden by torch's own writer
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: torch cannot save this ({reason}); restore to safetensors") from None
+
+
+# --- what a file claims -------------------------------------------------------------------------
+
+
+def check_torch(file: BinaryIO, n_bytes: int) -> bool:
+    """Check a file of `torch.save`, which may also stand in memory.
+
+    Args:
+        file: at its beginning.
+        n_bytes: its length.
+
+    Returns:
+        Whether its storages can be used where they are: in a zip, and aligned.
+
+    Raises:
+        FormatError: damaged, or not what `torch.save` writes.
+        UnsupportedError: it needs code.
+    """
+    head = file.read(len(ZIP_MAGIC))
+    file.seek(0)
+    if head == ZIP_MAGIC:
+        return _check_zip(file, n_bytes)
+    _check_legacy(cast(BinaryIO, _Bounded(file)), head, n_bytes)
+    return False
+
+
+def _refuse(what: str) -> NoReturn:
+    raise CorruptionError(f"damaged, or not a file of torch.save ({what})")
+
+
+# --- the pickle ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Storage:
+    """Bytes outside of the pickle; `item` of them are an element of tensors that do not say their own."""
+
+    item: int
+    n_bytes: int
+
+
+class _Storages:
+    """The storages that a pickle names; `room_of` says how many bytes there are for a key, or raises."""
+
+    def __init__(self, room_of: Callable[[str, int], int]) -> None:
+        self._room_of = room_of
+        self._sizes: dict[str, int] = {}  # bytes by key, as torch makes each once
+
+    def __call__(self, key: Any) -> _Storage:
+        if type(key) is not tuple or len(key) not in (5, 6) or key[0] != "storage":
+            _refuse("a storage without a key")
+        _, item, name, _, n_items, view = (*key, None)[:6]
+        if type(item) is not int or not is_number(n_items):
+            _refuse("a storage without a type or a size")
+        n_bytes = self._sized(name, n_items * item)
+        if n_bytes > self._room_of(name, n_bytes):
+            raise TruncatedError(f"storage {name[:80]!r} is cut; try an intact copy")
+        if view is None:
+            return _Storage(item, n_bytes)
+        if type(view) is not tuple or len(view) != 3 or not all(map(is_number, view[1:])):
+            _refuse("a view of a storage that is none")
+        if (view[1] + view[2]) * item > n_bytes:
+            raise TruncatedError("a view of a storage is cut; try an intact copy")
+        return _Storage(item, self._sized(view[0], view[2] * item))
+
+    def _sized(self, name: Any, n_bytes: int) -> int:
+        if type(name) is not str or self._sizes.setdefault(name, n_bytes) != n_bytes:
+            _refuse("a storage of two sizes")
+        return n_bytes
+
+
+def _ordered(*args: Any) -> OrderedDict[Any, Any]:
+    """`OrderedDict()`, or of Python 2 with a list of pairs."""
+    [pairs] = args or ([],)
+    if type(pairs) is not list or not all(
+        type(pair) in (list, tuple) and len(pair) == 2 and type(pair[0]) is str for pair in pairs
+    ):
+        _refuse("an ordered dict of something")
+    return OrderedDict(pairs)
+
+
+def _size(dims: Any) -> tuple[int, ...]:
+    if type(dims) not in (tuple, list) or not all(type(n) is int and abs(n) <= MAX_NUMBER for n in dims):
+        _refuse("a size that is not made of numbers")
+    return tuple(dims)
+
+
+def _text_bytes(text: Any, encoding: Any) -> bytes:
+    if type(text) is not str or encoding not in ("latin1", "latin-1"):
+        _refuse("bytes that are none")
+    return text.encode("latin-1")
+
+
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> object:
+    """A tensor of (storage, offset, shape, strides, requires_grad, hooks[, dtype][, flags])."""
+    item = next((one.itemsize for one in rest if hasattr(one, "itemsize")), getattr(storage, "item", 0))
+    if not isinstance(storage, _Storage) or not type(shape) is type(strides) is tuple:
+        _refuse("a tensor without a storage or a shape")
+    if len(shape) != len(strides) or not all(map(is_number, (offset, *shape, *strides))):
+        _refuse("a tensor whose shape and strides are no numbers")
+    if len(shape) > MAX_DIMS:
+        raise UnsupportedError(f"a tensor of {len(shape)} dimensions; the limit is {MAX_DIMS}")
+    geometry = Geometry("", item, shape, strides, offset)
+    if math.prod(shape) > MAX_NUMBER or (geometry.n_items and geometry.end > storage.n_bytes):
+        _refuse("a tensor beyond its storage")
+    return object()
+
+
+def _parameter(tensor: Any, *rest: Any) -> object:
+    if type(tensor) is not object:
+        _refuse("a parameter without a tensor")
+    return tensor
+
+
+@functools.cache
+def _names() -> dict[str, Any]:
+    """What a pickle may name: dtypes, storages as the bytes of their elements, and what may be called."""
+    import torch
+
+    dtypes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
+    storages = {
+        f"{module}.{kind}Storage": n
+        for kind, n in _ITEM_BYTES.items()
+        for module in ("torch", "torch.storage")
+    }
+    rebuild = {"tensor": _tensor, "tensor_v2": _tensor, "tensor_v3": _tensor, "parameter": _parameter}
+    return {
+        **dtypes,
+        **storages,
+        **{f"torch._utils._rebuild_{name}": call for name, call in rebuild.items()},
+        "collections.OrderedDict": _ordered,
+        "torch.Size": _size,
+        "_codecs.encode": _text_bytes,
+    }
+
+
+# --- the zip ------------------------------------------------------------------------------------------
+
+
+def _check_zip(file: BinaryIO, n_bytes: int) -> bool:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            found = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
+        raise CorruptionError(f"cut or damaged ({error}); try an intact copy") from None
+    records = _records(file, n_bytes, found)
+    order = records.get("byteorder")
+    if order is not None and (order.n_bytes > len("little") or order.read(file) != b"little"):
+        raise UnsupportedError("of a machine with another order of bytes; save it again on this one")
+
+    def room_of(key: str, _: int) -> int:
+        if f"data/{key}" not in records:
+            raise CorruptionError(f"storage {key[:80]!r} is missing; try an intact copy")
+        return records[f"data/{key}"].n_bytes
+
+    Unpickler(io.BytesIO(_pickle_in(records, file)), _names(), _Storages(room_of)).read_all()
+    return all(record.begin % ALIGNMENT == 0 for name, record in records.items() if name.startswith("data/"))
+
+
+def _pickle_in(records: Mapping[str, _ZipRecord], file: BinaryIO) -> bytes:
+    if "constants.pkl" in records:
+        raise UnsupportedError("a TorchScript program, not a checkpoint; save a plain state_dict of it")
+    record = records.get("data.pkl")
+    if record is None:
+        _refuse("no data.pkl")
+    if record.n_bytes > MAX_BYTES:
+        raise CorruptionError("data.pkl is larger than 256 MiB")
+    pickled = record.read(file)
+    if record.crc and zlib.crc32(pickled) != record.crc:  # 0 where torch was told not to compute it
+        raise CorruptionError("its pickle was changed after it was written; try an intact copy")
+    return pickled
+
+
+@dataclass(frozen=True, slots=True)
+class _ZipRecord:
+    """Where a record of a zip lies, and its checksum."""
+
+    begin: int
+    n_bytes: int
+    crc: int
+
+    def read(self, file: BinaryIO) -> bytes:
+        file.seek(self.begin)
+        return file.read(self.n_bytes)
+
+
+def _records(file: BinaryIO, n_bytes: int, found: list[zipfile.ZipInfo]) -> dict[str, _ZipRecord]:
+    """Find the records of a zip by their names within the archive; none may overlap."""
+    records: dict[str, _ZipRecord] = {}
+    seen: set[str] = set()
+    at = 0
+    for info in sorted(found, key=lambda info: info.header_offset):
+        if info.compress_type != zipfile.ZIP_STORED:
+            raise UnsupportedError("its records are compressed; save it again with torch.save")
+        file.seek(max(info.header_offset, 0))
+        header = file.read(LOCAL_HEADER)
+        if info.header_offset < at or len(header) < LOCAL_HEADER or not header.startswith(ZIP_MAGIC):
+            _refuse("records overlap")
+        begin = info.header_offset + LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
+        at = begin + info.file_size
+        if at > n_bytes or info.flag_bits & 1 or info.file_size != info.compress_size:
+            raise TruncatedError(f"record {info.filename[:80]!r} is cut")
+        name = info.filename.partition("/")[2]
+        if name.lower() in seen:  # readers of zips differ in whether case counts
+            _refuse("two records of one name")
+        seen.add(name.lower())
+        records[name] = _ZipRecord(begin, info.file_size, info.CRC)
+    return records
+
+
+# --- the form of torch before 1.6 ---------------------------------------------------------------------
+
+
+class _Bounded:
+    """A file whose pickles ask for no more than it may have."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def read(self, n: int) -> bytes:
+        return self._file.read(min(n, MAX_BYTES))
+
+    def readline(self) -> bytes:
+        return self._file.readline(MAX_LINE)
+
+
+def _check_legacy(file: BinaryIO, head: bytes, n_bytes: int) -> None:
+    found: dict[str, int] = {}
+
+    def room_of(key: str, wanted: int) -> int:
+        found[key] = wanted
+        return n_bytes - sum(found.values()) + wanted
+
+    def read() -> Any:  # another pickle may need code, which is to be said
+        return Unpickler(file, names, storages).read_all()
+
+    names, storages = _names(), _Storages(room_of)
+    if read() != LEGACY_NUMBER or head != LEGACY_MAGIC:
+        _refuse("it begins with other bytes")
+    for _ in ("protocol", "system", "state"):
+        read()
+    keys = read()
+    if type(keys) is not list or not all(type(key) is str for key in keys) or set(keys) != set(found):
+        _refuse("its storages are not those of its tensors")

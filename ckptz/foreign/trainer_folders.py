@@ -1,0 +1,204 @@
+"""Folders of `CkptzTrainerMixin`, written as transformers' own Trainer would have written them.
+
+    model.ckptz      ->  model.safetensors, or adapter_model.safetensors
+    state.ckptz      ->  optimizer.pt, by numbers of parameters, scheduler.pt, scaler.pt
+    rng-00000.ckptz  ->  rng_state.pth, or one for each of several ranks
+
+Everything else in the folder is what the Trainer wrote itself, and is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from ckptz.errors import CorruptionError, UnsupportedError, naming
+from ckptz.foreign.folders import Input, carried_in
+from ckptz.foreign.inputs import open_input
+from ckptz.foreign.sharding import Carried, stage_carried
+from ckptz.foreign.torch_files import dump_state
+from ckptz.format.byte_source import is_folder
+from ckptz.format.envelope import plain_regions, write_plain
+from ckptz.format.publish import publish_together
+from ckptz.format.sources import TensorSource
+from ckptz.run.exact import exact_of
+from ckptz.run.step_files import FROZEN_KEY
+from ckptz.state.flatten import tied_names
+from ckptz.state.skeleton import parse_tree
+from ckptz.state.unflatten import Chunks, unflatten
+from ckptz.store.resolve import SUFFIX
+
+WEIGHTS: Final = f"model{SUFFIX}"
+STATE: Final = f"state{SUFFIX}"
+# PEFT leaves out of its files what an adapter is called, and where it keeps copies of whole layers.
+_NOT_IN_ADAPTERS: Final = re.compile(
+    r"\.modules_to_save\.default(?=\.)|(?<=lora_magnitude_vector)\.default\.weight$|\.default(?=\.|$)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerFolder:
+    """The open files of a checkpoint.
+
+    Attributes:
+        weights: of the model, or of its adapter.
+        state: of optimizer, scheduler and scaler.
+        rngs: random numbers of each rank.
+        carried: the other files.
+    """
+
+    weights: Input
+    state: Input
+    rngs: tuple[Input, ...]
+    carried: tuple[Carried, ...]
+
+    @property
+    def inputs(self) -> tuple[Input, ...]:
+        """Give all files with tensors."""
+        return (self.weights, self.state, *self.rngs)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Tell whether the weights are those of an adapter of PEFT."""
+        return any(name == "adapter_config.json" for name, _ in self.carried)
+
+    @property
+    def lacks_frozen(self) -> bool:
+        """Tell whether frozen weights are left out that a whole model needs; an adapter does not."""
+        return FROZEN_KEY in (self.weights.metadata or {}) and not self.is_adapter
+
+    @property
+    def weights_file(self) -> str:
+        """Name the plain file of weights."""
+        return "adapter_model.safetensors" if self.is_adapter else "model.safetensors"
+
+    @property
+    def written(self) -> list[str]:
+        """Name the plain files that it becomes."""
+        return [self.weights_file, "optimizer.pt", "scheduler.pt", "scaler.pt", *self.rng_files]
+
+    @property
+    def rng_files(self) -> list[str]:
+        """Name the plain files of random numbers."""
+        n_ranks = len(self.rngs)
+        return ["rng_state.pth"] if n_ranks == 1 else [f"rng_state_{i}.pth" for i in range(n_ranks)]
+
+
+def is_trainer_folder(folder: Path) -> bool:
+    """Tell whether a folder holds a checkpoint of `CkptzTrainerMixin`."""
+    files = (WEIGHTS, STATE, "trainer_state.json")
+    return is_folder(folder) and all((folder / name).is_file() for name in files)
+
+
+def open_trainer_folder(
+    folder: Path, search_path: Sequence[Path], held: contextlib.ExitStack
+) -> TrainerFolder:
+    """Open all files of a checkpoint, as exact as they are there; `held` closes them.
+
+    Raises:
+        FormatError: a file is damaged.
+        MissingBaseError: a base is not found.
+    """
+
+    def opened(path: Path) -> Input:
+        return held.enter_context(contextlib.closing(open_input(exact_of(path), search_path)))
+
+    rngs = sorted(folder.glob(f"rng-*{SUFFIX}"))
+    weights, state, *others = [opened(path) for path in (folder / WEIGHTS, folder / STATE, *rngs)]
+    return TrainerFolder(weights, state, tuple(others), tuple(carried_in(folder)))
+
+
+def write_plain_trainer(
+    folder: Path, trainer: TrainerFolder, chunks: Chunks, like: Sequence[Path] = ()
+) -> None:
+    """Write the folder of the plain Trainer: all files appear when all are complete.
+
+    Args:
+        folder: is there; files of other names stay.
+        trainer: what to write.
+        chunks: gives the patterns of all tensors of a file in order.
+        like: files whose permissions the new ones get, as `publish` does it.
+
+    Raises:
+        CorruptionError: a file was not written by the mixin.
+        UnsupportedError: weights that no safetensors file can hold.
+    """
+    weights = _named_weights(trainer)
+    with publish_together() as files:
+        with files.file(folder / trainer.weights_file, like) as sink:
+            write_plain(sink, plain_regions(weights), {"format": "pt"}, chunks(weights))
+        for file, state in _torch_files(trainer, folder, chunks).items():
+            with files.file(folder / file, like) as sink:
+                dump_state(sink, state, folder / file)
+        stage_carried(files, trainer.carried, folder)
+
+
+def _named_weights(trainer: TrainerFolder) -> dict[str, TensorSource]:
+    """Give the weights by their names in the plain file, tied ones by one name, as transformers does."""
+    weights = trainer.weights
+    if weights.tree is not None:
+        with naming(weights.name):
+            names = set(parse_tree(weights.tree).root)
+            tied = tied_names(weights.tree, weights.tensors)
+        if odd := sorted(names - weights.tensors.keys() - tied.keys()):
+            raise UnsupportedError(
+                f"{weights.name}: {odd[0]!r} shares a part of its memory with others, which no safetensors "
+                "file can hold; restore model.ckptz by itself"
+            )
+    if not trainer.is_adapter:
+        return dict(weights.tensors)
+    return {_NOT_IN_ADAPTERS.sub("", name): source for name, source in weights.tensors.items()}
+
+
+def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[str, Any]:
+    """Give the state that each torch file holds, by name."""
+
+    def state_of(file: Input) -> Any:
+        from ckptz.state.plain_types import from_plain
+
+        with naming(file.name):
+            return from_plain(unflatten(file.tensors, file.tree, folder, chunks))
+
+    try:
+        state = state_of(trainer.state)
+        files = {"optimizer.pt": _numbered(state), "scheduler.pt": state["scheduler"]}
+        if state["scaler"] is not None:
+            files["scaler.pt"] = state["scaler"]
+        for file, rng in zip(trainer.rng_files, trainer.rngs, strict=True):
+            files[file] = _random_numbers(state_of(rng)["rng"], is_alone=len(trainer.rngs) == 1)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{trainer.state.name}: was not written by CkptzTrainerMixin ({type(error).__name__}: {error})"
+        raise CorruptionError(what) from None
+    return files
+
+
+def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Give an optimizer's state as its `state_dict` has it: parameters by number, through all groups."""
+    names = [name for group in state["groups"] for name in group["params"]]
+    number = {name: i for i, name in enumerate(names)}
+    return {
+        "state": {number[name]: values for name, values in state["optimizer"].items()},
+        "param_groups": [
+            {**group, "params": [number[name] for name in group["params"]]} for group in state["groups"]
+        ],
+    }
+
+
+def _random_numbers(state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
+    """Give the states of generators as the Trainer keeps them; one process has that of one CUDA device."""
+    python, legacy = state["python"], state["numpy"]
+    keys = legacy["keys"].numpy().astype(np.uint32)
+    found = {
+        "python": (python["version"], tuple(python["words"].tolist()), python["gauss"]),
+        "numpy": (legacy["kind"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"]),
+        "cpu": state["torch"],
+    }
+    if "cuda" in state:
+        found["cuda"] = state["cuda"][0] if is_alone else state["cuda"]
+    return found

@@ -1,0 +1,220 @@
+"""Contexts: labels that the decoder already has, which say what tables a code uses.
+
+Implements spec/03-transforms.md#contexts. A frame lists at most three rules; the context of an element is
+the mixed-radix number of their labels, the first rule most significant.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import CorruptionError
+from ckptz.format.bits import ByteReader, ByteWriter
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import Bytes
+
+MAX_RULES: Final = 3
+MAX_CONTEXTS: Final = 1 << 12
+MAX_INDICES: Final = 1 << 24  # labels that a header may hold for rows or blocks
+MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
+N_MAGNITUDE_CONTEXTS: Final = 256
+
+MIN_REPEATED: Final = 1 << 12  # patterns of a row; shorter ones are filled together
+MIN_RUN: Final = 32  # patterns that are moved as a whole
+
+Labels = NDArray[Any]  # uint8 or uint16
+
+
+class RuleId(IntEnum):
+    """Ids of the context rules: spec/registry.md#context-rules."""
+
+    MAGNITUDE = 1
+    ROW = 2
+    BLOCK = 3
+    BASE_CODE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitude:
+    """The eight bits below the sign: of the base's pattern, or of tensor `source` of the same file."""
+
+    source: str | None = None
+
+    @property
+    def radix(self) -> int:
+        """Number of different labels."""
+        return N_MAGNITUDE_CONTEXTS
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A stored label for each index of the first dimension."""
+
+    radix: int
+    indices: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stored label for each block of `size` patterns."""
+
+    radix: int
+    size: int
+    indices: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseCode:
+    """The code that the base's own frame used; 0 where it has none."""
+
+    radix: int
+
+
+ContextRule = Magnitude | Row | Block | BaseCode
+
+
+def n_contexts_of(rules: Sequence[ContextRule]) -> int:
+    """Count the contexts; 1 without rules."""
+    return math.prod(rule.radix for rule in rules)
+
+
+class ContextSources(Protocol):
+    """Arrays that context rules look at, for the patterns begin..end of one chunk."""
+
+    begin: int
+    end: int
+
+    def base_patterns(self) -> Any:
+        """Read patterns [end - begin] of the base."""
+        ...
+
+    def base_codes(self) -> NDArray[np.uint8] | None:
+        """Read codes [end - begin] of the base's frame, or None."""
+        ...
+
+    def patterns_of(self, name: str) -> Any:
+        """Read patterns [end - begin] of another tensor of the same file."""
+        ...
+
+
+def _labels_of(rule: ContextRule, sources: ContextSources, row_patterns: int) -> Labels:
+    if isinstance(rule, Magnitude):
+        patterns = sources.base_patterns() if rule.source is None else sources.patterns_of(rule.source)
+        return cpu().magnitudes(patterns)
+    if isinstance(rule, BaseCode):
+        codes = sources.base_codes()
+        if codes is None:
+            return np.zeros(sources.end - sources.begin, np.uint8)
+        if len(codes) and int(codes.max()) >= rule.radix:
+            raise CorruptionError(f"the base uses code {int(codes.max())}, the frame expects {rule.radix}")
+        return codes
+    size = row_patterns if isinstance(rule, Row) else rule.size
+    return labels_of_rows(rule.indices, sources.begin, sources.end, size)
+
+
+def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_patterns: int) -> NDArray[np.uint8]:
+    """Give the labels [end - begin] of patterns begin..end of rows, or blocks, with a label each."""
+    first, last = begin // row_patterns, -(-end // row_patterns)
+    own = indices[first:last]
+    if row_patterns < MIN_REPEATED:
+        return np.repeat(own, row_patterns)[begin - first * row_patterns :][: end - begin]
+    labels = np.empty(end - begin, np.uint8)
+    for label, row in zip(own.tolist(), range(first, last), strict=True):
+        labels[max(row * row_patterns - begin, 0) : (row + 1) * row_patterns - begin] = label
+    return labels
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The patterns [n] of a chunk as runs of one context each.
+
+    Attributes:
+        labels: the context of each run.
+        size: patterns of a run.
+        n_contexts: that labels may name.
+    """
+
+    labels: NDArray[np.uint8]
+    size: int
+    n_contexts: int
+
+    @cached_property
+    def per_context(self) -> NDArray[np.int64]:
+        """Patterns of each context [n_contexts]."""
+        return np.bincount(self.labels, minlength=self.n_contexts) * self.size
+
+    @cached_property
+    def _order(self) -> NDArray[np.intp] | None:
+        """The runs in context order, or None where they stand in it already."""
+        is_sorted = bool((self.labels[1:] >= self.labels[:-1]).all())
+        return None if is_sorted else np.argsort(self.labels, kind="stable")
+
+    def group(self, codes: Bytes) -> Bytes:
+        """Put codes [n] in context order."""
+        return codes if self._order is None else codes.view(f"V{self.size}")[self._order].view(np.uint8)
+
+    def ungroup(self, grouped: Bytes) -> Bytes:
+        """Put codes [n] from context order in that of the patterns."""
+        if self._order is None:
+            return grouped
+        codes = np.empty_like(grouped)
+        codes.view(f"V{self.size}")[self._order] = grouped.view(f"V{self.size}")
+        return codes
+
+
+def runs_of(rules: Sequence[ContextRule], begin: int, end: int, row_patterns: int) -> Runs | None:
+    """Find runs in patterns begin..end; None if contexts depend on more than places, or change too often."""
+    rule = rules[0] if len(rules) == 1 else None
+    if not isinstance(rule, Row | Block):
+        return None
+    whole = row_patterns if isinstance(rule, Row) else rule.size
+    size = math.gcd(whole, begin, end)
+    if size < MIN_RUN:
+        return None
+    labels = labels_of_rows(rule.indices, begin // size, end // size, whole // size)
+    return Runs(labels, size, rule.radix)
+
+
+def labels_of(rules: Sequence[ContextRule], sources: ContextSources, row_patterns: int) -> Labels:
+    """Give the context of each pattern of a chunk [n], by at least one rule; `row_patterns`: of one row."""
+    labels: Labels = _labels_of(rules[0], sources, row_patterns)
+    if len(rules) > 1:
+        labels = labels.astype(np.uint16)
+        for rule in rules[1:]:
+            labels = labels * np.uint16(rule.radix) + _labels_of(rule, sources, row_patterns)
+    return labels
+
+
+def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
+    """Write which table each context uses, [n_contexts], as runs: length varint, table varint."""
+    begins = [0, *((table_of[1:] != table_of[:-1]).nonzero()[0] + 1).tolist()]
+    lengths = map(operator.sub, [*begins[1:], len(table_of)], begins)
+    numbers = [*itertools.chain.from_iterable(zip(lengths, table_of[begins].tolist(), strict=True))]
+    if max(numbers) < 0x80:
+        out.raw(bytes(numbers))
+        return
+    for number in numbers:
+        out.varint(number)
+
+
+def parse_runs(source: ByteReader, n_contexts: int, n_tables: int) -> NDArray[np.int64]:
+    """Read what `write_runs` wrote, [n_contexts]; refuse tables that do not exist."""
+    table_of = np.empty(n_contexts, np.int64)
+    position = 0
+    while position < n_contexts:
+        n, table = source.varint("context run"), source.varint("context run table")
+        if not 1 <= n <= n_contexts - position or table >= n_tables:
+            raise CorruptionError(f"context run of {n} from {position} names table {table} of {n_tables}")
+        table_of[position : position + n] = table
+        position += n
+    return table_of

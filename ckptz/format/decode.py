@@ -1,0 +1,328 @@
+"""Decoding one chunk of a frame. Implements spec/05-frame.md#decoding; every check is a refusal there.
+
+Chunks of which few patterns differ from the base take time for those only. Their bytes are ordinary code
+streams, every one of them constant zero or sparse around zero, so any decoder reads them. Here the changed
+patterns are found without walking all planes, and given back as positions and values, so that they can be
+written into memory that holds the base.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import ChecksumError, CorruptionError, FormatError, MissingBaseError, UnsupportedError
+from ckptz.format.bits import ByteReader, xxh64
+from ckptz.format.context_rules import Labels, Runs, labels_of, runs_of
+from ckptz.format.frame import ChunkRecord, FrameHeader
+from ckptz.format.plan import BASE_MODES, Predictor, kernel_mode
+from ckptz.format.sources import ChunkSources
+from ckptz.format.streams import CoderId, decode_stream, read_sparse, unpack_gaps
+from ckptz.format.values import predicted
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import RAW, Bytes, Patterns
+from ckptz.kernels.floats import Positions as Positions
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """The patterns of one chunk that differ from the base.
+
+    Attributes:
+        positions: where, counted from the start of the chunk, ascending.
+        planes: the codes there, one array a byte plane.
+        mode: the kernels' number for how codes and base make patterns.
+    """
+
+    positions: Positions
+    planes: tuple[Bytes, ...]
+    mode: int
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def patterns(self, base: Patterns) -> Patterns:
+        """Compute what the patterns become, from the base's patterns at the same positions."""
+        out = np.empty_like(base)
+        if len(out):
+            cpu().merge_planes(self.planes, base, self.mode, out)
+        return out
+
+
+def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: int) -> Changes | None:
+    """Read the changes of a chunk of `n` patterns whose streams are all constant zero or sparse around zero.
+
+    Returns:
+        None for any other chunk: it is decoded as a whole.
+
+    Raises:
+        FormatError: the bytes are not such streams.
+    """
+    streams = _sparse_streams(header, record, payload)
+    if streams is None:
+        return None
+    found = [None if data is None else read_plane(data, n)[1:] for data in streams]
+    mode = kernel_mode(header.plan.mode, header.dtype)
+    changed = [positions for positions, _ in filter(None, found)]
+    if not changed:
+        return Changes(np.empty(0, np.int64), (np.empty(0, np.uint8),) * len(found), mode)
+    everywhere = functools.reduce(np.union1d, changed)
+    return Changes(everywhere, tuple(_placed(plane, everywhere) for plane in found), mode)
+
+
+def _sparse_streams(
+    header: FrameHeader, record: ChunkRecord, payload: Bytes
+) -> list[ByteReader | None] | None:
+    """The sparse streams of a chunk, None for each constant one; None if there is any other."""
+    if header.plan.quant_map is not None or header.plan.mode not in BASE_MODES:
+        return None
+    found: list[ByteReader | None] = []
+    offset = 0
+    for stream in record.streams:
+        data = payload[offset : offset + stream.n_bytes]
+        offset += stream.n_bytes
+        if stream.coder not in (CoderId.CONSTANT, CoderId.SPARSE) or not len(data) or data[0]:
+            return None
+        if stream.coder == CoderId.CONSTANT and len(data) > 1:
+            return None
+        found.append(ByteReader(data.data) if stream.coder == CoderId.SPARSE else None)
+    return found
+
+
+def read_plane(source: ByteReader, n: int) -> tuple[int, Positions, Bytes]:
+    """Read a sparse stream of n codes: the common code, the positions of other ones, and these.
+
+    Raises:
+        FormatError: the bytes are not one.
+    """
+    common, gaps, values = read_sparse(source, n)
+    return common, unpack_gaps(gaps, len(values), n), values
+
+
+def _placed(plane: tuple[Positions, Bytes] | None, everywhere: Positions) -> Bytes:
+    """The codes of one plane at all positions that change in any."""
+    if plane is None:
+        return np.zeros(len(everywhere), np.uint8)
+    positions, values = plane
+    if len(positions) == len(everywhere):
+        return values
+    out = np.zeros(len(everywhere), np.uint8)
+    out[np.searchsorted(everywhere, positions)] = values
+    return out
+
+
+def decode_chunk(
+    header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources, out: Patterns
+) -> Bytes | None:
+    """Decode chunk `index` into `out` and check it; returns its codes, if a quantization map made them.
+
+    Args:
+        header: the frame's header.
+        index: which chunk.
+        payload: its stored bytes.
+        sources: the chunk's bounds, and the base where the frame needs one.
+        out: the chunk's patterns.
+
+    Raises:
+        ChecksumError: the stored bytes were changed.
+        MissingBaseError: the bytes are whole, so the base must be another tensor.
+        CorruptionError: the bytes contradict the specification.
+    """
+    record = header.chunks[index]
+    try:
+        codes = _Streams(header, record, payload, sources).decode(out)
+    except (FormatError, UnsupportedError) as error:
+        check_stored(record, index, payload)
+        raise type(error)(f"chunk {index}: {error}") from None
+    if xxh64(out) != record.decoded:
+        check_stored(record, index, payload)
+        if header.plan.needs_base:
+            raise MissingBaseError(
+                f"the base found is not the checkpoint that this delta was made from{sources.base_title}"
+            )
+        raise CorruptionError(f"chunk {index}: decodes to other values than were written")
+    return codes
+
+
+def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources) -> Bytes:
+    """Decode only the codes of chunk `index`, uint8 [n_patterns], for a delta that is grouped by them.
+
+    Without values there is no decoded checksum to compare, so the stored one is. Faults of the values alone
+    are not seen: spec/03-transforms.md#contexts.
+    """
+    record = header.chunks[index]
+    check_stored(record, index, payload)
+    try:
+        return _Streams(header, record, payload, sources).map_codes()
+    except FormatError as error:
+        raise type(error)(f"chunk {index}: {error}") from None
+
+
+def check_stored(record: ChunkRecord, index: int, payload: Bytes) -> None:
+    """Require that the stored bytes of a chunk are as written.
+
+    Decoding values only asks when something is wrong: the decoded checksum covers the good case.
+    """
+    if xxh64(payload) != record.stored:
+        raise ChecksumError(f"chunk {index}: its stored bytes were changed after they were written")
+
+
+class _Streams:
+    """The streams of one chunk, taken in order."""
+
+    def __init__(
+        self, header: FrameHeader, record: ChunkRecord, payload: Bytes, sources: ChunkSources
+    ) -> None:
+        if len(payload) != record.n_bytes:
+            raise CorruptionError(f"{len(payload)} stored bytes, {record.n_bytes} recorded")
+        self._header, self._record, self._payload, self._sources = header, record, payload, sources
+        self._n = sources.end - sources.begin
+        self._next, self._offset = 0, 0
+        self._check_base_codes()
+        rules, is_map = header.plan.rules, header.plan.quant_map is not None
+        # Labels may be what is wrong with a chunk, so they are read; those of runs were when the header was.
+        self._labels: Labels | None = None
+        if rules and (is_map or self._runs is None):
+            self._labels = labels_of(rules, sources, header.row_patterns)
+
+    def _check_base_codes(self) -> None:
+        expected = self._record.base_codes
+        if expected is None:
+            return
+        codes = self._sources.base_codes()
+        if (0 if codes is None else xxh64(codes)) != expected:
+            title = self._sources.base_title
+            raise MissingBaseError(f"the base's codes are not those that this delta was grouped by{title}")
+
+    @functools.cached_property
+    def _runs(self) -> Runs | None:
+        header, sources = self._header, self._sources
+        return runs_of(header.plan.rules, sources.begin, sources.end, header.row_patterns)
+
+    @functools.cached_property
+    def _counts(self) -> NDArray[np.uint32]:
+        """Patterns of each context, as kernels that sort by contexts need them."""
+        if self._labels is None:
+            raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
+        found: NDArray[np.uint32] = cpu().context_counts(
+            self._labels, np.array([self._n]), self._header.plan.n_contexts
+        )
+        return found
+
+    def _take(self) -> tuple[int, Bytes]:
+        stream = self._record.streams[self._next]
+        data = self._payload[self._offset : self._offset + stream.n_bytes]
+        self._next += 1
+        self._offset += stream.n_bytes
+        return stream.coder, data
+
+    def decode(self, out: Patterns) -> Bytes | None:
+        """All streams, into patterns; returns the codes of a quantization map."""
+        if self._header.plan.quant_map is None:
+            self._decode_planes(out)
+            return None
+        return self._decode_map(out)
+
+    def _decode_planes(self, out: Patterns) -> None:
+        plan, dtype = self._header.plan, self._header.dtype
+        base = self._sources.base_patterns() if plan.predictor is Predictor.BASE else out
+        changes = read_changes(self._header, self._record, self._payload, self._n)
+        if changes is not None:
+            out[:] = base
+            out[changes.positions] = changes.patterns(base[changes.positions])
+            return
+        planes, by_context = self._planes(dtype.pattern_bytes)
+        mode = kernel_mode(plan.mode, dtype)
+        if by_context:
+            codes = np.empty_like(out)
+            self._put_in_order(planes, by_context, codes)
+            cpu().restore(codes, base, mode, out)
+        else:
+            cpu().merge_planes(planes, base, mode, out)
+
+    def _decode_map(self, out: Patterns) -> Bytes:
+        plan, sources = self._header.plan, self._sources
+        quant_map = plan.quant_map
+        assert quant_map is not None
+        codes = self.map_codes()
+        table = self._header.value_table
+        table.decode(codes, self._labels, predicted(plan, sources), out)
+        exact = np.zeros(self._n, np.bool_)
+        if quant_map.escape_code is not None:
+            exact = codes == quant_map.escape_code
+            self._put(np.flatnonzero(exact), out)
+        # What stands exactly may be anything; what was computed is finite, or rounding is not defined.
+        if not cpu().all_finite(out, table.kind) and not cpu().all_finite(out[~exact], table.kind):
+            raise CorruptionError("a value is not finite, and not escaped")
+        return codes
+
+    def map_codes(self) -> Bytes:
+        """The codes of a quantization map, each of which it has."""
+        ([codes], by_context), quant_map = self._planes(1), self._header.plan.quant_map
+        assert quant_map is not None
+        if by_context:
+            grouped, codes = codes, np.empty(self._n, np.uint8)
+            self._put_in_order([grouped], by_context, codes)
+        if len(codes) and int(codes.max()) >= quant_map.n_codes:
+            raise CorruptionError(f"code {int(codes.max())} is beyond the {quant_map.n_codes} of the map")
+        return codes
+
+    def _put(self, at: NDArray[np.intp], out: Patterns) -> None:
+        n = len(at)
+        planes = [self._plain(*self._take(), n) for _ in range(out.itemsize)]
+        values = np.empty(n, out.dtype)
+        if n:
+            cpu().merge_planes(planes, values, 0, values)
+        out[at] = values
+
+    def _plain(self, coder: int, data: Bytes, n: int) -> Bytes:
+        """A stream that needs no tables of the tensor."""
+        if coder == CoderId.STORED and len(data) == n:
+            return data
+        plane = np.empty(n, np.uint8)
+        decode_stream(coder, data.data, plane)
+        return plane
+
+    def _planes(self, n_streams: int) -> tuple[list[Bytes], list[int]]:
+        """Decode the next code streams, each [n]; says which of them are still in the order of contexts."""
+        streams = [self._take() for _ in range(n_streams)]
+        by_context = [i for i, (coder, _) in enumerate(streams) if coder == CoderId.RANS_SHARED]
+        planes = [
+            self._in_context_order(i, data) if i in by_context else self._plain(coder, data, self._n)
+            for i, (coder, data) in enumerate(streams)
+        ]
+        if self._runs is None:
+            return planes, by_context
+        return [self._runs.ungroup(plane) if i in by_context else plane for i, plane in enumerate(planes)], []
+
+    @functools.cached_property
+    def _contexts(self) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
+        """The contexts that occur, and the patterns of each."""
+        if self._runs is None:
+            per_context = self._counts.sum(axis=(0, 1), dtype=np.int64)
+        else:
+            per_context = self._runs.per_context
+        contexts = np.flatnonzero(per_context)
+        return contexts, per_context[contexts]
+
+    def _in_context_order(self, index: int, data: Bytes) -> Bytes:
+        (contexts, per_context), header = self._contexts, self._header
+        segments = header.plan.tables[index].segments(contexts, per_context, header.slot_tables(index))
+        grouped = np.empty(self._n, np.uint8)
+        decode_stream(CoderId.RANS_SHARED, data.data, grouped, segments)
+        return grouped
+
+    def _put_in_order(self, planes: Sequence[Bytes], by_context: Sequence[int], out: Patterns) -> None:
+        """Merge planes [n], some of them in the order of contexts, to patterns [n] in their own order."""
+        grouped, nothing = np.empty_like(out), np.zeros(self._n, np.uint8)
+        sorted_planes = [plane if i in by_context else nothing for i, plane in enumerate(planes)]
+        cpu().merge_planes(sorted_planes, grouped, RAW, grouped)
+        cpu().ungroup(grouped, self._labels, self._counts, out)
+        own_bytes = out.view(np.uint8).reshape(self._n, -1)
+        for i, plane in enumerate(planes):
+            if i not in by_context and plane.any():
+                own_bytes[:, i] = plane

@@ -1,0 +1,342 @@
+"""The safetensors header: the outer layer of a `.ckptz` file, and all of a plain file.
+
+Implements spec/06-container.md#envelope. Read strictly: no holes, no overlap, no bytes after the end,
+no duplicate keys. Plain files are read piece by piece, and written streaming.
+
+    header length u64 | JSON, padded with spaces | tensor bytes
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, BinaryIO, Final, NamedTuple, NoReturn
+
+import msgspec
+from numpy.typing import NDArray
+
+from ckptz.errors import ChecksumError, CorruptionError, TruncatedError, named
+from ckptz.format.bits import ByteWriter, combine, xxh64
+from ckptz.format.byte_source import ByteSource
+from ckptz.format.dtypes import DType, dtype_of
+from ckptz.format.sources import PATTERN_TYPES, TensorSource
+
+LENGTH_BYTES: Final = 8
+MAX_JSON_VALUES: Final = 1 << 22  # spec/06-container.md#envelope
+MAX_HEADER_BYTES: Final = 100_000_000  # safetensors' own limit
+ALIGNMENT: Final = 8
+MAX_SURE_DIGITS: Final = 300  # integers of so many are within the range of a double
+_PAIR: Final = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # a character of two escapes
+_HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_SPACED_KEY: Final = re.compile(rb'"\s+:')
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+BASE_METADATA_BYTES: Final = 16  # of the section
+
+
+class Region(NamedTuple):
+    """One tensor of the envelope: `begin` and `end` count from the end of the header."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A parsed safetensors header; regions in the order of their offsets."""
+
+    metadata: dict[str, str] | None
+    regions: tuple[Region, ...]
+    data_offset: int
+
+
+def _unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(items)
+    if len(found) != len(items):
+        raise CorruptionError("a key occurs twice")
+    return found
+
+
+def _no_constant(word: str) -> NoReturn:
+    raise CorruptionError(f"{word} is not JSON")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise CorruptionError(f"{digits[:20]} exceeds the range of a double")
+    return value
+
+
+def _finite_integer(digits: str) -> int:
+    if len(digits) > MAX_SURE_DIGITS:
+        _finite(digits)
+    return int(digits)
+
+
+_NUMBERS: Final[dict[str, Any]] = {
+    "parse_constant": _no_constant,
+    "parse_float": _finite,
+    "parse_int": _finite_integer,
+}
+_DECODER: Final = json.JSONDecoder(**_NUMBERS)
+_SLOW_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, **_NUMBERS)  # sees keys that occur twice
+
+
+def strict_json(text: bytes, what: str) -> Any:
+    """Parse JSON in UTF-8, without duplicate keys, numbers no double holds, or half surrogate pairs."""
+    check_number(text, what)
+    try:
+        value = _DECODER.decode(text.decode())
+        # There are at most so many keys in the text. If as many are in the value, none occurred twice.
+        if text.count(b'":') + len(_SPACED_KEY.findall(text)) != _n_keys(value):
+            value = _SLOW_DECODER.decode(text.decode())
+    except CorruptionError as error:
+        raise CorruptionError(f"{what}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CorruptionError(f"{what}: not valid JSON ({error})") from None
+    # Backslashes that stand for themselves go first: what begins with one then is an escape.
+    if _HALF.search(_PAIR.sub(b"", text.replace(b"\\\\", b"  "))):
+        raise CorruptionError(f"{what}: not valid JSON (half of a surrogate pair)")
+    return value
+
+
+def _n_keys(value: Any) -> int:
+    """Count the keys of a value of JSON at all depths; level by level, as there may be millions."""
+    n, level = 0, [value] if isinstance(value, dict | list) else []
+    while level:
+        maps = [one for one in level if type(one) is dict]
+        n += sum(map(len, maps))
+        inner = (one.values() if type(one) is dict else one for one in level)
+        level = [one for one in itertools.chain.from_iterable(inner) if type(one) in (dict, list)]
+    return n
+
+
+def check_number(text: bytes, what: str) -> None:
+    """Refuse more values than are parsed: objects take a hundred times the bytes of the shortest values."""
+    if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_VALUES:
+        raise CorruptionError(f"{what}: more than {MAX_JSON_VALUES} values")
+
+
+def as_written(text: bytes, kind: Any) -> Any:
+    """Parse JSON that is to the byte what we write of its value, a `kind`; give None for any other.
+
+    Such text has every key once and no value that JSON does not have, which costs far more to see otherwise.
+    """
+    if b'": ' in text[:256]:  # most of what others write
+        return None
+    try:
+        value = msgspec.json.decode(text, type=kind)
+        return value if msgspec.json.encode(value) == text.rstrip(b" ") else None
+    except (msgspec.DecodeError, RecursionError, ValueError):
+        return None
+
+
+def read_envelope(source: ByteSource) -> Envelope:
+    """Parse and check the header of `source`.
+
+    Raises:
+        TruncatedError, CorruptionError: not a whole safetensors file.
+        UnsupportedError: a dtype that this version does not know.
+    """
+    try:
+        if source.size < LENGTH_BYTES:
+            raise TruncatedError(f"{source.size} bytes are too few for a safetensors header")
+        n_header = int.from_bytes(source.read(0, LENGTH_BYTES).tobytes(), "little")
+        if n_header > MAX_HEADER_BYTES:
+            raise CorruptionError(f"not a safetensors file: its header would have {n_header} bytes")
+        if LENGTH_BYTES + n_header > source.size:
+            raise TruncatedError(f"header of {n_header} bytes in a file of {source.size}")
+        text = source.read(LENGTH_BYTES, n_header).tobytes()
+        if not text.startswith(b"{"):
+            raise CorruptionError("header does not begin with {; not a safetensors file")
+        raw = strict_json(text, "header")
+        return _checked(raw, LENGTH_BYTES + n_header, source.size)
+    except (TruncatedError, CorruptionError) as error:
+        raise named(error, source.name) from None
+
+
+def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
+    metadata = raw.pop("__metadata__", None)
+    if metadata is not None and not is_text_map(metadata):
+        raise CorruptionError("header: __metadata__ is not a map of strings")
+    try:
+        rows = msgspec.convert(raw, dict[str, _HeaderEntry])
+    except msgspec.ValidationError:
+        raise _malformed(raw) from None
+    regions = sorted((_region(name, row) for name, row in rows.items()), key=lambda r: (r.begin, r.end))
+    position = 0
+    for region in regions:
+        if region.begin != position:
+            raise CorruptionError(f"tensor {region.name!r}: starts at {region.begin}, not at {position}")
+        position = region.end
+    if data_offset + position > size:
+        raise TruncatedError(f"is cut off: it has {size} bytes and should have {data_offset + position}")
+    if data_offset + position < size:
+        raise CorruptionError(f"{size - data_offset - position} bytes follow the last tensor")
+    return Envelope(metadata, tuple(regions), data_offset)
+
+
+def is_text_map(value: Any) -> bool:
+    """Tell whether a value of JSON maps names to strings; there may be millions."""
+    return isinstance(value, dict) and set(map(type, value.values())) <= {str}
+
+
+class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    """An entry of the header."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
+
+
+def _is_row(row: Any) -> bool:
+    try:
+        return bool(msgspec.convert(row, _HeaderEntry))
+    except msgspec.ValidationError:
+        return False
+
+
+def _malformed(raw: Mapping[str, Any]) -> CorruptionError:
+    """Make the error for the first entry that is not one."""
+    name, row = next((name, row) for name, row in raw.items() if not _is_row(row))
+    has_fields = isinstance(row, dict) and row.keys() == set(_HeaderEntry.__struct_fields__)
+    what = "is malformed" if has_fields else "must have the fields dtype, shape and data_offsets"
+    return CorruptionError(f"tensor {name!r}: its header entry {what}")
+
+
+def _region(name: str, row: _HeaderEntry) -> Region:
+    dtype, (begin, end) = dtype_of(row.dtype), row.data_offsets
+    if end - begin != dtype.n_bytes(row.shape):
+        raise CorruptionError(
+            f"tensor {name!r}: {end - begin} bytes do not fit {row.dtype} {list(row.shape)}"
+        )
+    return Region(name, dtype, row.shape, begin, end)
+
+
+def build_header(
+    regions: Iterable[Region], metadata: Mapping[str, str] | None, n_bytes: int | None = None
+) -> bytes:
+    """Write a header: its length and JSON.
+
+    Args:
+        regions: in the order of their offsets.
+        metadata: the `__metadata__` map, or None.
+        n_bytes: pad to this many bytes in all; by default to the alignment.
+    """
+    rows: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    for r in regions:
+        rows[r.name] = {"dtype": r.dtype.name, "shape": list(r.shape), "data_offsets": [r.begin, r.end]}
+    text = msgspec.json.encode(rows)
+    padded = -(-len(text) // ALIGNMENT) * ALIGNMENT if n_bytes is None else n_bytes - LENGTH_BYTES
+    assert len(text) <= padded, "the header does not fit into the room that was left for it"
+    return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded, b" ")
+
+
+@dataclass(frozen=True, slots=True)
+class RegionSource(TensorSource):
+    """One tensor of a plain file, read by position."""
+
+    file: PlainFile
+    region: Region
+
+    @property
+    def dtype(self) -> DType:
+        return self.region.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.region.shape
+
+    def patterns(self, begin: int, end: int) -> NDArray[Any]:
+        size = self.dtype.pattern_bytes
+        raw = self.file.read(self.region.begin + begin * size, (end - begin) * size)
+        return raw.view(PATTERN_TYPES[size])
+
+
+class PlainFile:
+    """An open safetensors file; `tensors` in the order of their offsets."""
+
+    def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
+        self._source = source
+        self.name = source.name
+        envelope = read_envelope(source) if envelope is None else envelope
+        self._data_offset = envelope.data_offset
+        self.metadata = envelope.metadata
+        self.tensors = {region.name: RegionSource(self, region) for region in envelope.regions}
+
+    def read(self, offset: int, n_bytes: int) -> NDArray[Any]:
+        """Read bytes behind the header, uint8 [n_bytes]."""
+        return self._source.read(self._data_offset + offset, n_bytes)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the file."""
+        return self._source.size
+
+    def close(self) -> None:
+        """Release the file."""
+        self._source.close()
+
+
+def tensor_checksum(source: TensorSource) -> int:
+    """Compute the checksum of a tensor, as a frame of it would record."""
+    bounds = source.chunk_bounds()
+    return combine(xxh64(source.patterns(begin, end)) for begin, end in bounds)
+
+
+def metadata_checksum(metadata: Mapping[str, str] | None) -> int:
+    """Compute the checksum of a plain file's `__metadata__`: spec/07-chain.md#metadata-of-a-plain-base."""
+    out = ByteWriter()
+    out.u8(metadata is not None)
+    texts = {key.encode("utf-8"): text.encode("utf-8") for key, text in (metadata or {}).items()}
+    for part in itertools.chain.from_iterable(sorted(texts.items())):
+        out.u64(len(part))
+        out.raw(part)
+    return xxh64(out.getvalue())
+
+
+def pack_base_metadata(checksum: int) -> bytes:
+    """Pack the optional section of a delta that holds the checksum of its base's metadata."""
+    packed = checksum.to_bytes(8, "little")
+    return packed + xxh64(packed).to_bytes(8, "little")
+
+
+def parse_base_metadata(section: bytes) -> int:
+    """Parse a section as `pack_base_metadata` writes it.
+
+    Raises:
+        ChecksumError: the section was changed.
+    """
+    checksum = int.from_bytes(section[:8], "little")
+    if section != pack_base_metadata(checksum):
+        raise ChecksumError("the section with the checksum of the base's metadata was changed")
+    return checksum
+
+
+def plain_regions(tensors: Mapping[str, TensorSource]) -> list[Region]:
+    """List the regions of a file that holds `tensors` one after another."""
+    regions, offset = [], 0
+    for name, source in tensors.items():
+        n_bytes = source.n_bytes
+        regions.append(Region(name, source.dtype, source.shape, offset, offset + n_bytes))
+        offset += n_bytes
+    return regions
+
+
+def write_plain(
+    sink: BinaryIO,
+    regions: Sequence[Region],
+    metadata: Mapping[str, str] | None,
+    chunks: Iterator[NDArray[Any]],
+) -> None:
+    """Write a safetensors file from the patterns of its tensors, chunk after chunk, in order."""
+    sink.write(build_header(regions, metadata))
+    for patterns in chunks:
+        sink.write(patterns.data)

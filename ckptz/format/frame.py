@@ -1,0 +1,540 @@
+"""Frame: one encoded tensor. Implements spec/05-frame.md. Written and read side by side, in byte order.
+
+    header | streams of chunk 0 | streams of chunk 1 | ...
+
+    header: length | plan | chunk records | checksum
+    plan: version | dtype | domain | predictor | flags | shape | mode | context rules | map | tables | outer
+
+Knows nothing of files, chains or sockets: container and wire both carry frames.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import ChecksumError, CorruptionError, UnsupportedError
+from ckptz.format.bits import ByteReader, ByteWriter, combine, xxh64
+from ckptz.format.context_rules import (
+    MAX_CONTEXTS,
+    MAX_INDICES,
+    MAX_RULES,
+    MAX_TABLES,
+    BaseCode,
+    Block,
+    ContextRule,
+    Magnitude,
+    Row,
+    RuleId,
+    n_contexts_of,
+    parse_runs,
+    write_runs,
+)
+from ckptz.format.dtypes import DType, dtype_of_id
+from ckptz.format.frequency import parse_tables, write_tables
+from ckptz.format.plan import (
+    BASE_MODES,
+    LARGEST_SCALE,
+    MAX_CODES,
+    MAX_RANK,
+    MAX_ROWS,
+    OUTER_BYTES,
+    AnyOuter,
+    AnyTable,
+    Domain,
+    ExplicitTable,
+    LinearTable,
+    LowRank,
+    Plan,
+    PlaneMode,
+    Predictor,
+    QuantizationMap,
+    StoredOuter,
+    StreamTables,
+)
+from ckptz.format.sources import PATTERN_TYPES, n_chunks_of, n_rows_of
+from ckptz.format.streams import CoderId, read_embedded, take_embedded, write_embedded
+from ckptz.format.values import ValueTable
+from ckptz.kernels import cpu
+
+FRAME_VERSION: Final = 1  # spec/versions.md
+MAX_DIMS: Final = 64
+MAX_ELEMENTS: Final = 1 << 48
+MAX_OUTER: Final = 1 << 24  # elements of all outer vectors together
+VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # the linear and bits domains exist for these
+
+FLAG_ZERO, FLAG_ESCAPE = 1, 2
+KNOWN_FLAGS: Final = FLAG_ZERO | FLAG_ESCAPE
+FLAG_MASK: Final = 4  # of protected values, in drafts of the format
+
+E = TypeVar("E", bound=IntEnum)
+PREFIX_BYTES: Final = 4  # the header's own length, u32
+CHECKSUM_BYTES: Final = 8
+
+
+class TableKind(IntEnum):
+    """Ids of the kinds of tables: spec/registry.md#table-kinds."""
+
+    EXPLICIT = 0
+    EXPANDED = 1
+
+
+def _known(kind: type[E], value: int, what: str) -> E:
+    try:
+        return kind(value)
+    except ValueError:
+        raise UnsupportedError(f"{what} {value} is not known to this ckptz; upgrade it") from None
+
+
+def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
+    """Write everything of the header but its length, the chunk records and the checksum."""
+    out, quant_map = ByteWriter(), plan.quant_map
+    out.raw(_packed_head(dtype, shape, plan.domain, plan.predictor, _flags(quant_map), plan.mode))
+    out.u8(len(plan.rules))
+    for rule in plan.rules:
+        _write_rule(out, rule)
+    if quant_map is not None:
+        _write_map(out, quant_map, dtype)
+    for stream in plan.tables:
+        out.raw(stream.packed)
+        if not stream.packed:
+            write_tables(out, stream.frequencies)
+        write_runs(out, stream.table_of)
+    if plan.outer is not None:
+        _write_outer(out, plan.outer)
+    return out.getvalue()
+
+
+@functools.lru_cache(256)  # a file has few
+def _packed_head(
+    dtype: DType, shape: tuple[int, ...], domain: Domain, predictor: Predictor, flags: int, mode: PlaneMode
+) -> bytes:
+    """The fields before the context rules."""
+    out = ByteWriter()
+    for number in (FRAME_VERSION, dtype.id, domain, predictor):
+        out.u8(number)
+    out.u32(flags)
+    out.u8(len(shape))
+    for n in shape:
+        out.varint(n)
+    if domain is Domain.PLANES:
+        out.u8(mode)
+    return out.getvalue()
+
+
+def outer_bytes(outer: AnyOuter) -> int:
+    """Count the bytes that the vectors of the outer predictor take in a plan."""
+    out = ByteWriter()
+    _write_outer(out, outer)
+    return len(out)
+
+
+def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
+    """Parse a plan as `pack_plan` writes it.
+
+    Raises:
+        CorruptionError: the plan contradicts itself.
+        UnsupportedError: it uses what this version does not know.
+    """
+    version = source.u8("frame version")
+    if version != FRAME_VERSION:
+        raise UnsupportedError(f"frame version {version} is not known to this ckptz; upgrade it")
+    dtype = dtype_of_id(source.u8("frame dtype"))
+    domain = _known(Domain, source.u8("frame domain"), "frame domain")
+    predictor = _known(Predictor, source.u8("frame predictor"), "frame predictor")
+    flags = source.u32("frame flags")
+    if flags & FLAG_MASK:
+        raise UnsupportedError("the frame has a mask of protected values, which this version of ckptz lacks")
+    if flags & ~KNOWN_FLAGS:
+        raise UnsupportedError(f"frame sets reserved flags {flags:#04x}; written by a newer ckptz")
+    shape = _parse_shape(source)
+    mode = PlaneMode.RAW
+    if domain is Domain.PLANES:
+        mode = _known(PlaneMode, source.u8("plane mode"), "plane mode")
+    rules = _parse_rules(source, dtype, shape)
+    n_contexts = n_contexts_of(rules)
+    is_map = domain is not Domain.PLANES
+    quant_map = _parse_map(source, dtype, domain, n_contexts, flags) if is_map else None
+    tables = _parse_tables(source, n_contexts, 1 if is_map else dtype.pattern_bytes) if rules else ()
+    outer: AnyOuter | None = None
+    if predictor is Predictor.OUTER:
+        outer = _parse_outer(source, shape)
+    elif predictor is Predictor.LOW_RANK:
+        outer = _parse_low_rank(source, shape)
+    plan = Plan(mode, quant_map, domain, predictor, outer, rules, tables)
+    _check(plan, dtype, flags)
+    return dtype, shape, plan
+
+
+def _flags(quant_map: QuantizationMap | None) -> int:
+    if quant_map is None:
+        return 0
+    return FLAG_ZERO * (quant_map.zero_code is not None) | FLAG_ESCAPE * (quant_map.escape_code is not None)
+
+
+def _check(plan: Plan, dtype: DType, flags: int) -> None:
+    if plan.domain is Domain.PLANES:
+        if flags:
+            raise CorruptionError("a frame of byte planes has flags of a quantization map")
+        if (plan.mode in BASE_MODES) != (plan.predictor is Predictor.BASE):
+            raise CorruptionError(f"predictor {plan.predictor.name} does not fit plane mode {plan.mode.name}")
+        if plan.outer is not None:
+            raise CorruptionError(f"byte planes have no predictor {plan.predictor.name}")
+    elif dtype.name not in VALUE_DTYPES:
+        raise CorruptionError(f"a frame of {dtype.name} has a quantization map")
+
+
+def _parse_shape(source: ByteReader) -> tuple[int, ...]:
+    n_dims = source.u8("number of dimensions")
+    if n_dims > MAX_DIMS:
+        raise CorruptionError(f"{n_dims} dimensions, at most {MAX_DIMS} are allowed")
+    shape = tuple(source.varint("dimension") for _ in range(n_dims))
+    if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
+        raise CorruptionError(f"shape {list(shape)} exceeds 2^48 elements")
+    return shape
+
+
+# --- context rules --------------------------------------------------------------------------------
+
+
+def _write_rule(out: ByteWriter, rule: ContextRule) -> None:
+    if isinstance(rule, Magnitude):
+        out.u8(RuleId.MAGNITUDE)
+        out.text(rule.source or "")
+    elif isinstance(rule, BaseCode):
+        out.u8(RuleId.BASE_CODE)
+        out.varint(rule.radix)
+    else:
+        out.u8(RuleId.ROW if isinstance(rule, Row) else RuleId.BLOCK)
+        out.varint(rule.radix)
+        if isinstance(rule, Block):
+            out.varint(rule.size)
+        write_embedded(out, rule.indices)
+
+
+def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tuple[ContextRule, ...]:
+    n_rules = source.u8("number of context rules")
+    if n_rules > MAX_RULES:
+        raise CorruptionError(f"{n_rules} context rules, at most {MAX_RULES} are allowed")
+    rules = tuple(_parse_rule(source, dtype, shape) for _ in range(n_rules))
+    if n_contexts_of(rules) > MAX_CONTEXTS:
+        raise CorruptionError(f"{n_contexts_of(rules)} contexts, at most {MAX_CONTEXTS} are allowed")
+    n_labels = sum(len(rule.indices) for rule in rules if isinstance(rule, Row | Block))
+    if n_labels > MAX_INDICES:
+        raise CorruptionError(f"{n_labels} context indices, at most {MAX_INDICES} are allowed")
+    return rules
+
+
+def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> ContextRule:
+    rule = _known(RuleId, source.u8("context rule"), "context rule")
+    if rule is RuleId.MAGNITUDE:
+        return Magnitude(source.text("context source") or None)
+    radix = source.varint("context radix")
+    if not 1 <= radix <= MAX_CODES:
+        raise CorruptionError(f"context radix {radix} is outside 1..{MAX_CODES}")
+    if rule is RuleId.BASE_CODE:
+        return BaseCode(radix)
+    n_patterns = dtype.n_patterns(shape)
+    if rule is RuleId.ROW:
+        n_rows = n_rows_of(shape)
+        if n_patterns % n_rows:
+            raise CorruptionError(
+                f"a context rule by rows: {n_patterns} patterns cannot be divided into {n_rows} rows"
+            )
+        return Row(radix, _parse_indices(source, radix, n_rows if n_patterns else 0))
+    size = source.varint("block size")
+    if not 1 <= size <= MAX_ELEMENTS:
+        raise CorruptionError(f"block size {size} is outside 1..2^48")
+    return Block(radix, size, _parse_indices(source, radix, math.ceil(n_patterns / size)))
+
+
+def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:
+    if n > MAX_INDICES:
+        raise CorruptionError(f"{n} context indices, at most {MAX_INDICES} are allowed")
+    indices = read_embedded(source, n, "context indices")
+    if n and int(indices.max()) >= radix:
+        raise CorruptionError(f"context index {int(indices.max())} is beyond radix {radix}")
+    return indices
+
+
+# --- map ----------------------------------------------------------------------------------------
+
+
+def _write_map(out: ByteWriter, quant_map: QuantizationMap, dtype: DType) -> None:
+    n_rows, n_codes = quant_map.table.shape
+    out.u8(TableKind.EXPLICIT if isinstance(quant_map.table, ExplicitTable) else TableKind.EXPANDED)
+    out.varint(n_rows)
+    out.varint(n_codes)
+    _write_entries(out, quant_map.table, dtype)
+    if n_rows > 1:
+        write_runs(out, quant_map.row_of_context)
+    if quant_map.zero_code is not None:
+        out.u8(quant_map.zero_code)
+
+
+def _write_entries(out: ByteWriter, table: AnyTable, dtype: DType) -> None:
+    if isinstance(table, ExplicitTable):
+        out.raw(table.entries.astype(PATTERN_TYPES[table.entries.itemsize]).tobytes())
+    else:
+        for vector in (table.scale, table.level, table.offset):
+            out.raw(vector.astype("<f8").tobytes())
+
+
+def _parse_map(
+    source: ByteReader, dtype: DType, domain: Domain, n_contexts: int, flags: int
+) -> QuantizationMap:
+    kind = _known(TableKind, source.u8("table kind"), "table kind")
+    n_rows, n_codes = source.varint("map rows"), source.varint("map codes")
+    if not (1 <= n_rows <= MAX_ROWS and 1 <= n_codes <= MAX_CODES):
+        raise CorruptionError(f"quantization map of {n_rows} rows and {n_codes} codes")
+    table = _parse_entries(source, dtype, domain, kind, (n_rows, n_codes))
+    row_of_context = parse_runs(source, n_contexts, n_rows) if n_rows > 1 else np.zeros(n_contexts, np.int64)
+    return QuantizationMap(
+        table,
+        row_of_context,
+        zero_code=source.u8("zero code") if flags & FLAG_ZERO else None,
+        escape_code=n_codes - 1 if flags & FLAG_ESCAPE else None,
+    )
+
+
+def _parse_entries(
+    source: ByteReader, dtype: DType, domain: Domain, kind: TableKind, shape: tuple[int, int]
+) -> AnyTable:
+    n_rows, n_codes = shape
+
+    def vector(n: int, of: str) -> NDArray[Any]:
+        n_bytes = n * np.dtype(of).itemsize
+        return np.frombuffer(source.take(n_bytes, "quantization table"), of).copy()
+
+    if kind is TableKind.EXPLICIT:
+        of = "<u4" if domain is Domain.LINEAR else PATTERN_TYPES[dtype.pattern_bytes].str
+        return ExplicitTable(vector(n_rows * n_codes, of).reshape(shape))
+    if domain is Domain.BITS:
+        raise UnsupportedError("the map is an expanded table of integers, which this version of ckptz lacks")
+    scale, level, offset = (vector(n, "<f8") for n in (n_rows, n_codes, n_rows))
+    _check_normal(scale, level, offset)
+    return LinearTable(scale, level, offset)
+
+
+def _check_normal(*vectors: NDArray[np.float64]) -> None:
+    """Refuse doubles that are not finite, and subnormal ones, which some processor modes flush."""
+    for vector in vectors:
+        exponent = vector.view(np.uint64) >> np.uint64(52) & np.uint64(0x7FF)
+        is_zero = (vector.view(np.uint64) << np.uint64(1)) == 0
+        if (exponent == 0x7FF).any() or ((exponent == 0) & ~is_zero).any():
+            raise CorruptionError("a scale, level or offset is infinite, NaN or subnormal")
+
+
+def _parse_tables(source: ByteReader, n_contexts: int, n_streams: int) -> tuple[StreamTables, ...]:
+    tables = []
+    for _ in range(n_streams):
+        frequencies = parse_tables(source, MAX_TABLES)
+        tables.append(StreamTables(frequencies, parse_runs(source, n_contexts, len(frequencies))))
+    return tuple(tables)
+
+
+# --- outer vectors ------------------------------------------------------------------------------
+
+
+def _write_outer(out: ByteWriter, outer: AnyOuter) -> None:
+    if isinstance(outer, LowRank):
+        out.varint(len(outer.scales))
+        out.raw(outer.scales.astype("<u4").tobytes())
+        outer.stored.write(out)
+        return
+    for vector in (outer.rows, outer.columns):
+        planes = vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES)
+        for plane in planes.T:
+            write_embedded(out, np.ascontiguousarray(plane))
+
+
+def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> StoredOuter:
+    n_rows, n_columns = math.prod(shape[:1]), math.prod(shape[1:])
+    _check_outer(n_rows + n_columns)
+    planes = [take_embedded(source, "outer vector") for _ in range(2 * OUTER_BYTES)]
+    return StoredOuter(planes, n_rows, n_columns)
+
+
+def _check_outer(n: int) -> None:
+    if n > MAX_OUTER:
+        raise CorruptionError(f"outer vectors of {n} elements, at most {MAX_OUTER} are allowed")
+
+
+def _parse_low_rank(source: ByteReader, shape: tuple[int, ...]) -> LowRank:
+    n_rows, n_columns = math.prod(shape[:1]), math.prod(shape[1:])
+    rank = source.varint("rank")
+    _check_outer(rank * (n_rows + n_columns))
+    if not 1 <= rank <= MAX_RANK:
+        raise CorruptionError(f"rank {rank} is outside 1..{MAX_RANK}")
+    scales = np.frombuffer(source.take(4 * rank, "term scales"), "<u4").astype(np.uint32)
+    if ((scales & np.uint32(0x7FFFFFFF)) > LARGEST_SCALE).any():
+        raise CorruptionError("the scale of a term of low rank is NaN or over 2^100")
+    return LowRank(n_rows, n_columns, scales, take_embedded(source, "term codes"))
+
+
+@dataclass(frozen=True, slots=True)
+class StreamRecord:
+    """Coder and size of one stream: spec/05-frame.md#chunk-records, coder u8, n_bytes u32."""
+
+    coder: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    """Checksums of a chunk's stored bytes and decoded patterns; its streams: spec/05-frame.md#chunk-records.
+
+    `base_codes` is the checksum of the base's codes in this chunk, where a context rule reads them.
+    """
+
+    stored: int
+    decoded: int
+    streams: tuple[StreamRecord, ...]
+    base_codes: int | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Stored bytes of the chunk."""
+        return sum([stream.n_bytes for stream in self.streams])
+
+    def pack(self) -> bytes:
+        """Write the record's bytes."""
+        sums = (self.stored, self.decoded) + (() if self.base_codes is None else (self.base_codes,))
+        streams = [number for stream in self.streams for number in (stream.coder, stream.n_bytes)]
+        return _record_layout(len(sums), len(self.streams)).pack(*sums, *streams)
+
+
+@functools.cache
+def _record_layout(n_sums: int, n_streams: int) -> struct.Struct:
+    """Describe a packed ChunkRecord with so many checksums."""
+    return struct.Struct("<" + "Q" * n_sums + "BI" * n_streams)
+
+
+def chunk_record_bytes(dtype: DType, plan: Plan) -> int:
+    """Count the bytes of a packed ChunkRecord."""
+    return 16 + 8 * plan.reads_base_codes + 5 * plan.n_streams(dtype)
+
+
+@dataclass(frozen=True)
+class FrameHeader:
+    """Everything about a frame but its streams."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    plan: Plan
+    chunks: tuple[ChunkRecord, ...]
+
+    @property
+    def n_patterns(self) -> int:
+        """Patterns of the tensor."""
+        return self.dtype.n_patterns(self.shape)
+
+    @property
+    def row_patterns(self) -> int:
+        """Patterns of one index of the first dimension."""
+        return max(self.n_patterns // n_rows_of(self.shape), 1)
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the decoded tensor."""
+        return combine(chunk.decoded for chunk in self.chunks)
+
+    @property
+    def payload_bytes(self) -> int:
+        """Stored bytes of all chunks."""
+        return self.chunk_offsets[-1]
+
+    @functools.cached_property
+    def chunk_offsets(self) -> tuple[int, ...]:
+        """Offset of each chunk from the end of the header."""
+        return tuple(itertools.accumulate((chunk.n_bytes for chunk in self.chunks), initial=0))
+
+    @functools.cached_property
+    def _slots(self) -> dict[int, NDArray[np.uint32]]:
+        return {}
+
+    def slot_tables(self, stream: int) -> NDArray[np.uint32]:
+        """Give the decoding tables [n_tables, 4096] of a stream that uses the tensor's tables, made once."""
+        if stream not in self._slots:
+            self._slots[stream] = cpu().slot_tables(self.plan.tables[stream].frequencies)
+        return self._slots[stream]
+
+    @functools.cached_property
+    def value_table(self) -> ValueTable:
+        """The quantization map ready for the kernels, made once."""
+        return ValueTable(self.dtype, self.plan)
+
+    def pack(self, packed_plan: bytes | None = None) -> bytes:
+        """Write the header's bytes; `packed_plan` is what `pack_plan` gave, where the caller has it."""
+        packed_plan = packed_plan or pack_plan(self.dtype, self.shape, self.plan)
+        body = b"".join((packed_plan, *(chunk.pack() for chunk in self.chunks)))
+        length = (PREFIX_BYTES + len(body) + CHECKSUM_BYTES).to_bytes(PREFIX_BYTES, "little")
+        return length + body + xxh64(length + body).to_bytes(CHECKSUM_BYTES, "little")
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """Undo `pack`, from exactly the header's bytes.
+
+        Raises:
+            FormatError: the header is damaged or contradicts itself.
+            UnsupportedError: it uses what this version does not know.
+        """
+        if len(raw) < PREFIX_BYTES + CHECKSUM_BYTES:
+            raise CorruptionError(f"frame header of {len(raw)} bytes")
+        content, tail = raw[:-CHECKSUM_BYTES], raw[-CHECKSUM_BYTES:]
+        if xxh64(content) != int.from_bytes(tail, "little"):
+            raise ChecksumError("frame header was changed after it was written")
+        source = ByteReader(content)
+        if source.u32("frame header length") != len(raw):
+            raise CorruptionError("frame header length does not match")
+        dtype, shape, plan = parse_plan(source)
+        chunks = _parse_chunks(source, dtype, shape, plan)
+        source.end("frame header")
+        return cls(dtype, shape, plan, chunks)
+
+
+def header_bytes(dtype: DType, shape: tuple[int, ...], plan: Plan, packed_plan: bytes) -> int:
+    """Count the bytes of the packed header, known before any chunk is encoded."""
+    records = n_chunks_of(dtype.n_patterns(shape)) * chunk_record_bytes(dtype, plan)
+    return PREFIX_BYTES + len(packed_plan) + records + CHECKSUM_BYTES
+
+
+def header_length(prefix: bytes, most: int) -> int:
+    """Read the header's size in bytes from its first four, checked against the frame's size."""
+    length = ByteReader(prefix).u32("frame header length")
+    if not PREFIX_BYTES + CHECKSUM_BYTES <= length <= most:
+        raise CorruptionError(f"frame header claims {length} bytes in a frame of {most}")
+    return length
+
+
+def _parse_chunks(
+    source: ByteReader, dtype: DType, shape: tuple[int, ...], plan: Plan
+) -> tuple[ChunkRecord, ...]:
+    n_chunks = n_chunks_of(dtype.n_patterns(shape))
+    if n_chunks * chunk_record_bytes(dtype, plan) != source.left:
+        raise CorruptionError(f"{source.left} bytes of chunk records for {n_chunks} chunks")
+    n_sums, chunks = 2 + plan.reads_base_codes, []
+    layout = _record_layout(n_sums, plan.n_streams(dtype))
+    for numbers in layout.iter_unpack(source.take(source.left, "chunk records")):
+        rest = numbers[n_sums:]
+        streams = tuple(map(StreamRecord, rest[::2], rest[1::2]))
+        _check_coders(streams, len(plan.tables))
+        chunks.append(ChunkRecord(numbers[0], numbers[1], streams, *numbers[2:n_sums]))
+    return tuple(chunks)
+
+
+def _check_coders(streams: tuple[StreamRecord, ...], n_shared: int) -> None:
+    """Refuse coders that are not known, or that streams behind the first `n_shared` cannot have."""
+    for i, stream in enumerate(streams):
+        if stream.coder > CoderId.SPARSE:
+            raise UnsupportedError(f"coder {stream.coder} is not known to this ckptz; upgrade it")
+        if stream.coder == CoderId.RANS_SHARED and i >= n_shared:
+            raise CorruptionError("a stream uses the tensor's tables, and there are none for it")

@@ -1,0 +1,172 @@
+"""Frequency tables of the rANS coder. Implements spec/02-entropy.md#frequency-table.
+
+    first symbol u8 | last symbol u8 | order u8 | Exp-Golomb codes of all frequencies but the last
+
+All of it is numpy, over the rows of many tables at once. What the encoder chooses here is informative: any
+table that sums to 4096 and has at least 1 for every symbol that occurs decodes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import CorruptionError, FormatError, TruncatedError
+from ckptz.format.bits import ByteReader, ByteWriter
+from ckptz.kernels import cpu, plain
+from ckptz.kernels.floats import MAX_TABLE_ORDER, SCALE, SCALE_BITS, Bytes, Counts, Frequencies
+
+MAX_ORDER: Final = MAX_TABLE_ORDER
+FEW_TABLES: Final = 1 << 10  # of a process: numpy takes a tenth of a second for them
+_n_made: Final = [0]
+Reals = NDArray[np.float64]
+
+# Binary logarithms by libm: numpy's own differ in the last bit from processor to processor.
+_LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
+# Bits of a code of an occurrence under a frequency; logarithms in single precision, as files were written.
+_CODE_BITS: Final = SCALE_BITS - _LOGS.astype(np.float32).astype(np.float64)
+
+
+def _logs(counts: Counts) -> Reals:
+    """Binary logarithms of counts [...], 0 of 0."""
+    found = _LOGS[np.minimum(counts, SCALE)]
+    is_large = counts > SCALE
+    found[is_large] = [*map(math.log2, counts[is_large].tolist())]
+    return found
+
+
+def row_entropy_bits(counts: Counts) -> Reals:
+    """Count the bits of an ideal order-0 coder of each row of counts [n, 256]."""
+    total = counts.sum(axis=1)
+    terms = counts * _logs(counts)
+    return _sums(-terms) + total * _logs(total)
+
+
+def entropy_bits(counts: Counts) -> float:
+    """Count the bits of an ideal order-0 coder of counts [..., 256] with a table for each row."""
+    return float(sum(row_entropy_bits(counts.reshape(-1, counts.shape[-1])).tolist()))
+
+
+def _sums(terms: Reals) -> Reals:
+    """Add up rows [n, m] from left to right: `sum` adds in another order, which rounds otherwise."""
+    found: Reals = np.add.accumulate(terms, axis=1)[:, -1]
+    return found
+
+
+def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Reals:
+    """Count the bits of each row of counts [n, 256] under its frequencies; infinite if a symbol has none."""
+    bits = _sums(counts * _CODE_BITS[frequencies])
+    bits[((counts > 0) & (frequencies == 0)).any(axis=1)] = math.inf
+    return bits
+
+
+def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
+    """Count the bits of counts [256] under frequencies [256]; infinite if a symbol has none."""
+    return float(row_cost_bits(counts[None], frequencies[None])[0])
+
+
+def _kernels_for(tables: NDArray[Any]) -> Any:
+    """Give kernels for tables [n, 256]: numpy makes the first ones sooner than others are compiled."""
+    _n_made[0] += len(tables)
+    return cpu() if _n_made[0] > FEW_TABLES else plain
+
+
+def leave_numpy() -> None:
+    """Make all further tables by compiled kernels."""
+    _n_made[0] += FEW_TABLES
+
+
+def normalise(counts: Counts) -> Frequencies:
+    """Make frequencies [..., 256] that sum to 4096 of counts [..., 256], at least 1 for all that occur."""
+    rows = counts.reshape(-1, 256)
+    found: Frequencies = _kernels_for(rows).normalise(rows)
+    return found.reshape(counts.shape)
+
+
+def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
+    """Write tables [n, 256] one after another: their bytes, and the end of each [n]."""
+    found: tuple[Bytes, Counts] = _kernels_for(frequencies).pack_tables(frequencies)
+    return found
+
+
+def pack_table(frequencies: Frequencies) -> bytes:
+    """Write a table [256] as bytes."""
+    return pack_tables(frequencies[None])[0].tobytes()
+
+
+def parse_table(source: ByteReader) -> Frequencies:
+    """Read what `pack_table` wrote, [256]; refuse tables that do not sum to 4096."""
+    return _parse(source, 1)[0]
+
+
+def _parse(source: ByteReader, n_tables: int) -> Frequencies:
+    tables = np.empty((n_tables, 256), np.uint16)
+    n_bytes = int(cpu().table_unpack(np.frombuffer(source.peek(), np.uint8), tables))
+    if n_bytes < 0:
+        for _ in range(n_tables - 1):
+            _parse(source, 1)
+        raise _why_no_table(source)
+    source.take(n_bytes, "frequency table")
+    return tables
+
+
+def _why_no_table(source: ByteReader) -> FormatError:
+    """The reason, found by reading it once more field by field."""
+    at = source.offset
+    try:
+        first, last, order = (source.u8(f"frequency table {field}") for field in ("first", "last", "order"))
+    except TruncatedError as error:
+        return error
+    if last < first or order > MAX_ORDER:
+        return CorruptionError(f"frequency table: symbols {first}..{last} with order {order}")
+    codes = np.empty(last - first, np.uint16)
+    if plain.golomb_unpack(np.frombuffer(source.peek(), np.uint8), last - first, order, codes) < 0:
+        return CorruptionError(f"frequency table at offset {at}: its codes end early or overflow")
+    return CorruptionError(f"frequency table at offset {at}: frequencies do not sum to {SCALE}")
+
+
+def write_tables(out: ByteWriter, tables: Frequencies) -> None:
+    """Write the number of tables (u8) and the tables [n_tables, 256]."""
+    out.u8(len(tables))
+    if len(tables):
+        out.raw(pack_tables(tables)[0].tobytes())
+
+
+def parse_tables(source: ByteReader, most: int) -> Frequencies:
+    """Read what `write_tables` wrote, [n_tables, 256] with at most `most` tables."""
+    n_tables = source.u8("number of frequency tables")
+    if n_tables > most:
+        raise CorruptionError(f"{n_tables} frequency tables, at most {most} are allowed")
+    return _parse(source, n_tables)
+
+
+# --- what coding a symbol takes -----------------------------------------------------------------
+
+_FREQUENCY: Final = np.arange(1, SCALE + 1, dtype=np.uint64)
+_SHIFT: Final = np.frexp(np.arange(SCALE))[1].astype(np.uint64)  # the binary logarithm, rounded up
+# Of each frequency: reciprocal (32 bits) | start (12), added below | shift (4) | frequency - 1 (12).
+_ENTRIES: Final = np.concatenate(
+    (
+        np.zeros(1, np.uint64),
+        (
+            ((np.uint64(1) << (np.uint64(32) + _SHIFT)) + _FREQUENCY - np.uint64(1)) // _FREQUENCY
+            - np.uint64(1 << 32)
+        )
+        | _SHIFT << np.uint64(44)
+        | (_FREQUENCY - np.uint64(1)) << np.uint64(48),
+    )
+)
+
+
+def encoding_tables(frequencies: Frequencies) -> NDArray[np.uint64]:
+    """Make entries [n, 256]: reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
+
+    With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
+    every x below 2^32, since m f exceeds its real value by less than f <= 2^s.
+    """
+    starts = np.cumsum(frequencies, axis=1, dtype=np.uint64) - frequencies
+    starts[frequencies == 0] = 0
+    return _ENTRIES[frequencies] | starts << np.uint64(32)

@@ -1,0 +1,386 @@
+"""The index: what a `.ckptz` file holds. Implements spec/06-container.md#index.
+
+Strict JSON, plain or deflated, held against the header around it; no number in it affects how a frame
+decodes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+from numpy.typing import NDArray
+
+from ckptz._version import __version__
+from ckptz.errors import ChecksumError, ConfigError, CorruptionError, FormatError, UnsupportedError
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.envelope import (
+    Count,
+    Envelope,
+    Region,
+    as_written,
+    check_number,
+    is_text_map,
+    strict_json,
+    tensor_checksum,
+)
+from ckptz.format.sources import TensorSource
+
+FORMAT_NAME: Final = "ckptz"
+FORMAT_VERSION: Final = "1.1"
+READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not the minor version
+RESERVED_PREFIX: Final = "__ckptz__"
+INDEX_NAME: Final = "__ckptz__.index"
+OPTIONAL_PREFIX: Final = "__ckptz__.optional."  # sections that a reader may skip
+BASE_METADATA: Final = f"{OPTIONAL_PREFIX}base-metadata"  # spec/07-chain.md#metadata-of-a-plain-base
+MAX_INDEX_BYTES: Final = 64 << 20
+DELTA_FEATURE: Final = "delta"
+MAPS_FEATURE: Final = "maps"
+INLINE_FEATURE: Final = "inline"
+LOW_RANK_FEATURE: Final = "low-rank"
+KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, LOW_RANK_FEATURE})
+MAX_INLINE: Final = 64  # normative, spec/07-chain.md#depth
+
+KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
+KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
+
+
+# Bounded where they enter, so that no arithmetic on them can overflow or take long; so is `Count`.
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-frame.md#shape
+
+
+Setting = Count | float | bool | str
+Promise = Literal["none", "rmse", "quality-drop", "resume-gap"]
+# Metric of a record that stands beside one of a resumed loss: the same difference, over what a step of
+# training gains.
+STEPS_LOST: Final = "steps_lost"
+CHANGES: Final = "_changes_by_"  # between a metric and what one value is; see spec/06-container.md
+Read = Callable[[int, int], NDArray[Any]]
+_CHECKSUM: Final = re.compile("[0-9a-f]{16}")
+
+
+class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The settings that a lossy tensor was asked for, and the errors of its decoded values.
+
+    `promise` is the kind of bound the writer kept: "none" for a fixed configuration. `settings` are the
+    method's own: levels, shares, steps. Errors are absolute, in the tensor's own unit; `rms` is the root
+    mean square of the original.
+    """
+
+    method: str
+    role: str
+    layer_type: str
+    settings: dict[str, Setting]
+    n_pruned: Count
+    n_protected: Count
+    max_abs_error: Amount
+    rms_error: Amount
+    rms: Amount
+    promise: str
+
+
+class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A budget that the file was written for, and what was measured on the tensors decoded from it.
+
+    `metric` names what was measured, never code to run. `max_drop` is the share of `exact` that may be
+    lost if `is_relative`, else a difference; `exact` and `measured` are the metric's values for the
+    original and for the decoded tensors.
+    """
+
+    promise: str
+    metric: str
+    max_drop: Amount
+    is_relative: bool
+    lower_is_better: bool
+    exact: float
+    measured: float
+    is_met: bool
+    date: str
+    data_digest: str | None = None
+
+
+class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """One tensor: `offset` and `n_bytes` of its frame, counted like the envelope's."""
+
+    name: str
+    dtype: str
+    shape: Shape
+    offset: Count
+    n_bytes: Count
+    checksum: str
+    lossy: LossyRecord | None = None
+
+
+class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The checkpoint that a delta was made from; `file` is a hint, one path component."""
+
+    content_id: str
+    file: str
+    depth: Count
+
+    @property
+    def title(self) -> str:
+        """The base's name in messages."""
+        return f"{self.file!r} with content id {self.content_id[:16]}"
+
+
+class InlineBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The tensors of a base that a file carries within; what it was called, for people only."""
+
+    content_id: str
+    file: str
+    tensors: Annotated[tuple[TensorEntry, ...], msgspec.Meta(min_length=1)]
+
+
+InlineBases = Annotated[tuple[InlineBase, ...], msgspec.Meta(min_length=1, max_length=MAX_INLINE)]
+
+
+class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One file of a sharded checkpoint: its tensors in order and its own metadata."""
+
+    file: str
+    tensors: tuple[str, ...]
+    metadata: dict[str, str] | None = None
+
+
+class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The layout of a folder: its shards, the text of its `*.index.json`, and its other files by path."""
+
+    shards: tuple[Shard, ...]
+    index_file: str | None = None
+    index_text: str | None = None
+    carried: tuple[str, ...] = ()
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Everything a reader knows before it reads a frame."""
+
+    writer: str
+    content_id: str
+    tensors: tuple[TensorEntry, ...]
+    metadata: dict[str, str] | None = None
+    base: BaseRef | None = None
+    inline: InlineBases | None = None
+    step: Count | None = None
+    sharding: Sharding | None = None
+    tree: dict[str, Any] | None = None
+    quality: tuple[QualityRecord, ...] = ()
+
+    @property
+    def depth(self) -> int:
+        """Deltas between this file and its full file, wherever that is."""
+        return self.base.depth if self.base else len(self.inline or ())
+
+    def placed(self) -> Iterator[tuple[str, TensorEntry]]:
+        """List (name of the region, entry) of every frame of the file, in stored order."""
+        for entry in self.tensors:
+            yield entry.name, entry
+        for level, base in enumerate(self.inline or (), 1):
+            for position, entry in enumerate(base.tensors):
+                yield inline_name(level, position), entry
+
+
+def inline_name(level: int, position: int) -> str:
+    """Name the region of a frame: tensor `position` of inline base `level`, 1 for the nearest."""
+    return f"{RESERVED_PREFIX}.inline.{level}.{position}"
+
+
+def _counted(text: str) -> bytes:
+    encoded = text.encode("utf-8", "surrogatepass")
+    return len(encoded).to_bytes(8, "little") + encoded
+
+
+@functools.lru_cache(256)  # a file has few
+def _geometry(dtype: str, shape: tuple[int, ...]) -> bytes:
+    return _counted(dtype) + b"".join(n.to_bytes(8, "little") for n in (len(shape), *shape))
+
+
+def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
+    """Compute the identity of values from (name, dtype, shape, checksum) of tensors in any order.
+
+    Implements spec/07-chain.md#content-id.
+    """
+    digest = hashlib.sha256()
+    for name, dtype, shape, checksum in sorted(tensors):
+        digest.update(_counted(name) + _geometry(dtype, shape) + checksum.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
+    """Compute the content id of any set of tensors; reads all of them."""
+    return content_id(
+        (name, source.dtype.name, source.shape, tensor_checksum(source)) for name, source in tensors.items()
+    )
+
+
+def writer_name() -> str:
+    """Give the text of `Index.writer`."""
+    return f"ckptz {__version__}"
+
+
+def pack_index(index: Index) -> bytes:
+    """Pack the index tensor's bytes: u8 1 and deflated JSON.
+
+    Raises:
+        ConfigError: a reader would not accept it.
+    """
+    text = msgspec.json.encode(index)
+    try:
+        _parse_text(text)
+    except CorruptionError as error:
+        raise ConfigError(f"the checkpoint does not fit into one file: {error}") from None
+    return b"\x01" + zlib.compress(text, 9)
+
+
+def parse_index(raw: bytes) -> Index:
+    """Parse an index as `pack_index` writes it.
+
+    Raises:
+        CorruptionError: not an index, or larger than 64 MiB.
+    """
+    if raw[:1] == b"\x00":
+        text = raw[1:]
+    elif raw[:1] == b"\x01":
+        text = _inflate(raw[1:])
+    else:
+        raise CorruptionError("index: its first byte is neither 0 (plain) nor 1 (deflated)")
+    return _parse_text(text)
+
+
+def _parse_text(text: bytes) -> Index:
+    if len(text) > MAX_INDEX_BYTES:
+        raise CorruptionError("index: larger than 64 MiB")
+    check_number(text, "index")
+    if (index := as_written(text, Index)) is not None:
+        return index
+    raw = strict_json(text, "index")
+    try:
+        # Metadata may have millions of keys, which need not be copied to be checked.
+        metadata = raw.pop("metadata", None) if isinstance(raw, dict) else None
+        if metadata is not None and not is_text_map(metadata):
+            raise CorruptionError("index: metadata is not a map of strings")
+        index = msgspec.convert(raw, Index, strict=True)
+    except msgspec.ValidationError as error:
+        raise CorruptionError(f"index: {error}") from None
+    return index if metadata is None else msgspec.structs.replace(index, metadata=metadata)
+
+
+def _inflate(raw: bytes) -> bytes:
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(raw, MAX_INDEX_BYTES + 1)
+    except zlib.error as error:
+        raise CorruptionError(f"index: not deflated data ({error})") from None
+    if len(text) <= MAX_INDEX_BYTES and (not inflater.eof or inflater.unused_data):
+        raise CorruptionError("index: its deflated data end early or late")
+    return text
+
+
+def envelope_metadata(features: Collection[str], packed_index: bytes) -> dict[str, str]:
+    """Make the `__metadata__` of the envelope; its values have fixed lengths for given features."""
+    return {
+        KEY_FORMAT: FORMAT_NAME,
+        KEY_VERSION: version_of(features),
+        KEY_FEATURES: ",".join(sorted(features)),
+        KEY_DIGEST: hashlib.sha256(packed_index).hexdigest(),
+    }
+
+
+def version_of(features: Collection[str]) -> str:
+    """Give the lowest version of the format that has all of these features."""
+    return FORMAT_VERSION if LOW_RANK_FEATURE in features else "1.0"
+
+
+def is_ckptz(metadata: dict[str, str] | None) -> bool:
+    """Tell whether an envelope announces a `.ckptz` file."""
+    return metadata is not None and metadata.get(KEY_FORMAT) == FORMAT_NAME
+
+
+def features_of(metadata: Mapping[str, str]) -> set[str]:
+    """Read what a reader has to know to read the file."""
+    return set(metadata.get(KEY_FEATURES, "").split(","))
+
+
+def check_version(metadata: dict[str, str]) -> None:
+    """Refuse formats and features that this reader does not know, by name."""
+    version = metadata.get(KEY_VERSION, "")
+    if not READABLE.fullmatch(version):
+        raise UnsupportedError(f"format version {version!r} is not known to this ckptz, which reads 1.x")
+    # Features first: a key that is not known may have come with one of them.
+    unknown = sorted(features_of(metadata) - KNOWN_FEATURES)
+    if unknown and KEY_FEATURES in metadata:
+        raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")
+    if set(metadata) != {KEY_FORMAT, KEY_VERSION, KEY_FEATURES, KEY_DIGEST}:
+        raise CorruptionError("header: __metadata__ must have the four keys of ckptz and no others")
+    listed = metadata[KEY_FEATURES].split(",")
+    if "lossless" not in listed or listed != sorted(set(listed)):
+        raise CorruptionError("header: the required features lack 'lossless', are unsorted or name one twice")
+
+
+def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
+    """Read the index of a file and the features that it requires; `read` gives bytes behind the header.
+
+    Raises:
+        FormatError: not a `.ckptz` file, or a damaged one.
+        UnsupportedError: it requires what this version does not know.
+    """
+    if not is_ckptz(envelope.metadata):
+        raise FormatError("not a .ckptz file")
+    assert envelope.metadata is not None
+    check_version(envelope.metadata)
+    if not envelope.regions or envelope.regions[-1].name != INDEX_NAME:
+        raise CorruptionError(f"the last tensor is not {INDEX_NAME}")
+    *frames, region = envelope.regions
+    if region.end - region.begin > MAX_INDEX_BYTES + 1:
+        raise CorruptionError("index: larger than 64 MiB")
+    packed = read(region.begin, region.end - region.begin).tobytes()
+    if hashlib.sha256(packed).hexdigest() != envelope.metadata.get(KEY_DIGEST):
+        raise ChecksumError("the index was changed after it was written")
+    index, features = parse_index(packed), features_of(envelope.metadata)
+    if any(r.dtype.name != "U8" or r.shape != (r.end - r.begin,) for r in envelope.regions):
+        raise CorruptionError("header: frames and index must have dtype U8 and one dimension")
+    _check_places(frames, index)
+    _check_entries(index)
+    _check_bases(index, features)
+    found = content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in index.tensors)
+    if found != index.content_id:
+        raise CorruptionError("the content id does not match the tensors' checksums")
+    return index, features
+
+
+def _check_places(frames: list[Region], index: Index) -> None:
+    """Require that header and index name the same frames in the same places."""
+    regions = [(r.name, r.begin, r.end) for r in frames]
+    while regions and regions[-1][0].startswith(OPTIONAL_PREFIX):
+        regions.pop()
+    if regions != [(name, e.offset, e.offset + e.n_bytes) for name, e in index.placed()]:
+        raise CorruptionError("header and index disagree on names or offsets")
+
+
+def _check_entries(index: Index) -> None:
+    for _, entry in index.placed():
+        if entry.name.startswith(RESERVED_PREFIX):
+            raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
+        dtype_of(entry.dtype).n_bytes(entry.shape)
+        if not _CHECKSUM.fullmatch(entry.checksum):
+            raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
+
+
+def _check_bases(index: Index, features: set[str]) -> None:
+    if index.base is not None and DELTA_FEATURE not in features:
+        raise CorruptionError("the index names a base, and the feature 'delta' is not required")
+    if index.inline is None:
+        return
+    if INLINE_FEATURE not in features:
+        raise CorruptionError("the index has inline bases, and the feature 'inline' is not required")
+    if index.base is not None:
+        raise CorruptionError("the index has both a base and inline ones")
+    for base in index.inline:
+        if len({entry.name for entry in base.tensors}) != len(base.tensors):
+            raise CorruptionError("an inline base has two tensors of one name")

@@ -1,0 +1,395 @@
+"""The plan of one tensor: what its frame says of how codes become values.
+
+Implements spec/04-quantization.md. The quantization map says what each code of each context stands for. In
+the linear domain a table entry is an F32 bit pattern that is added to the predictor; in the bits domain it
+is an integer that is added to the ordered bit pattern.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import CorruptionError
+from ckptz.format.context_rules import BaseCode, ContextRule, Magnitude, n_contexts_of
+from ckptz.format.dtypes import DType
+from ckptz.format.streams import Embedded, Segments
+from ckptz.kernels import cpu, floats
+
+MAX_CODES: Final = 256
+MAX_ROWS: Final = 4096
+
+Table = NDArray[Any]  # uint32 patterns, or integers as wide as the pattern
+OUTER_BYTES: Final = 4  # planes of an outer vector
+MAX_RANK: Final = 64
+PLAIN: Final = 0x0D800000  # 2^-100 as an F32 pattern
+PLAIN_COLUMNS: Final = 1 << 20
+LARGEST_SCALE: Final = 0x71800000  # 2^100 as an F32 pattern, of a term of low rank: all sums stay finite
+
+
+class _Table(ABC):
+    """What the codes of each row stand for: F32 patterns, or integers as wide as a pattern."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Numbers of (rows, codes)."""
+
+    @abstractmethod
+    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
+        """Compute the entries of rows and codes, whose shapes are broadcast."""
+
+    def expand(self) -> Table:
+        """Compute all entries [n_rows, n_codes]."""
+        n_rows, n_codes = self.shape
+        return self.at(np.arange(n_rows)[:, None], np.arange(n_codes))
+
+
+@dataclass(frozen=True, slots=True)
+class ExplicitTable(_Table):
+    """Entries as they are, [n_rows, n_codes]."""
+
+    entries: Table
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n_rows, n_codes = self.entries.shape
+        return n_rows, n_codes
+
+    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
+        return self.entries[rows, codes]
+
+    def expand(self) -> Table:
+        return self.entries
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTable(_Table):
+    """Entry [k, c] is scale[k] * level[c] + offset[k], each step rounded to double, then to F32."""
+
+    scale: NDArray[np.float64]
+    level: NDArray[np.float64]
+    offset: NDArray[np.float64]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.scale), len(self.level)
+
+    def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
+        with np.errstate(all="ignore"):
+            entries = self.scale[rows] * self.level[codes] + self.offset[rows]
+            return floats.round_f64(entries.reshape(-1)).reshape(entries.shape)
+
+
+AnyTable = ExplicitTable | LinearTable
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationMap:
+    """A map from codes to values: tables, rows by context, and codes with a meaning of their own.
+
+    Attributes:
+        table: what is added to the predictor.
+        row_of_context: the table row of each context [n_contexts].
+        zero_code: a code that stands for exact zero whatever the predictor, or None.
+        escape_code: the last code, if values it marks stand exactly in a side stream, or None.
+    """
+
+    table: AnyTable
+    row_of_context: NDArray[np.int64]
+    zero_code: int | None = None
+    escape_code: int | None = None
+
+    def __post_init__(self) -> None:
+        n_rows, n_codes = self.table.shape
+        if not (1 <= n_rows <= MAX_ROWS and 1 <= n_codes <= MAX_CODES):
+            raise CorruptionError(f"quantization map of {n_rows} rows and {n_codes} codes")
+        if self.escape_code not in (None, n_codes - 1):
+            raise CorruptionError(f"escape code {self.escape_code} is not the last of {n_codes}")
+        if self.zero_code is not None and not 0 <= self.zero_code < n_codes:
+            raise CorruptionError(f"zero code {self.zero_code} is not one of {n_codes}")
+        if len(self.row_of_context) and int(self.row_of_context.max()) >= n_rows:
+            raise CorruptionError(f"a context names a row beyond the {n_rows} of the quantization map")
+
+    @property
+    def n_codes(self) -> int:
+        """Size of the alphabet of codes."""
+        return self.table.shape[1]
+
+
+class PlaneMode(IntEnum):
+    """Changes of a pattern before it is split into bytes: spec/registry.md#plane-modes."""
+
+    RAW = 0  # the bit pattern
+    ROTATED = 1  # rotated left by one, so that the exponent of F32 and BF16 fills the top byte
+    XOR = 2  # exclusive or with the base
+    DIFFERENCE = 3  # difference to the base, of the order-preserving integers for floats; zigzag
+
+
+BASE_MODES = frozenset((PlaneMode.XOR, PlaneMode.DIFFERENCE))
+
+
+def kernel_mode(mode: PlaneMode, dtype: DType) -> int:
+    """Give the kernels' number for a mode: the difference of floats goes through `order`."""
+    if mode is PlaneMode.DIFFERENCE:
+        return floats.ORDERED_DIFFERENCE if dtype.is_float else floats.DIFFERENCE
+    return (floats.RAW, floats.ROTATED, floats.XOR)[mode]
+
+
+class Domain(IntEnum):
+    """Ways in which codes become values: spec/registry.md#domains."""
+
+    PLANES = 0
+    LINEAR = 1
+    BITS = 2
+
+
+class Predictor(IntEnum):
+    """Values that a map's entries are added to: spec/registry.md#predictors."""
+
+    ZERO = 0
+    BASE = 1
+    OUTER = 2
+    LOW_RANK = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTables:
+    """Frequency tables that one code stream shares over all chunks, and the contexts that use them."""
+
+    frequencies: NDArray[np.uint16]
+    table_of: NDArray[np.int64]  # [n_contexts]
+    packed: bytes = b""  # their number and the tables as they stand in a frame, where their maker wrote them
+
+    def segments(
+        self,
+        contexts: NDArray[np.int64],
+        per_context: NDArray[np.int64],
+        slots: NDArray[np.uint32] | None = None,
+    ) -> Segments:
+        """Say how a stream, sorted by context, runs through the tables.
+
+        Args:
+            contexts: that occur in the chunk, ascending [n_used].
+            per_context: patterns of each [n_used].
+            slots: decoding tables [n_tables, 4096], where the caller has them.
+        """
+        return Segments(np.cumsum(per_context), self.table_of[contexts], self.frequencies, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Outer:
+    """Two vectors of finite F32 patterns, whose products predict a matrix."""
+
+    rows: NDArray[np.uint32]
+    columns: NDArray[np.uint32]
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of both vectors together."""
+        return len(self.rows) + len(self.columns)
+
+    def check(self) -> None:
+        """Accept vectors that are in memory already."""
+
+    def products(self, begin: int, end: int) -> NDArray[np.uint32]:
+        """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
+        return cpu().outer_product(self.rows, self.columns, begin, end)
+
+
+class StoredOuter:
+    """The two vectors of `Outer` as a header holds them, decoded when they are asked for.
+
+    A few bytes may stand for 64 MiB of them, which nobody needs who only looks at the header.
+    """
+
+    def __init__(self, planes: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
+        self._planes, self._n_rows, self._n_columns = planes, n_rows, n_columns
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rows={self.rows!r}, columns={self.columns!r})"
+
+    @property
+    def n_elements(self) -> int:
+        return self._n_rows + self._n_columns
+
+    @functools.cached_property
+    def rows(self) -> NDArray[np.uint32]:
+        return _vector(self._planes[:OUTER_BYTES], self._n_rows)
+
+    @functools.cached_property
+    def columns(self) -> NDArray[np.uint32]:
+        return _vector(self._planes[OUTER_BYTES:], self._n_columns)
+
+    def check(self) -> None:
+        """Require that both vectors can be decoded; neither is kept."""
+        _vector(self._planes[:OUTER_BYTES], self._n_rows)
+        _vector(self._planes[OUTER_BYTES:], self._n_columns)
+
+    def products(self, begin: int, end: int) -> NDArray[np.uint32]:
+        """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
+        return cpu().outer_product(self.rows, self.columns, begin, end)
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A matrix as a sum of outer products, whose vectors are codes of a few bits.
+
+    Attributes:
+        n_rows: of the matrix.
+        n_columns: of the matrix.
+        scales: F32 patterns [rank], finite ones of at most 2^100.
+        stored: the codes, term after term, of its rows and then of its columns; two's complement.
+    """
+
+    n_rows: int
+    n_columns: int
+    scales: NDArray[np.uint32]
+    stored: Embedded
+
+    @property
+    def n_elements(self) -> int:
+        """Elements of all vectors together."""
+        return len(self.scales) * (self.n_rows + self.n_columns)
+
+    @functools.cached_property
+    def terms(self) -> tuple[tuple[NDArray[np.uint32], NDArray[np.uint32]], ...]:
+        """The vectors of each term as F32 patterns, [n_rows] times the scale and [n_columns]."""
+        levels = self.stored.codes(self.n_elements).view(np.int8).astype(np.float32).view(np.uint32)
+        n = self.n_rows
+        return tuple(
+            (cpu().outer_product(term[:n], scale[None], 0, n), term[n:])
+            for scale, term in zip(self.scales, levels.reshape(len(self.scales), -1), strict=True)
+        )
+
+    def check(self) -> None:
+        """Require that the vectors can be decoded; they are not kept."""
+        self.stored.codes(self.n_elements)
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """Whether no product or sum can be subnormal: all are 0 or multiples of 2^-123.
+
+        Then it does not matter whether the processor flushes subnormal numbers.
+        """
+        sizes = (rows & np.uint32(0x7FFFFFFF) for rows, _ in self.terms)
+        return self.n_columns <= PLAIN_COLUMNS and all(((s == 0) | (s >= PLAIN)).all() for s in sizes)
+
+    def products(self, begin: int, end: int) -> NDArray[np.uint32]:
+        """Add the terms up in their order: elements begin..end of the matrix, F32 patterns [end - begin]."""
+        if self._is_plain:
+            n = self.n_columns
+            first, last = begin // n, -(-end // n)
+            sums = np.zeros((last - first, n), np.float32)
+            for rows, columns in self.terms:
+                sums += rows[first:last, None].view(np.float32) * columns.view(np.float32)
+            return sums.reshape(-1)[begin - first * n : end - first * n].view(np.uint32)
+        total = np.zeros(end - begin, np.uint32)
+        for rows, columns in self.terms:
+            total = cpu().add_f32(total, cpu().outer_product(rows, columns, begin, end))
+        return total
+
+
+AnyOuter = Outer | StoredOuter | LowRank
+
+
+def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
+    found = np.empty((n, OUTER_BYTES), np.uint8)
+    for j, plane in enumerate(planes):
+        found[:, j] = plane.codes(n)
+    vector = found.reshape(-1).view("<u4").astype(np.uint32, copy=False)
+    if not cpu().all_finite(vector, floats.F32):
+        raise CorruptionError("an outer vector holds an infinity or NaN")
+    return vector
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The part of a frame's header that says how its codes become the tensor.
+
+    Attributes:
+        mode: planes domain only: what happens to a pattern before it is split.
+        quant_map: linear and bits domains: what codes stand for; None in the planes domain.
+        domain: how codes become values.
+        predictor: what they are relative to.
+        outer: the vectors of the predictors outer and low-rank.
+        rules: context rules, at most three.
+        tables: one entry a code stream if there are rules, else empty.
+    """
+
+    mode: PlaneMode = PlaneMode.RAW
+    quant_map: QuantizationMap | None = None
+    domain: Domain = Domain.PLANES
+    predictor: Predictor = Predictor.ZERO
+    outer: AnyOuter | None = None
+    rules: tuple[ContextRule, ...] = ()
+    tables: tuple[StreamTables, ...] = ()
+
+    @property
+    def n_contexts(self) -> int:
+        """Contexts of the frame."""
+        return n_contexts_of(self.rules)
+
+    @property
+    def reads_base_patterns(self) -> bool:
+        """Whether decoding reads the base's values."""
+        return self.reads_patterns(only_codes=False)
+
+    def reads_patterns(self, *, only_codes: bool) -> bool:
+        """Tell whether decoding, or decoding the codes alone, reads the base's values."""
+        by_magnitude = any(isinstance(rule, Magnitude) and rule.source is None for rule in self.rules)
+        return by_magnitude or (not only_codes and self.predictor is Predictor.BASE)
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether decoding adds outer products up."""
+        return self.predictor is Predictor.LOW_RANK
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether decoding reads the base's values or codes."""
+        return self.reads_base_patterns or self.reads_base_codes
+
+    @property
+    def reads_base_codes(self) -> bool:
+        """Whether a context rule looks at the codes of the base's frame."""
+        return any(isinstance(rule, BaseCode) for rule in self.rules)
+
+    @property
+    def context_tensor_names(self) -> list[str]:
+        """Name the tensors beside this one whose magnitudes its contexts read."""
+        return [rule.source for rule in self.rules if isinstance(rule, Magnitude) and rule.source]
+
+    def n_code_streams(self, dtype: DType) -> int:
+        """Count the streams of codes in each chunk."""
+        return dtype.pattern_bytes if self.quant_map is None else 1
+
+    def n_streams(self, dtype: DType) -> int:
+        """Count the streams in each chunk: codes and escaped values."""
+        n = self.n_code_streams(dtype)
+        if self.quant_map is not None:
+            n += dtype.pattern_bytes * (self.quant_map.escape_code is not None)
+        return n
+
+
+def planes_plan(
+    mode: PlaneMode, rules: tuple[ContextRule, ...] = (), tables: tuple[StreamTables, ...] = ()
+) -> Plan:
+    """Make a lossless plan."""
+    predictor = Predictor.BASE if mode in BASE_MODES else Predictor.ZERO
+    return Plan(mode, predictor=predictor, rules=rules, tables=tables)
+
+
+def exact_plan(dtype: DType) -> Plan:
+    """Make the lossless plan for a tensor without a base."""
+    is_split = dtype.is_float and dtype.pattern_bytes > 1
+    return planes_plan(PlaneMode.ROTATED if is_split else PlaneMode.RAW)

@@ -1,0 +1,474 @@
+"""Reads one `.ckptz` file lazily: header and index at once, frames when asked for.
+
+Implements spec/06-container.md#reading. Memory is only allocated for a tensor somebody asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.errors import (
+    CorruptionError,
+    FormatError,
+    MissingBaseError,
+    UnsupportedError,
+    naming,
+)
+from ckptz.format.byte_source import ByteSource
+from ckptz.format.caches import ChunkCache, Decoded, DecodedBases, HeaderCache, LastChunks, Node, gather
+from ckptz.format.decode import (
+    Changes,
+    check_stored,
+    decode_chunk,
+    decode_codes,
+    read_changes,
+)
+from ckptz.format.dtypes import DType, dtype_of
+from ckptz.format.envelope import BASE_METADATA_BYTES, Envelope, parse_base_metadata, read_envelope
+from ckptz.format.frame import PREFIX_BYTES, FrameHeader, header_length
+from ckptz.format.index import (
+    BASE_METADATA,
+    KEY_VERSION,
+    LOW_RANK_FEATURE,
+    MAPS_FEATURE,
+    OPTIONAL_PREFIX,
+    BaseRef,
+    InlineBase,
+    TensorEntry,
+    read_index,
+)
+from ckptz.format.sources import (
+    CHUNK_VALUES,
+    PATTERN_TYPES,
+    ChunkSources,
+    Stored,
+    TensorSource,
+    ViewOf,
+    context_tensors_of,
+)
+from ckptz.kernels.floats import Patterns
+
+USUAL_HEADER_BYTES: Final = 256  # are read at once; longer headers are read again
+MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#contexts
+
+
+class FrameSource(TensorSource):
+    """One tensor of an open file, decoded chunk by chunk."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+
+    def __init__(self, container: Container | InlineFrames, entry: TensorEntry) -> None:
+        self._container = container
+        self.entry = entry
+        self.dtype: DType = dtype_of(entry.dtype)
+        self.shape = entry.shape
+
+    @property
+    def header(self) -> FrameHeader:
+        """The frame's header, read and checked against the index."""
+        return self._container.headers.get(self, self._read_header)
+
+    def _read_header(self) -> FrameHeader:
+        with self._container.naming(self.entry.name):
+            read, offset, n_bytes = self._container.read, self.entry.offset, self.entry.n_bytes
+            raw = read(offset, max(min(n_bytes, USUAL_HEADER_BYTES), PREFIX_BYTES)).tobytes()
+            length = header_length(raw[:PREFIX_BYTES], n_bytes)
+            header = FrameHeader.parse(raw[:length] if length <= len(raw) else read(offset, length).tobytes())
+            if (header.dtype, header.shape) != (self.dtype, self.shape):
+                raise CorruptionError("index and frame disagree on dtype or shape")
+            if length + header.payload_bytes != self.entry.n_bytes:
+                raise CorruptionError("frame length does not match its chunks")
+            if f"{header.checksum:016x}" != self.entry.checksum:
+                raise CorruptionError("index and frame disagree on the checksum")
+            if header.plan.quant_map is not None and MAPS_FEATURE not in self._container.features:
+                raise CorruptionError("has a quantization map, and the feature 'maps' is not required")
+            if header.plan.is_low_rank and LOW_RANK_FEATURE not in self._container.features:
+                raise CorruptionError("is of low rank, and the feature 'low-rank' is not required")
+            return header
+
+    @functools.cached_property
+    def base(self) -> TensorSource | None:
+        """The base tensor that the frame needs, or None."""
+        if not self.header.plan.needs_base:
+            return None
+        base = self._container.bases.get(self.entry.name)
+        if base is not None and (base.dtype, base.shape) == (self.dtype, self.shape):
+            return base
+        ref = self._container.outer_base
+        if ref is None:
+            raise CorruptionError("the frame needs a base, and the file names and holds none that fits")
+        if base is None:
+            raise MissingBaseError(f"needs its base {ref.title}, which has no such tensor or is not open")
+        raise MissingBaseError(f"has another dtype or shape in its base {ref.title}")
+
+    @property
+    def needs_other_file(self) -> bool:
+        """Whether the frame is decoded from a base in another file."""
+        return self._container.outer_base is not None and self.header.plan.needs_base
+
+    def needs(self, only_codes: bool) -> list[Node]:
+        with self._container.naming(self.entry.name):
+            plan = self.header.plan
+            if only_codes and plan.quant_map is None:
+                return []
+            needed: list[Node] = [(self._context_tensor(name), False) for name in plan.context_tensor_names]
+            patterns = plan.reads_patterns(only_codes=only_codes)
+            if (patterns or plan.reads_base_codes) and isinstance(base := self.base, FrameSource):
+                needed.append((base, not patterns))
+            return needed
+
+    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
+        if (self, False) in held:
+            return held[self, False]
+        payload, (begin, end) = self.payload(index), self._bounds(index)
+        if only_codes:
+            if self.header.plan.quant_map is None:
+                return Decoded(None, None)
+            with self._container.naming(self.entry.name):
+                return Decoded(
+                    None, decode_codes(self.header, index, payload, self._sources(begin, end, held))
+                )
+        patterns = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
+        return Decoded(patterns, self._decode(index, patterns, held))
+
+    def _decode(self, index: int, out: Patterns, held: DecodedBases) -> NDArray[np.uint8] | None:
+        payload = self.payload(index)
+        with self._container.naming(self.entry.name):
+            sources = self._sources(*self._bounds(index), held)
+            return decode_chunk(self.header, index, payload, sources, out)
+
+    def _sources(self, begin: int, end: int, held: DecodedBases) -> ChunkSources:
+        plan, base, ref = self.header.plan, self.base, self._container.outer_base
+        if isinstance(base, FrameSource):
+            base = _DecodedChunk(
+                base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None)
+            )
+        both = plan.reads_base_patterns and plan.reads_base_codes
+
+        def context_tensor(name: str) -> TensorSource:
+            found = self._context_tensor(name)
+            return _DecodedChunk(found, held[found, False])
+
+        return ChunkSources(begin, end, base, context_tensor, both, f", {ref.title}" if ref else "")
+
+    @property
+    def context_tensor_names(self) -> list[str]:
+        """Tensors that stand beside this one and whose magnitudes its contexts read."""
+        return self.header.plan.context_tensor_names
+
+    def _context_tensor(self, name: str) -> FrameSource:
+        """Another tensor of the file, whose magnitudes are contexts: as many patterns, at most two deep."""
+        source = context_tensors_of(self._container.tensors)(name)
+        assert isinstance(source, FrameSource)
+        if source.n_patterns != self.header.n_patterns:
+            raise CorruptionError(f"it is decoded with tensor {name!r}, which has another shape")
+        if source.source_depth(MAX_SOURCE_DEPTH - 1) >= MAX_SOURCE_DEPTH:
+            raise CorruptionError(f"it is decoded with tensor {name!r}, and that with too many others")
+        return source
+
+    def source_depth(self, most: int) -> int:
+        """Count the tensors of this file, one after another, that contexts depend on, up to `most` + 1."""
+        names = self.context_tensor_names
+        if not names:
+            return 0
+        if most == 0:
+            return 1
+        find = context_tensors_of(self._container.tensors)
+        return 1 + max(find(name).source_depth(most - 1) for name in names)  # type: ignore[attr-defined]
+
+    def check_base(self) -> None:
+        """Require that the header is right, and that a base and the tensors it needs are there."""
+        with self._container.naming(self.entry.name):
+            _ = self.base
+            for name in self.context_tensor_names:
+                self._context_tensor(name)
+
+    def check_vectors(self) -> None:
+        """Require that outer vectors which no chunk needs are right; there may be few such in a file."""
+        outer = self.header.plan.outer
+        if outer is not None:
+            with self._container.naming(self.entry.name):
+                self._container.headers.charge_idle(outer.n_elements)
+                outer.check()
+
+    def _bounds(self, index: int) -> tuple[int, int]:
+        """(begin, end) in patterns of chunk `index`."""
+        begin = index * CHUNK_VALUES
+        return begin, min(begin + CHUNK_VALUES, self.n_patterns)
+
+    def payload(self, index: int) -> NDArray[np.uint8]:
+        """Read the stored bytes of a chunk."""
+        header = self.header
+        offset = self.entry.offset + self.entry.n_bytes - header.payload_bytes + header.chunk_offsets[index]
+        return self._container.read(offset, header.chunks[index].n_bytes)
+
+    def stored_pieces(self) -> Iterator[NDArray[np.uint8]]:
+        """Read the bytes of the frame as stored, the header and then chunk after chunk, each checked."""
+        header = self.header
+        yield self._container.read(self.entry.offset, self.entry.n_bytes - header.payload_bytes)
+        for index, record in enumerate(header.chunks):
+            payload = self.payload(index)
+            with self._container.naming(self.entry.name):
+                check_stored(record, index, payload)
+            yield payload
+
+    def _codes_alone(self, index: int, out: Patterns | None = None) -> NDArray[np.uint8] | None:
+        """Decode only the codes of chunk `index`."""
+        del out
+        return self.decoded(index, True, gather(index, self.needs(True))).codes
+
+    def decode_chunk(self, index: int, out: Patterns) -> NDArray[np.uint8] | None:
+        """Decode chunk `index` into `out`, all its patterns; returns the codes, if a map made them."""
+        return self._decode(index, out, self._gathered(index))
+
+    def _gathered(self, index: int) -> DecodedBases:
+        """Decode what a chunk needs; chunks of other tensors of this file are kept for who reads these."""
+        held: dict[Node, Decoded] = {}
+        missing: list[Node] = []
+        for node in self.needs(False):
+            frame, _ = node
+            assert isinstance(frame, FrameSource)
+            if frame is not self.base:
+                held[node] = Decoded(frame.chunk(index), None)
+            elif (last := frame.last(index)) is not None:
+                held[node] = last
+            else:
+                missing.append(node)
+        return held | dict(gather(index, missing)) if missing else held
+
+    def last(self, index: int) -> Decoded | None:
+        """Give chunk `index` if it is held for the next file of a run."""
+        last = self._container.last
+        return None if last is None else last.get(self.entry.name, index, self.header.chunks[index])
+
+    def fill(self, index: int, out: Patterns) -> None:
+        """Decode chunk `index` into `out`, all its patterns, or copy it if it is kept."""
+        kept = self._container.cache.held((self, index))
+        if kept is None:
+            self.decode_chunk(index, out)
+        else:
+            out[:] = kept
+
+    def patterns_and_codes(self, begin: int, end: int) -> tuple[Patterns, NDArray[np.uint8] | None]:
+        """Decode patterns and codes of begin..end, which are one chunk, at once."""
+        index, held = begin // CHUNK_VALUES, self._container.last
+        if (last := self.last(index)) is not None and last.patterns is not None:
+            return last.patterns, last.codes
+        patterns = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
+        codes = self.decode_chunk(index, patterns)
+        if held is not None:
+            held.put(self.entry.name, index, self.header.chunks[index], Decoded(patterns, codes))
+        return patterns, codes
+
+    @property
+    def stored(self) -> Stored:
+        """Plan of the frame, and the method and settings that the index records."""
+        lossy = self.entry.lossy
+        method, settings = (None, {}) if lossy is None else (lossy.method, lossy.settings)
+        return Stored(self.header.plan, method, settings)
+
+    @property
+    def n_codes(self) -> int | None:
+        """Size of the alphabet of the frame's codes, or None if no quantization map made them."""
+        quant_map = self.header.plan.quant_map
+        return None if quant_map is None else quant_map.n_codes
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        """Decode the codes of patterns begin..end, one chunk; None if no quantization map made them."""
+        index = begin // CHUNK_VALUES
+        last = self.last(index)
+        return self._codes_alone(index) if last is None else last.codes
+
+    def changes(self, index: int) -> Changes | None:
+        """Find where chunk `index` differs from its base; None if it does not say so, but must be decoded."""
+        payload = self.payload(index)
+        record = self.header.chunks[index]
+        begin, end = self._bounds(index)
+        with self._container.naming(self.entry.name):
+            try:
+                return read_changes(self.header, record, payload, end - begin)
+            except (FormatError, UnsupportedError) as error:
+                check_stored(record, index, payload)
+                raise type(error)(f"chunk {index}: {error}") from None
+
+    def check_chunk(self, index: int) -> None:
+        """Require that the stored bytes of a chunk are as written."""
+        payload = self.payload(index)
+        with self._container.naming(self.entry.name):
+            check_stored(self.header.chunks[index], index, payload)
+
+    def chunk(self, index: int) -> Patterns:
+        """Give the patterns of chunk `index`, shared with whoever asked for them before: read only."""
+        return self._container.cache.get((self, index), lambda: self._fresh_chunk(index))
+
+    def _fresh_chunk(self, index: int) -> Patterns:
+        begin, end = self._bounds(index)
+        return self.patterns_and_codes(begin, end)[0]
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        """Read patterns begin..end; decodes only the chunks that they touch."""
+        n_patterns = self.header.n_patterns
+        first, last = begin // CHUNK_VALUES, -(-end // CHUNK_VALUES)
+        whole = (begin, end) == (first * CHUNK_VALUES, min(last * CHUNK_VALUES, n_patterns))
+        if whole and last - first == 1:
+            # Chunk by chunk through a chain: nothing would be read twice, so nothing is kept.
+            kept = self._container.cache.held((self, first))
+            return self._fresh_chunk(first) if kept is None else kept
+        out = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
+        for index in range(first, last):
+            at, chunk = index * CHUNK_VALUES, self.chunk(index)
+            low, high = max(begin, at), min(end, at + len(chunk))
+            out[low - begin : high - begin] = chunk[low - at : high - at]
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodedChunk(ViewOf):
+    """One chunk of a frame that was decoded already, as a source."""
+
+    chunk: Decoded
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        assert self.chunk.patterns is not None
+        return self.chunk.patterns
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        return self.chunk.codes
+
+    def patterns_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
+        """Give both, the patterns only if they were decoded; callers that want codes alone ignore them."""
+        return self.chunk.patterns, self.chunk.codes
+
+
+@dataclass(frozen=True, slots=True)
+class CachedFrame(ViewOf):
+    """A frame read through its file's cache of chunks.
+
+    Where contexts depend on other tensors, two ways through a chain may lead to the same chunk; without
+    the cache their number would grow with every member. Planning and encoding both look at a base.
+    """
+
+    source: FrameSource
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.source.chunk(begin // CHUNK_VALUES)[: end - begin]
+
+
+class InlineFrames:
+    """The frames of one base that a file carries, decoded from itself and the next inline base."""
+
+    outer_base: BaseRef | None = None
+    last: LastChunks | None = None
+
+    def __init__(
+        self, container: Container, level: int, record: InlineBase, bases: Mapping[str, TensorSource]
+    ) -> None:
+        self.name = f"{container.name}: inline base {level}"  # for messages
+        self.record = record  # what the index says of it
+        self.bases = bases  # tensors of the next inline base by name
+        self.features = container.features
+        self.cache, self.headers = container.cache, container.headers
+        self.read = container.read
+        self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}  # in stored order
+
+    def naming(self, tensor: str) -> AbstractContextManager[None]:
+        """Make a context that names this base and `tensor` in errors."""
+        return naming(f"{self.name}: tensor {tensor!r}")
+
+
+def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple[InlineFrames, ...]:
+    """The inline bases, nearest first, each decoded from the one after it."""
+    found: list[InlineFrames] = []
+    for level in range(len(records), 0, -1):
+        bases = found[0].tensors if found else {}
+        found.insert(0, InlineFrames(container, level, records[level - 1], bases))
+    return tuple(found)
+
+
+class Container:
+    """An open `.ckptz` file: its index, what that requires of a reader, and sources of tensors by name."""
+
+    def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
+        self._source = source
+        self.name = source.name  # for messages
+        self.cache = ChunkCache()
+        self.headers = HeaderCache()
+        self.bases: Mapping[str, TensorSource] = {}  # by name; of a delta set by whoever resolves the chain
+        self.last: LastChunks | None = None  # holds chunks for the next file of a run; set by its writer
+        envelope = read_envelope(source) if envelope is None else envelope
+        self._data_offset = envelope.data_offset
+        self._sections = {r.name: r for r in envelope.regions if r.name.startswith(OPTIONAL_PREFIX)}
+        with naming(self.name):
+            self.index, self.features = read_index(envelope, self.read)
+        self.version = (envelope.metadata or {})[KEY_VERSION]  # of the format, as the file names it
+        self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
+        self.inline = _inline_frames(self, self.index.inline or ())  # bases that it carries, nearest first
+        if self.inline:
+            self.bases = self.inline[0].tensors
+
+    @property
+    def levels(self) -> list[Container | InlineFrames]:
+        """The file's own tensors, then what it carries of its bases, nearest first."""
+        return [self, *self.inline]
+
+    @property
+    def outer_base(self) -> BaseRef | None:
+        """The base that stands in another file."""
+        return self.index.base
+
+    def naming(self, tensor: str) -> AbstractContextManager[None]:
+        """Make a context that names this file and `tensor` in errors."""
+        return naming(f"{self.name}: tensor {tensor!r}")
+
+    def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
+        """Read bytes behind the header, uint8 [n_bytes]."""
+        return self._source.read(self._data_offset + offset, n_bytes)
+
+    def base_metadata(self) -> int | None:
+        """Give the checksum of the metadata that the base had as a plain file, where the file says so.
+
+        Raises:
+            ChecksumError: the section that says so was changed.
+        """
+        region = self._sections.get(BASE_METADATA)
+        if region is None:
+            return None
+        n_bytes = min(region.end - region.begin, BASE_METADATA_BYTES + 1)
+        section = self.read(region.begin, n_bytes).tobytes()
+        with naming(self.name):
+            return parse_base_metadata(section)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the file."""
+        return self._source.size
+
+    def share_caches(self, other: Container) -> None:
+        """Keep what was read in the caches of another file of the same chain, which bound them together."""
+        for level in self.levels:
+            level.cache, level.headers = other.cache, other.headers
+
+    def close(self) -> None:
+        """Release the file and what was decoded from it."""
+        self.cache.clear()
+        self.headers.clear()
+        self._source.close()
+
+
+def check_empty(source: TensorSource) -> None:
+    """Read the frame of a tensor without patterns, of which no chunk would be decoded.
+
+    Raises:
+        LimitError: such tensors of the file have more than 2^24 elements of outer vectors together.
+    """
+    if isinstance(source, FrameSource) and not source.n_patterns:
+        source.check_base()
+        source.check_vectors()

@@ -1,0 +1,388 @@
+"""Streams frames into a file: plans, encodes on threads, writes in order. Memory holds a few chunks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, Final
+
+import msgspec
+
+from ckptz.encode.chunk import Deviation, EncodedChunk, encode_chunk
+from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.encode.moved import MovedSource, Moves
+from ckptz.encode.restored import CachedChunks, EncodingPlans, RestoredSource
+from ckptz.encode.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
+from ckptz.format.bits import xxh64
+from ckptz.format.dtypes import DType
+from ckptz.format.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
+from ckptz.format.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
+from ckptz.format.plan import Plan, QuantizationMap, exact_plan
+from ckptz.format.reader import FrameSource
+from ckptz.format.sources import (
+    CHUNK_VALUES,
+    ChunkSources,
+    ContextTensors,
+    TensorSource,
+    chunk_bounds,
+    context_tensors_of,
+)
+from ckptz.methods.lossless import EXACT, plan_and_encode
+from ckptz.methods.method import Recipe, Setting
+from ckptz.parallel import SMALL_VALUES, Workers
+from ckptz.state.roles import Role
+
+Progress = Callable[[int], None]
+LEAST_BATCH: Final = CHUNK_VALUES // 4  # patterns
+BATCHES: Final = 4  # of each thread at least, so that all have work to the end
+SMALL_VALUES_TOGETHER: Final = 1 << 13  # as `SMALL_VALUES`, where chunks of a batch are encoded together
+MOVED: Final = "moved"  # in records: the share of the moves of lost momentum that a weight was moved by
+MOST_IN_BATCH: Final = 64  # of tiny tensors, each of which has a header
+
+
+@dataclass(frozen=True, slots=True)
+class Earlier:
+    """A file of the same tensors, bases and guides that was written before, by another configuration."""
+
+    tensors: Mapping[str, FrameSource]  # its frames by name, open while the next file is written
+    recipes: Mapping[str, Recipe]  # what became of each tensor
+    notes: Mapping[str, str]  # what its writer noted on them
+
+    def settled(self, recipes: Mapping[str, Recipe]) -> dict[str, FrameSource]:
+        """Find the frames that come out the same under other recipes, by name.
+
+        A frame follows from the recipe of its tensor, and of the tensor that its contexts depend on.
+        """
+        same = {name for name, recipe in recipes.items() if self.recipes[name] == recipe}
+        return {
+            name: self.tensors[name]
+            for name in same
+            if (context_tensor := recipes[name].context_tensor) is None or context_tensor in same
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """Everything that a file says beside its tensors."""
+
+    metadata: Mapping[str, str] | None = None  # the user's own, kept unchanged
+    step: int | None = None  # training step, if known
+    sharding: Sharding | None = None  # how the source folder was split
+    tree: dict[str, Any] | None = None  # JSON skeleton of a nested checkpoint
+    base: BaseRef | None = None  # the checkpoint that the tensors are stored against
+    # its tensors by name; a tensor without a base of its dtype and shape stands alone
+    bases: Mapping[str, TensorSource] = field(default_factory=dict)
+    base_metadata: int | None = None  # checksum of the metadata of a base that is a plain file
+    quality: Sequence[QualityRecord] = ()  # budgets that were measured on the very tensors of this file
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Recipes, roles and guides of a file's tensors, and its record: all that decides its bytes."""
+
+    record: FileRecord
+    recipes: Mapping[str, Recipe]  # what becomes of each tensor, by name
+    roles: Mapping[str, Role] = field(default_factory=dict)  # what those are that may become lossy
+    # what planners may know of tensors, by name
+    guides: Mapping[str, SideInformation] = field(default_factory=dict)
+    earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
+    moves: Moves | None = None  # how weights are moved before they are coded
+
+
+# A chunk to encode: of which tensor, its encoding plan where it is planned already, its bounds and base.
+_Chunk = tuple[str, TensorSource, EncodingPlan | None, ChunkSources]
+
+
+def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
+    """Give the base if its dtype and shape fit, else None: the tensor then stands alone."""
+    fits = base is not None and (base.dtype, base.shape) == (source.dtype, source.shape)
+    return base if fits else None
+
+
+class _Planning:
+    """Plans the tensors of a file; those that others depend on are planned once for both."""
+
+    def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
+        self.tensors, self.notes = dict(tensors), dict[str, str]()
+        self._contents = contents
+        self._chunks = CachedChunks()
+        sources = (contents.recipes[name].context_tensor for name in tensors)
+        self._shared = EncodingPlans(name for name in sources if name is not None)
+        self._ahead: dict[str, EncodingPlan] = {}  # of first moments, which are a few vectors each
+        self._movement: float | None = None  # of all tensors whose plans depend on it
+
+    def measure(self, run: MapFunction) -> None:
+        """Measure what the plans of several tensors depend on together."""
+        recipes = self._contents.recipes
+        joint = [
+            name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_patterns
+        ]
+        found = run(lambda name: recipes[name].movement(self._tensor_to_encode(name, self.base(name))), joint)
+        sizes = (self.tensors[name].n_patterns for name in joint)
+        pairs = [(moved, n) for moved, n in zip(found, sizes, strict=True) if moved is not None]
+        n_patterns = sum(n for _, n in pairs)
+        self._movement = sum(moved * n for moved, n in pairs) / n_patterns if n_patterns else None
+
+    def move(self, moves: Moves, run: MapFunction) -> None:
+        """Move the weights; the first moments that this depends on are planned for it."""
+        recipes = self._contents.recipes
+        names = [name for name in moves.moments if recipes[name].is_lossy]
+        self._ahead = dict(zip(names, run(self._alone, names), strict=True))
+        restored = {
+            name: RestoredSource(self.tensors[name], None, encoding) for name, encoding in self._ahead.items()
+        }
+        moved, notes = moves.of(restored)
+        self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
+        self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
+
+    def _alone(self, name: str) -> EncodingPlan:
+        return self._planned(name, self.base(name), self.context_tensors(name), map)
+
+    def base(self, name: str) -> TensorSource | None:
+        """Give what a tensor may be stored against; held where several passes will read it."""
+        base = matching_base(self.tensors[name], self._contents.record.bases.get(name))
+        recipe = self._contents.recipes[name]
+        if base is None or recipe == EXACT or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
+            return base
+        return self._chunks.of(f"base of {name}", base)
+
+    def alike(self, chunk: _Chunk) -> tuple[DType, bool] | None:
+        """Say with which others a tensor can be encoded: by dtype and having a base; None for none."""
+        name, source, encoding, sources = chunk
+        is_exact = self._contents.recipes[name] == EXACT
+        if encoding is not None or not is_exact:
+            return None
+        return source.dtype, sources.base is not None
+
+    def encoding(
+        self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction = map
+    ) -> EncodingPlan:
+        """Plan a tensor."""
+        if name in self._ahead:
+            return self._ahead[name]
+        make = functools.partial(self._planned, name, base, context_tensors, run)
+        return self._shared.encoding(name, make) if name in self._shared else make()
+
+    def _restored(self, name: str, run: MapFunction) -> RestoredSource:
+        base = self.base(name)
+        return RestoredSource(
+            self.tensors[name], base, self.encoding(name, base, context_tensors_of({}), run)
+        )
+
+    def _planned(
+        self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
+    ) -> EncodingPlan:
+        recipe = self._contents.recipes[name] if self.tensors[name].n_patterns else EXACT
+        return recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
+
+    def _tensor_to_encode(
+        self,
+        name: str,
+        base: TensorSource | None,
+        context_tensors: ContextTensors | None = None,
+        run: MapFunction = map,
+    ) -> TensorToEncode:
+        guide, against = self._contents.guides.get(name, NO_SIDE_INFORMATION), self._contents.record.base
+        seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
+        return TensorToEncode(self.tensors[name], base, guide, context_tensors, run, seed, self._movement)
+
+    def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:
+        """Give the tensors that a tensor's contexts depend on, as the file restores them."""
+        wanted = self._contents.recipes[name].context_tensor
+        if wanted is None:
+            return context_tensors_of({})
+        return context_tensors_of({wanted: self._chunks.of(wanted, self._restored(wanted, run))})
+
+
+def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
+    """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
+    for name in names:
+        source = planning.tensors[name]
+        n_patterns = source.n_patterns
+        base, encoding, context_tensors = planning.base(name), None, context_tensors_of({})
+        if n_patterns > CHUNK_VALUES:
+            context_tensors = planning.context_tensors(name, workers.map)
+            encoding = planning.encoding(name, base, context_tensors, workers.map)
+        for begin, end in chunk_bounds(n_patterns):
+            yield name, source, encoding, ChunkSources(begin, end, base, context_tensors)
+
+
+def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
+    """Put small chunks together, up to `most` patterns: calls cost as much, and so do threads."""
+    batch, total = list[_Chunk](), 0
+    for chunk in chunks:
+        n_patterns = chunk[-1].end - chunk[-1].begin
+        if batch and (total + n_patterns > most or len(batch) == MOST_IN_BATCH):
+            yield batch
+            batch, total = [], 0
+        batch.append(chunk)
+        total += n_patterns
+    if batch:
+        yield batch
+
+
+def _is_small(planning: _Planning, batch: Sequence[_Chunk]) -> bool:
+    """Tell whether the chunks of a batch take more Python than arithmetic, by their patterns on average."""
+    is_together = all(planning.alike(chunk) for chunk in batch)
+    n_patterns = sum(sources.end - sources.begin for *_, sources in batch)
+    return n_patterns < len(batch) * (SMALL_VALUES_TOGETHER if is_together else SMALL_VALUES)
+
+
+def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[EncodingPlan, EncodedChunk]]:
+    encoded: list[tuple[EncodingPlan, EncodedChunk]] = []
+    for key, run in itertools.groupby(batch, planning.alike):
+        chunks = list(run)
+        if key is None:
+            encoded += [_encode(planning, chunk) for chunk in chunks]
+        else:
+            bases = [sources.base for *_, sources in chunks if sources.base is not None]
+            encoded += plan_and_encode([source for _, source, *_ in chunks], bases)
+    return encoded
+
+
+def _encode(planning: _Planning, chunk: _Chunk) -> tuple[EncodingPlan, EncodedChunk]:
+    name, source, encoding, sources = chunk
+    if encoding is None:
+        sources.context_tensors = planning.context_tensors(name)
+        encoding = planning.encoding(name, sources.base, sources.context_tensors)
+    return encoding, encode_chunk(source, encoding, sources)
+
+
+def _lossy_record(
+    recipe: Recipe,
+    role: Role,
+    source: TensorSource,
+    encoding: EncodingPlan,
+    header: FrameHeader,
+    deviation: Deviation,
+) -> LossyRecord:
+    quant_map = header.plan.quant_map
+    moved: dict[str, Setting] = {}
+    if isinstance(source, MovedSource):
+        moved[MOVED] = _brief(source.share)
+    escape = None if quant_map is None else quant_map.escape_code
+    return LossyRecord(
+        method=recipe.name,
+        role=role.role,
+        layer_type=role.layer_type,
+        settings=recipe.settings() | dict(encoding.found) | moved,
+        n_pruned=_n_pruned(quant_map, deviation) if recipe.prunes and quant_map is not None else 0,
+        n_protected=0 if escape is None else int(deviation.counts[escape]),
+        # Doubles round the difference of two floats that are far apart; the bound must not be.
+        max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
+        rms_error=_brief(math.sqrt(deviation.error / header.n_patterns)),
+        rms=_brief(math.sqrt(deviation.power / header.n_patterns)),
+        promise="none",
+    )
+
+
+def _brief(value: float) -> float:
+    """Seven digits, rounded up so that a bound stays one: more would take a tenth of a delta's index."""
+    brief = float(f"{value:.6e}")
+    return brief if brief >= value else float(f"{value * (1 + 1e-6):.6e}")
+
+
+def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
+    """Elements whose code stands for zero."""
+    levels = quant_map.table.expand()[0][: quant_map.escape_code]
+    return int(deviation.counts[: len(levels)][levels & 0x7FFFFFFF == 0].sum())
+
+
+def write_frames(
+    sink: BinaryIO,
+    data_offset: int,
+    tensors: Mapping[str, TensorSource],
+    contents: Contents,
+    workers: Workers,
+    progress: Progress | None,
+) -> Iterator[tuple[TensorEntry, Plan, str]]:
+    """Write all frames; yields of each its row of the index, its plan, and a note."""
+    offset = 0
+    earlier = contents.earlier
+    settled = earlier.settled(contents.recipes) if earlier is not None else {}
+    fresh = [name for name in tensors if name not in settled]
+    planning = _Planning(tensors, contents)
+    if contents.moves is not None:
+        planning.move(contents.moves, workers.map)
+    planning.measure(workers.map)
+    share = sum(tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
+    batches = _batches(_chunks(planning, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_VALUES))
+    encode, is_small = functools.partial(_encode_all, planning), functools.partial(_is_small, planning)
+    encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
+    for name, source in planning.tensors.items():
+        if name in settled:
+            entry = copy_frame(sink, offset, settled[name])
+            plan = settled[name].header.plan
+            note = earlier.notes.get(name, "") if earlier is not None else ""
+            if progress:
+                progress(source.n_bytes)
+        else:
+            encoding, header, deviation = _write_frame(sink, data_offset + offset, source, encoded, progress)
+            n_bytes = sink.tell() - data_offset - offset
+            lossy = None
+            if deviation is not None:
+                lossy = _lossy_record(
+                    contents.recipes[name], contents.roles[name], source, encoding, header, deviation
+                )
+            checksum = f"{header.checksum:016x}"
+            entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
+            plan, note = encoding.plan, encoding.note or planning.notes.get(name, "")
+        yield entry, plan, note
+        offset += entry.n_bytes
+
+
+def copy_frame(
+    sink: BinaryIO, offset: int, source: FrameSource, progress: Progress | None = None
+) -> TensorEntry:
+    """Write a frame as it stands in another file; the sink is where it goes, `offset` behind the header.
+
+    `progress` is told the bytes of each piece.
+    """
+    for piece in source.stored_pieces():
+        sink.write(piece.data)
+        if progress:
+            progress(piece.nbytes)
+    return msgspec.structs.replace(source.entry, offset=offset)
+
+
+def _write_frame(
+    sink: BinaryIO,
+    start: int,
+    source: TensorSource,
+    encoded: Iterator[tuple[EncodingPlan, EncodedChunk]],
+    progress: Progress | None,
+) -> tuple[EncodingPlan, FrameHeader, Deviation | None]:
+    """Stream the chunks of one frame behind its header, which is written when they are."""
+    if 0 < source.n_patterns <= CHUNK_VALUES:
+        encoding, chunk = next(encoded)
+        header = FrameHeader(source.dtype, tuple(source.shape), encoding.plan, (chunk.record,))
+        sink.writelines((header.pack(), *chunk.streams))
+        if progress:
+            progress(source.n_bytes)
+        return encoding, header, chunk.deviation
+    shape = tuple(source.shape)
+    encoding, packed_plan = EncodingPlan(exact_plan(source.dtype)), b""
+    records: list[ChunkRecord] = []
+    deviations: list[Deviation] = []
+    for begin, end in chunk_bounds(source.dtype.n_patterns(shape)):
+        encoding, chunk = next(encoded)
+        if not records:
+            packed_plan = pack_plan(source.dtype, shape, encoding.plan)
+            sink.seek(start + header_bytes(source.dtype, shape, encoding.plan, packed_plan))
+        for stream in chunk.streams:
+            sink.write(stream)
+        records.append(chunk.record)
+        if chunk.deviation is not None:
+            deviations.append(chunk.deviation)
+        if progress:
+            progress((end - begin) * source.dtype.pattern_bytes)
+    header = FrameHeader(source.dtype, shape, encoding.plan, tuple(records))
+    packed = header.pack(packed_plan)
+    sink.seek(start)
+    sink.write(packed)
+    sink.seek(start + len(packed) + header.payload_bytes)
+    return encoding, header, functools.reduce(operator.add, deviations) if deviations else None

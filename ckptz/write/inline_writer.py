@@ -1,0 +1,152 @@
+"""Writes a file that carries its bases within. Implements spec/06-container.md#inline-bases.
+
+Frames are copied byte for byte, so values and codes stay what they were; tensors that come without a frame
+are stored losslessly. What to carry is the caller's affair: nothing of chains is known here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import msgspec
+
+from ckptz.format.envelope import build_header
+from ckptz.format.index import (
+    DELTA_FEATURE,
+    INDEX_NAME,
+    INLINE_FEATURE,
+    LOW_RANK_FEATURE,
+    MAPS_FEATURE,
+    Index,
+    InlineBase,
+    TensorEntry,
+    envelope_metadata,
+    inline_name,
+    pack_index,
+    writer_name,
+)
+from ckptz.format.reader import Container, FrameSource
+from ckptz.format.sources import TensorSource
+from ckptz.methods.lossless import EXACT
+from ckptz.parallel import Workers
+from ckptz.write.frame_writer import Contents, FileRecord, Progress, copy_frame, write_frames
+from ckptz.write.writer import blob, reserved_header_bytes
+
+Tensors = Mapping[str, TensorSource]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeededBase:
+    """One base that the new file carries."""
+
+    content_id: str  # what the delta before it calls it
+    file: str  # the file name that goes with it
+    tensors: Tensors  # those that frames before it are decoded from, by name
+
+
+def write_inline(
+    sink: BinaryIO,
+    container: Container,
+    bases: Sequence[NeededBase],
+    workers: Workers,
+    progress: Progress | None = None,
+    *,
+    tensors: Tensors | None = None,
+) -> int:
+    """Write the checkpoint in `container` with its bases, as one file; returns its size in bytes.
+
+    Args:
+        sink: an empty file, which must seek.
+        container: the file whose tensors, metadata and records are kept.
+        bases: nearest first.
+        workers: threads.
+        progress: called with the bytes of each piece that is done, as stored or, without a frame, decoded.
+        tensors: the tensors of `container`, where some shall be stored anew; by default its frames.
+
+    Raises:
+        ChecksumError: stored bytes were changed.
+        ConfigError: more tensors than one header or index may have.
+    """
+    tensors = container.tensors if tensors is None else tensors
+    features = _features(container, bases)
+    names = [inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))]
+    names = [*tensors, *names]
+    reserved = reserved_header_bytes(names, bytes_to_write(tensors, bases), features)
+    writing = _Writing(sink, reserved, workers, progress)
+    own = writing.level(tensors)
+    inline = tuple(InlineBase(b.content_id, b.file, writing.level(b.tensors)) for b in bases)
+    records = {entry.name: entry.lossy for entry in container.index.tensors}
+    entries = tuple(msgspec.structs.replace(entry, lossy=records[entry.name]) for entry in own)
+    index = msgspec.structs.replace(
+        container.index, writer=writer_name(), tensors=entries, base=None, inline=inline or None
+    )
+    return writing.finish(index, features)
+
+
+def bytes_to_write(tensors: Tensors, bases: Sequence[NeededBase]) -> int:
+    """Count the bytes that `progress` is told of in all."""
+    levels = (tensors, *(base.tensors for base in bases))
+    sources = (source for tensors in levels for source in tensors.values())
+    return sum((source.entry if isinstance(source, FrameSource) else source).n_bytes for source in sources)
+
+
+def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:
+    features = container.features - {DELTA_FEATURE, INLINE_FEATURE}
+    sources = [source for base in bases for source in base.tensors.values()]
+    plans = [source.header.plan for source in sources if isinstance(source, FrameSource)]
+    if any(plan.quant_map is not None for plan in plans):
+        features |= {MAPS_FEATURE}
+    if any(plan.is_low_rank for plan in plans):
+        features |= {LOW_RANK_FEATURE}
+    return sorted(features | ({INLINE_FEATURE} if bases else set()))
+
+
+class _Writing:
+    """A file being written: frames one after another behind the room for the header."""
+
+    def __init__(self, sink: BinaryIO, reserved: int, workers: Workers, progress: Progress | None) -> None:
+        self._sink, self._reserved, self._workers = sink, reserved, workers
+        self._progress = progress
+        self._offset = 0
+        sink.seek(reserved)
+
+    def level(self, tensors: Tensors) -> tuple[TensorEntry, ...]:
+        """Write all tensors of one checkpoint, in order: frames as they are, others anew; their entries."""
+        entries: list[TensorEntry] = []
+        for is_frame, run in itertools.groupby(
+            tensors.items(), lambda item: isinstance(item[1], FrameSource)
+        ):
+            sources = dict(run)
+            if is_frame:
+                entries += [self._copied(name, frame) for name, frame in sources.items()]  # type: ignore[arg-type]
+            else:
+                entries += self._encoded(sources)
+        return tuple(entries)
+
+    def _copied(self, name: str, source: FrameSource) -> TensorEntry:
+        entry = copy_frame(self._sink, self._offset, source, self._progress)
+        self._offset += entry.n_bytes
+        return msgspec.structs.replace(entry, name=name, lossy=None)
+
+    def _encoded(self, tensors: Tensors) -> Iterator[TensorEntry]:
+        start, exact = self._offset, Contents(FileRecord(), dict.fromkeys(tensors, EXACT))
+        where = self._sink, self._reserved + start
+        frames = write_frames(*where, tensors, exact, self._workers, self._progress)
+        for entry, _, _ in frames:
+            self._offset += entry.n_bytes
+            yield msgspec.structs.replace(entry, offset=start + entry.offset)
+
+    def finish(self, index: Index, features: Sequence[str]) -> int:
+        """Write the index and the header; the size of the file."""
+        packed = pack_index(index)
+        self._sink.write(packed)
+        regions = [blob(name, e.offset, e.n_bytes) for name, e in index.placed()]
+        regions.append(blob(INDEX_NAME, self._offset, len(packed)))
+        self._sink.seek(0)
+        self._sink.write(build_header(regions, envelope_metadata(features, packed), self._reserved))
+        n_bytes = self._reserved + self._offset + len(packed)
+        self._sink.seek(n_bytes)
+        return n_bytes

@@ -1,0 +1,252 @@
+"""Writes one `.ckptz` file, streaming. Implements spec/06-container.md.
+
+The size of the header is known from the names, so frames stream behind a reserved header, which is
+written last. What is measured on a file is written into its header later: its frames stay where they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+
+from ckptz.encode.tensor import NO_SIDE_INFORMATION
+from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.envelope import (
+    MAX_HEADER_BYTES,
+    Envelope,
+    Region,
+    build_header,
+    pack_base_metadata,
+    read_envelope,
+)
+from ckptz.format.frame import MAX_DIMS, MAX_ELEMENTS
+from ckptz.format.index import (
+    BASE_METADATA,
+    INDEX_NAME,
+    LOW_RANK_FEATURE,
+    RESERVED_PREFIX,
+    Index,
+    Promise,
+    QualityRecord,
+    TensorEntry,
+    content_id,
+    envelope_metadata,
+    features_of,
+    pack_index,
+    writer_name,
+)
+from ckptz.format.reader import Container
+from ckptz.format.sources import TensorSource, tensor_bytes
+from ckptz.parallel import Workers
+from ckptz.write.frame_writer import Contents, FileRecord, Progress, write_frames
+
+# Promises of the whole, and so of its tensors together; the first that a file has goes to its tensors.
+PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Sizes, identity and notes of a file that `write_container` wrote."""
+
+    n_tensors: int  # tensors
+    original_bytes: int  # bytes of all tensors
+    stored_bytes: int  # size of the file
+    content_id: str  # identity of the values
+    n_deltas: int  # tensors that are stored against the base
+    n_lossy: int  # tensors that do not come back bit for bit
+    tensor_notes: tuple[tuple[str, str], ...]  # what the user should know of tensors, by name
+    notes: tuple[str, ...]  # the same in few lines, and what else the user should know
+
+
+def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Make one line for all tensors that a note is about."""
+    names: dict[str, list[str]] = {}
+    for name, note in notes:
+        names.setdefault(note, []).append(name)
+    for note, found in names.items():
+        who = f"tensor {found[0]!r}" if len(found) == 1 else f"{len(found)} tensors, first {found[0]!r}"
+        yield f"{who}: {note}"
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names that a reader would have to refuse."""
+    for name in names:
+        if name.startswith(RESERVED_PREFIX) or name == "__metadata__":
+            raise ConfigError(f"tensor name {name!r} is reserved by ckptz; rename the tensor")
+
+
+def _check_shapes(tensors: Mapping[str, TensorSource]) -> None:
+    for name, source in tensors.items():
+        if len(source.shape) > MAX_DIMS:
+            raise UnsupportedError(
+                f"tensor {name!r} has {len(source.shape)} dimensions, a frame at most {MAX_DIMS}; reshape it"
+            )
+        if math.prod(max(n, 1) for n in source.shape) > MAX_ELEMENTS:
+            raise UnsupportedError(f"tensor {name!r} has shape {list(source.shape)}, beyond 2^48 elements")
+
+
+def write_container(
+    sink: BinaryIO,
+    tensors: Mapping[str, TensorSource],
+    contents: Contents,
+    workers: Workers,
+    progress: Progress | None = None,
+) -> Written:
+    """Write a whole file to `sink`, which is empty and must seek; `progress` gets the bytes of chunks."""
+    check_names(list(tensors))
+    _check_shapes(tensors)
+    features = _features(contents)
+    raw = tensor_bytes(tensors)
+    record = contents.record
+    section = b"" if record.base_metadata is None else pack_base_metadata(record.base_metadata)
+    reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
+    sink.seek(reserved)
+    frames = list(write_frames(sink, reserved, tensors, contents, workers, progress))
+    entries = [entry for entry, _, _ in frames]
+    n_deltas = sum(plan.needs_base for _, plan, _ in frames)
+    notes = tuple((entry.name, note) for entry, _, note in frames if note)
+    if record.base is not None and not n_deltas:
+        # No tensor gained from the base, so no reader shall have to find it.
+        record, section = replace(record, base=None), b""
+        features.remove("delta")
+    if LOW_RANK_FEATURE in features and not any(plan.is_low_rank for _, plan, _ in frames):
+        features.remove(LOW_RANK_FEATURE)
+    index = _index(entries, record)
+    packed = pack_index(index)
+    sink.write(section + packed)
+    end = entries[-1].offset + entries[-1].n_bytes if entries else 0
+    regions = [blob(e.name, e.offset, e.n_bytes) for e in entries]
+    if section:
+        regions.append(blob(BASE_METADATA, end, len(section)))
+        end += len(section)
+    regions.append(blob(INDEX_NAME, end, len(packed)))
+    sink.seek(0)
+    sink.write(build_header(regions, envelope_metadata(features, packed), reserved))
+    sink.seek(reserved + end + len(packed))
+    return Written(
+        n_tensors=len(entries),
+        original_bytes=raw,
+        stored_bytes=reserved + end + len(packed),
+        content_id=index.content_id,
+        n_deltas=n_deltas,
+        n_lossy=sum(entry.lossy is not None for entry in entries),
+        tensor_notes=notes,
+        notes=tuple(_lines(notes)),
+    )
+
+
+def blob(name: str, begin: int, n_bytes: int) -> Region:
+    """Make the region of a frame or of the index."""
+    return Region(name, dtype_of("U8"), (n_bytes,), begin, begin + n_bytes)
+
+
+def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Sequence[str]) -> int:
+    """Count the bytes that the header takes at most.
+
+    Args:
+        names: of the regions but the index.
+        n_raw_bytes: what the tensors have, or the frames where they are known.
+        features: what the file requires.
+
+    Raises:
+        ConfigError: more than a header may have.
+    """
+    # No file holds 10^14 bytes; each number then takes at most 15 digits.
+    widest = 10 ** len(str(n_raw_bytes * 2 + (1 << 26) + 4096 * len(names))) - 1
+    blobs = [Region(name, dtype_of("U8"), (widest,), widest, widest) for name in (*names, INDEX_NAME)]
+    n_bytes = len(build_header(blobs, envelope_metadata(features, b"")))
+    if n_bytes > MAX_HEADER_BYTES:
+        raise ConfigError(f"{len(names)} tensors need a header over {MAX_HEADER_BYTES} bytes; split the file")
+    return n_bytes
+
+
+def _index(entries: Sequence[TensorEntry], record: FileRecord) -> Index:
+    return Index(
+        writer=writer_name(),
+        content_id=content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in entries),
+        tensors=promising(entries, record.quality),
+        metadata=None if record.metadata is None else dict(record.metadata),
+        base=record.base,
+        step=record.step,
+        sharding=record.sharding,
+        tree=record.tree,
+        quality=tuple(record.quality),
+    )
+
+
+def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) -> tuple[TensorEntry, ...]:
+    """Give lossy tensors what their file promises of all of them together."""
+    kept = {record.promise for record in quality}
+    promise: Promise = next((one for one in PROMISED_TENSORS if one in kept), "none")
+    return tuple(
+        entry
+        if entry.lossy is None
+        else msgspec.structs.replace(entry, lossy=msgspec.structs.replace(entry.lossy, promise=promise))
+        for entry in entries
+    )
+
+
+def _features(contents: Contents) -> list[str]:
+    is_lossy = any(recipe.is_lossy for recipe in contents.recipes.values())
+    may_be_low = any(
+        recipe.may_be_low_rank and contents.guides.get(name, NO_SIDE_INFORMATION).reach is not None
+        for name, recipe in contents.recipes.items()
+    )
+    deltas = ["delta"] * (contents.record.base is not None)
+    return ["lossless", *deltas, *["maps"] * is_lossy, *[LOW_RANK_FEATURE] * may_be_low]
+
+
+def amend_quality(path: Path, quality: Sequence[QualityRecord]) -> int:
+    """Put records into a file in its place; nobody else may read it yet, as it is not atomic.
+
+    Args:
+        path: a file that `write_container` wrote, still under a temporary name.
+        quality: what was measured on the tensors decoded from it.
+
+    Returns:
+        The size of the file.
+    """
+    envelope, index = _opened(path)
+    tensors = promising(index.tensors, quality)
+    index = msgspec.structs.replace(index, quality=tuple(quality), tensors=tensors)
+    return _replace_index(path, envelope, index)
+
+
+def amend_metadata(path: Path, more: Mapping[str, str]) -> int:
+    """Add to the metadata of a file in its place; see `amend_quality`."""
+    envelope, index = _opened(path)
+    metadata = {**(index.metadata or {}), **more}
+    return _replace_index(path, envelope, msgspec.structs.replace(index, metadata=metadata))
+
+
+def _opened(path: Path) -> tuple[Envelope, Index]:
+    with contextlib.closing(FileBytes(path)) as source:
+        envelope = read_envelope(source)
+        return envelope, Container(source, envelope).index
+
+
+def _replace_index(path: Path, envelope: Envelope, index: Index) -> int:
+    assert envelope.metadata is not None
+    begin, packed = envelope.regions[-1].begin, pack_index(index)
+    regions = [*envelope.regions[:-1], blob(INDEX_NAME, begin, len(packed))]
+    metadata = envelope_metadata(features_of(envelope.metadata), packed)
+    header = build_header(regions, metadata, envelope.data_offset)
+    with path.open("r+b") as file:
+        file.seek(envelope.data_offset + begin)
+        file.write(packed)
+        end = file.tell()
+        file.truncate(end)
+        file.seek(0)
+        file.write(header)
+        file.flush()
+        os.fsync(file.fileno())
+    return end

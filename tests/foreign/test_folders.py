@@ -1,0 +1,587 @@
+"""Folders of shards: one checkpoint out of many files, and every file back as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
+
+import ckptz
+from ckptz import pipeline
+from ckptz.errors import (
+    CkptzError,
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptz.foreign.inputs import Input, open_input
+from ckptz.foreign.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
+from ckptz.format.index import Shard, Sharding
+from ckptz.format.publish import publish
+from ckptz.format.sources import TensorSource
+from ckptz.parallel import Workers
+from ckptz.state.unflatten import read_chunks
+from ckptz.write.pipeline import Job
+
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+HOSTILE_NAMES = ["../x", "/etc/x", "a/b", "a\\b", "..", ".", "", "a\nb", "a\x00b", "C:x", "\ud800", "x" * 256]
+
+
+def index_text(places: Mapping[str, Any]) -> str:
+    return json.dumps({"metadata": {"total_size": 88}, "weight_map": places}, indent=2) + "\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sentence encoder's folder in small: two shards, their index, and files around them."""
+    root = tmp_path / "hub"
+    (root / "1_Pooling").mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    first = {"b": generator.normal(size=(3, 4)).astype("f4"), "a": np.arange(5), "empty": np.zeros((0, 2))}
+    second = {"c": generator.normal(size=7).astype("f2")}
+    save_file(first, root / FIRST, {"format": "pt"})
+    save_file(second, root / SECOND, {"format": "pt"})
+    places = dict.fromkeys(first, FIRST) | dict.fromkeys(second, SECOND)
+    (root / INDEX).write_bytes(index_text(places).replace("\n", "\r\n").encode())
+    (root / "config.json").write_text("{}")
+    (root / ".gitattributes").write_text("*.safetensors lfs")
+    (root / "1_Pooling" / "config.json").write_text('{"mean": true}')
+    return root
+
+
+def compress(source: Path, output: Path) -> None:
+    """What `ckptz compress FOLDER -o OUTPUT` comes down to."""
+    opened = open_input(source)
+    output.mkdir()
+    job = Job(tensors=opened.tensors, metadata=opened.metadata, sharding=opened.sharding, tree=opened.tree)
+    with Workers(1) as workers, publish(output / f"{opened.stem}.ckptz") as sink:
+        pipeline.write(sink, job, workers)
+    copy_carried(opened.carried, output)
+    opened.close()
+
+
+def restore(source: Path, output: Path) -> Input:
+    opened = open_input(source)
+    assert opened.sharding is not None
+    write_folder(output, opened.tensors, opened.sharding, tree=opened.tree, carried=opened.carried)
+    opened.close()
+    return opened
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    """All files but the hidden ones, which are not carried over."""
+    files = (p for p in folder.rglob("*") if p.is_file() and not p.name.startswith("."))
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in files}
+
+
+def test_a_folder_with_a_plain_file_beside_its_shards_comes_back(folder: Path, tmp_path: Path) -> None:
+    save_file({"x": np.ones(3)}, folder / "extra.safetensors")
+    ckptz.compress(folder, tmp_path / "packed")
+    ckptz.restore(tmp_path / "packed", tmp_path / "back")
+    assert contents_of(tmp_path / "back") == contents_of(folder)
+    with pytest.raises(ConfigError, match=r"holds no \.ckptz file; there is nothing to restore"):
+        ckptz.restore(folder)
+
+
+def test_a_plain_base_beside_a_packed_file_is_not_taken_for_it(folder: Path, tmp_path: Path) -> None:
+    [report] = ckptz.compress(folder, tmp_path / "packed")
+    save_file({"a": np.ones(3)}, tmp_path / "packed" / "base-4f1c0a9b-model.safetensors")
+    with contextlib.closing(open_input(tmp_path / "packed")) as opened:
+        assert opened.name == report.output
+
+
+def test_a_sharded_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    packed = {"model.ckptz", "config.json", "1_Pooling/config.json"}
+    assert set(contents_of(tmp_path / "packed")) == packed
+    assert not (tmp_path / "packed" / ".gitattributes").exists()
+    restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert contents_of(tmp_path / "restored") == contents_of(folder)
+
+
+def test_a_packed_folder_is_its_only_file(folder: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    compress(folder, packed)
+    (packed / "base-0123456789abcdef.ckptz").touch()
+    report = ckptz.restore(packed, tmp_path / "restored")
+    assert report.input == str(packed / "model.ckptz")
+    assert contents_of(tmp_path / "restored") == contents_of(folder)
+    assert ckptz.restore(packed).output == str(packed)
+    assert contents_of(packed).items() > contents_of(folder).items()
+
+
+@pytest.mark.parametrize(
+    ("files", "stem"),
+    [
+        (["model.safetensors"], "model"),
+        ([FIRST, SECOND], "model"),
+        (["a.safetensors", "b.safetensors"], "model"),
+    ],
+)
+def test_shards_need_no_index(files: list[str], stem: str, tmp_path: Path) -> None:
+    (tmp_path / "hub").mkdir()
+    for i, file in enumerate(files):
+        save_file({f"t{i}": np.arange(3)}, tmp_path / "hub" / file, {"shard": str(i)})
+    compress(tmp_path / "hub", tmp_path / "packed")
+    opened = restore(tmp_path / "packed" / f"{stem}.ckptz", tmp_path / "restored")
+    assert contents_of(tmp_path / "restored") == contents_of(tmp_path / "hub")
+    assert opened.metadata == ({"shard": "0"} if len(files) == 1 else None)
+
+
+def test_common_metadata_are_the_checkpoints(folder: Path) -> None:
+    opened = open_input(folder)
+    assert (opened.kind, opened.stem, opened.metadata) == ("folder", "model", {"format": "pt"})
+    assert list(opened.tensors) == ["a", "empty", "b", "c"]  # as they lie in the shards
+    assert opened.sharding is not None
+    assert opened.sharding.index_text == (folder / INDEX).read_bytes().decode()
+    assert opened.left_out == (".gitattributes",)
+    opened.close()
+
+
+def test_other_checkpoints_of_a_folder_are_carried(folder: Path) -> None:
+    save_file({"x": np.zeros(1)}, folder / "adapter.safetensors")
+    (folder / "training_args.bin").write_bytes(b"a pickle")
+    opened = open_input(folder)
+    assert {"adapter.safetensors", "training_args.bin"} <= {name for name, _ in opened.carried}
+    assert "x" not in opened.tensors
+    opened.close()
+
+
+def test_links_out_of_the_folder_and_hidden_folders_stay_behind(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "f").write_text("f")
+    (folder / "secret.txt").symlink_to(tmp_path / "secret")
+    (folder / "linked").symlink_to(tmp_path / "elsewhere")
+    (folder / "inside.json").symlink_to(folder / "config.json")
+    (folder / "broken").symlink_to(folder / "missing")
+    (folder / ".git").mkdir()
+    (folder / ".git" / "HEAD").write_text("ref")
+    (folder / "bad\nname").write_text("x")
+    (folder / ".x.0123.ckptz-tmp").write_text("left by a kill")
+    os.mkfifo(folder / "pipe")
+    (folder / "model.ckptz").write_text("an earlier output")
+    opened = open_input(folder)
+    left_out = {
+        ".git",
+        ".gitattributes",
+        "linked",
+        "secret.txt",
+        "broken",
+        "bad\nname",
+        "pipe",
+        "model.ckptz",
+    }
+    assert set(opened.left_out) == left_out
+    names = {name for name, _ in opened.carried}
+    assert names == {"config.json", "inside.json", "1_Pooling/config.json"}
+    opened.close()
+
+
+def test_the_links_of_the_hub_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--x"
+    (cache / "blobs").mkdir(parents=True)
+    snapshot = cache / "snapshots" / "0abc"
+    snapshot.mkdir(parents=True)
+    for name in (FIRST, SECOND, INDEX, "config.json"):
+        os.rename(folder / name, cache / "blobs" / f"sha-{name}")
+        (snapshot / name).symlink_to(Path("../../blobs") / f"sha-{name}")
+    compress(snapshot, tmp_path / "packed")
+    assert (tmp_path / "packed" / "config.json").read_text() == "{}"
+    assert not (tmp_path / "packed" / "config.json").is_symlink()
+
+
+def test_a_carried_file_that_is_gone_is_named(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    (tmp_path / "packed" / "config.json").unlink()
+    opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert opened.left_out == ("config.json",)
+    assert set(contents_of(folder)) - set(contents_of(tmp_path / "restored")) == {"config.json"}
+
+
+def test_a_carried_file_is_not_followed_out_of_its_folder(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "packed" / "config.json").unlink()
+    (tmp_path / "packed" / "config.json").symlink_to(tmp_path / "secret")
+    opened = open_input(tmp_path / "packed" / "model.ckptz")
+    assert opened.left_out == ("config.json",)
+    opened.close()
+
+
+def test_restoring_over_the_source_leaves_carried_files(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    before = contents_of(tmp_path / "packed")
+    restore(tmp_path / "packed" / "model.ckptz", tmp_path / "packed")
+    assert before.items() <= contents_of(tmp_path / "packed").items()
+
+
+def edit_index(folder: Path, **places: Any) -> None:
+    text = json.loads((folder / INDEX).read_text())
+    text["weight_map"] |= places
+    (folder / INDEX).write_text(json.dumps(text))
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    (folder / SECOND).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{INDEX}.*{SECOND}"):
+        open_input(folder)
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        ({"d": FIRST}, f"{FIRST}: tensor 'd' is not in this shard"),
+        ({"c": FIRST, "d": SECOND}, f"{FIRST}: tensor 'c' is in {SECOND}, not here"),
+        ({"c": 1}, f"{INDEX}: tensor 'c': 1 is not a plain file name"),
+        *(({"c": name}, f"{INDEX}: .*") for name in HOSTILE_NAMES),
+    ],
+)
+def test_an_index_that_disagrees_with_its_shards_is_corrupt(
+    places: dict[str, Any], said: str, folder: Path
+) -> None:
+    edit_index(folder, **places)
+    with pytest.raises(CorruptionError, match=said):
+        open_input(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": "x", "a": "y"}}',
+        "\xff",
+    ],
+)
+def test_an_index_without_a_map_is_corrupt(text: str, folder: Path) -> None:
+    (folder / INDEX).write_bytes(text.encode("latin-1"))
+    with pytest.raises(CorruptionError, match=INDEX):
+        open_input(folder)
+
+
+def test_a_tensor_in_two_shards_is_corrupt(folder: Path) -> None:
+    save_file({"c": np.zeros(1), "b": np.zeros(1)}, folder / SECOND)
+    with pytest.raises(CorruptionError, match=f"{SECOND}: tensor 'b' is in {FIRST} too"):
+        open_input(folder)
+
+
+def test_a_cut_shard_is_named(folder: Path) -> None:
+    (folder / SECOND).write_bytes((folder / SECOND).read_bytes()[:-1])
+    with pytest.raises(TruncatedError, match=SECOND):
+        open_input(folder)
+
+
+def test_a_shard_that_is_compressed_already_is_refused(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    os.replace(tmp_path / "packed" / "model.ckptz", folder / SECOND)
+    with pytest.raises(ConfigError, match=f"{SECOND}.*restore it first"):
+        open_input(folder)
+
+
+def test_several_checkpoints_in_one_folder_are_refused(folder: Path) -> None:
+    (folder / "model.fp16.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match="several checkpoints"):
+        open_input(folder)
+
+
+def record(**changed: Any) -> Sharding:
+    fields: dict[str, Any] = {"shards": (Shard("s1.bin", ("a",)), Shard("s2.bin", ("b", "c"), {}))}
+    return Sharding(**{**fields, **changed})
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES, ids=ascii)
+def test_hostile_names_in_a_record_are_corrupt(name: str) -> None:
+    assert not is_file_name(name)
+    records = [
+        record(shards=(Shard(name, ("a", "b", "c")),)),
+        record(index_file=name, index_text="{}"),
+        record(carried=(name if name != "a/b" else "a//b",)),
+        record(carried=(f"folder/{name if name != 'a/b' else '../b'}",)),
+    ]
+    for sharding in records:
+        with pytest.raises(CorruptionError, match="not a plain file name"):
+            check_sharding(sharding, "abc")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"index_file": "i"}, "needs a file name and a text"),
+        ({"index_text": "i"}, "needs a file name and a text"),
+        ({"index_file": "s1.bin", "index_text": "i"}, "'s1.bin' occurs 2 times"),
+        ({"index_file": "run.sh", "index_text": "i"}, "'run.sh' has no suffix of an index"),
+        ({"index_file": INDEX, "index_text": "#!/bin/sh"}, f"'{INDEX}': index: not valid JSON"),
+        ({"index_file": INDEX, "index_text": "{}"}, f"'{INDEX}': it has no weight_map"),
+        ({"index_file": INDEX, "index_text": '{"weight_map":{"a":"s3.bin"}}'}, "names 's3.bin'"),
+        ({"carried": ("s2.bin",)}, "'s2.bin' occurs 2 times"),
+        ({"shards": (Shard("run.sh", ("a", "b", "c")),)}, "'run.sh' has no suffix of a shard"),
+        ({"shards": (Shard(".a.bin", ("a", "b", "c")),)}, "'.a.bin' is not a plain file name"),
+        ({"carried": (".bashrc",)}, "'.bashrc' is not a plain file name"),
+        ({"carried": (".ssh/authorized_keys",)}, "is not a plain file name"),
+        ({"carried": ("/".join("x" * 33),)}, "not a plain file name"),
+        ({"shards": (Shard("s.bin", ("a", "b", "b", "c")),)}, "'b' is in 2 shards"),
+        ({"shards": (Shard("s.bin", ("a", "b")),)}, "'c' is in 0 shards"),
+        ({"shards": (Shard("s.bin", ("a", "b", "c", "d")),)}, "'d' is not in the file"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_corrupt(changed: dict[str, Any], said: str) -> None:
+    check_sharding(record(), "abc")
+    with pytest.raises(CorruptionError, match=said):
+        check_sharding(record(**changed), "abc")
+
+
+def test_a_record_is_checked_when_its_file_is_opened(folder: Path, tmp_path: Path) -> None:
+    opened = open_input(folder)
+    assert opened.sharding is not None
+    bad = msgspec.structs.replace(opened.sharding, index_file="../escaped")
+    with Workers(1) as workers, publish(tmp_path / "bad.ckptz") as sink:
+        pipeline.write(sink, Job(tensors=opened.tensors, sharding=bad), workers)
+    opened.close()
+    with pytest.raises(CorruptionError, match=r"bad\.ckptz: sharding: '\.\./escaped'"):
+        open_input(tmp_path / "bad.ckptz")
+
+
+def test_a_hostile_record_is_not_written(folder: Path, tmp_path: Path) -> None:
+    opened = open_input(folder)
+    bad = Sharding((Shard("../escaped", tuple(opened.tensors)),))
+    with pytest.raises(CorruptionError, match="escaped"):
+        write_folder(tmp_path / "out", opened.tensors, bad)
+    opened.close()
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_restore_writes_is_known_before(folder: Path, tmp_path: Path) -> None:
+    compress(folder, tmp_path / "packed")
+    opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert opened.sharding is not None
+    assert sorted(written_files(opened.sharding)) == sorted(contents_of(tmp_path / "restored"))
+
+
+@pytest.mark.parametrize("name", ["step-1", "model-00001-of-00002"])
+def test_files_of_the_same_names_are_several_checkpoints_unless_numbered(name: str, tmp_path: Path) -> None:
+    for i in (1, 2):
+        save_file({"w": np.zeros(i)}, tmp_path / f"{name.replace('1', str(i), 1)}.safetensors")
+    is_run = name == "step-1"
+    said = "holds several checkpoints .*name the files" if is_run else "tensor 'w' is in .* too"
+    with pytest.raises(ConfigError if is_run else CorruptionError, match=said):
+        open_input(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["a:b.safetensors", "x\n.safetensors"], ids=ascii)
+def test_shards_that_other_systems_cannot_hold_are_refused(file: str, tmp_path: Path) -> None:
+    save_file({"t": np.arange(3)}, tmp_path / file)
+    with pytest.raises(ConfigError, match="rename"):
+        open_input(tmp_path)
+
+
+def test_hidden_files_are_no_shards(folder: Path) -> None:
+    (folder / "._model.safetensors").write_bytes(b"of macOS")
+    (folder / INDEX).unlink()
+    opened = open_input(folder)
+    assert list(opened.tensors) == ["a", "empty", "b", "c"]
+    assert "._model.safetensors" in opened.left_out
+    opened.close()
+
+
+def test_other_files_that_other_systems_cannot_hold_are_left_out(folder: Path) -> None:
+    (folder / "data").mkdir()
+    for name in ("README", "Readme", "a:b", "data/x", "Config.json", "DATA"):
+        (folder / name).write_text("x")
+    opened = open_input(folder)
+    kept = {"1_Pooling/config.json", "Config.json", "DATA", "README", "Readme", "config.json", "data/x"}
+    assert {name for name, _ in opened.carried} == kept
+    assert set(opened.left_out) == {".gitattributes", "a:b"}
+    opened.close()
+
+
+def pack_as(sharding: Sharding, opened: Input, path: Path) -> None:
+    """A file of version 1.0 by another writer."""
+    with Workers(1) as workers, publish(path) as sink:
+        pipeline.write(sink, Job(tensors=opened.tensors, sharding=sharding), workers)
+
+
+def test_a_disk_that_takes_two_names_for_one_is_asked(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_input(folder)
+    names = list(opened.tensors)
+    sharding = Sharding((Shard("A.safetensors", tuple(names[:1])), Shard("a.safetensors", tuple(names[1:]))))
+    pack_as(sharding, opened, tmp_path / "two.ckptz")
+    opened.close()
+    ckptz.restore(tmp_path / "two.ckptz", tmp_path / "out")
+    assert set(contents_of(tmp_path / "out")) == {"A.safetensors", "a.safetensors"}
+    touch = Path.touch  # as a disk on which case does not count
+    monkeypatch.setattr(Path, "touch", lambda path, **how: touch(path.with_name(path.name.lower()), **how))
+    with pytest.raises(UnsupportedError, match=r"'a\.safetensors' and a file before it are one name"):
+        ckptz.restore(tmp_path / "two.ckptz", tmp_path / "out2")
+    assert list((tmp_path / "out2").iterdir()) == []
+
+
+@pytest.mark.parametrize("when", ["decode", "rename"])
+def test_a_restore_that_fails_leaves_the_whole_old_folder(
+    when: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_input(folder)
+    assert opened.sharding is not None
+    output = tmp_path / "out"
+    output.mkdir()
+    for shard in opened.sharding.shards:
+        (output / shard.file).write_text("old")
+    (output / INDEX).write_text("old")
+
+    def failing(tensors: Mapping[str, TensorSource]) -> Iterator[NDArray[Any]]:
+        if "c" in tensors:
+            raise CorruptionError("the second shard is damaged")
+        return read_chunks(tensors)
+
+    def replace(*_: object) -> None:
+        raise OSError(errno.EIO, "no rename")
+
+    if when == "rename":
+        monkeypatch.setattr("os.replace", replace)
+    chunks = failing if when == "decode" else read_chunks
+    with pytest.raises((CorruptionError, OSError)):
+        write_folder(output, opened.tensors, opened.sharding, carried=opened.carried, chunks=chunks)
+    opened.close()
+    assert set(contents_of(output).values()) == {b"old"}
+    assert not list(output.glob(".*"))
+
+
+def test_the_index_is_renamed_last(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renamed: list[str] = []
+    replace = os.replace
+
+    def noted(source: Path, target: Path) -> None:
+        renamed.append(target.name)
+        replace(source, target)
+
+    opened = open_input(folder)
+    assert opened.sharding is not None
+    monkeypatch.setattr("os.replace", noted)
+    write_folder(tmp_path / "out", opened.tensors, opened.sharding, carried=opened.carried)
+    opened.close()
+    assert renamed[:2] == [FIRST, SECOND]
+    assert renamed[-1] == INDEX
+
+
+@pytest.fixture
+def torch_folder(tmp_path: Path) -> Path:
+    torch = pytest.importorskip("torch")
+    root = tmp_path / "old-hub"
+    root.mkdir()
+    shared = torch.randn(4, 5)
+    torch.save({"wte": shared, "head": shared.t()}, root / "pytorch_model-00001-of-00002.bin")
+    torch.save({"norm": torch.ones(5)}, root / "pytorch_model-00002-of-00002.bin")
+    places = {"wte": 1, "head": 1, "norm": 2}
+    files = {name: f"pytorch_model-0000{n}-of-00002.bin" for name, n in places.items()}
+    (root / "pytorch_model.bin.index.json").write_text(index_text(files))
+    (root / "training_args.bin").write_bytes(b"needs code")
+    (root / "config.json").write_text("{}")
+    return root
+
+
+def test_torch_shards_come_back_as_torch_shards(torch_folder: Path, tmp_path: Path) -> None:
+    import torch
+
+    compress(torch_folder, tmp_path / "packed")
+    opened = restore(tmp_path / "packed" / "pytorch_model.ckptz", tmp_path / "restored")
+    assert list(opened.tensors) == ["wte", "norm"]  # head is a view of wte
+    assert opened.sharding is not None
+    assert [shard.tensors for shard in opened.sharding.shards] == [("wte",), ("norm",)]
+    assert set(contents_of(tmp_path / "restored")) == set(contents_of(torch_folder))
+    for path in torch_folder.glob("pytorch_model-*.bin"):
+        state, restored = (torch.load(p) for p in (path, tmp_path / "restored" / path.name))
+        assert list(state) == list(restored)
+        assert all(torch.equal(restored[name], tensor) for name, tensor in state.items())
+
+
+def test_torch_shards_must_be_dicts_and_agree_with_their_index(torch_folder: Path) -> None:
+    import torch
+
+    first, second = sorted(torch_folder.glob("pytorch_model-*.bin"))
+    torch.save({"norm": torch.ones(5), "wte": torch.ones(1)}, second)
+    with pytest.raises(CorruptionError, match=f"{second.name}: tensor 'wte' is in {first.name} too"):
+        open_input(torch_folder)
+    torch.save({"other": torch.ones(5)}, second)
+    with pytest.raises(CorruptionError, match=f"{second.name}: tensor 'norm' is not in this shard"):
+        open_input(torch_folder)
+    torch.save([torch.ones(5)], second)
+    with pytest.raises(FormatError, match=f"{second.name}: not a dict"):
+        open_input(torch_folder)
+
+
+# --- states beside the model ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_folder(folder: Path) -> Path:
+    """A folder of a trainer: its states beside the shards, some of which only code could read."""
+    torch = pytest.importorskip("torch")
+    torch.save(
+        {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"params": [0]}]}, folder / "optimizer.pt"
+    )
+    torch.save({"last_epoch": 4, "base_lrs": (1e-3,)}, folder / "scheduler.pt")
+    torch.save({"numpy": np.random.RandomState(1).get_state()}, folder / "rng_state.pth")
+    torch.save({"a": torch.zeros(2)}, folder / "pytorch_model.bin")
+    (folder / "vocab.bin").write_bytes(b"no torch file")
+    return folder
+
+
+def test_states_beside_the_model_are_part_of_it(run_folder: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    compress(run_folder, tmp_path / "packed")
+    carried = {"config.json", "1_Pooling/config.json", "rng_state.pth", "pytorch_model.bin", "vocab.bin"}
+    assert set(contents_of(tmp_path / "packed")) == {"model.ckptz", *carried}
+    opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert {"a", "b", "c", "empty", "state.0.exp_avg"} == set(opened.tensors)
+    found, wanted = contents_of(tmp_path / "restored"), contents_of(run_folder)
+    assert set(found) == set(wanted)
+    for name in set(wanted) - {"optimizer.pt", "scheduler.pt"}:
+        assert found[name] == wanted[name]
+    for name in ("optimizer.pt", "scheduler.pt"):
+        one, other = (torch.load(place / name) for place in (tmp_path / "restored", run_folder))
+        assert repr(one) == repr(other)
+
+
+def test_a_name_that_a_shard_has_too_is_no_error(run_folder: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"a": torch.full((2,), 7)}, run_folder / "ema.pt")
+    compress(run_folder, tmp_path / "packed")
+    opened = restore(tmp_path / "packed" / "model.ckptz", tmp_path / "restored")
+    assert {"a", "a~2"} <= set(opened.tensors)
+    assert torch.load(tmp_path / "restored" / "ema.pt")["a"].tolist() == [7, 7]
+
+
+def test_a_large_state_that_stays_as_it_is_is_noted(run_folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.save({"state": torch.zeros(1 << 19), "of": np.float64(1)}, run_folder / "optimizer.pt")
+    opened = open_input(run_folder)
+    assert len(opened.notes) == 1
+    assert "optimizer.pt is carried as it is" in opened.notes[0]
+    assert "numpy" in opened.notes[0]
+    assert "optimizer.pt" in {name for name, _ in opened.carried}
+    opened.close()
+
+
+def test_a_cut_state_is_named(run_folder: Path) -> None:
+    path = run_folder / "optimizer.pt"
+    path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(CkptzError, match=r"optimizer\.pt: .*try an intact copy"):
+        open_input(run_folder)
