@@ -16,7 +16,6 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.core.sources import Tensors, concatenated, n_bytes
-from ckptz import pipeline
 from ckptz.encode.chunk import encode_chunk
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.decode import decode_chunk
@@ -26,6 +25,7 @@ from ckptz.format.reader import Container
 from ckptz.format.sources import ChunkSources, chunk_bounds
 from ckptz.methods.lossless import plan_lossless
 from ckptz.parallel import Workers
+from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 
 Patterns = NDArray[Any]

@@ -1,4 +1,1 @@
-"""One tensor to the bytes of its frame, as its plan says.
-
-Only encoders need it: a reader imports nothing of it.
-"""
+"""One tensor to the bytes of its frame: maps are fitted, values rounded, codes sorted by context."""

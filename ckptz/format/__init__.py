@@ -1,4 +1,1 @@
-"""The frame of one tensor: its plan, which holds every choice, and how it is decoded.
-
-Knows no files and no sockets.
-"""
+"""One `.ckptz` file: envelope, index, frames and streams, what they say and how they are read."""

@@ -36,6 +36,7 @@ from ckptz.format.byte_source import FileBytes
 from ckptz.format.caches import LastChunks
 from ckptz.format.envelope import LENGTH_BYTES
 from ckptz.format.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
+from ckptz.format.written import Written
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
@@ -60,7 +61,6 @@ from ckptz.torch import load_state
 from ckptz.training.files import against, memory_for_last, residual_job
 from ckptz.training.snapshot import check_dense, identity_of
 from ckptz.write.pipeline import Job, write
-from ckptz.write.writer import Written
 
 N_REMEMBERED: Final = 8  # files of which one may become the next base
 

@@ -37,6 +37,7 @@ from ckptz.errors import (
 )
 from ckptz.format.caches import LastChunks
 from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, make_folder, publish_together
+from ckptz.format.written import Written, amend_metadata
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.links import link_origin
 from ckptz.run.step_files import (
@@ -55,7 +56,6 @@ from ckptz.store.lock import Lock, Spool, acquire
 from ckptz.store.remote import UploadFolder, place_of
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder
-from ckptz.write.writer import Written, amend_metadata
 
 ABANDONED_SECONDS: Final = 3600.0
 MOVED: Final = (

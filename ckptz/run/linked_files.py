@@ -11,11 +11,11 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
+from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
 from ckptz.run.names import Inode, inode_of
 from ckptz.run.step_files import ChainRule, Kept
 from ckptz.store.resolve import Checkpoint
-from ckptz.write.writer import Written
 
 
 class RunFiles:

@@ -22,6 +22,7 @@ from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import QualityRecord
 from ckptz.format.publish import Publication
 from ckptz.format.reader import Container
+from ckptz.format.written import Written, amend_quality
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Cube, Method
 from ckptz.parallel import Workers
@@ -53,7 +54,7 @@ from ckptz.state.flatten import tied_names
 from ckptz.state.roles import role_of
 from ckptz.write.frame_writer import Contents, Earlier, matching_base
 from ckptz.write.pipeline import Job, Prepared, prepared
-from ckptz.write.writer import Written, amend_quality, write_container
+from ckptz.write.writer import write_container
 
 # Strategies, one after another; sizes of configurations before they are tried, if these need them; how many.
 Route = tuple[Sequence[Strategy], Predict | None, int]

@@ -17,6 +17,7 @@ from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, 
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
+from ckptz.format.written import Written
 from ckptz.methods.lossless import LOSSLESS, Lossless
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers, jobs_of
@@ -26,7 +27,6 @@ from ckptz.run.versions import Version, full_files_of, newest_step, route, versi
 from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
 from ckptz.write.pipeline import Job, write
-from ckptz.write.writer import Written
 
 Snapshot = dict[str, ArraySource]
 SPARSE: Final = Lossless(sparse=True)

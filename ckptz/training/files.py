@@ -16,6 +16,7 @@ from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.format.index import QualityRecord
 from ckptz.format.reader import CachedFrame, Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
+from ckptz.format.written import Written
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trail, Trained
 from ckptz.methods.lossless import LOSSLESS
@@ -38,7 +39,6 @@ from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.training.copies import copied, named_in
 from ckptz.training.state import trained_weights
 from ckptz.write.pipeline import Job, write
-from ckptz.write.writer import Written
 
 MODEL, OPTIMIZER = "model", "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against

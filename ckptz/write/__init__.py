@@ -1,4 +1,1 @@
-"""One `.ckptz` file: envelope, index and frames, written and read.
-
-Knows nothing of chains.
-"""
+"""The one way to write a file: tensors and what is known of them go in, a file and one report come out."""

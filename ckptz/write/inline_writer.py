@@ -30,10 +30,11 @@ from ckptz.format.index import (
 )
 from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource
+from ckptz.format.written import blob
 from ckptz.methods.lossless import EXACT
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import Contents, FileRecord, Progress, copy_frame, write_frames
-from ckptz.write.writer import blob, reserved_header_bytes
+from ckptz.write.writer import reserved_header_bytes
 
 Tensors = Mapping[str, TensorSource]
 

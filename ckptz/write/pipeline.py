@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 from ckptz.encode.tensor import SideInformation
 from ckptz.format.sources import TensorSource
+from ckptz.format.written import Written
 from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trained
@@ -21,7 +22,7 @@ from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers
 from ckptz.state.roles import Role, Rule, role_of
 from ckptz.write.frame_writer import Contents, Earlier, FileRecord, Progress
-from ckptz.write.writer import Written, write_container
+from ckptz.write.writer import write_container
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 
 import ckptz
-from ckptz import pipeline
 from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.envelope import plain_regions, write_plain
@@ -25,6 +24,7 @@ from ckptz.format.publish import publish
 from ckptz.format.sources import ArraySource
 from ckptz.parallel import Workers
 from ckptz.state.torch import TorchTensors
+from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 from tests.support.api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 

@@ -66,8 +66,8 @@ def test_frames_are_those_of_tensors_encoded_one_by_one_or_smaller_deltas(name: 
     one_by_one = [alone(*pair) for pair in itertools.zip_longest(sources, bases)]
     for source, batched, single in zip(sources, together, one_by_one, strict=True):
         own, other = frame(source, batched), frame(source, single)
-        # Tables of deltas are chosen per batch, where fewer of them pay.
-        assert own == other or (has_base and len(own) <= 1.005 * len(other))
+        # Tables of deltas are chosen per batch, where fewer of them pay; few bytes are not tried by others.
+        assert own == other or (has_base and len(own) <= 1.005 * len(other) + 8)
     # The cases are not all alike: plans with and without a base and contexts, and most coders.
     plans = {(encoding.plan.needs_base, bool(encoding.plan.rules)) for encoding, _ in together}
     assert plans == ({(False, False), (True, False), (True, True)} if has_base else {(False, False)})

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 import ckptz
-from ckptz import pipeline
 from ckptz.errors import (
     CkptzError,
     ConfigError,
@@ -33,6 +32,7 @@ from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import Workers
 from ckptz.state.unflatten import read_chunks
+from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

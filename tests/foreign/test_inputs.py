@@ -15,7 +15,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from safetensors.numpy import save, save_file
 
-from ckptz import pipeline
 from ckptz.errors import ConfigError, CorruptionError, FormatError, UnsupportedError
 from ckptz.foreign.inputs import open_input
 from ckptz.format.byte_source import MemoryBytes
@@ -23,6 +22,7 @@ from ckptz.format.envelope import PlainFile, plain_regions, write_plain
 from ckptz.format.publish import publish
 from ckptz.parallel import Workers
 from ckptz.state.unflatten import read_chunks
+from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 
 WEIGHTS = np.arange(12, dtype="f4").reshape(3, 4)

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz import pipeline
 from ckptz.encode.chunk import MAX_SPARSE_SHARE
 from ckptz.encode.restored import MAX_DRAFTS
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
-from ckptz.format import writer
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.caches import Decoded
 from ckptz.format.dtypes import DType, dtype_of
@@ -24,13 +22,14 @@ from ckptz.format.frame import FrameHeader
 from ckptz.format.index import BaseRef, QualityRecord, content_id_of
 from ckptz.format.reader import Container, FrameSource, _DecodedChunk
 from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
+from ckptz.format.written import Written, amend_metadata, amend_quality
 from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
+from ckptz.write import pipeline, writer
 from ckptz.write.inline_writer import NeededBase, write_inline
 from ckptz.write.pipeline import Job
-from ckptz.write.writer import Written, amend_metadata, amend_quality
 from tests.support.spec_cases import base_coded, embedded, varint, with_codes
 from tests.support.spec_files import CONSTANT, SPARSE, File, Frame, plan
 from tests.support.vector_support import VALID

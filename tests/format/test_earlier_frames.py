@@ -13,18 +13,19 @@ import torch
 from safetensors.numpy import save_file
 
 from ckptz import LOSSLESS, Grid, KMeans, compress
-from ckptz.format import frame_writer
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
+from ckptz.format.written import Written
 from ckptz.methods.method import Method, Recipe
 from ckptz.parallel import Workers
 from ckptz.search.run import SearchOptions
 from ckptz.torch import source_of
+from ckptz.write import frame_writer
 from ckptz.write.frame_writer import Earlier
 from ckptz.write.pipeline import Job, prepared
-from ckptz.write.writer import Written, write_container
+from ckptz.write.writer import write_container
 from tests.support.search_support import model
 
 

@@ -12,7 +12,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptz import context_rules
 from ckptz.encode.chunk import encode_chunk
 from ckptz.encode.encoding_plan import EncodingPlan
 from ckptz.errors import (
@@ -23,6 +22,7 @@ from ckptz.errors import (
     MissingBaseError,
     UnsupportedError,
 )
+from ckptz.format import context_rules
 from ckptz.format import decode as decode_module
 from ckptz.format import frame as frame_module
 from ckptz.format import frequency as frequency_module

@@ -7,9 +7,19 @@ from typing import Any
 
 import pytest
 
-from ckptz import bits, context_rules
 from ckptz.foreign import sharding
-from ckptz.format import envelope, frame, frequency, index, plan, reader, sources, streams
+from ckptz.format import (
+    bits,
+    context_rules,
+    envelope,
+    frame,
+    frequency,
+    index,
+    plan,
+    reader,
+    sources,
+    streams,
+)
 from ckptz.format.context_rules import RuleId
 from ckptz.format.dtypes import DTYPES
 from ckptz.format.plan import Domain, PlaneMode, Predictor

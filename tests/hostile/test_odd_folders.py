@@ -21,9 +21,9 @@ import ckptz
 from ckptz import Checkpointer, Grid, KeepPolicy
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, publish
+from ckptz.format.written import amend_metadata
 from ckptz.run.step_files import POSITION_KEY
 from ckptz.store.lock import LOCK_NAME, PREFIX, FileLock, Spool
-from ckptz.write.writer import amend_metadata
 from tests.support.cli_support import ckptz as cli
 from tests.support.cli_support import write_plain
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptz import Budget, pipeline
+from ckptz import Budget
 from ckptz.encode.sensitivity import SensitivityHistogram
 from ckptz.encode.tensor import NO_SIDE_INFORMATION, SideInformation, TensorToEncode
 from ckptz.errors import ConfigError
@@ -35,6 +35,7 @@ from ckptz.search.strategies import (
     dominates,
     run_stages,
 )
+from ckptz.write import pipeline
 from ckptz.write.pipeline import Job, prepared
 from tests.support.search_support import BOTH, CUBE, TEMPLATE, landscape, model
 

@@ -12,7 +12,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz import pipeline
 from ckptz.encode.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.decode import decode_chunk, read_changes
@@ -24,6 +23,7 @@ from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.format.streams import CoderId, decode_stream, pack_gaps, unpack_gaps
 from ckptz.methods.lossless import Lossless, plan_sparse
 from ckptz.parallel import Workers
+from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 from tests.support import reference
 
