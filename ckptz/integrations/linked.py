@@ -35,9 +35,7 @@ from ckptz.foreign.torch_files import ZIP_MAGIC
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.caches import LastChunks
 from ckptz.format.envelope import LENGTH_BYTES
-from ckptz.format.index import BaseRef
 from ckptz.format.publish import TEMPORARY_SUFFIX, make_folder, publish_together, sync_folder
-from ckptz.format.reader import Container
 from ckptz.format.written import Written
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
@@ -48,7 +46,7 @@ from ckptz.run.keep import what_stays
 from ckptz.run.linked_files import RunFiles
 from ckptz.run.links import BASE_PREFIX, link_chain, link_origin
 from ckptz.run.names import LIGHTNING_SUFFIX
-from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
+from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, FileFacts, Kept
 from ckptz.state.flatten import flatten
 from ckptz.state.plain_types import to_plain
 from ckptz.state.roles import Rule
@@ -57,13 +55,10 @@ from ckptz.store.resolve import (
     SUFFIX,
     Checkpoint,
     Path_,
-    base_metadata,
-    base_ref,
     open_checkpoint,
-    open_file,
 )
 from ckptz.torch import load_state
-from ckptz.training.files import memory_for_last, residual_bases
+from ckptz.training.files import against, memory_for_last, residual_job
 from ckptz.training.snapshot import check_dense, identity_of
 from ckptz.write.pipeline import Job, write
 
@@ -193,15 +188,12 @@ class Chain:
         try:
             with contextlib.ExitStack() as held:
                 base = self._linked_base(path, held)
-                origin = self._linked_origin(path, held) if base is None else None
-                against = base or origin
-                if against is not None:
-                    opened, ref = against
-                    about = base_metadata(opened)
-                    found = replace(job, base=ref, bases=opened.tensors, base_metadata=about)
-                    written = self._publish(path, found)
+                found = base or self._linked_origin(path, held)
+                if found is not None:
+                    opened, name = found
+                    written = self._publish(path, against(job, opened, name))
                     self._files.add(path, written, opened if base else None)
-                    if origin and not written.n_deltas:
+                    if base is None and not written.n_deltas:
                         self.notes += (f"no tensor gains from {self.options.base}; the file stands alone",)
                     return written
         except (FormatError, MissingBaseError) as error:  # of the base: what is saved is in memory
@@ -210,7 +202,7 @@ class Chain:
         self._files.add(path, written, None)
         return written
 
-    def _linked_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, BaseRef] | None:
+    def _linked_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, str] | None:
         """Open what takes the least disk in the end, and give it a name in the new one's folder."""
         try:
             for candidate in reversed(self._saved):
@@ -228,13 +220,13 @@ class Chain:
                 base = held.enter_context(contextlib.closing(open_checkpoint(base.files[found].name)))
             base.hold(self._last)
             if names := link_chain(base, path.parent):
-                return base, BaseRef(base.content_id(), names[0], base.depth + 1)
+                return base, names[0]
         except OSError as error:  # the framework deletes it, or a disk fails, while it is looked at
             raise MissingBaseError(str(error)) from error
         self.notes = (f"stored as a full file, because {base.name} cannot be linked into {path.parent}",)
         return None
 
-    def _linked_origin(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, BaseRef] | None:
+    def _linked_origin(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, str] | None:
         """Open the weights that training began from by a name in the folder of the new file."""
         if self.options.base is None:
             return None
@@ -245,7 +237,7 @@ class Chain:
             base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
         except OSError as error:
             raise MissingBaseError(str(error)) from error
-        return base, base_ref(base)
+        return base, linked.name
 
     def _publish(self, path: Path, job: Job) -> Written:
         with (
@@ -261,7 +253,8 @@ class Chain:
                 lossy = contextlib.closing(open_checkpoint(sink.name))
                 with files.file(place) as exact, lossy as base:
                     base.hold(self._last)
-                    write(exact, _residual_job(job, base, path.name), workers)
+                    metadata = {**(job.metadata or {}), EXACT_OF_KEY: written.content_id}
+                    write(exact, residual_job(job, base, path.name, metadata), workers)
             return written
 
     def settle(self) -> None:
@@ -307,19 +300,6 @@ class Chain:
                 self.notes += drop_unneeded(folder)
 
 
-def _residual_job(job: Job, lossy: Checkpoint, file: str) -> Job:
-    """Describe the residual of a lossy file, which will be called `file`."""
-    return replace(
-        job,
-        config=LOSSLESS,
-        metadata={**(job.metadata or {}), EXACT_OF_KEY: lossy.content_id()},
-        base=base_ref(lossy, file),
-        bases=residual_bases(lossy),
-        guides={},
-        momentum=None,
-    )
-
-
 def drop_unneeded(folder: Path) -> tuple[str, ...]:
     """Delete the bases in a folder that none of its other files is stored against.
 
@@ -346,17 +326,17 @@ def drop_unneeded(folder: Path) -> tuple[str, ...]:
 def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
     """The file that another is stored against; raises if this cannot be told, or it is not in `files`."""
     try:
-        with contextlib.closing(open_file(FileBytes(path))) as file:
-            ref = file.index.base if isinstance(file, Container) else None
+        facts = FileFacts.read(FileBytes(path))
     except (OSError, CkptzError):
         if _is_no_checkpoint(path):
             return ()
         raise
-    if ref is None:
+    if facts is None or facts.base is None:
         return ()
-    if path.parent / ref.file not in files:
-        raise MissingBaseError(f"its base {ref.title} is not here")
-    return (path.parent / ref.file,)
+    base = path.parent / facts.base.file
+    if base not in files:
+        raise MissingBaseError(f"its base {facts.base.title} is not here")
+    return (base,)
 
 
 def _is_no_checkpoint(path: Path) -> bool:

@@ -171,7 +171,7 @@ def files_of_kind(
         if file.kind != kind or file.is_exact or file.step > steps[-1]:
             continue
         fact = facts.get(file)
-        named = None if fact is None or fact.base is None else StepFile.parse(fact.base)
+        named = None if fact is None or fact.base is None else StepFile.parse(fact.base.file)
         base = named if named in found else None
         # A position is a claim: a base may be gone, and files may have been copied from elsewhere. What is
         # stored against a file of no step, as against the model that a run began with, is a full file.

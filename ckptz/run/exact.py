@@ -6,7 +6,6 @@ belongs to; a Checkpointer's names say which step is meant, step-00000100.exact.
 
 from __future__ import annotations
 
-import contextlib
 import glob
 import os
 import warnings
@@ -16,13 +15,13 @@ from typing import TypeVar
 
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
-from ckptz.format.reader import Container
 from ckptz.run.links import digest_of
 from ckptz.run.names import EXACT
-from ckptz.run.step_files import EXACT_OF_KEY, StepFile
-from ckptz.store.resolve import SUFFIX, open_file
+from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
+from ckptz.store.resolve import SUFFIX
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 
 def residual_of(path: Path, named: Path | None = None) -> Path:
@@ -60,28 +59,34 @@ def exact_of(file: Path) -> Path:
     exact = residual_of(file) if step_file is None else file.with_name(step_file.exact.name)
     if not exact.exists():
         return file
-    with (
-        contextlib.closing(open_file(open_bytes(file))) as lossy,
-        contextlib.closing(open_file(open_bytes(exact))) as residual,
-    ):
-        of = residual.index.metadata if isinstance(residual, Container) else None
-        if isinstance(lossy, Container) and (of or {}).get(EXACT_OF_KEY) != lossy.index.content_id:
-            raise CorruptionError(
-                f"{exact}: belongs to other values than {file.name} holds; name {file} itself"
-            )
+    lossy, residual = FileFacts.read(open_bytes(file)), FileFacts.read(open_bytes(exact))
+    of = None if residual is None else residual.metadata.get(EXACT_OF_KEY)
+    if lossy is not None and of != lossy.content_id:
+        raise CorruptionError(f"{exact}: belongs to other values than {file.name} holds; name {file} itself")
     return exact
 
 
 def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
-    """Read a file that a `Chain` wrote by its residual, or as it is if there is none.
-
-    A residual that fails a check is a warning, and `read` is called again with the file itself.
-    """
+    """Read a file that a `Chain` wrote by its residual, or as it is if there is none; see `exactly`."""
     residual = residual_of(path)
-    if residual.exists():
-        try:
-            return read(residual)
-        except (FormatError, MissingBaseError, FileNotFoundError) as error:
-            what = f"{path}: is restored with what it loses: {error}"
-            warnings.warn(what, RuntimeWarning, stacklevel=3)
-    return read(path)
+    return exactly(residual, path, read, f"{path}: is")[0] if residual.exists() else read(path)
+
+
+def exactly(exact: F, lossy: F, read: Callable[[F], T], what: str) -> tuple[T, str | None]:
+    """Read what residuals make exact; where one fails a check, the lossy files, with a warning.
+
+    Args:
+        exact: residuals.
+        lossy: what they belong to.
+        read: reads one or the other.
+        what: begins the warning, such as "step 100 is".
+
+    Returns:
+        What was read, and the warning, if there was one.
+    """
+    try:
+        return read(exact), None
+    except (FormatError, MissingBaseError, FileNotFoundError) as error:
+        note = f"{what} restored with what it loses: {error}"
+        warnings.warn(note, RuntimeWarning, stacklevel=4)
+    return read(lossy), note

@@ -22,9 +22,10 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 from ckptz.errors import (
     CkptzError,
@@ -35,19 +36,14 @@ from ckptz.errors import (
     WriteError,
 )
 from ckptz.format.caches import LastChunks
-from ckptz.format.dtypes import dtype_of
-from ckptz.format.index import Index
-from ckptz.format.publish import TEMPORARY_SUFFIX, Publication, abandoned, make_folder, publish_together
-from ckptz.format.reader import Container
+from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, make_folder, publish_together
 from ckptz.format.written import Written, amend_metadata
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.links import link_origin
 from ckptz.run.step_files import (
     EXACT_OF_KEY,
     KINDS,
-    METRIC_KEY,
     OWNER,
-    POSITION_KEY,
     WEIGHTS_KEY,
     ChainRule,
     FileFacts,
@@ -58,7 +54,7 @@ from ckptz.run.step_files import (
 )
 from ckptz.store.lock import Lock, Spool, acquire
 from ckptz.store.remote import UploadFolder, place_of
-from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint, open_file
+from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder
 
 ABANDONED_SECONDS: Final = 3600.0
@@ -67,11 +63,22 @@ MOVED: Final = (
     "move the files together, or go on in the renamed one",
 )
 
-Encoder = Callable[[BinaryIO, Checkpoint | None, int], Written]
-# The same for weights, with the state of the same step as its file restores it; None where it loses nothing.
-WeightsEncoder = Callable[[Checkpoint | None, BinaryIO, Checkpoint | None, int], Written]
-# Writes the residual of a file of a kind, against that lossy file, with some metadata.
-ExactEncoder = Callable[[FileKind, BinaryIO, Checkpoint, Mapping[str, str]], Written]
+
+class Encoder(Protocol):
+    """Writes the files of a step, each against a base and at a position behind a full file, or alone."""
+
+    def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
+        """Write the state."""
+
+    def weights(
+        self, restored: Checkpoint | None, sink: BinaryIO, base: Checkpoint | None, position: int
+    ) -> Written:
+        """Write the weights; `restored` is the state's file, None where it loses nothing."""
+
+    def exact(
+        self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
+    ) -> Written:
+        """Write the residual of a file of a kind, with some metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,24 +172,13 @@ class StepStore:
         return known[1]
 
     def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        with contextlib.closing(open_file(self._place.peek(file.name, n_bytes))) as opened:
-            if not isinstance(opened, Container):
-                raise FormatError(f"{opened.name}: not a .ckptz file")
-            index = opened.index
-            if index.step not in (file.step, None):
-                raise CorruptionError(f"{opened.name}: holds step {index.step}; it was renamed")
-            metadata = index.metadata or {}
-            base = index.base
-            return FileFacts(
-                content_id=index.content_id,
-                base=None if base is None else base.file,
-                base_id=None if base is None else base.content_id,
-                position=_position(index),
-                metric=number_of(metadata.get(METRIC_KEY)),
-                weights=metadata.get(WEIGHTS_KEY),
-                exact_of=metadata.get(EXACT_OF_KEY),
-                tensor_bytes=sum(dtype_of(one.dtype).n_bytes(one.shape) for one in index.tensors),
-            )
+        source = self._place.peek(file.name, n_bytes)
+        facts = FileFacts.read(source)
+        if facts is None:
+            raise FormatError(f"{source.name}: not a .ckptz file")
+        if facts.step not in (file.step, None):
+            raise CorruptionError(f"{source.name}: holds step {facts.step}; it was renamed")
+        return facts
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -227,7 +223,7 @@ class StepStore:
         members = [file]
         while (last := members[-1]) in sizes and len(members) <= MAX_DEPTH:
             base = self.facts(last, sizes[last]).base
-            found = None if base is None else StepFile.parse(base)
+            found = None if base is None else StepFile.parse(base.file)
             if found is None:
                 break
             members.append(found)
@@ -292,19 +288,18 @@ class StepStore:
     def write(
         self,
         step: int,
-        encode_weights: WeightsEncoder,
-        encode_state: Encoder,
+        encoder: Encoder,
         rule: ChainRule,
-        encode_exact: ExactEncoder | None = None,
+        *,
+        with_exact: bool,
     ) -> WrittenStep:
         """Write the files of a step; all appear, the weights last, or the step is not there.
 
         Args:
             step: after all that are there.
-            encode_weights: writes weights to a file, against a base or, for None, alone.
-            encode_state: writes state.
+            encoder: writes them.
             rule: what they are stored against.
-            encode_exact: writes the residuals of those files that lose something; None for none.
+            with_exact: write residuals, too, of those files that lose something.
 
         Raises:
             OSError: the disk is full or fails; all that was there stays.
@@ -321,31 +316,44 @@ class StepStore:
         with publish_together(OWNER) as files:
             with files.file(folder / weights_file.name) as weights_sink:
                 with files.file(folder / state_file.name) as state_sink:
-                    state = self._encode("state", state_sink, encode_state, rule, notes)
+                    state = self._encode("state", state_sink, encoder.state, rule, notes)
                 written = Path(state_sink.name)
-                with self._lossy(written, state) as restored:
-                    encode = functools.partial(encode_weights, restored)
+                with self._written_file(written) if state.n_lossy else nullcontext() as restored:
+                    encode = functools.partial(encoder.weights, restored)
                     weights = self._encode("weights", weights_sink, encode, rule, notes)
                 weights_sink.flush()
                 n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
                 state = replace(state, stored_bytes=n_bytes)
-                if encode_exact is not None:
-                    lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
-                    exact = self._write_exact(files, folder, lossy, encode_exact)
+                lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
+                for file, (path, one) in lossy.items():
+                    if with_exact and one.n_lossy:
+                        metadata = {EXACT_OF_KEY: one.content_id}
+                        metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
+                        with (
+                            files.file(folder / file.exact.name) as sink,
+                            self._written_file(path) as opened,
+                        ):
+                            exact[file.exact] = encoder.exact(file.kind, sink, opened, metadata)
             self.check_lock()
         self._upload(state_file, *exact, weights_file)
         return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
 
     def _encode(
-        self, kind: FileKind, sink: BinaryIO, encode: Encoder, rule: ChainRule, notes: list[str]
+        self,
+        kind: FileKind,
+        sink: BinaryIO,
+        encode: Callable[[BinaryIO, Checkpoint | None, int], Written],
+        rule: ChainRule,
+        notes: list[str],
     ) -> Written:
         with self.base(kind, rule, notes) as (base, position):
             try:
                 written = encode(sink, base, position)
                 for path in () if base is None else base.paths:
                     path.stat()  # others may have deleted it meanwhile
-                reach = position and (0 if base is None else position - _position_of(base))
-                self._written[kind].append((reach, written.stored_bytes))
+                if position and base is not None and base.container is not None:
+                    position -= FileFacts.of(base.container).position
+                self._written[kind].append((position, written.stored_bytes))
                 return written
             except (CkptzError, OSError) as error:  # of the base: what is saved is in memory
                 if base is None:
@@ -356,34 +364,11 @@ class StepStore:
         return encode(sink, None, 0)
 
     @contextlib.contextmanager
-    def _lossy(self, path: Path, written: Written) -> Iterator[Checkpoint | None]:
-        """Open a file that has just been written, if it loses something."""
-        if not written.n_lossy:
-            yield None
-            return
+    def _written_file(self, path: Path) -> Iterator[Checkpoint]:
+        """Open a file that has just been written."""
         with contextlib.closing(open_checkpoint(path)) as opened:
             opened.hold(self._last)
             yield opened
-
-    def _write_exact(
-        self,
-        files: Publication,
-        folder: Path,
-        lossy: Mapping[StepFile, tuple[Path, Written]],
-        encode: ExactEncoder,
-    ) -> dict[StepFile, Written]:
-        """Write the residuals of those files, with their places and reports, that lose something."""
-        exact = {}
-        [weights] = [written.content_id for file, (_, written) in lossy.items() if file.kind == "weights"]
-        for file, (path, written) in lossy.items():
-            if written.n_lossy:
-                metadata = {EXACT_OF_KEY: written.content_id}
-                metadata |= {WEIGHTS_KEY: weights} if file.kind == "state" else {}
-                base = contextlib.closing(open_checkpoint(path))
-                with files.file(folder / file.exact.name) as sink, base as opened:
-                    opened.hold(self._last)
-                    exact[file.exact] = encode(file.kind, sink, opened, metadata)
-        return exact
 
     @contextlib.contextmanager
     def base(
@@ -490,28 +475,6 @@ class StepStore:
         self._facts.pop(file, None)
 
 
-def _position_of(file: Checkpoint) -> int:
-    return 0 if file.container is None else _position(file.container.index)
-
-
-def _position(index: Index) -> int:
-    return 0 if index.base is None else _whole((index.metadata or {}).get(POSITION_KEY), index.depth)
-
-
-def _whole(text: str | None, default: int) -> int:
-    return int(text) if text is not None and text.isdecimal() and len(text) < 10 else default
-
-
-def number_of(text: str | None) -> float | None:
-    """Read a number from metadata; None for what is none."""
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
 def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
     """Find files of a Checkpointer's store that do not belong to the others of their step, with errors.
 
@@ -525,7 +488,7 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
             of = StepFile(file.step, file.kind if file.is_exact else "weights")
             with contextlib.suppress(CkptzError, OSError, KeyError):  # what it belongs to may be gone
                 facts, wanted = store.facts(file, n_bytes), store.facts(of, sizes[of]).content_id
-                if (facts.exact_of if file.is_exact else facts.weights) not in (None, wanted):
+                if facts.metadata.get(EXACT_OF_KEY if file.is_exact else WEIGHTS_KEY) not in (None, wanted):
                     path, remedy = folder / file.name, "resume from another step"
                     remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
                     what = "values" if file.is_exact else "weights"

@@ -197,15 +197,15 @@ def _bases_of(
     if file in unread:
         raise unread[file]
     fact = facts[file]
-    if fact.base is None or fact.base.startswith(BASE_PREFIX):  # what the run began from is no step
+    if fact.base is None or fact.base.file.startswith(BASE_PREFIX):  # what the run began from is no step
         return []
-    named = StepFile.parse(fact.base)
+    named = StepFile.parse(fact.base.file)
     if named is not None and named in unread:
         return [named]
     # Readers, too, look first for the name, and then for the content under any other.
-    found = [other for other in holders.get(fact.base_id or "", ()) if other != file]
+    found = [other for other in holders.get(fact.base.content_id, ()) if other != file]
     if not found:
-        raise MissingBaseError(f"its base {fact.base} is not here")
+        raise MissingBaseError(f"its base {fact.base.file} is not here")
     return [named] if named is not None and named in found else found
 
 

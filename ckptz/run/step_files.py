@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import re
 from collections.abc import Mapping, Sequence
@@ -10,12 +11,17 @@ from functools import cached_property
 from typing import Final, Literal, SupportsIndex
 
 from ckptz.errors import ConfigError
+from ckptz.format.byte_source import ByteSource
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.index import BaseRef
 from ckptz.format.publish import TEMPORARY_SUFFIX
+from ckptz.format.reader import Container
+from ckptz.store.resolve import open_file
 
 FileKind = Literal["weights", "state"]
 KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
 OWNER: Final = "step-"  # begins the names of temporary files
-METRIC_KEY: Final = "metric"  # in the metadata of weights
+METRIC_KEY: Final = "metric"  # in the metadata of weights: the metric that `save` was given
 POSITION_KEY: Final = "since_anchor"  # in the metadata of both
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
 FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of those that were left out
@@ -156,16 +162,47 @@ class StepFile:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Everything about a step's file that its index says."""
+    """Facts of a run's file that its index records: which step it is of, and what it needs."""
 
     content_id: str  # identity of its values
-    base: str | None  # name of the file that it is stored against, or None
-    base_id: str | None  # content id of the same
-    position: int  # files written between its full file and it; 0 for a full file
-    metric: float | None  # of weights, as given to `save`
-    weights: str | None  # of state: content id of the weights that it goes with
-    exact_of: str | None  # of a residual: content id of the lossy file that it makes exact
+    base: BaseRef | None  # what it is stored against, or None
+    step: int | None  # as it is recorded
+    metadata: Mapping[str, str]  # under the keys above
+    depth: int  # deltas between its full file and it
     tensor_bytes: int  # of its tensors, uncompressed
+
+    @classmethod
+    def of(cls, file: Container) -> FileFacts:
+        """Take the facts from an open file."""
+        index = file.index
+        n_bytes = sum(dtype_of(one.dtype).n_bytes(one.shape) for one in index.tensors)
+        return cls(index.content_id, index.base, index.step, index.metadata or {}, index.depth, n_bytes)
+
+    @classmethod
+    def read(cls, source: ByteSource) -> FileFacts | None:
+        """Read the facts of a file and close it; None of a plain file, which says nothing of a run.
+
+        Raises:
+            FormatError: it is damaged.
+            OSError: it cannot be read.
+        """
+        with contextlib.closing(open_file(source)) as file:
+            return cls.of(file) if isinstance(file, Container) else None
+
+    @property
+    def position(self) -> int:
+        """Files that were written between its full file and it; 0 for a full file."""
+        text = self.metadata.get(POSITION_KEY, "")
+        is_whole = text.isdecimal() and len(text) < 10
+        return 0 if self.base is None else int(text) if is_whole else self.depth
+
+    @property
+    def metric(self) -> float | None:
+        """The metric of the step, of weights that were saved with one."""
+        try:
+            return float(self.metadata[METRIC_KEY])
+        except (KeyError, ValueError):
+            return None
 
 
 @dataclass(frozen=True)

@@ -455,18 +455,18 @@ class Checkpointer:
     def _written(
         self, state: StepState, method: LossSettings, metric: float | None, step: int
     ) -> WrittenStep:
+        def write(jobs: int) -> WrittenStep:
+            encoder = StepEncoder(state, step, metric, method, jobs, self._trail)
+            written = self._store.write(step, encoder, self._rule, with_exact=self._keep.exact != 0)
+            return replace(written, notes=(*written.notes, *encoder.notes))
+
         try:
-            return self._write_step(StepEncoder(state, step, metric, method, self._jobs, self._trail), step)
+            return write(self._jobs)
         except RuntimeError:
             # At the end of the program no pool takes new work; this thread alone still can.
             if threading.main_thread().is_alive() or self._jobs == 1:
                 raise
-            return self._write_step(StepEncoder(state, step, metric, method, 1, self._trail), step)
-
-    def _write_step(self, encoder: StepEncoder, step: int) -> WrittenStep:
-        exact = encoder.exact if self._keep.exact != 0 else None
-        written = self._store.write(step, encoder.weights, encoder.state, self._rule, exact)
-        return replace(written, notes=(*written.notes, *encoder.notes))
+            return write(1)
 
     def steps(self) -> tuple[int, ...]:
         """List the steps that training can resume from, ascending."""

@@ -50,19 +50,6 @@ _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum", "factor")
 _EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in ("rng", "extra", "groups", "classes"))
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of the two files, flat.
-
-    Attributes:
-        tensors: by name.
-        tree: how they are nested, where their names do not tell.
-    """
-
-    tensors: Mapping[str, TensorSource]
-    tree: dict[str, Any] | None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
     """The method, guides and budgets that say what a save may lose.
@@ -104,9 +91,8 @@ class StepState:
 
     Attributes:
         metadata: of the first file, what to read it by.
-        weights: of the first file.
+        weights: tensors and tree of the first file.
         rest: of the second one.
-        exact: by kind, what those that are in `state` hold, without codes.
         copies: of tensors of extras that are weights, by name, the names in the model of those that they are
             copies of; their own where there are none.
         roles: of weights and of optimizer state, by name. The state says what they are: names may mislead.
@@ -128,11 +114,10 @@ class StepState:
         self.prefix = prefix
         self.metadata = {} if frozen is None else {FROZEN_KEY: frozen}
         self.metadata |= {} if prefix else {NAMES_KEY: "own"}
-        uncoded = _part({MODEL: state[MODEL]}, prefix)
         more = {f"{prefix}{name}": source for name, source in coded.items()}
-        self.weights = Part({**uncoded.tensors, **more}, uncoded.tree)
+        uncoded = _part({MODEL: state[MODEL]}, prefix)
+        self.weights = replace(uncoded, tensors={**uncoded.tensors, **more})
         self.rest = _part({name: value for name, value in state.items() if name != MODEL})
-        self.exact: Mapping[FileKind, Part] = {"weights": uncoded, "state": self.rest}
         self.roles = dict(_weight_roles(self.weights.tensors, prefix)) | dict(
             moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
@@ -169,17 +154,16 @@ class StepState:
         by_parameter = {name[n:]: source for name, source in weights.items()}
         return trained_weights(self._given[0], by_parameter, self.rest.tensors, self.prefix)
 
-    def job(self, part: Part, method: LossSettings) -> Job:
+    def job(self, part: Job, method: LossSettings) -> Job:
         """Describe one of the two files.
 
         Args:
             part: `weights` or `rest`.
             method: what may be lost.
         """
-        return Job(
-            tensors=part.tensors,
+        return replace(
+            part,
             config=method.config,
-            tree=part.tree,
             role_rules=_EXACT,
             roles=self.roles,
             trained=self.trained,
@@ -232,6 +216,7 @@ class StepEncoder:
         self._trail = trail
         self._state, self._step, self._metric, self._method, self._jobs = state, step, metric, method, jobs
         self._notes: dict[FileKind, list[str]] = {}
+        self._written: dict[FileKind, Job] = {}
 
     @property
     def notes(self) -> list[str]:
@@ -241,28 +226,28 @@ class StepEncoder:
     def weights(
         self, restored: Checkpoint | None, sink: BinaryIO, base: Checkpoint | None, position: int
     ) -> Written:
-        """Write the weights; see `ckptz.run.folder.WeightsEncoder`."""
+        """Write the weights; see `ckptz.run.folder.Encoder`."""
         state = self._state.like(base)
         metadata = {POSITION_KEY: str(position), **state.metadata}
         if self._metric is not None:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
-        job = replace(state.job(state.weights, method), quality=method.quality)
+        job = replace(state.job(state.weights, method), quality=method.quality, metadata=metadata)
         if self._trail is not None:
             momentum = Momentum(self._trail, self._step, state.with_optimizers, lossy_tensors(restored))
             job = replace(job, momentum=momentum)
-        return self._write("weights", sink, job, base, _bases(base), metadata)
+        return self._write("weights", sink, against(job, base))
 
     def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
         """Write the rest; see `ckptz.run.folder.Encoder`."""
-        metadata = {POSITION_KEY: str(position)}
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
         job = self._state.job(self._state.rest, method)
         with contextlib.ExitStack() as held:
             guides = {**self._guides(), **self._guides_of_copies(method, held)}
-            job = replace(job, guides=guides, beside={}, quality=quality)
-            return self._write("state", sink, job, base, _bases(base), metadata)
+            metadata = {POSITION_KEY: str(position)}
+            job = replace(job, guides=guides, beside={}, quality=quality, metadata=metadata)
+            return self._write("state", sink, against(job, base))
 
     def _guides_of_copies(
         self, method: LossSettings, held: contextlib.ExitStack
@@ -288,14 +273,11 @@ class StepEncoder:
     def exact(
         self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
     ) -> Written:
-        """Write what one of the two loses; see `ckptz.run.folder.ExactEncoder`."""
-        state = self._state.like(lossy) if kind == "weights" else self._state
-        part = state.exact[kind]
-        job = Job(tensors=part.tensors, tree=part.tree, roles=state.roles, guides={})
+        """Write what one of the two loses; see `ckptz.run.folder.Encoder`."""
+        job = self._written[kind]
+        known = {key: text for key, text in (job.metadata or {}).items() if key in (FROZEN_KEY, NAMES_KEY)}
         file = StepFile(self._step, kind).name  # which it does not have yet
-        if kind == "weights":
-            metadata = {**metadata, **state.metadata}
-        return self._write(kind, sink, job, lossy, residual_bases(lossy), metadata, file)
+        return self._write(kind, sink, residual_job(job, lossy, file, {**metadata, **known}))
 
     def _against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
         method = self._method.against(kind, base)
@@ -303,32 +285,44 @@ class StepEncoder:
         self._notes[kind] = [f"{kind}: stored without loss: its base is not the one of the search"] * is_other
         return method
 
-    def _write(
-        self,
-        kind: FileKind,
-        sink: BinaryIO,
-        job: Job,
-        base: Checkpoint | None,
-        bases: Mapping[str, TensorSource],
-        metadata: Mapping[str, str],
-        base_file: str | None = None,
-    ) -> Written:
-        job = replace(
-            job,
-            metadata=metadata,
-            step=self._step,
-            base=None if base is None else base_ref(base, base_file),
-            bases=bases,
-            base_metadata=base_metadata(base),
-        )
+    def _write(self, kind: FileKind, sink: BinaryIO, job: Job) -> Written:
+        self._written[kind] = job = replace(job, step=self._step)
         with Workers(self._jobs) as workers:
             written = write(sink, job, workers)
         self._notes[kind] += written.notes
         return written
 
 
-def _bases(base: Checkpoint | None) -> dict[str, TensorSource]:
-    return {} if base is None else remembering(base.tensors)
+def against(job: Job, base: Checkpoint | None, file: str | None = None) -> Job:
+    """Store the tensors of a job against an open file; against none, each stands alone.
+
+    `file` is the name that the base will have, if it has another one now.
+    """
+    if base is None:
+        return job
+    bases = remembering(base.tensors)
+    return replace(job, base=base_ref(base, file), bases=bases, base_metadata=base_metadata(base))
+
+
+def residual_job(job: Job, lossy: Checkpoint, file: str, metadata: Mapping[str, str]) -> Job:
+    """Describe what an open file loses that a job has written.
+
+    Args:
+        job: the job.
+        lossy: the file.
+        file: what it will be called.
+        metadata: of the residual, which says what it belongs to.
+    """
+    return replace(
+        against(job, lossy, file),
+        config=LOSSLESS,
+        metadata=metadata,
+        bases=residual_bases(lossy),
+        quality=(),
+        guides={},
+        beside={},
+        momentum=None,
+    )
 
 
 def lossy_tensors(restored: Checkpoint | None) -> dict[str, TensorSource]:
@@ -364,9 +358,9 @@ def memory_for_last() -> int:
     return MEMORY_IF_UNKNOWN if free is None else free // LAST_SHARE
 
 
-def _part(state: Mapping[str, Any], prefix: str | None = None) -> Part:
+def _part(state: Mapping[str, Any], prefix: str | None = None) -> Job:
     flat = flatten(dict(state), n_outer=int(prefix == ""))
-    return Part(flat.tensors, None if _says_nothing(state, flat.tensors, prefix) else flat.tree)
+    return Job(tensors=flat.tensors, tree=None if _says_nothing(state, flat.tensors, prefix) else flat.tree)
 
 
 def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource], prefix: str | None) -> bool:

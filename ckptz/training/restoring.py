@@ -7,12 +7,12 @@ from is one of the two that were measured, never a mixture.
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
+from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
+from ckptz.run.exact import exactly
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import WEIGHTS_KEY, FileKind, StepFile
 from ckptz.training.files import MODEL, StepReader
@@ -76,23 +76,19 @@ def read_step(
     lossy = [StepFile(step, kind) for kind in kinds]
     there = store.listing().sizes
     exact = [file.exact if file.exact in there else file for file in lossy]
-    notes = []
-    if exact != lossy:
-        try:
-            with _opened(store, exact) as readers:
-                for reader in readers:
-                    if not reader.is_exact:
-                        raise MissingBaseError(f"{reader.name}: the file that makes it exact is not here")
-                return read(readers[0], readers[1] if readers[1:] else None), Restored(
-                    step=step, is_exact=True
-                )
-        except (FormatError, MissingBaseError, FileNotFoundError) as error:
-            notes.append(f"step {step} is restored with what its lossy files lose: {error}")
-            warnings.warn(f"{store.name}: {notes[0]}", RuntimeWarning, stacklevel=3)
-    with _opened(store, lossy) as readers:
-        is_exact = all(reader.is_exact for reader in readers)
-        found = read(readers[0], readers[1] if readers[1:] else None)
-    return found, Restored(step=step, is_exact=is_exact, notes=tuple(notes))
+
+    def read_all(files: Sequence[StepFile]) -> tuple[T, bool]:
+        with _opened(store, files) as readers:
+            inexact = [reader for reader in readers if not reader.is_exact]
+            if inexact and files is exact:
+                raise MissingBaseError(f"{inexact[0].name}: the file that makes it exact is not here")
+            return read(readers[0], readers[1] if readers[1:] else None), not inexact
+
+    if exact == lossy:
+        (found, is_exact), note = read_all(lossy), None
+    else:
+        (found, is_exact), note = exactly(exact, lossy, read_all, f"{store.name}: step {step} is")
+    return found, Restored(step=step, is_exact=is_exact, notes=() if note is None else (note,))
 
 
 @contextlib.contextmanager

@@ -17,9 +17,8 @@ from ckptz.format.index import BaseRef, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import tensor_bytes
 from ckptz.pages.words import Report
-from ckptz.run.folder import number_of
 from ckptz.run.names import holds_state, is_base_name, run_files, step_of
-from ckptz.run.step_files import EXACT_OF_KEY, METRIC_KEY, StepFile
+from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
 from ckptz.run.versions import Version, versions_in
 from ckptz.state.roles import role_of
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
@@ -170,15 +169,16 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile
     index = file.index
     if index.base is not None:
         check_reference(file, index.base)
-    is_residual = EXACT_OF_KEY in (index.metadata or {})
+    facts = FileFacts.of(file)
+    is_residual = EXACT_OF_KEY in facts.metadata
     alone: EntryKind = "rebased" if index.inline else "exact" if is_residual else "full"
     delta: EntryKind = "exact" if is_residual else "delta"
-    metric = number_of((index.metadata or {}).get(METRIC_KEY))
+    metric = facts.metric
     entry = replace(
         sizes,
         kind=delta if index.base else alone,
         holds=_holds(path, file),
-        step=step_of(path, index.step, index.metadata),
+        step=step_of(path, facts.step, facts.metadata),
         content_id=index.content_id,
         depth=index.depth,
         n_lossy=sum(tensor.lossy is not None for tensor in index.tensors),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -14,15 +13,13 @@ from typing import Final
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError, whole
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.publish import abandoned
-from ckptz.format.reader import Container
 from ckptz.kernels.clock import working_seconds
-from ckptz.run.folder import number_of
 from ckptz.run.keep import KEEP_ALL, KeepPolicy, what_stays
 from ckptz.run.names import EXACT, inode_of, is_base_name, run_files, step_of
 from ckptz.run.prune import PruneReport, check_best, prune_folder
-from ckptz.run.step_files import METRIC_KEY, StepFile
+from ckptz.run.step_files import FileFacts, StepFile
 from ckptz.store.remote import place_of
-from ckptz.store.resolve import Path_, open_file
+from ckptz.store.resolve import Path_
 from ckptz.store.storage import LocalFolder
 
 # Files that are written into a step's folder last: without them it was not written to its end.
@@ -122,15 +119,11 @@ def _unit(name: str, path: Path, files: tuple[Path, ...]) -> _Unit:
     step, metric, ids, base_ids = None, None, set(), set()
     try:
         for file in files:
-            with contextlib.closing(open_file(open_bytes(file))) as opened:
-                if not isinstance(opened, Container):
-                    continue
-                index = opened.index
-                metadata = index.metadata or {}
-                ids.add(index.content_id)
-                base_ids |= set() if index.base is None else {index.base.content_id}
-                step = step_of(file, index.step, metadata) if step is None else step
-                metric = number_of(metadata.get(METRIC_KEY)) if metric is None else metric
+            if (facts := FileFacts.read(open_bytes(file))) is not None:
+                ids.add(facts.content_id)
+                base_ids |= set() if facts.base is None else {facts.base.content_id}
+                step = step_of(file, facts.step, facts.metadata) if step is None else step
+                metric = facts.metric if metric is None else metric
     except (CkptzError, OSError) as error:
         return _Unit(name, path, files, step_of(files[0]), error=error)
     return _Unit(name, path, files, step, frozenset(ids), frozenset(base_ids - ids), metric)

@@ -259,7 +259,7 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
     policy = KeepPolicy(**whole, weights=alone, exact=exact)
     files = {StepFile(step, "weights") for step in weights} | {StepFile(step, "state") for step in states}
     listing = Listing(dict.fromkeys(files, 1), frozenset(), ())
-    facts = {file: FileFacts(file.name, None, None, 0, None, None, None, 1) for file in files}
+    facts = {file: FileFacts(file.name, None, file.step, {}, 0, 1) for file in files}
     kept, hidden, notes = _decide(listing, facts, {}, policy)
     assert not hidden
     assert not notes

@@ -237,7 +237,7 @@ def test_a_head_that_was_cut_off_is_told_of(url: str) -> None:
     for kind in ("weights", "state"):
         fs, path = fsspec.core.url_to_fs(f"{url}/{StepFile(1, kind, is_exact=True).name}")  # type: ignore[arg-type]
         fs.pipe_file(path, fs.cat_file(path)[:-30])
-    with pytest.warns(RuntimeWarning, match="restored with what its lossy files lose"):
+    with pytest.warns(RuntimeWarning, match="restored with what it loses"):
         assert loss_after(url)[0] == 1
 
 

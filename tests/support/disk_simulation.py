@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptz import KeepPolicy
+from ckptz.format.index import BaseRef
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.prune import _decide
-from ckptz.run.step_files import ChainRule, FileFacts, FileKind, Listing, StepFile
+from ckptz.run.step_files import METRIC_KEY, POSITION_KEY, ChainRule, FileFacts, FileKind, Listing, StepFile
 
 PLAIN: Final = 10_000  # bytes of a whole file, uncompressed
 KIND: Final[FileKind] = "weights"
@@ -106,10 +107,11 @@ def moments(case: Case, asked: ChainRule | None = None) -> list[Moment]:
             (StepFile(step, KIND), n_bytes, base),
             (StepFile(step, "state"), 0, None),
         ):
-            name, of = (None, None) if against is None else (against.name, against.name)
-            metric = rng.random() if "best" in case.keep else None
+            ref = None if against is None else BaseRef(against.name, against.name, 1)
+            metadata = {POSITION_KEY: str(position)}
+            metadata |= {METRIC_KEY: repr(rng.random())} if "best" in case.keep else {}
             sizes[file] = size
-            facts[file] = FileFacts(file.name, name, of, position, metric, None, None, PLAIN)
+            facts[file] = FileFacts(file.name, ref, step, metadata, 0, PLAIN)
         found.append(_moment(sizes, hidden))
         kept, hidden_now, _ = _decide(Listing(dict(sizes), hidden, ()), facts, {}, policy)
         hidden = frozenset(hidden_now)
