@@ -270,7 +270,7 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
     trainer = Trainer(plan.task, plan.first(seed))
     folder = Path(tempfile.mkdtemp(prefix="ckptz-restarts-"))
     sizes, weights, seconds, training, n_trials, raw = [], [], [], [], [], 0
-    saver = _saver(folder, trainer, arm, plan)
+    saver = saver_of(folder, trainer, arm, plan)
     try:
         if plan.lead:
             saver.maybe_save(trainer.step)
@@ -289,7 +289,7 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
             n_trials.append(len(report.search.trials) if report.search else 0)
             if index in plan.failures:  # a new process goes on
                 saver.close()
-                saver = _saver(folder, trainer, arm, plan)
+                saver = saver_of(folder, trainer, arm, plan)
                 saver.restore(trainer.step)
     finally:
         saver.close()
@@ -306,7 +306,8 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
     } | quality(trainer)
 
 
-def _saver(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpointer:
+def saver_of(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpointer:
+    """Make the Checkpointer of an arm, for what a trainer holds."""
     budget = None if arm.budget is None else _budget(trainer.task, arm.budget)
     return Checkpointer(
         folder,

@@ -25,8 +25,10 @@ from bench.core.report import finish
 from bench.studies.tasks import SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, folder_of, remembered, weights_of
 from ckptz import Budget, KMeans
-from ckptz.search.budget import share_used
+from ckptz.search.budget import Limit, judge, share_used
 from ckptz.search.run import SearchOptions
+from ckptz.state.roles import role_of
+from ckptz.torch import load_file
 
 BUDGETS: Final = (0.05, 0.01)
 REDUCED: Final = 1  # batches of the evaluation set that every setting is measured on
@@ -53,29 +55,45 @@ def budget_of(task: Task, max_drop: float) -> Budget:
     return Budget(WeightQuality(task), max_drop, lower_is_better=task.budgeted == "loss")
 
 
-def trials(task: Task, strategy: str, budget: float) -> dict[str, Any]:
+def every(task: Task, budget: float) -> dict[str, Any]:
+    """Try all settings that prune by magnitude at the first checkpoint, each as its own file."""
+    state, quality = weights_of(Run(task).state(0)), WeightQuality(task)
+    limit, exact = Limit(budget, True), budget_of(task, budget).read(quality(state))
+    layer_types = {
+        role_of(name, tuple(t.shape), t.is_floating_point()).layer_type for name, t in state.items()
+    }
+    (cube,) = KMeans.reference().cubes(["magnitude"], layer_types, is_ranked=True)
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        plain, packed = Path(folder, "weights.safetensors"), Path(folder, "weights.ckptz")
+        save_file(state, plain)
+        for config in sorted(set(map(cube.config, cube.points)), key=repr):
+            (report,) = ckptz.compress([plain], packed, config=config, force=True, **_guides(task))
+            found_here = budget_of(task, budget).read(quality(load_file(packed)))
+            judgement = asdict(judge(limit, exact, found_here))
+            found.append({"n_bytes": report.stored_bytes, "judgement": judgement})
+    return {"budget": budget, "trials": found}
+
+
+def _guides(task: Task) -> dict[str, Path]:
+    run, has_second_moments = Run(task), "exp_avg_sq" in task.moments
+    return {"read_optimizer": run.path(0)} if has_second_moments else {"sensitivity": run.gradients_path(0)}
+
+
+def guided(task: Task, budget: float) -> dict[str, Any]:
     """List what a search that prunes by magnitude tries at the first checkpoint; nothing is written."""
-    run = Run(task)
     search = SearchOptions(
         template=KMeans.reference(),
         budgets=(budget_of(task, budget),),
-        strategy=strategy,
         cubes=("magnitude",),
         is_dry_run=True,
     )
-    has_second_moments = "exp_avg_sq" in task.moments
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "weights.safetensors")
-        save_file(weights_of(run.state(0)), plain)
-        (report,) = ckptz.compress(
-            [plain],
-            Path(folder, "unused.ckptz"),
-            read_optimizer=run.path(0) if has_second_moments else None,
-            sensitivity=None if has_second_moments else run.gradients_path(0),
-            search=search,
-        )
+        save_file(weights_of(Run(task).state(0)), plain)
+        (report,) = ckptz.compress([plain], Path(folder, "unused.ckptz"), search=search, **_guides(task))
     found = [{"n_bytes": t.n_bytes, "judgement": asdict(t.judgements[0])} for t in report.search.trials]
-    print(f"{task.name}, {strategy} search at {budget:g}: {len(found)} evaluations", flush=True)
+    print(f"{task.name}, guided search at {budget:g}: {len(found)} evaluations", flush=True)
     return {"budget": budget, "trials": found}
 
 
@@ -93,11 +111,11 @@ def keeps(judgement: Mapping[str, Any], budget: float) -> bool:
 def rows_of(task: Task) -> Iterator[Row]:
     """One row a budget."""
     folder = folder_of(task)
-    every = remembered(folder / "every.json", lambda: trials(task, "exhaustive", BUDGETS[0]))
+    all_found = remembered(folder / "every.json", lambda: every(task, BUDGETS[0]))
     for budget in BUDGETS:
-        guided = remembered(folder / f"guided-{budget:g}.json", lambda b=budget: trials(task, "guided", b))
-        excess = least(guided, budget) / least(every, budget) - 1
-        n_guided, n_every = len(guided["trials"]), len(every["trials"])
+        searched = remembered(folder / f"guided-{budget:g}.json", lambda b=budget: guided(task, b))
+        excess = least(searched, budget) / least(all_found, budget) - 1
+        n_guided, n_every = len(searched["trials"]), len(all_found["trials"])
         most = MAX_SHARE_OF_CUBE * n_every
         yield {
             "task": task.name,

@@ -188,7 +188,7 @@ def glyphs() -> Tensor:
         font = ImageFont.truetype(str(folder / f"{name}.ttf"), size=26)
         for j, character in enumerate(CHARACTERS):
             image = Image.new("L", (GLYPH_SIZE, GLYPH_SIZE))
-            ImageDraw.Draw(image).text((GLYPH_SIZE // 2,) * 2, character, fill=255, font=font, full="mm")
+            ImageDraw.Draw(image).text((GLYPH_SIZE // 2,) * 2, character, fill=255, font=font, anchor="mm")
             drawn[i, j] = np.asarray(image, np.float32) / 255
     return torch.from_numpy(drawn)
 

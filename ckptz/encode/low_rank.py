@@ -26,6 +26,7 @@ from ckptz.format.plan import MAX_RANK, LowRank
 from ckptz.format.sources import CHUNK_VALUES, TensorSource
 from ckptz.format.streams import Embedded
 from ckptz.format.values import KINDS
+from ckptz.kernels import moments as kernels
 
 Floats = NDArray[np.float32]
 
@@ -33,6 +34,7 @@ WORTH: Final = 2.0  # what a bit may save of the square of what an interval move
 N_PROBES: Final = 16  # vectors of the first iteration; more where all of them are worth their bits
 N_ITERATIONS: Final = 2
 MOST: Final = 127  # magnitude of a code
+NO_SIZE: Final = 1e-5  # of the largest direction: below it lie the errors of sums in float32
 LEAST_ROOT: Final = 0.25  # of the median, that a row or column counts with when steps are chosen
 OWN_BITS: Final = 32  # of a term, beside its codes
 WIDEST: Final = 2.0  # steps, in root mean squares of what is coded
@@ -75,16 +77,16 @@ class FirstMoments:
 
     def times(self, vectors: Floats) -> Floats:
         """Compute the product with vectors [n_columns, n] on the right: [n_rows, n]."""
-        out = np.empty((len(self.rows), vectors.shape[1]), np.float32)
+        out = np.zeros((len(self.rows), vectors.shape[1]), np.float32)
         for at, block in self.blocks():
-            out[at] = block @ vectors
+            kernels().add_products(block, vectors, out[at])
         return out
 
     def transposed_times(self, vectors: Floats) -> Floats:
         """Compute the product of the transpose with vectors [n_rows, n]: [n_columns, n]."""
         out = np.zeros((len(self.columns), vectors.shape[1]), np.float32)
         for at, block in self.blocks():
-            out += block.T @ vectors[at]
+            kernels().add_transposed_products(block, vectors[at], out)
         return out
 
     def singular(self, n: int, warm: Floats, seed: int) -> tuple[Floats, Floats, Floats]:
@@ -103,8 +105,9 @@ class FirstMoments:
         left = _orthogonal(self.times(start))
         for _ in range(N_ITERATIONS - 1):
             left = _orthogonal(self.times(_orthogonal(self.transposed_times(left))))
-        turned, values, right = np.linalg.svd(self.transposed_times(left).T, full_matrices=False)
-        return left @ turned, values, right.T
+        right = self.transposed_times(left)
+        turns, values = _axes(right)
+        return _turned(left, turns), values, _turned(right, turns * _inverse(values))
 
 
 def _blocks(source: TensorSource, n_columns: int) -> Iterator[tuple[int, Floats]]:
@@ -124,7 +127,27 @@ def _inverse(means: Floats) -> Floats:
 
 
 def _orthogonal(vectors: Floats) -> Floats:
-    return np.linalg.qr(vectors)[0]
+    """Give unit vectors [n, k] that span the same space as vectors [n, k]; zeros where these are fewer."""
+    turns, sizes = _axes(vectors)
+    return _turned(vectors, turns * _inverse(np.where(sizes > NO_SIZE * sizes[0], sizes, 0)))
+
+
+def _axes(vectors: Floats) -> tuple[Floats, Floats]:
+    """Find what turns vectors [n, k] into orthogonal ones, [k, k], and the sizes of these [k], descending."""
+    squares, turns = np.linalg.eigh(_products_of(vectors))
+    sizes = np.sqrt(np.maximum(squares[::-1], 0))
+    return turns[:, ::-1].astype(np.float32), sizes.astype(np.float32)
+
+
+def _turned(vectors: Floats, turns: Floats) -> Floats:
+    out = np.zeros_like(vectors)
+    kernels().add_products(vectors, np.ascontiguousarray(turns), out)
+    return out
+
+
+def _products_of(vectors: Floats) -> NDArray[np.float64]:
+    """Compute the products of vectors [n, k] with one another, [k, k], in doubles."""
+    return np.einsum("ik,il->kl", vectors, vectors, dtype=np.float64)
 
 
 def low_rank(
@@ -183,7 +206,7 @@ def _coded(
     columns = _codes(right * np.sqrt(values), moments.columns, steps)
     a, b = rows * _inverse(moments.rows)[:, None], columns * _inverse(moments.columns)[:, None]
     along = np.einsum("ik,ik->k", moments.times(b), a, dtype=np.float64)
-    products = (a.T @ a).astype(np.float64) * (b.T @ b).astype(np.float64)
+    products = _products_of(a) * _products_of(b)
     codes = np.concatenate([rows, columns]).T.astype(np.int8)
     kept = np.arange(len(codes))
     while len(kept):

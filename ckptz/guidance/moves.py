@@ -211,7 +211,7 @@ class Products:
         of them, by default n.
         """
         p, d = to_come.astype(np.float64), moved.astype(np.float64)
-        both, own, power = float(p @ d), float(p @ p), float(d @ d)
+        both, own, power = (float((a * b).sum()) for a, b in ((p, d), (p, p), (d, d)))
         rest = max(power - both * both / own, 0.0) if own else power
         return cls(both, own * in_noise, own * rest / max(n_free or len(p), 1))
 

@@ -276,3 +276,31 @@ def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) 
         out[n] = _size(patterns[i], values[i]) / root
         n += uint64((root > 0.0) & (moments[i] != 0))
     return int64(n)
+
+
+# --- first moments --------------------------------------------------------------------------------
+
+# Libraries of linear algebra take all cores for such products, whose threads then wait in loops: on two
+# cores that was three quarters of a save's processor time.
+
+
+@kernel
+def add_products(matrix: Any, vectors: Any, out: Any) -> None:
+    """Add the products of a matrix [n_rows, n_columns] with vectors [n_columns, n] to `out` [n_rows, n]."""
+    for i in range(matrix.shape[0]):
+        own = out[i]
+        for j in range(matrix.shape[1]):
+            factor, vector = matrix[i, j], vectors[j]
+            for k in range(len(own)):
+                own[k] += factor * vector[k]
+
+
+@kernel
+def add_transposed_products(matrix: Any, vectors: Any, out: Any) -> None:
+    """Add the products of its transpose with vectors [n_rows, n] to `out` [n_columns, n]."""
+    for i in range(matrix.shape[0]):
+        vector = vectors[i]
+        for j in range(matrix.shape[1]):
+            factor, own = matrix[i, j], out[j]
+            for k in range(len(own)):
+                own[k] += factor * vector[k]

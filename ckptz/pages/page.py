@@ -162,7 +162,7 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
         found = measured.setdefault((words.metric_name(record), unit, factor * record.max_drop), [])
         found.append({"step": step, unit: factor * words.worse(record)})
     for (name, unit, most), found in measured.items():
-        about = "How much worse than the exact checkpoint; below 0 is better."
+        about = "Difference from the exact checkpoint: above 0 is worse, and a budget holds both ways."
         yield draw(f"Loss of quality: {name}", about, found, LINES, number(unit), limit=(most, "allowed"))
 
 

@@ -28,6 +28,7 @@ CODERS: Final = {
     "sparse": "only what differs from the most frequent code",
 }
 METRICS: Final = {"steps_lost": "steps of training lost"}
+CHANGES: Final = "_changes_by_"  # between a metric and what one of its values is
 
 
 def printable(text: str) -> str:
@@ -158,6 +159,9 @@ def worse(record: QualityRecord) -> float:
 
 def metric_name(record: QualityRecord) -> str:
     """Name what was measured, and when: a promise may be one of resumed training."""
+    if CHANGES in record.metric:
+        metric, _, unit = record.metric.rpartition(CHANGES)
+        return f"half the mean square of the changes of {cut(metric, 40)} by {cut(unit, 20)}"
     resumed = " (resumed)" if record.promise == "resume-gap" else ""
     return METRICS.get(record.metric) or cut(record.metric, 40) + resumed
 

@@ -6,39 +6,22 @@ Most qualities are of a model and get its weights. Those that train on get every
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import multiprocessing
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
 
-from ckptz.encode.sensitivity import floats_of
-from ckptz.encode.tensor import (
-    NO_SIDE_INFORMATION,
-    GuidedSensitivities,
-    MapFunction,
-    SideInformation,
-    sensitivities_of,
-)
+from ckptz.encode.tensor import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import KINDS
-from ckptz.parallel import default_jobs
 from ckptz.search.budget import ALLOWED, Budget, Judgement, Limit, Reading, check_consistent, judge
 from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
 from ckptz.state.arrays import framework
@@ -48,7 +31,6 @@ Readings = tuple[Reading, ...]  # one for each budget
 P = ParamSpec("P")
 T = TypeVar("T")
 REPEATABLE: Final = 0.01  # of a budget, which a second look at the exact tensors may use
-PROXY_METRIC: Final = "proxy: sensitivity-weighted relative RMS error"
 
 
 # --- the states that qualities see ----------------------------------------------------------------
@@ -158,7 +140,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class TrialFile:
-    """A written file that is to be measured; can be sent to another process."""
+    """A written file that is to be measured."""
 
     path: Path  # the file
     # what its deltas are made from; of several files, each has other tensors
@@ -178,81 +160,6 @@ class TrialFile:
                     bases |= base.tensors
                 file.bases = bases
             yield file.tensors
-
-
-Read = Callable[[TrialFile], Readings]
-Measured = tuple[Readings, float]  # what was measured on one trial, and the seconds that it took
-Waiting = Callable[[], Measured]
-
-
-def read_file(budgets: Sequence[Budget], scope: Scope, run: MapFunction, file: TrialFile) -> Readings:
-    """Measure budgets on the tensors that are decoded from a trial."""
-    with file.opened() as tensors:
-        return measure(budgets, scope, tensors, run)
-
-
-def _timed(read: Read, file: TrialFile) -> Measured:
-    start = time.perf_counter()
-    readings = read(file)
-    return readings, time.perf_counter() - start
-
-
-def measured_here(read: Read) -> Callable[[TrialFile], Waiting]:
-    """Measure on the caller's own thread, at once."""
-
-    def begin(file: TrialFile) -> Waiting:
-        found = _timed(read, file)
-        return lambda: found
-
-    return begin
-
-
-@contextlib.contextmanager
-def measured_elsewhere(
-    n: int, budgets: Sequence[Budget], scope: Scope
-) -> Iterator[Callable[[TrialFile], Waiting]]:
-    """Measure side by side in `n` processes of their own, as models and their globals are not shared.
-
-    The budgets are sent to them, so what they refer to must be importable.
-
-    Raises:
-        ConfigError: they cannot be sent.
-    """
-    read = functools.partial(read_file, budgets, scope, map)
-    try:
-        ForkingPickler.dumps(read)
-    except Exception as error:
-        names = ", ".join(budget.name for budget in budgets)
-        raise ConfigError(
-            f"{names}: cannot be sent to other processes ({error}); with several workers the quality "
-            "must be a function of a module, or use one worker"
-        ) from None
-    spawn = multiprocessing.get_context("spawn")  # a fork would inherit PyTorch's threads half dead
-    pool = ProcessPoolExecutor(n, spawn, _prepare, (max(default_jobs() // n, 1),))
-
-    def begin(file: TrialFile) -> Waiting:
-        future = pool.submit(_timed, read, file)
-
-        def wait() -> Measured:
-            try:
-                return future.result()
-            except BrokenProcessPool:
-                raise ConfigError(
-                    "an evaluation process died, perhaps because memory ran out; use fewer workers"
-                ) from None
-
-        return wait
-
-    try:
-        yield begin
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _prepare(n_threads: int) -> None:
-    """Set up a new process: Ctrl-C ends it silently, and PyTorch takes its share of the cores."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    os.environ.setdefault("OMP_NUM_THREADS", str(n_threads))
 
 
 # --- the judge -----------------------------------------------------------------------------------
@@ -344,7 +251,7 @@ class Judge:
     """Says what a trial used of its budgets."""
 
     yardsticks: tuple[Yardstick, ...]  # one for each budget, at least one
-    begin: Callable[[TrialFile], Waiting]  # starts to measure a trial; what it returns waits for the result
+    measure: Callable[[TrialFile], Readings]
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:
@@ -372,20 +279,16 @@ class Judge:
         return tuple(record for one, found, judged in rows for record in one.records(found, judged, date))
 
 
-@contextlib.contextmanager
-def judging(
+def judge_of(
     budgets: tuple[Budget, ...],
     tensors: Mapping[str, TensorSource],
     scope: Scope,
-    n_workers: int,
     run: MapFunction,
     *,
     restores: int = 0,
     repeats: bool = False,
-) -> Iterator[Judge]:
-    """Make a judge by quality; the exact `tensors` are measured, and `n_workers` trials side by side.
-
-    One evaluation at a time runs on the caller's thread, more in processes; `run` maps over chunks.
+) -> Judge:
+    """Make a judge by quality; the exact `tensors` are measured. `run` maps a function over chunks.
 
     Args:
         restores: see `Budget.limit`.
@@ -419,11 +322,12 @@ def judging(
     )
     if repeats:
         _check_repeats(ready, yardsticks, scope, tensors, run)
-    with contextlib.ExitStack() as held:
-        begin = measured_here(functools.partial(read_file, ready, scope, run))
-        if n_workers > 1:
-            begin = held.enter_context(measured_elsewhere(n_workers, ready, scope))
-        yield Judge(yardsticks, begin)
+
+    def read(file: TrialFile) -> Readings:
+        with file.opened() as decoded:
+            return measure(ready, scope, decoded, run)
+
+    return Judge(yardsticks, read)
 
 
 def _check_repeats(
@@ -445,72 +349,3 @@ def _check_repeats(
                 f"{budget.name}: the {exact.metric} of the same exact tensors is {exact.value:.8g} and then "
                 f"{found.value:.8g}{of}; fix the data and the seed, and call model.eval()"
             )
-
-
-# --- where there is no evaluation ------------------------------------------------------------------
-
-
-def proxy_judge(
-    limit: float, tensors: Mapping[str, TensorSource], guides: Mapping[str, SideInformation], run: MapFunction
-) -> Judge:
-    """Make a judge that wants the sensitivity-weighted relative RMS error to be at most `limit`.
-
-        sqrt( sum(g^2 * (w - w')^2) / sum(g^2 * w^2) )     over all lossy tensors
-
-    with averages of gradients g; tensors without one have the mean square of the others, or 1 if none has
-    one. It is a proxy, and is called so wherever it is shown. `run` maps a function over tensors.
-    """
-    known = {n: sensitivities_of(source, guides.get(n, NO_SIDE_INFORMATION)) for n, source in tensors.items()}
-    found = run(_mean_square, [(tensors[name], gradients) for name, gradients in known.items()])
-    squares = {name: square for name, square in zip(known, found, strict=True) if math.isfinite(square)}
-    sizes = {name: tensors[name].n_patterns for name in squares}
-    mean = sum(squares[n] * sizes[n] for n in squares) / max(sum(sizes.values()), 1) if squares else 1.0
-
-    def power(decoded: Mapping[str, TensorSource]) -> float:
-        """Sum up weighted squares of the errors, or of the originals where nothing is decoded."""
-
-        def one(name: str) -> float:
-            if name in squares:
-                return _weighted(tensors[name], known[name], decoded.get(name))
-            return mean * _weighted(tensors[name], None, decoded.get(name))
-
-        return sum(run(one, tensors))
-
-    whole = power({})
-
-    def error(file: TrialFile) -> Readings:
-        with file.opened() as decoded:
-            found = math.sqrt(power(decoded) / whole) if whole else 0.0
-        return (Reading(PROXY_METRIC, np.array([found]), lower_is_better=True),)
-
-    exact = Reading(PROXY_METRIC, np.zeros(1), lower_is_better=True)
-    yardstick = Yardstick(limit=Limit(limit, False), exact=exact, promise="rmse")
-    return Judge((yardstick,), measured_here(error))
-
-
-def _weighted(
-    source: TensorSource, gradients: GuidedSensitivities | None, decoded: TensorSource | None
-) -> float:
-    """Sum up squares of g * (w - w'), g being 1 where it is not known, w' 0 where nothing is decoded."""
-    total, kind = 0.0, KINDS[source.dtype.name]
-    for begin, end in source.chunk_bounds():
-        values = floats_of(source.patterns(begin, end), kind)
-        if decoded is not None:
-            values = values - floats_of(decoded.patterns(begin, end), kind)
-        if gradients is not None:
-            values = gradients.gradients_of(begin, end) * values
-        wide = values.astype(np.float64)
-        total += float(wide @ wide)
-    return total
-
-
-def _mean_square(item: tuple[TensorSource, GuidedSensitivities | None]) -> float:
-    """Compute the mean square of the gradients of one tensor; NaN where none are known."""
-    source, gradients = item
-    if gradients is None:
-        return math.nan
-    total = 0.0
-    for begin, end in source.chunk_bounds():
-        found = gradients.gradients_of(begin, end).astype(np.float64)
-        total += float(found @ found)
-    return total / max(source.n_patterns, 1)

@@ -109,7 +109,16 @@ def values_of(given: Any, name: str) -> Reals:
         ConfigError: it is neither; names the function.
     """
     if hasattr(given, "detach"):
-        given = given.detach().cpu().double().numpy()  # numpy has no bfloat16
+        try:
+            given = given.detach().cpu()
+            given = given.numpy() if given.is_complex() else given.double().numpy()  # numpy has no bfloat16
+        except (TypeError, RuntimeError) as error:  # sparse, nested, or without memory
+            raise ConfigError(f"{name} returned a tensor whose values cannot be read: {error}") from None
+    if isinstance(given, list | tuple):
+        raise ConfigError(
+            f"{name} returned a {type(given).__name__} of {len(given)}; return the values of all answers in "
+            "one tensor or array, as torch.tensor(losses)"
+        )
     if isinstance(given, np.ndarray) and given.dtype.kind in "bfiu":
         if given.size != 1 and (given.ndim != 1 or not given.size):
             raise ConfigError(

@@ -6,11 +6,10 @@ A plan holds settings and nothing else: it never names code.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 
@@ -25,23 +24,7 @@ from ckptz.methods.table import METHODS, REFERENCE
 from ckptz.pages.words import Report
 from ckptz.search.budget import Budget, Judgement
 
-MAX_WORKERS: Final = 1024  # processes, which all start with the first evaluation
-StrategyName = Literal["auto", "one-knob", "guided", "neighbourhood", "exhaustive"]
-CUBE_STRATEGIES: Final = ("guided", "neighbourhood", "exhaustive")  # of methods with several settings
 PLAN_VERSION: Final = 1
-
-
-def _check_strategy(strategy: str, template: Method, parent: Method | None) -> None:
-    """Refuse a strategy or a parent of another method."""
-    if not (template.is_scalable or template.axes):
-        raise ConfigError(f"the method {template.name} has no settings that a search can look for")
-    known = ("auto", "one-knob") if template.is_scalable else ("auto", *CUBE_STRATEGIES)
-    if strategy not in known:
-        raise ConfigError(
-            f"the strategy of {template.name} must be one of {', '.join(known)}, got {strategy!r}"
-        )
-    if parent is not None and type(parent) is not type(template):
-        raise ConfigError(f"a search for {template.name} cannot begin at settings of {parent.name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,19 +46,15 @@ class TrialReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions:
-    """Budgets, strategy and limits of a search.
+    """Budgets and limits of a search.
 
     Attributes:
-        budgets: all of them must be kept.
-        proxy_error: instead of budgets, the largest sensitivity-weighted relative RMS error.
-        strategy: "one-knob" for grids; for kmeans "guided", "exhaustive" or "neighbourhood" (then guided). Or
-            "auto": the first, or the neighbourhood if the base or `parent` says where to begin, else guided.
+        budgets: at least one; all of them must be kept.
         cubes: names of the cubes of settings to look through, by default all of the method. kmeans has
             "magnitude" and "sensitivity", what is pruned by; the second needs gradients.
         template: the method, and everything that is not searched. A grid's moments become lossy only under a
             budget that trains on: no other would notice.
         parent: where the search begins, of the template's method; by default what the base records.
-        workers: evaluations side by side, at most 1024; more than one run in processes of their own.
         restores: how often a run will restart from such files: each may use the budget divided by it, as
             losses add up. Weights are then rounded so that what training moves is kept on average, on the
             grid or the levels of the base as long as these keep the budget. 0 for files that are only looked
@@ -86,13 +65,10 @@ class SearchOptions:
         is_dry_run: write nothing.
     """
 
-    budgets: tuple[Budget, ...] = ()
-    proxy_error: float | None = None
-    strategy: StrategyName = "auto"
+    budgets: tuple[Budget, ...]
     cubes: tuple[str, ...] = ()
     template: Method = REFERENCE
     parent: Method | None = None
-    workers: int = 1
     restores: int = 0
     max_evaluations: int | None = None
     on_trial: Callable[[TrialReport], None] = lambda trial: None
@@ -101,19 +77,17 @@ class SearchOptions:
     def __post_init__(self) -> None:
         own_numbers(self)
         self._check_kinds()
-        if bool(self.budgets) == (self.proxy_error is not None):
-            raise ConfigError("a search needs either budgets or a proxy error")
-        if self.proxy_error is not None and not (math.isfinite(self.proxy_error) and self.proxy_error >= 0):
-            raise ConfigError(f"proxy_error must be a number from 0, got {self.proxy_error}")
-        _check_strategy(self.strategy, self.template, self.parent)
+        if not self.budgets:
+            raise ConfigError("a search needs a budget that its files keep")
+        template, parent = self.template, self.parent
+        if not (template.is_scalable or template.axes):
+            raise ConfigError(f"the method {template.name} has no settings that a search can look for")
+        if parent is not None and type(parent) is not type(template):
+            raise ConfigError(f"a search for {template.name} cannot begin at settings of {parent.name}")
         if set(self.cubes) - set(known := self.template.cube_names):
             raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
-        if not 1 <= self.workers <= MAX_WORKERS:
-            raise ConfigError(f"workers must be 1..{MAX_WORKERS}, got {self.workers}")
         if self.restores < 0:
             raise ConfigError(f"restores must be at least 0, got {self.restores}")
-        if self.restores and self.proxy_error is not None:
-            raise ConfigError("restores divide a budget; a proxy error is none")
         if self.max_evaluations is not None and self.max_evaluations < 0:
             raise ConfigError(f"max_evaluations must be at least 0, got {self.max_evaluations}")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,24 +24,21 @@ from ckptz.format.publish import Publication
 from ckptz.format.reader import Container
 from ckptz.format.written import Written, amend_quality
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Cube, Method
+from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.search.evaluation import (
     Judge,
     Readings,
     Scope,
     TrialFile,
-    Waiting,
     is_of_training,
-    judging,
-    proxy_judge,
+    judge_of,
 )
 from ckptz.search.options import SearchOptions, SearchReport, TrialReport, recorded_in
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     CLOSE_LATER,
     MAX_LATER,
-    Exhaustive,
     Guided,
     Neighbourhood,
     OneKnob,
@@ -118,7 +115,7 @@ def _searched(
     template = searched_template(options)
     lossy = ready.lossy(template)
     with contextlib.ExitStack() as held:
-        judge = held.enter_context(_judge(ready, lossy, options, run))
+        judge = _judge(ready, options, run)
         exact_seconds = time.perf_counter() - start
         stages, predict, n_predicted = route_of(options, ready, run.workers.map)
         searcher = Searcher(target, ready, options, run, judge, predict, held)
@@ -148,23 +145,17 @@ def _searched(
     return written, report
 
 
-@contextlib.contextmanager
-def _judge(ready: Prepared, lossy: Sequence[str], options: SearchOptions, run: SearchRun) -> Iterator[Judge]:
+def _judge(ready: Prepared, options: SearchOptions, run: SearchRun) -> Judge:
     tensors = ready.job.tensors
-    if options.proxy_error is not None:
-        chosen = {name: tensors[name] for name in lossy}
-        yield proxy_judge(options.proxy_error, chosen, ready.guides, run.workers.map)
-        return
     weights = tuple(name for name in tensors if _is_of_model(name, ready))
     others = tuple(name for name in tensors if name not in set(weights))
     scope = Scope(weights, others, tied_names(ready.job.tree, tensors), run.prefix)
-    with judging(
-        *(options.budgets, tensors, scope, options.workers, run.workers.map),
+    return judge_of(
+        *(options.budgets, tensors, scope, run.workers.map),
         restores=options.restores,
         # A later checkpoint, which begins at a parent's settings, is found in one or two evaluations.
         repeats=parent_config(options, ready.job) is None,
-    ) as judge:
-        yield judge
+    )
 
 
 def _is_of_model(name: str, ready: Prepared) -> bool:
@@ -194,11 +185,7 @@ def parent_config(options: SearchOptions, job: Job) -> Method | None:
 
 
 def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
-    """Find the strategies for the options of a search; `run` maps a function over tensors.
-
-    Raises:
-        ConfigError: the strategy needs a parent, and there is none.
-    """
+    """Find the strategies for the options of a search; `run` maps a function over tensors."""
     template, parent = searched_template(options), parent_config(options, ready.job)
     if template.is_scalable:
         first = OneKnob(template=template)
@@ -218,22 +205,11 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
         tensors_to_encode[name] = TensorToEncode(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
     configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
     predict = predicted_sizes(tensors_to_encode, ready.roles, configs, run).__getitem__
-    return _cube_stages(options, parent, cubes, predict), predict, len(configs)
-
-
-def _cube_stages(
-    options: SearchOptions, parent: Method | None, cubes: Sequence[Cube], predict: Predict
-) -> list[Strategy]:
-    strategy = options.strategy
-    if strategy == "exhaustive":
-        return [Exhaustive(cubes=cubes, predict=predict)]
-    guided = Guided(cubes=cubes, predict=predict)
-    if strategy != "guided" and parent is not None:
+    stages: list[Strategy] = [Guided(cubes=cubes, predict=predict)]
+    if parent is not None:
         keeps = options.restores > 0
-        return [Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps), guided]
-    if strategy == "neighbourhood":
-        raise ConfigError("strategy neighbourhood begins at settings of a base or a plan, and there are none")
-    return [guided]
+        stages.insert(0, Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps))
+    return stages, predict, len(configs)
 
 
 # --- trials ----------------------------------------------------------------------------------------
@@ -290,14 +266,13 @@ class Searcher:
     held: contextlib.ExitStack  # closes the first trial
     reports: list[TrialReport] = field(default_factory=list)
     best: Best | None = None
-    waiting: list[Trial] = field(default_factory=list)
+    last: Trial | None = None  # that is written and not yet judged
     earlier: Earlier | None = None  # what later trials copy, from the first
 
     def search(self, stages: Sequence[Strategy]) -> bool:
         """Try until the strategies are done; tell whether Ctrl-C came before."""
         try:
-            for _ in run_stages(stages, self.try_all, self.options.workers, self.options.max_evaluations):
-                pass
+            run_stages(stages, self.try_one, self.options.max_evaluations)
         except KeyboardInterrupt:
             if self.best is None:
                 n = len(self.reports)
@@ -308,14 +283,15 @@ class Searcher:
 
     def drop_all(self) -> None:
         """Remove the files that have no name."""
-        for trial in [*self.waiting, *([self.best.trial] if self.best else [])]:
-            trial.publication.discard()
+        for trial in (self.last, self.best.trial if self.best else None):
+            if trial is not None:
+                trial.publication.discard()
 
     def _write(self, config: Method) -> Trial:
         """Write a trial; the first one stays open, as most of a training state comes out the same in all."""
         contents = self.ready.contents(config, self.earlier)
         trial = write_trial(self.target, self.ready, contents, self.run)
-        self.waiting.append(trial)
+        self.last = trial
         if self.earlier is None:
             file = FileBytes(trial.path)  # readable until it is closed, also when it has lost its name
             self.held.callback(file.close)
@@ -323,22 +299,15 @@ class Searcher:
             self.earlier = Earlier(tensors=Container(file).tensors, recipes=contents.recipes, notes=notes)
         return trial
 
-    def try_all(self, configs: Sequence[Method], strategy: str) -> list[Outcome]:
-        """Write and measure configurations; what is written while others are measured costs no time."""
-        begun: list[tuple[Method, Trial, Waiting, float]] = []
-        for config in configs:
-            start = time.perf_counter()
-            trial = self._write(config)
-            wait = self.judge.begin(TrialFile(trial.path, self.run.base_paths, self.run.search_path))
-            begun.append((config, trial, wait, time.perf_counter() - start))
-        return [self._finish(strategy, *one) for one in begun]
-
-    def _finish(self, strategy: str, config: Method, trial: Trial, wait: Waiting, seconds: float) -> Outcome:
-        readings, evaluation_seconds = wait()
+    def try_one(self, config: Method, strategy: str) -> Outcome:
+        """Write a configuration and measure it; keep it if it is the best so far."""
+        start = time.perf_counter()
+        trial, written = self._write(config), time.perf_counter()
+        readings = self.judge.measure(TrialFile(trial.path, self.run.base_paths, self.run.search_path))
+        evaluation_seconds = time.perf_counter() - written
         judgements = self.judge.judgements(readings)
         used = max(math.inf if one.used is None else one.used for one in judgements)
         outcome = Outcome(config, used, trial.written.stored_bytes)
-        is_in_process = self.options.workers == 1
         report = TrialReport(
             config=asdict(config),
             strategy=strategy,
@@ -348,11 +317,11 @@ class Searcher:
             is_feasible=outcome.is_feasible,
             values=tuple(_finite(reading.value) for reading in readings),
             judgements=judgements,
-            seconds=seconds if is_in_process else seconds + evaluation_seconds,
+            seconds=time.perf_counter() - start,
             evaluation_seconds=evaluation_seconds,
         )
         self.reports.append(report)
-        self.waiting.remove(trial)
+        self.last = None
         if outcome.is_feasible and (self.best is None or outcome.n_bytes < self.best.report.n_bytes):
             if self.best is not None:
                 self.best.trial.publication.discard()

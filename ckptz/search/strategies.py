@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, Self
 
@@ -36,7 +36,7 @@ class Outcome:
 
 History = Sequence[Outcome]
 Predict = Callable[[Method], float]
-Try = Callable[[Sequence[Method], str], list[Outcome]]
+Try = Callable[[Method, str], Outcome]
 
 
 class Strategy(Protocol):
@@ -45,8 +45,8 @@ class Strategy(Protocol):
     @property
     def name(self) -> str: ...
 
-    def propose(self, history: History, n: int) -> Sequence[Method]:
-        """Propose at most `n` configurations to try side by side; none if nothing is left to learn.
+    def propose(self, history: History) -> Method | None:
+        """Propose what to try next, or None if nothing is left to learn.
 
         `history` is what was tried, in order, by other strategies too.
         """
@@ -58,32 +58,24 @@ def best_of(history: History) -> Outcome | None:
     return min((o for o in history if o.is_feasible), key=lambda o: o.n_bytes, default=None)
 
 
-def run_stages(
-    stages: Sequence[Strategy], try_all: Try, n_side_by_side: int = 1, most: int | None = None
-) -> Iterator[Outcome]:
+def run_stages(stages: Sequence[Strategy], try_one: Try, most: int | None = None) -> list[Outcome]:
     """Search with one strategy after another until one of them leaves something that keeps the budget.
 
     Args:
         stages: strategies, the cheapest first.
-        try_all: tries configurations side by side; is told the strategy's name.
-        n_side_by_side: most configurations in one round.
+        try_one: tries a configuration; is told the strategy's name.
         most: trials in all.
 
-    Yields:
-        Outcomes as they come.
+    Returns:
+        All outcomes, in order.
     """
     history: list[Outcome] = []
     for stage in stages:
-        while True:
-            room = n_side_by_side if most is None else min(n_side_by_side, most - len(history))
-            configs = stage.propose(history, room)
-            if not configs:
-                break
-            found = try_all(configs, stage.name)
-            history += found
-            yield from found
+        while len(history) != most and (config := stage.propose(history)) is not None:
+            history.append(try_one(config, stage.name))
         if best_of(history) is not None:
-            return
+            break
+    return history
 
 
 # --- cubes --------------------------------------------------------------------------------------
@@ -92,7 +84,7 @@ MIN_GAIN: Final = 0.005  # a trial must promise to be so much smaller than the b
 # Measurements are noisy: a trial that uses up to 1 + DOUBT of the budget does not exclude configurations
 # within NEAR steps of it.
 DOUBT, NEAR = 0.5, 2
-ENOUGH: Final = 20  # rounds, once a trial keeps the budget: more gain under 0.1 % on average
+ENOUGH: Final = 20  # trials, those of strategies before included: more gain under 0.1 % on average
 MAX_SHARE: Final = 0.25  # of the configurations: the descent ends there at the latest
 
 
@@ -109,6 +101,8 @@ class Guided:
     Real quality does not fall along every axis: accuracy on few samples jumps, and k-means spends its levels
     elsewhere when fewer values are protected. Once nothing is left to exclude, the search therefore descends:
     it tries the neighbours of the best one, the smallest first, and moves on to any that keeps the budget.
+
+    The last trial of all, if nothing has kept the budget, is the mildest that is left.
     """
 
     cubes: Sequence[Cube]  # what is searched
@@ -119,15 +113,19 @@ class Guided:
     def _points(self) -> _Points:
         return _Points.of(self.cubes, self.predict)
 
-    def propose(self, history: History, n: int) -> Sequence[Method]:
-        points = self._points
-        if best_of(history) is not None:
-            n = max(min(n, ENOUGH * n - len(history)), 0)
+    def propose(self, history: History) -> Method | None:
+        points, best = self._points, best_of(history)
+        if len(history) >= ENOUGH:
+            return None
         open_ = np.ones(len(points.configs), np.bool_)
         for outcome in history:
             self._exclude(points, open_, outcome)
-        found = _most_telling(points, open_, n) or _around_best(points, history, n)
-        return [points.configs[i] for i in found]
+        if open_.any():
+            left = np.flatnonzero(open_)
+            if best is None and len(history) == ENOUGH - 1:
+                return points.configs[left[points.sizes[left].argmax()]]
+            return points.configs[_middle(points, left)]
+        return None if best is None else _beside(points, history, best)
 
     def _exclude(self, points: _Points, open_: Mask, outcome: Outcome) -> None:
         """Close the points that need no trial after this outcome."""
@@ -142,20 +140,6 @@ class Guided:
                 if outcome.used <= FULL + DOUBT:
                     excluded = excluded & (points.steps - points.steps[i] > NEAR)
                 open_ &= ~excluded
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exhaustive:
-    """Tries every configuration of the cubes, the smallest predicted ones first: the yardstick."""
-
-    cubes: Sequence[Cube]
-    predict: Predict
-    name: str = "exhaustive"
-
-    def propose(self, history: History, n: int) -> Sequence[Method]:
-        tried = {outcome.config for outcome in history}
-        configs = {cube.config(point) for cube in self.cubes for point in cube.points} - tried
-        return sorted(configs, key=lambda config: (self.predict(config), repr(config)))[:n]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,34 +173,16 @@ class _Points:
         return near
 
 
-def _most_telling(points: _Points, open_: Mask, n: int) -> list[int]:
-    """Up to `n` open points: the most telling one, then those that would be after either answer to it."""
-    waiting = [open_]
-    found: list[int] = []
-    while waiting and len(found) < n:
-        left = waiting.pop(0)
-        left[found] = False
-        if not left.any():
-            continue
-        best = _middle(points, np.flatnonzero(left))
-        found.append(best)
-        waiting += [left & ~points.is_beyond[:, best], left & (points.sizes < points.sizes[best])]
-    return found
-
-
-def _around_best(points: _Points, history: History, n: int) -> list[int]:
-    """Up to `n` untried points beside the best outcome that promise to be smaller, the smallest first."""
-    best = best_of(history)
-    places = points.places.get(best.config, []) if best else []
-    room = min(n, int(MAX_SHARE * len(points.places)) - len(history))
-    if not places or room < 1:
-        return []
+def _beside(points: _Points, history: History, best: Outcome) -> Method | None:
+    """Give the smallest untried configuration beside the best one, if it promises to be smaller than that."""
+    places = points.places.get(best.config, [])
+    if not places or len(history) >= int(MAX_SHARE * len(points.places)):
+        return None
     tried = {outcome.config for outcome in history}
     is_near = np.logical_or.reduce([points.beside(i) for i in places])
     is_near &= points.sizes < points.sizes[places[0]] * (1 - MIN_GAIN)
     ordered = sorted(np.flatnonzero(is_near), key=lambda i: points.sizes[i])
-    by_config = {points.configs[i]: int(i) for i in ordered if points.configs[i] not in tried}
-    return list(by_config.values())[:room]
+    return next((points.configs[i] for i in ordered if points.configs[i] not in tried), None)
 
 
 def _middle(points: _Points, left: NDArray[np.int64]) -> int:
@@ -250,12 +216,11 @@ class Neighbourhood:
     predict: Predict  # bytes of a configuration's file
     name: str = "neighbourhood"
 
-    def propose(self, history: History, n: int) -> Sequence[Method]:
-        if any(outcome.is_feasible for outcome in history):
-            return ()
+    def propose(self, history: History) -> Method | None:
+        if best_of(history) is not None or len(history) >= MAX_TRIALS:
+            return None
         broken = [outcome.config for outcome in history]
-        left = [config for config in self._ordered() if not self._is_excluded(config, broken)]
-        return left[: max(min(n, MAX_TRIALS - len(history)), 0)]
+        return next((config for config in self._ordered() if not self._is_excluded(config, broken)), None)
 
     def _ordered(self) -> list[Method]:
         others = [cube for cube in self.cubes if cube.name != self.parent.cube_name]
@@ -300,7 +265,6 @@ LEAST_USED: Final = 0.02  # less may be noise, or an improvement
 LONGEST: Final = math.log(4)  # of one extrapolation
 MARGIN: Final = 0.15  # of a bracket, at either end: a trial must narrow it
 SAME: Final = 5e-3  # multipliers that differ by less are one
-APART: Final = 0.12  # in logarithms, of trials side by side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,15 +290,12 @@ class OneKnob:
     close: float = CLOSE  # share of the budget that is near enough to it
     name: str = "one-knob"
 
-    def propose(self, history: History, n: int) -> Sequence[Method]:
-        room = min(n, self.most - len(history))
+    def propose(self, history: History) -> Method | None:
         points = _Bracket.of(history)
-        if room < 1 or points.is_done(self.close):
-            return ()
-        tried = {outcome.config for outcome in history}
-        found = map(self.template.scaled, map(self._multiplier, points.around(math.log(self.start))))
-        configs = dict.fromkeys(config for config in found if config not in tried)
-        return list(configs)[:room]
+        if len(history) >= self.most or points.is_done(self.close):
+            return None
+        config = self.template.scaled(self._multiplier(points.next(math.log(self.start))))
+        return None if any(outcome.config == config for outcome in history) else config
 
     def _multiplier(self, x: float) -> float:
         """Give a multiplier of three digits, which plans and records show as they are; or the parent's own.
@@ -377,16 +338,13 @@ class _Bracket:
             return True
         return self.broken is not None and self.broken.x - self.kept.x <= NARROW
 
-    def around(self, start: float) -> Iterator[float]:
-        """Say where to measure next, as logarithms of multipliers, best first."""
-        x = self._next(start)
+    def next(self, start: float) -> float:
+        """Say where to measure next, as the logarithm of a multiplier."""
         low = math.log(SMALLEST) if self.kept is None else self.kept.x
         high = math.log(LARGEST) if self.broken is None else self.broken.x
-        yield _within(x, low, high)
-        for i in range(1, 9):
-            yield from (other for other in (x - i * APART, x + i * APART) if low < other < high)
+        return _within(self._wanted(start), low, high)
 
-    def _next(self, start: float) -> float:
+    def _wanted(self, start: float) -> float:
         if self.kept is not None and self.broken is not None:
             share = 0.5  # where the line through both meets the target, not too near to either
             if math.isfinite(self.broken.y):

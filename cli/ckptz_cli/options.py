@@ -27,15 +27,15 @@ NEXT: Final = "eval"  # the option that follows those of methods
 # Sections of the help; those of methods stand before the last, and what is in none after it.
 SECTIONS: Final[Mapping[str, Sequence[str]]] = {
     "Common options": (
-        *("output", "base", "chain", "method", "eval", "max_drop", "budget", "proxy_error"),
+        *("output", "base", "chain", "method", "eval", "max_drop", "budget"),
         *("jobs", "force"),
     ),
     "What is read and written": (
         *("resume", "step", "optimizer", "param_names", "roles", "search_path"),
         *("read_optimizer", "calibration", "sensitivity"),
     ),
-    "With a search (--eval, --proxy-error)": (
-        *("resume_steps", "restores", "lower_is_better", "strategy", "eval_workers", "max_evaluations"),
+    "With a search (--eval)": (
+        *("resume_steps", "restores", "lower_is_better", "max_evaluations"),
         *("dry_run", "plan", "save_plan", "verbose"),
     ),
 }

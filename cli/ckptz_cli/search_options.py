@@ -39,10 +39,8 @@ EXAMPLES: Final = (
     "'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%' or 'resume<=20 steps'"
 )
 FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
-STRATEGIES: Final = ("auto", "one-knob", "guided", "neighbourhood", "exhaustive")
-EVAL_ONLY: Final = ("max_drop", "budget", "lower_is_better", "resume_steps", "eval_workers", "restores")
-SEARCH_ONLY: Final = ("strategy", "max_evaluations", "dry_run", *EVAL_ONLY[1:])
-NAMES: Final = ("eval", "max_drop", "proxy_error", *SEARCH_ONLY, "plan", "save_plan", "verbose")
+SEARCH_ONLY: Final = ("max_evaluations", "dry_run", "budget", "lower_is_better", "resume_steps", "restores")
+NAMES: Final = ("eval", "max_drop", *SEARCH_ONLY, "plan", "save_plan", "verbose")
 
 
 def amount_of(text: str) -> tuple[float, bool]:
@@ -246,16 +244,6 @@ search_options = together(
         help="Which values of --eval are better (default lower, but of accuracy higher).",
     ),
     click.option(
-        "--proxy-error",
-        type=click.FloatRange(min=0),
-        metavar="E",
-        help="Search without --eval: keep the sensitivity-weighted relative RMS error at or below E.",
-    ),
-    click.option("--strategy", type=click.Choice(STRATEGIES), help="How to search (default auto)."),
-    click.option(
-        "--eval-workers", type=COUNT, metavar="N", help="How many evaluations run at a time (default 1)."
-    ),
-    click.option(
         "--max-evaluations",
         type=click.IntRange(min=0),
         metavar="N",
@@ -311,12 +299,10 @@ def choose(given: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
         ConfigError: values out of range, or a plan that cannot be used.
     """
     method = {name: value for name, value in given.items() if name not in NAMES}
-    if given["eval"] or given["proxy_error"] is not None:
+    if given["eval"]:
         return config_of(None), _search(given, method)
     if given["max_drop"] is not None:
-        raise click.UsageError(
-            "--max-drop needs --eval to measure it; without an evaluation, --proxy-error E bounds an error"
-        )
+        raise click.UsageError("--max-drop needs --eval to measure it")
     for name in SEARCH_ONLY:
         if is_given(given[name]):
             raise click.UsageError(f"{_flag(name)} belongs to a search: --eval with --max-drop or --budget")
@@ -341,17 +327,14 @@ def _search(given: Mapping[str, Any], method: dict[str, Any]) -> SearchOptions:
         what = "a search begins at settings of a lossy method, and this plan is lossless"
         raise ConfigError(f"{given['plan']}: {what}")
     searched = _searched_method(method["method"], parent)
-    _refuse_in_search(given, method, searched)
+    _refuse_in_search(method, searched)
     known = options_of_methods().items()
     cubes = tuple(cube for name, (_, option) in known if option.is_cube and (cube := method.pop(name)))
     options: dict[str, Any] = {
-        "strategy": given["strategy"],
-        "workers": given["eval_workers"],
         "max_evaluations": given["max_evaluations"],
         "restores": given["restores"],
         "cubes": cubes,
         "parent": parent,
-        "proxy_error": given["proxy_error"],
     }
     return SearchOptions(
         budgets=budgets_of(given),
@@ -373,13 +356,7 @@ def _searched_method(name: str | None, parent: Method | None) -> type[Method]:
     return method
 
 
-def _refuse_in_search(given: Mapping[str, Any], method: dict[str, Any], searched: type[Method]) -> None:
-    if given["eval"] and given["proxy_error"] is not None:
-        raise click.UsageError("--eval measures a quality, --proxy-error stands in for one; give one of them")
-    if given["proxy_error"] is not None:
-        for name in EVAL_ONLY:
-            if is_given(given[name]):
-                raise click.UsageError(f"{_flag(name)} belongs to --eval, not to --proxy-error")
+def _refuse_in_search(method: dict[str, Any], searched: type[Method]) -> None:
     del method["method"]
     for name in (name for name, value in method.items() if is_given(value)):
         owner, option = options_of_methods()[name]

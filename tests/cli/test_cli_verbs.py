@@ -342,7 +342,7 @@ def test_the_help_of_compress_has_each_option_once_and_the_common_ones_first() -
     text = ckptz("compress", "--help").stdout
     titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
     assert titles[:2] == ["Common options", "What is read and written"]
-    assert titles[-2:] == ["With a search (--eval, --proxy-error)", "Every command has"]
+    assert titles[-2:] == ["With a search (--eval)", "Every command has"]
     shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
     verb = main.commands["compress"]
     with click.Context(verb) as context:

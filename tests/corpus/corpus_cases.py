@@ -1,7 +1,7 @@
 """The cases of the corpus: every kind of file that ckptz writes, through its public doors only.
 
 A case writes into its own folder `here`, from the inputs in the folder `given`. What it leaves there, but for
-other software's files, is listed. Cases marked "slow" are left out without `--all`.
+other software's files, is listed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,24 +36,12 @@ from ckptz_cli.main import main
 JOBS = int(os.environ.get("CORPUS_JOBS", "1"))
 
 
-@dataclass(frozen=True)
-class Case:
-    """A function that writes files, and what is known about them."""
-
-    write: Callable[[Path, Path], None]
-    is_slow: bool
+CASES: dict[str, Callable[[Path, Path], None]] = {}
 
 
-CASES: dict[str, Case] = {}
-
-
-def case(*, is_slow: bool = False) -> Callable[[Callable[[Path, Path], None]], None]:
+def case(write: Callable[[Path, Path], None]) -> None:
     """Register a case under its function's name."""
-
-    def register(write: Callable[[Path, Path], None]) -> None:
-        CASES[write.__name__.replace("_", "-")] = Case(write, is_slow)
-
-    return register
+    CASES[write.__name__.replace("_", "-")] = write
 
 
 def run(line: str, here: Path, given: Path, exit_code: int = 0) -> None:
@@ -72,7 +60,7 @@ def compress(here: Path, given: Path, rows: Mapping[str, str]) -> None:
 # --- the command line -----------------------------------------------------------------------------------
 
 
-@case()
+@case
 def tools(here: Path, given: Path) -> None:
     """Other software that bytes depend on: where these differ, others will."""
     text = (given / "evaluate.py").read_bytes()
@@ -81,20 +69,20 @@ def tools(here: Path, given: Path) -> None:
     (here / "torch").write_text(".".join(torch.__version__.split(".")[:2]))
 
 
-@case()
+@case
 def inputs(here: Path, given: Path) -> None:
     for path in sorted(given.iterdir()):
         if path.suffix == ".safetensors" and path.is_file():
             shutil.copyfile(path, here / path.name)
 
 
-@case()
+@case
 def lossless(here: Path, given: Path) -> None:
     compress(here, given, {f"kinds-{step}": f"{{given}}/kinds-{step}.safetensors" for step in range(2)})
     compress(here, given, {"adam": "{given}/adam-0.safetensors --step 7 --roles {given}/roles.toml"})
 
 
-@case()
+@case
 def lossless_deltas(here: Path, given: Path) -> None:
     for kind in ("kinds", "adam"):
         steps = " ".join(f"{{given}}/{kind}-{step}.safetensors" for step in range(N_STEPS))
@@ -116,7 +104,7 @@ KMEANS = {
 }
 
 
-@case()
+@case
 def kmeans(here: Path, given: Path) -> None:
     source = "{given}/weights-0.safetensors --method kmeans"
     compress(here, given, {name: f"{source} {options}" for name, options in KMEANS.items()})
@@ -126,7 +114,7 @@ def kmeans(here: Path, given: Path) -> None:
     )
 
 
-@case()
+@case
 def kmeans_deltas(here: Path, given: Path) -> None:
     steps = " ".join(f"{{given}}/weights-{step}.safetensors" for step in range(N_STEPS))
     run(f"compress {steps} --chain --method kmeans --levels 16 --prune 0.1 -o {{here}}", here, given)
@@ -150,12 +138,12 @@ GRID = {
 }
 
 
-@case()
+@case
 def grid(here: Path, given: Path) -> None:
     compress(here, given, {name: f"--method grid {{given}}/{row}" for name, row in GRID.items()})
 
 
-@case()
+@case
 def grid_deltas(here: Path, given: Path) -> None:
     for kind, options in {"adam": "", "weights": "--sensitivity {given}/gradients.safetensors"}.items():
         steps = " ".join(f"{{given}}/{kind}-{step}.safetensors" for step in range(N_STEPS))
@@ -164,7 +152,7 @@ def grid_deltas(here: Path, given: Path) -> None:
     compress(here, given, {"finer": f"{{given}}/adam-2.safetensors --grid-step 0.5 {base}"})
 
 
-@case()
+@case
 def grid_calibrated(here: Path, given: Path) -> None:
     """Rounding by Cholesky factors: products of matrices."""
     calibrated = "--method grid --calibration {given}/calibration.safetensors"
@@ -182,46 +170,37 @@ def grid_calibrated(here: Path, given: Path) -> None:
 SEARCHES = {  # a search, with what it saves its plan under
     "kmeans-guided": "--method kmeans --max-drop 0.01 --max-evaluations 12",
     "kmeans-gradients": f"--method kmeans --max-drop 0.5% --max-evaluations 6 {GRADIENTS}",
-    "kmeans-proxy": "--method kmeans --proxy-error 0.1 --max-evaluations 8",
     "grid": "--max-drop 0.01",
-    "grid-proxy": "--method grid --proxy-error 0.05",
     "grid-logits": "--eval {given}/evaluate.py:logits --budget kl<=1e-4 --budget loss<=0.01",
 }
 
 
-@case()
+@case
 def searches(here: Path, given: Path) -> None:
     for name, row in SEARCHES.items():
-        judge = "" if "proxy" in name else "--eval {given}/evaluate.py:loss"
-        line = f"{{given}}/weights-0.safetensors {judge} {row} --save-plan {{here}}/{name}.json"
-        compress(here, given, {name: line})
+        line = f"{{given}}/weights-0.safetensors --eval {{given}}/evaluate.py:loss {row}"
+        compress(here, given, {name: f"{line} --save-plan {{here}}/{name}.json"})
         plan = f"--plan {{here}}/{name}.json"
         compress(here, given, {f"{name}-replayed": f"{{given}}/weights-1.safetensors {plan}"})
     resume = "--method grid --eval {given}/evaluate.py:resume --budget resume<=0.5% --resume-steps 2"
     compress(here, given, {"grid-resume": f"{{given}}/adam-0.safetensors {resume}"})
-    unmet = "compress {given}/weights-0.safetensors --method kmeans --proxy-error 0 --max-evaluations 2"
-    run(f"{unmet} -o {{here}}/unmet.ckptz", here, given, exit_code=6)
+    unmet = "--method kmeans --eval {given}/evaluate.py:loss --max-drop 0 --max-evaluations 2"
+    line = f"compress {{given}}/weights-0.safetensors {unmet} -o {{here}}/unmet.ckptz"
+    run(line, here, given, exit_code=6)
 
 
-@case()
+@case
 def later_searches(here: Path, given: Path) -> None:
     for method in ("kmeans", "grid"):
         compress(here, given, {f"{method}-0": f"{{given}}/weights-0.safetensors --method {method}"})
         line = f"{{given}}/weights-1.safetensors --base {{here}}/{method}-0.ckptz --method {method}"
         search = "--eval {given}/evaluate.py:loss --max-drop 0.5% --max-evaluations 6"
+        taken = "--eval {given}/evaluate.py:loss --max-evaluations 0"
         compress(here, given, {f"{method}-1": f"{line} {search}"})
-        compress(here, given, {f"{method}-taken": f"{line} --proxy-error 1 --max-evaluations 0"})
+        compress(here, given, {f"{method}-taken": f"{line} {taken}"})
 
 
-@case(is_slow=True)
-def slow_searches(here: Path, given: Path) -> None:
-    workers = "--eval {given}/evaluate.py:loss --max-drop 0.01 --eval-workers 2"
-    compress(here, given, {"workers": f"{{given}}/weights-0.safetensors {workers}"})
-    search = "--method kmeans --proxy-error 0.1 --strategy exhaustive"
-    compress(here, given, {"exhaustive": f"{{given}}/weights-0.safetensors {search}"})
-
-
-@case()
+@case
 def torch_files(here: Path, given: Path) -> None:
     steps = " ".join(f"{{given}}/nested-{step}.pt" for step in range(N_STEPS))
     run(f"compress {steps} --chain -o {{here}}", here, given)
@@ -234,7 +213,7 @@ def torch_files(here: Path, given: Path) -> None:
     (here / "restored" / ".metadata").unlink()  # torch's own file: its path and a random number stand in it
 
 
-@case()
+@case
 def joined(here: Path, given: Path) -> None:
     pair = "{given}/model.pt --optimizer {given}/optimizer.pt"
     compress(
@@ -244,7 +223,7 @@ def joined(here: Path, given: Path) -> None:
     run("restore {here}/lossless.ckptz -o {here}/restored", here, given)
 
 
-@case()
+@case
 def folders(here: Path, given: Path) -> None:
     for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
         for method in ("lossless", "kmeans", "grid"):
@@ -255,7 +234,7 @@ def folders(here: Path, given: Path) -> None:
         run(f"compress {{given}}/dcp --method {method} -o {{here}}/dcp-{method}.ckptz", here, given)
 
 
-@case()
+@case
 def verbs(here: Path, given: Path) -> None:
     for method in ("lossless", "kmeans", "grid"):
         folder = f"{{here}}/{method}"
@@ -284,7 +263,7 @@ CONFIGS = {
 }
 
 
-@case()
+@case
 def saved_files(here: Path, given: Path) -> None:
     for name, config in CONFIGS.items():
         for step in range(3):
@@ -311,7 +290,7 @@ def saved_files(here: Path, given: Path) -> None:
     ckptz.torch.save_model(net, here / "model.ckptz", jobs=JOBS)
 
 
-@case()
+@case
 def published(here: Path, given: Path) -> None:
     for is_smallest in (False, True):
         folder = here / ("smallest" if is_smallest else "quick")
@@ -338,7 +317,7 @@ def train(net: Net, optimizer: torch.optim.Optimizer, step: int) -> None:
         state.update(its)
 
 
-@case()
+@case
 def checkpointers(here: Path, given: Path) -> None:
     configs = {**CONFIGS, "plain-grid": Grid(moments=None)}
     del configs["sparse"]
@@ -359,7 +338,7 @@ def checkpointers(here: Path, given: Path) -> None:
     run("prune {here}/plain-grid --keep-last 2", here, given)
 
 
-@case()
+@case
 def checkpointer_budget(here: Path, given: Path) -> None:
     seed()
     net = Net()
@@ -382,7 +361,7 @@ CHAIN = ChainOptions(full_every=3, jobs=JOBS)
 CHAINS = {name: replace(CHAIN, config=CONFIGS[name]) for name in ("lossless", "kmeans", "grid")}
 
 
-@case()
+@case
 def dcp_folders(here: Path, given: Path) -> None:
     for name, options in CHAINS.items():
         for step in range(N_STEPS):
@@ -391,7 +370,7 @@ def dcp_folders(here: Path, given: Path) -> None:
             dcp.save(nested(step), storage_writer=writer, no_dist=True)
 
 
-@case()
+@case
 def sharded(here: Path, given: Path) -> None:
     seed()
     net = Net()
@@ -404,7 +383,7 @@ def sharded(here: Path, given: Path) -> None:
         dcp.save(state, checkpoint_id=here / f"step-{step:08d}", storage_writer=writer, no_dist=True)
 
 
-@case()
+@case
 def lightning(here: Path, given: Path) -> None:
     from ckptz.integrations.lightning import CkptzIO
 
@@ -418,7 +397,7 @@ def lightning(here: Path, given: Path) -> None:
             )
 
 
-@case()
+@case
 def accelerate(here: Path, given: Path) -> None:
     from accelerate import Accelerator
 
@@ -435,7 +414,7 @@ def accelerate(here: Path, given: Path) -> None:
         registration.remove()
 
 
-@case()
+@case
 def trainer(here: Path, given: Path) -> None:
     from transformers import BertConfig, BertModel, Trainer, TrainingArguments
     from transformers.utils import logging
@@ -476,4 +455,4 @@ def write_all(names: list[str], folder: Path) -> None:
         write_inputs(given)
         for name in names:
             (folder / name).mkdir()
-            CASES[name].write(folder / name, given)
+            CASES[name](folder / name, given)

@@ -1,8 +1,7 @@
 """Lists the bytes of every kind of file that ckptz writes, and holds them to those of before.
 
-    python tests/corpus/make_corpus.py --check           names each file that differs from written.csv
-    python tests/corpus/make_corpus.py --check --all     slow cases too
-    python tests/corpus/make_corpus.py --write --all     makes written.csv anew
+    python tests/corpus/make_corpus.py --check     names each file that differs from written.csv
+    python tests/corpus/make_corpus.py --write     makes written.csv anew
 
 `--portable` passes over what depends on the machine; on the one where the table was made, nothing need be.
 Files are hashed as they are, but for fields that differ from one moment to the next: the date of a
@@ -110,14 +109,12 @@ def main() -> int:
     mode = parser.add_mutually_exclusive_group(required=True)
     mode.add_argument("--check", action="store_true", help="compare with the table")
     mode.add_argument("--write", action="store_true", help="make the table anew")
-    parser.add_argument("--all", action="store_true", help="slow cases too")
     parser.add_argument("--portable", action="store_true", help="pass over what depends on the machine")
     parser.add_argument("--only", nargs="+", choices=CASES, help="these cases")
     parser.add_argument("--without", nargs="+", choices=CASES, default=(), help="all but these cases")
     parser.add_argument("--table", type=Path, default=TABLE, help="another table")
     given = parser.parse_args()
-    names = given.only or [name for name, one in CASES.items() if given.all or not one.is_slow]
-    names = [name for name in names if name not in given.without]
+    names = [name for name in given.only or CASES if name not in given.without]
     begin = time.process_time()
     found = written(names)
     print(f"{len(found)} files of {len(names)} cases, {time.process_time() - begin:.0f} s of CPU")

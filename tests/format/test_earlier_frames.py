@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
-from ckptz import LOSSLESS, Grid, KMeans, compress
+from ckptz import LOSSLESS, Budget, Grid, KMeans, compress
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
@@ -124,7 +124,12 @@ def test_a_search_encodes_once_what_no_setting_changes(
 ) -> None:
     save_file(model(moments=True), tmp_path / "step.safetensors")
     encoded = counted_chunks(monkeypatch)
-    asked = SearchOptions(proxy_error=0.05, max_evaluations=3)
+    exact = load_file(tmp_path / "step.safetensors")
+
+    def loss(state: dict[str, Any]) -> float:
+        return 1 + sum(float(((state[n].numpy() - exact[n]) ** 2).mean()) for n in state)
+
+    asked = SearchOptions(budgets=(Budget(loss, 1e-5),), max_evaluations=3)
     (report,) = compress([tmp_path / "step.safetensors"], tmp_path / "out.ckptz", jobs=1, search=asked)
     assert report.search is not None
     n_more = len(report.search.trials) - 1

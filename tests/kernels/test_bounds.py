@@ -95,6 +95,7 @@ OWN = {
     "_near_zero",
     *("_nearest", "_stochastic", "_leaf", "_power", "_largest", "_row_sums", "sensitivities", "_add_tiny"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
+    *("add_products", "add_transposed_products"),
     *("_rotate", "tile_peaks", "_tile_codes", "pack_rows"),
 }
 # Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.

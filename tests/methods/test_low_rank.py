@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptz import Checkpointer, Grid, Moments, inspect, rebase, restore
-from ckptz.encode.low_rank import low_rank
+from ckptz.encode.low_rank import FirstMoments, low_rank
 from ckptz.format import plan as plan_module
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.plan import LowRank
 from ckptz.format.sources import ArraySource
 from ckptz.format.streams import Embedded
-from ckptz.kernels import floats
+from ckptz.kernels import floats, moments
 from ckptz.torch import load_file
 from tests.support import reference
 from tests.support.checkpointer_support import LOSSY
@@ -133,6 +133,31 @@ def test_the_terms_of_the_file_before_are_where_the_search_begins() -> None:
     assert share_kept(warm, exact) > 0.98 * share_kept(cold, exact)
     other = low_rank(source(exact[:, :100]), None, 0.5, cold)  # of another shape, they are of no use
     assert other is not None
+
+
+@pytest.mark.parametrize("n_vectors", [1, 16, 33])
+def test_products_with_vectors_are_those_of_numpy(n_vectors: int) -> None:
+    rng = np.random.default_rng(n_vectors)
+    matrix = rng.standard_normal((70, 90)).astype(np.float32)
+    for multiply, wide in ((moments().add_products, matrix), (moments().add_transposed_products, matrix.T)):
+        vectors = rng.standard_normal((wide.shape[1], n_vectors)).astype(np.float32)
+        before = rng.standard_normal((len(wide), n_vectors)).astype(np.float32)
+        found = before.copy()
+        multiply(matrix, vectors, found)
+        np.testing.assert_allclose(found, before + wide.astype(np.float64) @ vectors, rtol=0, atol=2e-5)
+
+
+def test_singular_values_and_vectors_are_those_of_the_whole_matrix() -> None:
+    rng = np.random.default_rng(0)
+    exact = (few_directions(rng, 30) * 10).astype(np.float32)
+    found = FirstMoments.of(source(exact), None)
+    left, values, right = found.singular(40, np.empty((300, 0), np.float32), 0)
+    expected = np.linalg.svd(exact.astype(np.float64), compute_uv=False)
+    np.testing.assert_allclose(values[:30], expected[:30], rtol=1e-4)
+    assert values[30:].max() < 1e-3 * values[0]
+    for vectors in (left[:, :30], right[:, :30]):
+        np.testing.assert_allclose(vectors.T @ vectors, np.eye(30), atol=1e-3)
+    np.testing.assert_allclose((left[:, :30] * values[:30]) @ right[:, :30].T, exact, atol=1e-3 * values[0])
 
 
 # --- decoding -------------------------------------------------------------------------------------

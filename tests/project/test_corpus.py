@@ -44,11 +44,6 @@ def test_no_byte_that_adapters_write_has_changed() -> None:
     check("--only", "tools", *FRAMEWORKS)
 
 
-@pytest.mark.slow
-def test_no_written_byte_has_changed_in_slow_cases() -> None:
-    check("--all", "--only", "slow-searches")
-
-
 def test_each_difference_from_the_table_is_named(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     lines = [line for line in TABLE.read_text().splitlines() if not line.startswith("tools,zlib")]

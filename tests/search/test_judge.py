@@ -14,6 +14,7 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
 from ckptz.errors import ConfigError
 from ckptz.methods.method import Method
+from ckptz.pages import words
 from ckptz.search.budget import Judgement, Limit, Reading, judge
 from ckptz.search.run import SearchOptions
 from ckptz.search.strategies import Neighbourhood, OneKnob
@@ -214,6 +215,23 @@ def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
     assert Budget(loss).read({"loss": 2.0, "counts": "many"}).value == 2.0
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (torch.ones(4).to_sparse(), "cannot be read: can't convert Sparse"),
+        (torch.ones(4, device="meta"), "cannot be read: Cannot copy out of meta"),
+        (torch.ones(4, dtype=torch.complex64), "which is not a number"),
+        ([1.0, 2.0], "a list of 2; return the values of all answers in one tensor"),
+        (np.array(["1", "2"]), "which is not a number"),
+    ],
+)
+def test_values_of_other_kinds_are_refused_by_name(given: Any, said: str) -> None:
+    def losses(state: State) -> None: ...
+
+    with pytest.raises(ConfigError, match=f"losses returned .*{said}"):
+        Budget(losses).read(given)
+
+
 @pytest.mark.parametrize("counts", [[1.0], [1.0, 0.0], [1.0, -1.0], [np.nan, 1.0]])
 def test_counts_that_do_not_fit_are_refused(counts: list[float]) -> None:
     with pytest.raises(ConfigError, match=r"2 sums and \d counts"):
@@ -302,7 +320,9 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert changes.max_drop == pytest.approx(2 * 0.005 * mean.exact)
     assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
     assert 0 < changes.measured <= changes.max_drop
-    said = f"half the mean square of the changes of loss by token {changes.measured:.4g} ("
+    what = "half the mean square of the changes of loss by token"
+    assert words.metric_name(changes) == what  # on the page of a report
+    said = f"{what} {changes.measured:.4g} ("
     assert said in run.stdout
     assert said in ckptz("inspect", output).stdout
     assert f"changes by token {changes.measured:.3g} of" in ckptz("log", folder).stdout
@@ -364,12 +384,13 @@ def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
     parent = CUBE.config((2, 1, 1, 0))
     sizes: Callable[[Method], float] = lambda config: float(config.knobs()["prune"])  # noqa: E731
     for keeps in (False, True):
-        found = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, keeps=keeps).propose([], 3)
-        assert (found[0] == parent) == keeps
+        first = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, keeps=keeps).propose([])
+        assert (first == parent) == keeps
 
 
 def test_a_grid_begins_at_the_very_step_of_its_base() -> None:
-    [first] = OneKnob(template=Grid(), start=0.70710678).propose([], 1)
+    first = OneKnob(template=Grid(), start=0.70710678).propose([])
+    assert first is not None
     assert first.multiplier == 0.70710678
 
 
@@ -419,8 +440,3 @@ def test_a_checkpointer_divides_its_budget_by_the_restores_that_it_is_told(
 def test_restores_are_a_whole_number(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="restores"):
         SearchOptions(budgets=(Budget(lambda state: 2.0),), **options)
-
-
-def test_a_proxy_has_no_budget_that_restores_could_divide() -> None:
-    with pytest.raises(ConfigError, match="a proxy error is none"):
-        SearchOptions(proxy_error=0.1, template=KMeans(), restores=2)

@@ -45,13 +45,13 @@ def n_bytes(step: float) -> int:
     return round(1e6 * (10 - math.log2(step)))
 
 
-def searched(used: Used, *stages: Strategy, workers: int = 1) -> list[Outcome]:
+def searched(used: Used, *stages: Strategy) -> list[Outcome]:
     """Run strategies where a multiplier uses a known share of the budget."""
 
-    def try_all(configs: Any, _: str) -> list[Outcome]:
-        return [Outcome(config, used(config.step), n_bytes(config.step)) for config in configs]
+    def try_one(config: Any, _: str) -> Outcome:
+        return Outcome(config, used(config.step), n_bytes(config.step))
 
-    return list(run_stages(stages or (OneKnob(template=TEMPLATE),), try_all, workers))
+    return run_stages(stages or (OneKnob(template=TEMPLATE),), try_one)
 
 
 # --- the rule -----------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ def test_a_cliff_is_found_from_both_sides() -> None:
 
 def test_a_failure_below_a_success_is_taken_for_noise() -> None:
     history = [Outcome(TEMPLATE.scaled(1.0), 1.2, 9), Outcome(TEMPLATE.scaled(1.4), 0.6, 8)]
-    (proposed,) = OneKnob(template=TEMPLATE).propose(history, 1)
+    proposed = OneKnob(template=TEMPLATE).propose(history)
     assert isinstance(proposed, Grid)
     assert proposed.step > 1.4
 
@@ -148,22 +148,6 @@ def test_where_the_parent_leads_nowhere_the_search_begins_anew() -> None:
     winner = best_of(found)
     assert winner is not None
     assert MAX_LATER < len(found) <= MAX_FIRST
-
-
-def test_side_by_side_trials_differ_and_save_rounds() -> None:
-    rounds: list[int] = []
-
-    def try_all(configs: Any, _: str) -> list[Outcome]:
-        rounds.append(len(configs))
-        assert len(set(configs)) == len(configs)
-        return [Outcome(config, (config.step / 2.2) ** 1.5, n_bytes(config.step)) for config in configs]
-
-    found = list(run_stages([OneKnob(template=TEMPLATE)], try_all, 3))
-    winner = best_of(found)
-    assert winner is not None
-    assert winner.config.step >= 0.87 * 2.2  # type: ignore[union-attr]
-    assert len(rounds) <= 2
-    assert sum(rounds) <= MAX_FIRST
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -289,8 +273,6 @@ def test_auto_is_grid_and_its_plan_replays(folder: Path) -> None:
         (("--method", "grid", "--grid-step", 2), "what a search looks for"),
         (("--protect-as", "exact"), "belongs to --method kmeans"),
         (("--method", "kmeans", "--dead-zone", 0.1), "belongs to --method grid"),
-        (("--strategy", "guided"), "strategy of grid"),
-        (("--method", "kmeans", "--strategy", "one-knob"), "strategy of kmeans"),
         (("--max-evaluations", 0), "a plan must record settings"),
     ],
 )
@@ -302,7 +284,7 @@ def test_options_of_another_method_exit_with_2(folder: Path, options: tuple[obje
 
 
 def test_a_search_begins_at_settings_of_its_own_method(folder: Path) -> None:
-    options = SearchOptions(proxy_error=0.1)
+    options = SearchOptions(budgets=(Budget(lambda state: 2.0),))
     with pytest.raises(ConfigError, match="cannot begin at settings of kmeans"):
         dataclasses.replace(options, parent=KMeans())
     report = search(folder / "step-0.safetensors", folder / "0.ckptz", parent=Grid(step=0.7))

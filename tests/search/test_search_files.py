@@ -229,31 +229,6 @@ def test_a_chain_searches_file_after_file(folder: Path) -> None:
     assert all(one["search"]["quality"][0]["data_digest"] == "sha256:feed" for one in run.json["files"])
 
 
-@pytest.mark.apps
-def test_two_processes_find_what_one_thread_finds(folder: Path) -> None:
-    found: dict[int, Any] = {}
-    for workers in (1, 2):
-        output = folder / f"{workers}.ckptz"
-        options: Any = ("--eval", f"{folder}/evaluate.py:loss", "--eval-workers", workers)
-        options += ("--max-evaluations", 6, "--method", "kmeans")
-        run = ckptz("compress", folder / "exact.safetensors", "-o", output, *options, "--json").json["files"][
-            0
-        ]
-        found[workers] = run["search"]
-    assert found[1]["exact"] == found[2]["exact"]
-    values = [{str(t["config"]): t["values"] for t in found[n]["trials"]} for n in (1, 2)]
-    assert found[1]["trials"][0]["config"] == found[2]["trials"][0]["config"]
-    both = set(values[0]) & set(values[1])
-    assert len(both) >= 2
-    assert all(values[0][config] == values[1][config] for config in both)
-    assert not left_in(folder)
-
-
-def test_a_closure_cannot_go_to_other_processes(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="function of a module"):
-        search(folder / "exact.safetensors", folder / "out.ckptz", lambda state: 2.0, workers=2)
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, value: float) -> None:
     source = folder / "exact.safetensors"
@@ -397,7 +372,7 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--max-drop", "1%"), "--proxy-error"),
+        (("--max-drop", "1%"), "needs --eval"),
         (("--eval", "{f}/evaluate.py:missing"), "has no function 'missing'"),
         (("--eval", "{f}/nothing.py:loss"), "no such file"),
         (("--eval", "no_such_package.module:loss"), "no module 'no_such_package'"),
@@ -409,8 +384,6 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
         (("--eval", "{f}/evaluate.py:loss", "--levels", 16), "what a search looks for"),
         (("--eval", "{f}/evaluate.py:loss", "--method", "lossless"), "has no search"),
         (("--eval", "{f}/evaluate.py:loss", "--prune-by", "sensitivity"), "belongs to --method kmeans"),
-        (("--eval", "{f}/evaluate.py:loss", "--proxy-error", 0.1), "give one of them"),
-        (("--proxy-error", 0.1, "--eval-workers", 2), "belongs to --eval"),
         (("--dry-run",), "belongs to a search"),
         (("--plan", "{f}/evaluate.py"), "not a plan"),
         (("--plan", "{f}/code.json"), "unknown setting 'eval'"),
@@ -462,23 +435,6 @@ def test_a_plan_replays_a_search_without_its_evaluation(folder: Path) -> None:
     assert json.loads(plan.read_text())["settings"]["levels"] == levels
     again = ckptz("compress", source, "-o", folder / "c.ckptz", "--plan", plan, *options[:4], "--json")
     assert again.json["files"][0]["search"]["strategy"] == "neighbourhood"
-
-
-def test_a_proxy_is_kept_and_never_called_a_quality(folder: Path) -> None:
-    source, output = folder / "step-0.safetensors", folder / "out.ckptz"
-    run = ckptz("compress", source, "-o", output, "--proxy-error", 0.1, "--max-evaluations", 8, *KMEANS)
-    assert "proxy: sensitivity-weighted" in run.stdout
-    assert "no promise of quality" in run.stdout
-    (record,) = ckptz("inspect", output, "--json").json["quality"]
-    assert record["promise"] == "rmse"
-    state, restored = model(moments=True), load_file(output)
-    errors = powers = 0.0
-    for name in ("token.weight", "h.0.attn.weight", "h.1.attn.weight", "h.0.up.weight", "h.1.up.weight"):
-        squares = state[f"optimizer.{name}.exp_avg_sq"].astype(np.float64)
-        errors += float((squares * (state[name] - restored[name].numpy()) ** 2).sum())
-        powers += float((squares * state[name].astype(np.float64) ** 2).sum())
-    assert record["measured"] == pytest.approx(np.sqrt(errors / powers), rel=1e-4)
-    assert record["measured"] <= 0.1
 
 
 def test_trials_are_told_line_by_line(folder: Path) -> None:

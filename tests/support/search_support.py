@@ -29,18 +29,15 @@ class Landscape:
     def predict(self, config: Method) -> float:
         return self.predicted[config]
 
-    def search(self, *stages: Strategy, workers: int = 1) -> list[Outcome]:
-        def try_all(configs: Any, _: str) -> list[Outcome]:
-            return [Outcome(c, self.used[c], round(self.sizes[c])) for c in configs]
-
-        return list(run_stages(stages, try_all, workers))
+    def search(self, *stages: Strategy) -> list[Outcome]:
+        return run_stages(stages, lambda c, _: Outcome(c, self.used[c], round(self.sizes[c])))
 
     @property
     def smallest(self) -> float | None:
         return min((self.sizes[c] for c, used in self.used.items() if used <= 1), default=None)
 
     def excess(self, found: list[Outcome]) -> float:
-        """Size of the winner by that of the exhaustive one's, less 1."""
+        """Size of the winner by that of the smallest that keeps the budget, less 1."""
         best = best_of(found)
         if self.smallest is None:
             assert best is None
