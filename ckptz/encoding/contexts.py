@@ -48,7 +48,7 @@ class Contexts:
     Attributes:
         labels: context of each pattern [n], below `n_contexts`.
         ends: of each tensor [m].
-        counts: patterns of each context, by tensor and quarter, as kernels need them.
+        counts: patterns of each context, by tensor and third, as kernels need them.
         contexts: that occur, ascending, of one tensor behind the other [n_rows].
         row_ends: end of each of those once patterns are sorted [n_rows].
         tensor_rows: how many of them there are up to the end of each tensor [m].
