@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.numpy
@@ -19,8 +19,9 @@ from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, ArraySource
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
+
+if TYPE_CHECKING:
+    from ckptz.methods.method import Method
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -31,7 +32,7 @@ def save(
     tensor_dict: Arrays,
     metadata: dict[str, str] | None = None,
     *,
-    config: Method = LOSSLESS,
+    config: Method | None = None,
     jobs: int | None = None,
 ) -> bytes:
     """Make the bytes of a `.ckptz` file that holds these arrays.
@@ -56,7 +57,7 @@ def save_file(
     filename: PathLike,
     metadata: dict[str, str] | None = None,
     *,
-    config: Method = LOSSLESS,
+    config: Method | None = None,
     base: PathLike | None = None,
     jobs: int | None = None,
 ) -> None:

@@ -12,7 +12,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
@@ -26,8 +26,6 @@ from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.format.dtypes import DType
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, Patterns, TensorSource, tensor_bytes
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.state.flatten import flatten, geometry_of
 from ckptz.state.plain_types import Mover, from_plain, on_device, to_plain
@@ -35,6 +33,9 @@ from ckptz.state.torch import stored_type
 from ckptz.state.unflatten import unflatten
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.wire.policy import LinkPolicy, check_policy
+
+if TYPE_CHECKING:
+    from ckptz.methods.method import Method
 
 Tensors = dict[str, torch.Tensor]
 
@@ -55,7 +56,7 @@ def save(
     tensors: Tensors,
     metadata: dict[str, str] | None = None,
     *,
-    config: Method = LOSSLESS,
+    config: Method | None = None,
     jobs: int | None = None,
 ) -> bytes:
     """Make the bytes of a `.ckptz` file that holds these tensors.
@@ -84,7 +85,7 @@ def save_file(
     filename: PathLike,
     metadata: dict[str, str] | None = None,
     *,
-    config: Method = LOSSLESS,
+    config: Method | None = None,
     base: PathLike | None = None,
     jobs: int | None = None,
 ) -> None:
@@ -180,7 +181,7 @@ def save_model(
     metadata: dict[str, str] | None = None,
     force_contiguous: bool = True,
     *,
-    config: Method = LOSSLESS,
+    config: Method | None = None,
     base: PathLike | None = None,
     jobs: int | None = None,
 ) -> None:
@@ -274,7 +275,7 @@ def save_state(
     state: Any,
     filename: PathLike,
     *,
-    config: Method = LOSSLESS,
+    config: Method | None = None,
     base: PathLike | None = None,
     jobs: int | None = None,
 ) -> None:

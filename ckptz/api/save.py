@@ -1,22 +1,27 @@
-"""What saving has in common for all frameworks: checks, order, and the way to the writer."""
+"""What saving has in common for all frameworks: checks, order, and the way to the writer.
+
+The writer loads with the first save: who only reads needs none of it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from ckptz.api.safe_open import PathLike, checked_path
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
-from ckptz.methods.method import Method
+from ckptz.format.written import check_names
 from ckptz.parallel import Workers
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
-from ckptz.write.pipeline import Job, write
-from ckptz.write.writer import check_names
+
+if TYPE_CHECKING:
+    from ckptz.methods.method import Method
 
 # safetensors lays tensors out by falling alignment; files of both list their offset_keys() alike.
 _LAYOUT: Final = (
@@ -58,7 +63,10 @@ def check_tensor_names(tensors: Mapping[str, Any]) -> None:
 
 
 def save_to_bytes(
-    tensors: Mapping[str, TensorSource], metadata: Mapping[str, str] | None, config: Method, jobs: int | None
+    tensors: Mapping[str, TensorSource],
+    metadata: Mapping[str, str] | None,
+    config: Method | None,
+    jobs: int | None,
 ) -> bytes:
     """Make the bytes of a `.ckptz` file."""
     sink = io.BytesIO()
@@ -70,7 +78,7 @@ def save_to_file(
     tensors: Mapping[str, TensorSource],
     filename: PathLike,
     metadata: Mapping[str, str] | None,
-    config: Method,
+    config: Method | None,
     base: PathLike | None,
     jobs: int | None,
     tree: dict[str, Any] | None = None,
@@ -99,11 +107,13 @@ def _write(
     sink: BinaryIO,
     tensors: Mapping[str, TensorSource],
     metadata: Mapping[str, str] | None,
-    config: Method,
+    config: Method | None,
     base: Checkpoint | None,
     jobs: int | None,
     tree: dict[str, Any] | None = None,
 ) -> None:
+    from ckptz.write.pipeline import Job, write
+
     check_texts(metadata)
     if tree is None:
         ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
@@ -111,7 +121,6 @@ def _write(
     job = Job(
         tensors=tensors,
         tree=tree,
-        config=config,
         metadata=metadata,
         base=None if base is None else base_ref(base),
         bases={} if base is None else base.tensors,
@@ -119,5 +128,7 @@ def _write(
         roles={} if tree is None else None,
         base_metadata=base_metadata(base),
     )
+    if config is not None:
+        job = replace(job, config=config)
     with Workers(jobs) as workers:
         write(sink, job, workers)

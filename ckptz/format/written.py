@@ -14,11 +14,13 @@ from typing import Final
 
 import msgspec
 
+from ckptz.errors import ConfigError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.envelope import Envelope, Region, build_header, read_envelope
 from ckptz.format.index import (
     INDEX_NAME,
+    RESERVED_PREFIX,
     Index,
     Promise,
     QualityRecord,
@@ -45,6 +47,13 @@ class Written:
     n_lossy: int  # tensors that do not come back bit for bit
     tensor_notes: tuple[tuple[str, str], ...]  # what the user should know of tensors, by name
     notes: tuple[str, ...]  # the same in few lines, and what else the user should know
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Refuse names that a reader would have to refuse."""
+    for name in names:
+        if name.startswith(RESERVED_PREFIX) or name == "__metadata__":
+            raise ConfigError(f"tensor name {name!r} is reserved by ckptz; rename the tensor")
 
 
 def blob(name: str, begin: int, n_bytes: int) -> Region:

@@ -25,7 +25,6 @@ from ckptz.format.index import (
     BASE_METADATA,
     INDEX_NAME,
     LOW_RANK_FEATURE,
-    RESERVED_PREFIX,
     Index,
     TensorEntry,
     content_id,
@@ -34,7 +33,7 @@ from ckptz.format.index import (
     writer_name,
 )
 from ckptz.format.sources import TensorSource, tensor_bytes
-from ckptz.format.written import Written, blob, promising
+from ckptz.format.written import Written, blob, check_names, promising
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import Contents, FileRecord, Progress, write_frames
 
@@ -47,13 +46,6 @@ def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
     for note, found in names.items():
         who = f"tensor {found[0]!r}" if len(found) == 1 else f"{len(found)} tensors, first {found[0]!r}"
         yield f"{who}: {note}"
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Refuse names that a reader would have to refuse."""
-    for name in names:
-        if name.startswith(RESERVED_PREFIX) or name == "__metadata__":
-            raise ConfigError(f"tensor name {name!r} is reserved by ckptz; rename the tensor")
 
 
 def _check_shapes(tensors: Mapping[str, TensorSource]) -> None:
