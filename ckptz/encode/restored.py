@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ckptz.encode.chunk import restored_patterns
 from ckptz.encode.encoding_plan import EncodingPlan
-from ckptz.format.sources import CHUNK_VALUES, ChunkSources, SourceOf, TensorSource, ViewOf
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, DerivedSource, TensorSource, ViewOf
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import Recent
 
@@ -68,15 +68,11 @@ class CachedTensor(ViewOf):
         return None if codes is None else codes[begin - first : end - first]
 
 
-@dataclass(frozen=True, slots=True)
-class RestoredSource(SourceOf):
-    """A tensor as the file will restore it."""
-
-    base: TensorSource | None
-    encoding: EncodingPlan
-
-    def patterns(self, begin: int, end: int) -> Patterns:
-        return restored_patterns(self.source, self.encoding, ChunkSources(begin, end, self.base))
+def restored_source(source: TensorSource, base: TensorSource | None, encoding: EncodingPlan) -> DerivedSource:
+    """Give a tensor as the file will restore it."""
+    return DerivedSource(
+        source, lambda begin, end: restored_patterns(source, encoding, ChunkSources(begin, end, base))
+    )
 
 
 class EncodingPlans:

@@ -110,6 +110,21 @@ class SourceOf(TensorSource):
 
 
 @dataclass(frozen=True, slots=True)
+class DerivedSource(SourceOf):
+    """A tensor whose patterns are computed from another one, chunk by chunk.
+
+    Attributes:
+        source: a tensor of the same dtype and shape.
+        compute: gives patterns begin..end, [end - begin].
+    """
+
+    compute: Callable[[int, int], Patterns]
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.compute(begin, end)
+
+
+@dataclass(frozen=True, slots=True)
 class ViewOf(SourceOf):
     """A tensor with the values and the frame of another one; subclasses say how patterns are read."""
 

@@ -22,7 +22,7 @@ from ckptz.encode.moved import MovedSource, Moves
 from ckptz.encode.restored import CachedChunks
 from ckptz.encode.sensitivity import floats_of
 from ckptz.encode.tensor import SideInformation
-from ckptz.format.sources import SourceOf, TensorSource
+from ckptz.format.sources import DerivedSource, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in
@@ -135,20 +135,18 @@ class Lost:
         """Compute the moves at the elements that `Trail` samples, float32 [n]."""
         return _at_samples(self.moment, self.moves)
 
+    def moved(self, weight: TensorSource, share: float) -> DerivedSource:
+        """Give a weight after a share of its moves; what would not be finite is left as it is."""
+        kind = KINDS[weight.dtype.name]
 
-@dataclass(frozen=True, slots=True)
-class _Moved(SourceOf):
-    """A weight after its moves; what would not be finite is left as it is."""
+        def moved_patterns(begin: int, end: int) -> Patterns:
+            patterns = weight.patterns(begin, end)
+            with np.errstate(all="ignore"):
+                values = floats_of(patterns, kind) + np.float32(share) * self.moves(begin, end)
+            moved: Patterns = cpu().from_f32(values.view(np.uint32), kind)
+            return np.where(np.isfinite(floats_of(moved, kind)), moved, patterns)
 
-    lost: Lost
-    share: float
-
-    def patterns(self, begin: int, end: int) -> Patterns:
-        kind, patterns = KINDS[self.dtype.name], self.source.patterns(begin, end)
-        with np.errstate(all="ignore"):
-            values = floats_of(patterns, kind) + np.float32(self.share) * self.lost.moves(begin, end)
-        moved: Patterns = cpu().from_f32(values.view(np.uint32), kind)
-        return np.where(np.isfinite(floats_of(moved, kind)), moved, patterns)
+        return DerivedSource(weight, moved_patterns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +299,7 @@ class Momentum:
         for parameter, share in shares.items():
             name, weight = trained[parameter].name, trained[parameter].weight
             if share > 0:
-                held = chunks.of(name, _Moved(weight, lost[parameter], share))
+                held = chunks.of(name, lost[parameter].moved(weight, share))
                 moved[name] = MovedSource(weight, held, share)
                 if (rounded := trained[parameter].rounded) is not None:
                     name, weight = rounded

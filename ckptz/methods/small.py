@@ -17,7 +17,7 @@ from ckptz.encode.moment_codes import LogLevelQuantizer, StepQuantizer
 from ckptz.encode.moments import MANTISSA_BITS, exponent_mask
 from ckptz.encode.quantizer import Quantizer, key_of
 from ckptz.encode.tensor import MapFunction, TensorToEncode, summed
-from ckptz.format.sources import CHUNK_VALUES, SourceOf, TensorSource
+from ckptz.format.sources import CHUNK_VALUES, DerivedSource, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Patterns
@@ -98,8 +98,11 @@ class RelativeRounding(Recipe):
         if not histogram_of(source, run).is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")
         chosen = self if tensor.base is None else replace(self, key=self._key_after(source, tensor.seed))
-        exact = plan_lossless(RoundedSource(source, chosen), tensor.base, run)
-        return replace(exact, rounding=chosen)
+        kind = KINDS[source.dtype.name]
+        restored = DerivedSource(
+            source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
+        )
+        return replace(plan_lossless(restored, tensor.base, run), rounding=chosen)
 
     def _key_after(self, source: TensorSource, new: int) -> int:
         """Choose the thresholds by the first chunk; the base's file does not tell its own."""
@@ -109,13 +112,3 @@ class RelativeRounding(Recipe):
         patterns = source.patterns(0, min(CHUNK_VALUES, source.n_patterns))
         low = (patterns & patterns.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
         return key_of(low, None, NEAREST, new)
-
-
-@dataclass(frozen=True, slots=True)
-class RoundedSource(SourceOf):
-    """A tensor as it will be restored."""
-
-    rounding: RelativeRounding
-
-    def patterns(self, begin: int, end: int) -> Patterns:
-        return self.rounding.rounded(self.source.patterns(begin, end), KINDS[self.dtype.name], begin)

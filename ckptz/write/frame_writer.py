@@ -15,7 +15,7 @@ import msgspec
 from ckptz.encode.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.encode.encoding_plan import EncodingPlan
 from ckptz.encode.moved import MovedSource, Moves
-from ckptz.encode.restored import CachedChunks, EncodingPlans, RestoredSource
+from ckptz.encode.restored import CachedChunks, EncodingPlans, restored_source
 from ckptz.encode.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
 from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType
@@ -27,6 +27,7 @@ from ckptz.format.sources import (
     CHUNK_VALUES,
     ChunkSources,
     ContextTensors,
+    DerivedSource,
     TensorSource,
     chunk_bounds,
     context_tensors_of,
@@ -133,7 +134,8 @@ class _Planning:
         names = [name for name in moves.moments if recipes[name].is_lossy]
         self._ahead = dict(zip(names, run(self._alone, names), strict=True))
         restored = {
-            name: RestoredSource(self.tensors[name], None, encoding) for name, encoding in self._ahead.items()
+            name: restored_source(self.tensors[name], None, encoding)
+            for name, encoding in self._ahead.items()
         }
         moved, notes = moves.of(restored)
         self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
@@ -167,9 +169,9 @@ class _Planning:
         make = functools.partial(self._planned, name, base, context_tensors, run)
         return self._shared.encoding(name, make) if name in self._shared else make()
 
-    def _restored(self, name: str, run: MapFunction) -> RestoredSource:
+    def _restored(self, name: str, run: MapFunction) -> DerivedSource:
         base = self.base(name)
-        return RestoredSource(
+        return restored_source(
             self.tensors[name], base, self.encoding(name, base, context_tensors_of({}), run)
         )
 
