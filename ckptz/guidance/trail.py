@@ -150,7 +150,7 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rounded(SourceOf):
+class _Rounded(DerivedSource):
     """A weight of 16 bits, rounded from its master."""
 
     master: TensorSource
