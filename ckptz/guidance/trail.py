@@ -22,7 +22,7 @@ from ckptz.encode.moved import MovedSource, Moves
 from ckptz.encode.restored import CachedChunks
 from ckptz.encode.sensitivity import floats_of
 from ckptz.encode.tensor import SideInformation
-from ckptz.format.sources import DerivedSource, SourceOf, TensorSource
+from ckptz.format.sources import DerivedSource, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in
