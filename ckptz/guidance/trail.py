@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from ckptz.encode.coded import CodedSource
 from ckptz.encode.moved import MovedSource, Moves
-from ckptz.encode.restored import CachedChunks
+from ckptz.encode.restored import HELD_BYTES, CachedTensor
 from ckptz.encode.sensitivity import floats_of
 from ckptz.encode.tensor import SideInformation
+from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import DerivedSource, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
@@ -282,12 +283,12 @@ class Momentum:
             if (name := trained[parameter].names[one.course.moment]) in restored
         }
         shares = self.trail.shares(trained, self.step, lost)
-        chunks = CachedChunks()
+        chunks = CachedChunks(HELD_BYTES)
         moved = {}
         for parameter, share in shares.items():
             name, weight = trained[parameter].name, trained[parameter].weight
             if share > 0:
-                held = chunks.of(name, lost[parameter].moved(weight, share))
+                held = CachedTensor(lost[parameter].moved(weight, share), name, chunks)
                 moved[name] = MovedSource(weight, held, share)
         return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
 
