@@ -150,7 +150,9 @@ def decoded_chunks(
 
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:
     """Read the tensor that `selection` picks from `source`; only the chunks it touches are decoded."""
-    groups = [(chunk, list(pieces)) for chunk, pieces in groupby(_pieces(selection), lambda p: p.chunk)]
+    groups = [
+        (chunk, list(pieces)) for chunk, pieces in groupby(selection.window.pieces(), lambda p: p.chunk)
+    ]
     tensor, patterns = framework.allocate(source.dtype, selection.shape)
 
     def fill(group: Group) -> None:
@@ -160,13 +162,6 @@ def read_selection(source: FrameSource, selection: Selection, framework: Framewo
         for _ in workers.map(fill, groups):
             pass
     return framework.finish(tensor if selection.then is None else selection.then(tensor))
-
-
-def _pieces(selection: Selection) -> Iterator[WindowPart]:
-    at = 0
-    for window in selection.windows:
-        yield from window.pieces(at)
-        at += window.n_patterns
 
 
 def _fill(source: FrameSource, chunk: int, pieces: Iterable[WindowPart], out: Patterns) -> None:

@@ -69,8 +69,9 @@ class _Opened:
 class SafeSlice:
     """A tensor that is read when it is indexed, and only where; made by `safe_open.get_slice`.
 
-    It reads on after its handle was closed. Chunks that an index touches in part are kept for the next
-    index, up to 64 MiB for one open file.
+    Ints, slices, None and an ellipsis decode what they pick; for lists, arrays, tensors and booleans PyTorch
+    indexes the whole tensor. It reads on after its handle was closed. Chunks that an index touches in part
+    are kept for the next index, up to 64 MiB for one open file.
 
     Example:
         >>> import numpy as np, ckptz
@@ -100,7 +101,7 @@ class SafeSlice:
         """The tensor's elements that `index` picks, in a tensor of their own."""
         opened, source = self._opened, self._source
         selection = opened.framework.select(index, source.dtype, source.shape)
-        n_bytes = sum(window.n_patterns for window in selection.windows) * source.dtype.pattern_bytes
+        n_bytes = selection.window.n_patterns * source.dtype.pattern_bytes
         check_limit(n_bytes, opened.max_decoded_bytes, f"{opened.checkpoint.name}: {source.entry.name!r}")
         return read_selection(source, selection, opened.framework, opened.jobs)
 

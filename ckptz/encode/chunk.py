@@ -36,6 +36,7 @@ FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 # From bench/product/weight_sync.py: where more patterns change, a sparse chunk decodes no faster
 # than the dense one, which is smaller.
 MAX_SPARSE_SHARE = 0.25
+MAX_COPIED = 1 << 14  # patterns of a tensor that are copied sooner than passed to kernels by themselves
 _UNCHANGED = (CoderId.CONSTANT, b"\x00")
 # Codes of a lossy chunk, the patterns they decode to, and where these escaped.
 Quantized = tuple[Bytes, Patterns, NDArray[np.intp] | None]
@@ -229,10 +230,19 @@ class Batch:
         """End of each tensor [m], one behind the other."""
         return np.cumsum([len(own) for own in self.patterns])
 
+    @cached_property
+    def _pieces(self) -> list[tuple[Patterns, Patterns]]:
+        """Patterns of tensors and their bases, or the same twice: small ones as one copy, for few calls."""
+        pairs = [*zip(self.patterns, self.bases or self.patterns, strict=True)]
+        if self.ends[-1] > MAX_COPIED * len(pairs):
+            return pairs
+        own, base = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+        return [(own, base)]
+
     def _each(self, out: Any) -> Iterator[tuple[Patterns, Patterns, Any]]:
-        """Give the patterns of each tensor and of its base, or the same twice, and its part of `out`."""
+        """Give each piece of the tensors and their bases, and its part of `out`."""
         begin = 0
-        for own, base in zip(self.patterns, self.bases or self.patterns, strict=True):
+        for own, base in self._pieces:
             yield own, base, out[..., begin : begin + len(own)]
             begin += len(own)
 

@@ -48,7 +48,7 @@ class Contexts:
     Attributes:
         labels: context of each pattern [n], below `n_contexts`.
         ends: of each tensor [m].
-        counts: patterns of each context, by tensor and quarter, as kernels need them.
+        counts: patterns of each context, by tensor, in thirds, as kernels need them.
         contexts: that occur, ascending, of one tensor behind the other [n_rows].
         row_ends: end of each of those once patterns are sorted [n_rows].
         tensor_rows: how many of them there are up to the end of each tensor [m].
@@ -59,7 +59,7 @@ class Contexts:
     def __init__(self, labels: Labels, ends: Counts, n_contexts: int) -> None:
         self.labels, self.ends, self.n_contexts = labels, ends, n_contexts
         self.counts: NDArray[np.uint32] = cpu().context_counts(labels, ends, n_contexts)
-        per_context = self.counts.sum(axis=1, dtype=np.int64)
+        per_context = self.counts.sum(axis=2, dtype=np.int64)
         tensor, self.contexts = np.nonzero(per_context)
         self.row_ends = np.cumsum(per_context[tensor, self.contexts])
         is_used = per_context > 0

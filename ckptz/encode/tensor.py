@@ -216,7 +216,7 @@ def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float 
         values, squares = reals(weight, *bounds), reals(moments, *bounds)
         is_known = np.isfinite(values) & np.isfinite(squares) & (squares >= 0)
         if len(weight.shape) > 1 and is_known.all() and n:
-            energy += float(squares @ values**2) * n / len(values)
+            energy += float((squares * values**2).sum()) * n / len(values)
             n_patterns += n
     return energy / n_patterns if energy > 0 else None
 

@@ -303,7 +303,7 @@ class _Streams:
     def _contexts(self) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """The contexts that occur, and the patterns of each."""
         if self._runs is None:
-            per_context = self._counts.sum(axis=(0, 1), dtype=np.int64)
+            per_context = self._counts.sum(axis=(0, 2), dtype=np.int64)
         else:
             per_context = self._runs.per_context
         contexts = np.flatnonzero(per_context)
@@ -318,8 +318,11 @@ class _Streams:
 
     def _put_in_order(self, planes: Sequence[Bytes], by_context: Sequence[int], out: Patterns) -> None:
         """Merge planes [n], some of them in the order of contexts, to patterns [n] in their own order."""
-        grouped, nothing = np.empty_like(out), np.zeros(self._n, np.uint8)
-        sorted_planes = [plane if i in by_context else nothing for i, plane in enumerate(planes)]
+        grouped = np.empty_like(out)
+        sorted_planes = [*planes]
+        if len(by_context) < len(planes):
+            nothing = np.zeros(self._n, np.uint8)
+            sorted_planes = [plane if i in by_context else nothing for i, plane in enumerate(planes)]
         cpu().merge_planes(sorted_planes, grouped, RAW, grouped)
         cpu().ungroup(grouped, self._labels, self._counts, out)
         own_bytes = out.view(np.uint8).reshape(self._n, -1)

@@ -49,6 +49,7 @@ class Trained:
         state: of the parameter: tensors, and numbers, by what the optimizer calls them.
         names: of these tensors in their file.
         is_adamw: whether the optimizer is an AdamW, which older versions of torch do not tell from Adam.
+        rounded: name of the weight of 16 bits that this one is the master of, with its values; or None.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Trained:
     state: Mapping[str, Any]
     names: Mapping[str, str]
     is_adamw: bool = False
+    rounded: tuple[str, TensorSource] | None = None
 
     @property
     def rate(self) -> float | None:
@@ -146,6 +148,16 @@ class Lost:
             return np.where(np.isfinite(floats_of(moved, kind)), moved, patterns)
 
         return DerivedSource(weight, moved_patterns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounded(SourceOf):
+    """A weight of 16 bits, rounded from its master."""
+
+    master: TensorSource
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return _rounded(self.master.patterns(begin, end), self.source)
 
 
 class Trail:
@@ -290,6 +302,9 @@ class Momentum:
             if share > 0:
                 held = CachedTensor(lost[parameter].moved(weight, share), name, chunks)
                 moved[name] = MovedSource(weight, held, share)
+                if (rounded := trained[parameter].rounded) is not None:
+                    name, weight = rounded
+                    moved[name] = MovedSource(weight, chunks.of(name, _Rounded(weight, held)), share)
         return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
 
 
@@ -302,6 +317,8 @@ def trained_in(
     tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
 ) -> dict[str, Trained]:
     """Find the weights of a file that torch optimizers in it train, by parameter.
+
+    Where the file has the fp32 master of a weight of 16 bits, that is what is trained.
 
     Args:
         tensors: of the file.
@@ -322,13 +339,41 @@ def trained_in(
                     continue
                 parameter = owners.pop()
                 name = weights[parameter]
+                master = _master_of(tensors[name], parameter, tensors, roles)
                 found[parameter] = Trained(
-                    name=name,
-                    weight=tensors[name],
+                    name=master or name,
+                    weight=tensors[master or name],
+                    rounded=None if master is None else (name, tensors[name]),
                     settings=settings,
                     state={word: _number(value, tensors) for word, value in held.items()},
                     names=refs,
                 )
+    return found
+
+
+def _master_of(
+    weight: TensorSource,
+    parameter: str,
+    tensors: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+) -> str | None:
+    """Find the fp32 tensor that a weight of 16 bits is rounded from, by its name and its values; or None."""
+    if not can_move(weight) or weight.dtype.name == "F32":
+        return None
+    own = parameter.partition(".")[2] or parameter  # behind what parts of a state are called by
+    for name, source in tensors.items():
+        is_like = source.shape == weight.shape and source.dtype.name == "F32" and can_move(source)
+        if not (is_like and roles[name].role == "weight" and roles[name].parameter.endswith(f".{own}")):
+            continue
+        here = next(source.chunk_bounds())
+        if np.array_equal(_rounded(source.patterns(*here), weight), weight.patterns(*here)):
+            return name
+    return None
+
+
+def _rounded(patterns: Patterns, to: TensorSource) -> Patterns:
+    """Round F32 patterns to the dtype of a weight."""
+    found: Patterns = cpu().from_f32(patterns, KINDS[to.dtype.name])
     return found
 
 

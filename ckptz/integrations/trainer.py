@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -164,6 +165,8 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             chain.write(path, replace(job, momentum=momentum))
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        if self.args.should_save:
+            _put_times_right(Path(self.args.output_dir))
         super()._save_checkpoint(*args, **kwargs)
         for chain in self._ckptz_chains.values():  # the step is complete
             chain.settle()
@@ -241,6 +244,20 @@ def _newest_complete(folder: Path) -> str | bool | None:
         else:
             return str(path)
     return None if steps else True
+
+
+def _put_times_right(folder: Path) -> None:
+    """Give each checkpoint the time at which it was complete: the Trainer deletes those of the oldest times.
+
+    A delete that failed halfway changes the time of its folder, and a younger one would go in its place. What
+    was not written to its end goes first.
+    """
+    for path in folder.glob("checkpoint-*"):
+        if path.name.rpartition("-")[2].isdecimal():
+            with contextlib.suppress(OSError):  # it only matters after such a failure
+                state = path / "trainer_state.json"
+                complete = state.stat().st_mtime_ns if state.exists() else 0
+                os.utime(path, ns=(complete, complete))
 
 
 def _kept(args: Any) -> Kept:

@@ -13,6 +13,8 @@ from ckptz.kernels import plain
 from ckptz.kernels.floats import ORDERED_DIFFERENCE, RAW, ROTATED, Bytes, Counts, Patterns
 from ckptz.kernels.numba_base import ONE, kernel, sign_fill
 
+TWO, THIRDS = np.uint64(2), np.uint64(3)
+
 # --- plane modes --------------------------------------------------------------------------------
 
 
@@ -191,67 +193,63 @@ def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Co
     return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_contexts, 256)
 
 
-# Quarters of a tensor are walked side by side, because equal neighbours would wait for each other's counter.
+# Thirds of a tensor are walked side by side, because equal neighbours would wait for each other's counter;
+# more of them leave no registers. Their counters of a context stand together, as their codes will.
 
 
 @kernel
 def _context_counts(contexts: Any, ends: Any, counts: Any) -> None:
     begin = 0
     for t in range(len(ends)):
-        quarter = uint64((ends[t] - begin) // 4)
-        first, second, third, fourth = counts[t, 0], counts[t, 1], counts[t, 2], counts[t, 3]
+        third, found = uint64((ends[t] - begin) // 3), counts[t]
         own = contexts[begin : ends[t]]
-        own_1, own_2, own_3 = own[quarter:], own[2 * quarter :], own[3 * quarter :]
-        for i in range(quarter):
-            first[uint64(own[i])] += uint32(1)
-            second[uint64(own_1[i])] += uint32(1)
-            third[uint64(own_2[i])] += uint32(1)
-            fourth[uint64(own_3[i])] += uint32(1)
-        for i in range(quarter, uint64(len(own_3))):
-            fourth[uint64(own_3[i])] += uint32(1)
+        own_1, own_2 = own[third:], own[2 * third :]
+        for i in range(third):
+            found[THIRDS * uint64(own[i])] += uint32(1)
+            found[THIRDS * uint64(own_1[i]) + ONE] += uint32(1)
+            found[THIRDS * uint64(own_2[i]) + TWO] += uint32(1)
+        for i in range(third, uint64(len(own_2))):
+            found[THIRDS * uint64(own_2[i]) + TWO] += uint32(1)
         begin = ends[t]
 
 
 def context_counts(contexts: Patterns, ends: Counts, n_contexts: int) -> NDArray[np.uint32]:
-    counts = np.zeros((len(ends), 4, n_contexts), np.uint32)
-    _context_counts(contexts, ends, counts)
+    counts = np.zeros((len(ends), n_contexts, 3), np.uint32)
+    _context_counts(contexts, ends, counts.reshape(len(ends), -1))
     return counts
 
 
 def _starts(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Say where each context of each quarter of each tensor begins in context order, as `counts`."""
-    ordered = counts.transpose(0, 2, 1).reshape(-1)
-    starts = np.cumsum(ordered, dtype=np.uint32) - ordered
-    return np.ascontiguousarray(starts.reshape(len(counts), -1, 4).transpose(0, 2, 1))
+    """Say where each third of each context of each tensor begins in context order, [m, 3 * n_contexts]."""
+    starts = np.cumsum(counts, dtype=np.uint32)
+    starts -= counts.reshape(-1)
+    return starts.reshape(len(counts), -1)
 
 
 @kernel
 def _group(patterns: Any, contexts: Any, ends: Any, starts: Any, grouped: Any) -> None:
     begin = 0
     for t in range(len(ends)):
-        quarter = uint64((ends[t] - begin) // 4)
-        first, second, third, fourth = starts[t, 0], starts[t, 1], starts[t, 2], starts[t, 3]
+        third, places = uint64((ends[t] - begin) // 3), starts[t]
         own, there = contexts[begin : ends[t]], patterns[begin : ends[t]]
-        own_1, own_2, own_3 = own[quarter:], own[2 * quarter :], own[3 * quarter :]
-        there_1, there_2, there_3 = there[quarter:], there[2 * quarter :], there[3 * quarter :]
-        for i in range(quarter):
-            k0, k1, k2, k3 = uint64(own[i]), uint64(own_1[i]), uint64(own_2[i]), uint64(own_3[i])
-            at = first[k0]
+        own_1, own_2 = own[third:], own[2 * third :]
+        there_1, there_2 = there[third:], there[2 * third :]
+        for i in range(third):
+            k0 = THIRDS * uint64(own[i])
+            k1, k2 = THIRDS * uint64(own_1[i]) + ONE, THIRDS * uint64(own_2[i]) + TWO
+            at = places[k0]
             grouped[uint64(at)] = there[i]
-            first[k0] = at + uint32(1)
-            at = second[k1]
+            places[k0] = at + uint32(1)
+            at = places[k1]
             grouped[uint64(at)] = there_1[i]
-            second[k1] = at + uint32(1)
-            at = third[k2]
+            places[k1] = at + uint32(1)
+            at = places[k2]
             grouped[uint64(at)] = there_2[i]
-            third[k2] = at + uint32(1)
-            at = fourth[k3]
-            grouped[uint64(at)] = there_3[i]
-            fourth[k3] = at + uint32(1)
-        for i in range(quarter, uint64(len(own_3))):
-            k3 = uint64(own_3[i])
-            grouped[uint64(fourth[k3])] = there_3[i]
-            fourth[k3] += uint32(1)
+            places[k2] = at + uint32(1)
+        for i in range(third, uint64(len(own_2))):
+            k2 = THIRDS * uint64(own_2[i]) + TWO
+            grouped[uint64(places[k2])] = there_2[i]
+            places[k2] += uint32(1)
         begin = ends[t]
 
 
@@ -262,29 +260,26 @@ def group(patterns: Patterns, contexts: Patterns, ends: Counts, counts: NDArray[
 
 
 @kernel
-def _ungroup(grouped: Any, contexts: Any, starts: Any, out: Any) -> None:
-    quarter = uint64(len(out) // 4)
-    first, second, third, fourth = starts[0], starts[1], starts[2], starts[3]
-    own_1, own_2, own_3 = contexts[quarter:], contexts[2 * quarter :], contexts[3 * quarter :]
-    out_1, out_2, out_3 = out[quarter:], out[2 * quarter :], out[3 * quarter :]
-    for i in range(quarter):
-        k0, k1, k2, k3 = uint64(contexts[i]), uint64(own_1[i]), uint64(own_2[i]), uint64(own_3[i])
-        at = first[k0]
+def _ungroup(grouped: Any, contexts: Any, places: Any, out: Any) -> None:
+    third = uint64(len(out) // 3)
+    own_1, own_2 = contexts[third:], contexts[2 * third :]
+    out_1, out_2 = out[third:], out[2 * third :]
+    for i in range(third):
+        k0 = THIRDS * uint64(contexts[i])
+        k1, k2 = THIRDS * uint64(own_1[i]) + ONE, THIRDS * uint64(own_2[i]) + TWO
+        at = places[k0]
         out[i] = grouped[uint64(at)]
-        first[k0] = at + uint32(1)
-        at = second[k1]
+        places[k0] = at + uint32(1)
+        at = places[k1]
         out_1[i] = grouped[uint64(at)]
-        second[k1] = at + uint32(1)
-        at = third[k2]
+        places[k1] = at + uint32(1)
+        at = places[k2]
         out_2[i] = grouped[uint64(at)]
-        third[k2] = at + uint32(1)
-        at = fourth[k3]
-        out_3[i] = grouped[uint64(at)]
-        fourth[k3] = at + uint32(1)
-    for i in range(quarter, uint64(len(own_3))):
-        k3 = uint64(own_3[i])
-        out_3[i] = grouped[uint64(fourth[k3])]
-        fourth[k3] += uint32(1)
+        places[k2] = at + uint32(1)
+    for i in range(third, uint64(len(own_2))):
+        k2 = THIRDS * uint64(own_2[i]) + TWO
+        out_2[i] = grouped[uint64(places[k2])]
+        places[k2] += uint32(1)
 
 
 def ungroup(grouped: Patterns, contexts: Patterns, counts: NDArray[np.uint32], out: Patterns) -> None:

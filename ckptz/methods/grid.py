@@ -118,7 +118,7 @@ MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
-FULL_SHARE: Final = 0.25  # of the step of deltas, for full files of runs that restart
+FULL_SHARE: Final = 0.35  # of the step of deltas, for full files of runs that restart
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
 LEAST_MOVING: Final = 0.05  # of elements; see `_GridTensor.after`

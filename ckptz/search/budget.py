@@ -33,6 +33,9 @@ SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
 _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
 ALLOWED: Final = 2.0  # of the budget, for half the mean square: see docs/search.md
 RESOLVED: Final = 0.5  # of the budget: with a larger standard error the mean does not decide
+HEALED: Final = (
+    2  # restarts, which lose at least what ten do together: training undoes most; see docs/search.md
+)
 SURE: Final = 3.0  # standard errors: what is beyond the budget by more is no chance, however few the answers
 
 
@@ -229,9 +232,11 @@ class Budget:
 
         Args:
             per_step: what a step of training lowers the value by, or None.
-            restores: how many share the budget, as what they lose adds up; 0 for one.
+            restores: how many share the budget; 0 for one. Of a quality that trains on, what they lose adds
+                up. What is lost at once, training undoes in part before the next restart.
         """
-        most = self.max_drop / max(restores, 1)
+        sharing = restores if getattr(self.quality, "trains", False) else min(restores, HEALED)
+        most = self.max_drop / max(sharing, 1)
         if self.in_steps:
             return Limit(most * (math.nan if per_step is None else per_step), False)
         return Limit(most, self.relative)

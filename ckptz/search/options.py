@@ -55,10 +55,10 @@ class SearchOptions:
         template: the method, and everything that is not searched. A grid's moments become lossy only under a
             budget that trains on: no other would notice.
         parent: where the search begins, of the template's method; by default what the base records.
-        restores: how often a run will restart from such files: each may use the budget divided by it, as
-            losses add up. Weights are then rounded so that what training moves is kept on average, on the
-            grid or the levels of the base as long as these keep the budget. 0 for files that are only looked
-            at.
+        restores: how often a run will restart from such files. From two on each may use half of a budget, as
+            training undoes most of what is lost, but 1/restores of one that trains on. Weights are then
+            rounded so that what training moves is kept on average, on the grid or the levels of the base as
+            long as these keep the budget. 0 for files that are only looked at.
         max_evaluations: stop there and keep the best so far. With 0 the parent's settings are used as they
             are: nothing is measured, and the file promises nothing.
         on_trial: told of each trial.

@@ -42,12 +42,12 @@ class Selection:
     """The patterns that an index picks from a tensor, and the shape that they get.
 
     Attributes:
-        windows: the patterns to decode, one window behind the other.
+        window: the patterns to decode.
         shape: of the framework's tensor that they make.
         then: what is left to be done with that tensor, or None.
     """
 
-    windows: tuple[Window, ...]
+    window: Window
     shape: Shape
     then: Callable[[Any], Any] | None = None
 
@@ -109,7 +109,7 @@ class NumpyArrays:
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
         window, kept = strict_select(index, shape)
-        return Selection((window.widened(patterns_per_element(dtype)),), kept)
+        return Selection(window.widened(patterns_per_element(dtype)), kept)
 
     def finish(self, tensor: Any) -> Any:
         return tensor

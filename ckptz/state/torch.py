@@ -2,14 +2,12 @@
 
 An index of ints, slices, None and an ellipsis is put to a tensor without memory: the view that PyTorch
 makes says which patterns are meant, and what PyTorch refuses is refused by PyTorch. Any other index is
-tried on a tensor of one repeated byte; then only the rows that it picks are decoded, where the
-first dimension tells, and the whole tensor otherwise.
+tried on a tensor of one repeated byte; then the whole tensor is decoded and indexed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import EllipsisType, NoneType
 from typing import Any, Final
@@ -21,14 +19,13 @@ from ckptz.errors import DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, Patterns
 from ckptz.state.arrays import Selection, Shape, patterns_per_element
-from ckptz.state.window import Window, c_strides
+from ckptz.state.window import Window
 from ckptz.state.window import select as strict_select
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
 HUGE_BYTES: Final = 1 << 22
 ALIGNMENT: Final = 64  # as PyTorch's own
 _BASIC_ITEMS = (int, np.integer, slice, NoneType, EllipsisType)
-_ROW_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.bool)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -105,12 +102,11 @@ class TorchTensors:
         native_shape = self.shape_of(dtype, shape)
         if self.is_strict:
             window, kept = strict_select(index, native_shape)
-            picked = Selection((window,), kept)
+            picked = Selection(window, kept)
         else:
             picked = _select(index, native_shape)
         self._try_device()
-        n = patterns_per_element(dtype)
-        return Selection(tuple(window.widened(n) for window in picked.windows), picked.shape, picked.then)
+        return Selection(picked.window.widened(patterns_per_element(dtype)), picked.shape, picked.then)
 
     def finish(self, tensor: Any) -> Any:
         return tensor if self.device == "cpu" else tensor.to(self.device)
@@ -127,61 +123,12 @@ def _select(index: Any, shape: Shape) -> Selection:
     if all(isinstance(item, _BASIC_ITEMS) and not isinstance(item, bool) for item in items):
         view = torch.empty(shape, dtype=torch.uint8, device="meta")[index]
         return Selection(
-            (Window(int(view.storage_offset()), tuple(view.shape), view.stride()),), tuple(view.shape)
+            Window(int(view.storage_offset()), tuple(view.shape), view.stride()), tuple(view.shape)
         )
     # PyTorch refuses what it refuses, at the cost of one byte per element of the result.
     torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
-    found = _leading_rows(items[0], shape[0]) if shape and items else None
-    if found is None:
-        return Selection((Window.whole(shape),), shape, lambda tensor: tensor[index])
-    rows, item = found
-    return _select_rows(rows, (item, *items[1:]), shape)
+    return Selection(Window.whole(shape), shape, lambda tensor: tensor[index])
 
 
 def _on_cpu(item: Any) -> Any:
     return item.cpu() if isinstance(item, torch.Tensor) else item
-
-
-def _leading_rows(item: Any, n_rows: int) -> tuple[np.ndarray[Any, Any], Any] | None:
-    """The rows that the first item of an index picks, rising, and the item that picks the same from them."""
-    if isinstance(item, slice):
-        start, stop, step = item.indices(n_rows)
-        return np.arange(start, max(start, stop)), slice(None, None, step)
-    if (numbers := _row_numbers(item)) is None:
-        return None
-    rows, inverse = np.unique(np.where(numbers < 0, numbers + n_rows, numbers), return_inverse=True)
-    return rows, torch.from_numpy(inverse.reshape(numbers.shape))
-
-
-def _row_numbers(item: Any) -> np.ndarray[Any, Any] | None:
-    is_plain_list = isinstance(item, list) and len({type(entry) for entry in item}) <= 1
-    if is_plain_list and isinstance(item[0] if item else 0, int):
-        item = torch.tensor(item, dtype=None if item else torch.int64, device="cpu")
-    elif isinstance(item, np.ndarray):
-        item = torch.as_tensor(item, device="cpu")
-    if not isinstance(item, torch.Tensor) or item.dtype not in _ROW_DTYPES:
-        return None
-    if item.dtype != torch.bool:
-        numbers: np.ndarray[Any, Any] = item.cpu().to(torch.int64).numpy()
-        return numbers
-    return item.cpu().nonzero()[:, 0].numpy() if item.dim() == 1 else None
-
-
-def _select_rows(rows: np.ndarray[Any, Any], items: tuple[Any, ...], shape: Shape) -> Selection:
-    strides = c_strides(shape)
-    windows = (
-        Window(begin * strides[0], (end - begin, *shape[1:]), strides) for begin, end in _runs(rows.tolist())
-    )
-    then: Callable[[Any], Any] = lambda tensor: tensor[items]  # noqa: E731
-    return Selection(tuple(windows), (len(rows), *shape[1:]), then)
-
-
-def _runs(rows: Iterable[int]) -> list[tuple[int, int]]:
-    """(first, behind the last) of the runs of neighbours."""
-    runs: list[tuple[int, int]] = []
-    for row in rows:
-        if runs and runs[-1][1] == row:
-            runs[-1] = (runs[-1][0], row + 1)
-        else:
-            runs.append((row, row + 1))
-    return runs

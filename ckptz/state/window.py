@@ -91,10 +91,10 @@ class Window:
         strides = tuple(stride * n for stride in self.strides)
         return Window(self.offset * n, (*self.sizes, n), (*strides, 1))
 
-    def pieces(self, at: int = 0) -> Iterator[WindowPart]:
-        """Cut the window into the parts that lie in one chunk each; its result starts at `at`."""
+    def pieces(self) -> Iterator[WindowPart]:
+        """Cut the window into the parts that lie in one chunk each."""
         if self.n_patterns:
-            yield from _pieces(self.offset, self._merged_dims(), at)
+            yield from _pieces(self.offset, self._merged_dims(), 0)
 
     def _merged_dims(self) -> Dims:
         dims: list[tuple[int, int]] = []

@@ -142,8 +142,8 @@ class Checkpointer:
             need no other where old steps go so soon that less disk is taken without; 1 stores no deltas.
         restores: how often the run will restart from steps that lost something; steps of grids follow, and
             are made finer again each time that as many restarts are used up. By default 10 if no step is kept
-            exact, else none. A budget is divided by it, as what restarts lose adds up; by default each file
-            may use all of the budget.
+            exact, else none. Files share a budget as `SearchOptions.restores` says; by default each may use
+            all of it.
         background: write beside training; otherwise `save` returns when the step is complete.
         on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
             log it, for example. What it raises is a warning, for the step is there.

@@ -31,7 +31,6 @@ from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
-Sort = Literal["change", "max", "share", "name"]
 Codes = NDArray[np.uint8]
 Tensors = Mapping[str, TensorSource]
 MAX_SHOWN: Final = 80  # characters of a value
@@ -91,7 +90,7 @@ class DiffReport(Report):
     changed_share: float | None  # share of bit patterns that differ, of all that could be compared
     max_change: float | None  # largest absolute difference
     relative_change: float | None  # rms change by rms, over the tensors that changed and have numbers
-    tensors: tuple[TensorDiff, ...]  # sorted as asked
+    tensors: tuple[TensorDiff, ...]  # those that changed most first
     n_values: int  # plain values of both together
     n_values_changed: int  # those that differ
     values: tuple[ValueDiff, ...]  # one for each of these
@@ -105,7 +104,6 @@ def diff(
     first: PathLike,
     second: PathLike,
     *,
-    sort: Sort = "change",
     top: int | None = None,
     jobs: int | None = None,
     search_path: Sequence[PathLike] = (),
@@ -113,20 +111,21 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints; a few chunks of each are in memory at a time.
 
+    Tensors are in order of their rms change relative to their rms, the largest first, behind what cannot be
+    compared.
+
     Args:
         first: A, whatever can be compressed, "DIR@STEP" for a step of a run, or a folder of `.ckptz` files
             for its newest step. Of a step all files are compared, as exact as they are there.
         second: B.
-        sort: "change" by rms change relative to rms, "max" by the largest change, "share" by the share of
-            patterns changed, all descending behind what cannot be compared; or "name".
-        top: report this many tensors, the first in that order, and as many values; by default all.
+        top: report this many tensors, and as many values; by default all.
         jobs: threads, all cores by default.
         search_path: folders to look for bases in, after each file's own.
         progress: is told of the bytes of A that are done.
 
     Raises:
         FileNotFoundError: no such file or step.
-        ConfigError: `top` or `sort` is none that there is.
+        ConfigError: `top` is negative.
         FormatError: a file is damaged.
         MissingBaseError: a chain is incomplete.
 
@@ -139,8 +138,6 @@ def diff(
         (ValueDiff(name='lr', value_a='0.1', value_b='0.05'),)
     """
     start = working_seconds()
-    if sort not in _ORDERS:
-        raise ConfigError(f"sort must be one of {', '.join(_ORDERS)}, got {sort!r}")
     if top is not None and (top := whole("top", top)) < 0:
         raise ConfigError(f"top must be at least 0, or None for all, got {top}")
     with contextlib.ExitStack() as held:
@@ -152,7 +149,7 @@ def diff(
         diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
         diffs += [_only(name, "only in A", a.tensors[name]) for name in a.tensors if name not in b.tensors]
         diffs += [_only(name, "only in B", b.tensors[name]) for name in b.tensors if name not in a.tensors]
-        return _report(a, b, sorted(diffs, key=_ORDERS[sort]), sums, top, start)
+        return _report(a, b, sorted(diffs, key=_order), sums, top, start)
 
 
 # --- what is compared ---------------------------------------------------------------------------
@@ -480,13 +477,7 @@ def _report(
     )
 
 
-def _rank(diff: TensorDiff) -> int:
-    return {"equal": 2, "changed": 1}.get(diff.kind, 0)
-
-
-_ORDERS: Final[Mapping[Sort, Callable[[TensorDiff], tuple[Any, ...]]]] = {
-    "change": lambda d: (_rank(d), -(d.relative_change or 0), -(d.changed_share or 0), d.name),
-    "max": lambda d: (_rank(d), -(d.max_change or 0), d.name),
-    "share": lambda d: (_rank(d), -(d.changed_share or 0), d.name),
-    "name": lambda d: (d.name,),
-}
+def _order(diff: TensorDiff) -> tuple[Any, ...]:
+    """Sort what cannot be compared first, then what changed most, then what is equal."""
+    rank = {"equal": 2, "changed": 1}.get(diff.kind, 0)
+    return rank, -(diff.relative_change or 0), -(diff.changed_share or 0), diff.name

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -13,13 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ckptz_cli.options import PATH, force_option, jobs_option, search_path_option, session_options
-from ckptz_cli.session import Session, is_terminal, progress_bar
+from ckptz_cli.session import Session, progress_bar
 
 if TYPE_CHECKING:
     from ckptz.foreign.targets import PathLike
 
 DIFFERENT: Final = 10  # exit code of `diff --exit-code`; no error has it
-SHOWN: Final = (".ckptz", ".safetensors", ".hidden")  # ends of the names of files that a report rests on
 
 
 INSPECT_EXAMPLES: Final = """\b
@@ -115,7 +110,6 @@ def _files_of(paths: Sequence[Path], session: Session) -> Iterator[Path]:
 LOG_EXAMPLES: Final = """\b
 Examples:
   ckptz log run
-  ckptz log run --watch
   ckptz log run --search-path bases
   ckptz log run --json | jq '.entries[] | select(.kind == "missing")'
 """
@@ -123,77 +117,24 @@ Examples:
 
 @click.command(epilog=LOG_EXAMPLES, short_help="List the checkpoints of a folder and their bases.")
 @click.argument("folder", type=PATH, default=Path(), metavar="[DIR]")
-@click.option("--watch", is_flag=True, help="Go on, and show the folder again whenever it changes.")
-@click.option(
-    "--interval",
-    type=click.FloatRange(min=0.1),
-    default=2.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="With --watch: how often to look.",
-)
 @search_path_option
 @session_options
 @click.pass_obj
-def log(session: Session, folder: Path, watch: bool, interval: float, search_path: tuple[Path, ...]) -> None:
+def log(session: Session, folder: Path, search_path: tuple[Path, ...]) -> None:
     """List the checkpoints of a folder, each below the one it is stored against.
 
     DIR is the working folder by default: a run of a Checkpointer, the Trainer or Lightning, or what ckptz
     compress --chain wrote. Nothing is decoded. Files that cannot be read and bases that are
     missing are listed too; the first of them decides the exit code.
-
-    With --watch, Ctrl-C ends well, problems decide nothing, and --json prints one line for each change.
     """
     import ckptz
     from ckptz_cli.tables import logged_text
 
-    if watch:
-        with contextlib.suppress(KeyboardInterrupt):
-            for _ in _changes(folder, interval):
-                report = ckptz.log(folder, search_path=search_path)
-                session.show_again(report, _fitted(logged_text(report)))
-        return
     problems: list[Exception] = []
     report = ckptz.log(folder, search_path=search_path, tell=problems.append)
     session.show(report, logged_text(report))
     for problem in problems:
         session.fail(problem)
-
-
-def _changes(folder: Path, interval: float) -> Iterator[None]:
-    """Yield at once, and whenever files of the folder were added, removed or changed."""
-    seen: object = None
-    while True:
-        found = _stamp(folder)
-        if found != seen:
-            seen = found
-            yield
-        time.sleep(interval)
-
-
-def _stamp(folder: Path) -> list[tuple[str, int, int]]:
-    """Give names, times and sizes of the files that the report on a folder rests on."""
-    from ckptz.run.names import run_files
-
-    stamps = []
-    try:
-        for path in (*folder.iterdir(), *run_files(folder)):
-            if path.name.endswith(SHOWN) or path.parent != folder:
-                with contextlib.suppress(FileNotFoundError):  # it went meanwhile
-                    facts = path.stat()
-                    stamps.append((path.name, facts.st_mtime_ns, facts.st_size))
-    except OSError:
-        return []  # the report says what is wrong
-    return sorted(stamps)
-
-
-def _fitted(text: str) -> str:
-    """On a terminal, keep only as many of the last lines as it has room for."""
-    lines, room = text.splitlines(), os.get_terminal_size().lines - 4 if is_terminal(sys.stdout) else 0
-    if not room or len(lines) <= room:
-        return text
-    n_above = len(lines) - room + 1
-    return "\n".join([lines[0], f"... {n_above} lines above", *lines[n_above + 1 :]])
 
 
 DIFF_EXAMPLES: Final = """\b
@@ -212,14 +153,6 @@ Examples:
     "--top", type=click.IntRange(min=0), metavar="N", help="Show only the first N tensors and values."
 )
 @click.option(
-    "--sort",
-    type=click.Choice(["change", "max", "share", "name"]),
-    default="change",
-    show_default=True,
-    help="change: by rms change relative to rms; max: by largest change; share: by share of changed "
-    "elements; name: by name.",
-)
-@click.option(
     "--exit-code", is_flag=True, help=f"End with exit code {DIFFERENT} if they differ, metadata apart."
 )
 @jobs_option
@@ -229,6 +162,7 @@ Examples:
 def diff(session: Session, /, first: Path, second: Path, exit_code: bool, **how: Any) -> None:
     """Show what changed from checkpoint A to checkpoint B, tensor by tensor.
 
+    Those come first that changed most, relative to their rms.
     Each may be a .ckptz, .safetensors or torch file, a folder of shards, or a step of a run: DIR@STEP, or DIR
     for its newest one. Of a step all files are compared, exact ones where there are some. Plain values that
     differ, such as learning rates, and states of random numbers are named, too.

@@ -236,7 +236,8 @@ search_options = together(
         "--restores",
         type=COUNT,
         metavar="N",
-        help="How often the run will restart from such files: each may lose 1/N of the budget.",
+        help="How often the run will restart from such files: each may lose half of a budget, of one of "
+        "resumed training 1/N.",
     ),
     click.option(
         "--lower-is-better/--higher-is-better",

@@ -143,21 +143,6 @@ class Session:
         self.say(text)
         self._document.update(_builtins(report))
 
-    def show_again(self, report: Any, text: str) -> None:
-        """Show a report anew: on a terminal in place of the one before, with --json as a line.
-
-        Raises:
-            KeyboardInterrupt: nobody reads any more.
-        """
-        if self.as_json:
-            self._print(json.dumps(_builtins(report)) + "\n")
-        else:
-            if is_terminal(sys.stdout):
-                click.clear()
-            self._print(text + "\n")
-        if not self._has_reader:
-            raise KeyboardInterrupt
-
     def add(self, report: Any, text: str) -> None:
         """Show the report on one of several files."""
         self.say(text)

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -53,7 +52,7 @@ def test_pieces_cover_what_the_index_picks(
 ) -> None:
     shape, index = box
     flat = np.arange(math.prod(shape) * per_element, dtype=np.uint8) % 251
-    (picked,) = _select(index, shape).windows
+    picked = _select(index, shape).window
     widened = picked.widened(per_element)
     pieces = list(widened.pieces())
     expected = flat.reshape(*shape, per_element)[index]
@@ -63,11 +62,11 @@ def test_pieces_cover_what_the_index_picks(
 
 
 def test_a_run_falls_into_one_piece_a_chunk() -> None:
-    pieces = list(Window(5, (3, 4), (4, 1)).pieces(at=100))
+    pieces = list(Window(5, (3, 4), (4, 1)).pieces())
     assert [(p.chunk, p.offset, p.n_patterns, p.at) for p in pieces] == [
-        (0, 5, 2, 100),
-        (1, 0, 7, 102),
-        (2, 0, 3, 109),
+        (0, 5, 2, 0),
+        (1, 0, 7, 2),
+        (2, 0, 3, 9),
     ]
     assert all(piece.is_run for piece in pieces)
 
@@ -79,30 +78,6 @@ def test_rows_far_apart_leave_the_chunks_between_them_alone() -> None:
 
 def test_nothing_has_no_pieces() -> None:
     assert list(Window(3, (2, 0, 4), (8, 4, 1)).pieces()) == []
-
-
-@pytest.mark.parametrize(
-    ("index", "windows", "shape"),
-    [
-        ([3, 4, 1, 3], [(1, 2), (3, 5)], (3, 2)),
-        (torch.tensor([[5], [0]]), [(0, 1), (5, 6)], (2, 2)),
-        ([-1, 5], [(5, 6)], (1, 2)),
-        (torch.tensor([0, 0, 1, 1, 0, 0], dtype=torch.bool), [(2, 4)], (2, 2)),
-        ((slice(1, 4), [0]), [(1, 4)], (3, 2)),
-        ([[0, 1], [1, 0]], [(0, 6)], (6, 2)),
-        (True, [(0, 6)], (6, 2)),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore:Using a non-tuple")
-def test_only_the_rows_that_are_picked_are_decoded(index: Any, windows: Any, shape: tuple[int, ...]) -> None:
-    selection = _select(index, (6, 2))
-    assert selection.shape == shape
-    assert [(w.offset // 2, w.offset // 2 + w.n_patterns // 2) for w in selection.windows] == windows
-    tensor = torch.arange(12).reshape(6, 2)
-    part = torch.cat([tensor[begin:end] for begin, end in windows])
-    assert selection.then is not None
-    assert torch.equal(selection.then(part), tensor[index])
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,6 @@ WRONG: list[tuple[Callable[..., object], dict[str, Any]]] = [
     (restore, {"max_decoded_bytes": "1 GB"}),
     (diff, {"top": "2"}),
     (diff, {"top": -1}),
-    (diff, {"sort": "size"}),
     (saved, {"jobs": "2"}),
     (saved, {"jobs": 0}),
     (saved, {"jobs": -1}),

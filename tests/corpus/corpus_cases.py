@@ -1,7 +1,7 @@
 """The cases of the corpus: every kind of file that ckptz writes, through its public doors only.
 
 A case writes into its own folder `here`, from the inputs in the folder `given`. What it leaves there, but for
-other software's files, is listed. Cases marked "slow" are left out without `--all`.
+other software's files, is listed.
 """
 
 from __future__ import annotations

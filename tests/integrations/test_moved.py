@@ -212,3 +212,27 @@ def test_chains_of_whole_checkpoints_move_weights(tmp_path: Path) -> None:
         check_moved(Path(report.output), state)
     alone = compress(paths[2], tmp_path / "alone.ckptz", config=Grid(), jobs=1)
     assert set(moves_in(Path(alone[0].output)).values()) == {None}
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_masters_move_and_weights_of_16_bits_are_rounded_from_them(tmp_path: Path, is_rounded: bool) -> None:
+    loop, states = Loop(), list[Any]()
+    for _ in range(2):
+        loop.train()
+        state = loop.state()
+        own = state["state_dict"]
+        state["masters"] = own if is_rounded else {name: tensor + 0.01 for name, tensor in own.items()}
+        state["state_dict"] = {name: tensor.bfloat16() for name, tensor in own.items()}
+        states.append(state)
+        torch.save(state, tmp_path / f"step-{loop.step}.pt")
+    paths = sorted(tmp_path.glob("*.pt"))
+    _, report = compress(paths, tmp_path / "out", chain=True, config=Grid(step=2**-6), jobs=1)
+    shares, stored = moves_in(Path(report.output)), load_state(report.output)
+    name = "0.weight"
+    assert shares[f"state_dict.{name}"] is not None
+    assert (shares[f"masters.{name}"] is not None) == is_rounded  # an average is no master
+    if is_rounded:
+        assert shares[f"masters.{name}"] == shares[f"state_dict.{name}"]
+        moved = stored["masters"][name] - states[-1]["masters"][name]
+        both = stored["state_dict"][name].float() - stored["masters"][name]
+        assert both.square().mean() < 0.05 * moved.square().mean()

@@ -81,6 +81,20 @@ def test_a_checkpoint_that_a_kill_left_unfinished_is_passed_over(tmp_path: Path,
     check_equal(final(resumed), uninterrupted())
 
 
+@pytest.mark.parametrize("left", ["trainer_state.json", "model.ckptz"])
+def test_a_checkpoint_that_was_deleted_in_part_takes_no_younger_one_along(tmp_path: Path, left: str) -> None:
+    trainer(tmp_path, max_steps=4, save_total_limit=3).train()
+    old, *whole = checkpoints(tmp_path)
+    for age, folder in enumerate((*reversed(whole), old)):
+        for path in (folder / "trainer_state.json", folder):
+            os.utime(path, (1e9 - 100 * age, 1e9 - 100 * age))
+    for path in old.iterdir():
+        if path.name != left:
+            path.unlink()
+    trainer(tmp_path, max_steps=5).train(resume_from_checkpoint=str(whole[-1]))
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]
+
+
 def test_a_run_that_was_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-1").mkdir()
     run = trainer(tmp_path)

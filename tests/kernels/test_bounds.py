@@ -113,7 +113,7 @@ CALLERS = {
     "merge_planes": {"format/decode.py"},
     "restore": {"format/decode.py"},
     "magnitudes": {
-        "context_rules.py",
+        "format/context_rules.py",
         "encode/chunk.py",
         "methods/first_moment.py",
         "encode/encoding_plan.py",

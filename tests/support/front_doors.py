@@ -70,14 +70,14 @@ class Door:
         assert self.newest(folder) == before + 1
         self.check_steps(folder, before + 1)
 
-    def check_steps(self, folder: Path, reported: int) -> None:
-        """Require that the steps that the rules keep are there and right."""
+    def check_steps(self, folder: Path, reported: int, n_read: int | None = None) -> None:
+        """Require that the steps that the rules keep are there and right; of these, read so many newest."""
         steps = self.steps(folder)
         assert self.newest(folder) >= reported
         wanted = range(max(1, reported - self.n_kept + 1), reported + 1)
         newest_kept = range(max(1, self.newest(folder) - self.n_kept + 1), self.newest(folder) + 1)
         assert set(steps) >= set(wanted) & set(newest_kept)
-        for step in steps[-self.n_kept :]:
+        for step in steps[-(n_read or self.n_kept) :]:
             self.check_step(folder, step, must_be_exact=not self.is_lossy or step == steps[-1])
 
     def check_step(self, folder: Path, step: int, *, must_be_exact: bool = True) -> None:

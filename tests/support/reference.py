@@ -75,14 +75,14 @@ def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Co
 
 
 def context_counts(contexts: Patterns, ends: Counts, n_contexts: int) -> NDArray[np.uint32]:
-    """Count the patterns of each context in each quarter of tensors [m] that end there: [m, 4, n_contexts].
+    """Count the patterns of each context in each third of tensors [m] that end there: [m, n_contexts, 3].
 
-    The last quarter has what is left over.
+    The last third has what is left over.
     """
-    counts = np.zeros((len(ends), 4, n_contexts), np.uint32)
+    counts = np.zeros((len(ends), n_contexts, 3), np.uint32)
     for t, own in enumerate(np.split(contexts.astype(np.int64), ends[:-1])):
-        quarters = np.split(own, np.arange(1, 4) * (len(own) // 4))
-        counts[t] = [np.bincount(quarter, minlength=n_contexts) for quarter in quarters]
+        thirds = np.split(own, np.arange(1, 3) * (len(own) // 3))
+        counts[t] = np.transpose([np.bincount(third, minlength=n_contexts) for third in thirds])
     return counts
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from ckptz.format import reader
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.methods.method import Method
 from ckptz.torch import load_file
+from ckptz.training.checkpointer import SaveReport
 from ckptz.training.restoring import Restored
 from ckptz.training.snapshot import Snapshot
 from tests.support.checkpointer_support import (
@@ -313,3 +315,31 @@ def test_a_save_decodes_as_much_however_long_its_chain_is(
     assert [(tmp_path / "held" / name).read_bytes() for name in files] == [
         (tmp_path / "anew" / name).read_bytes() for name in files
     ]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_on_save_is_given_each_report(tmp_path: Path, background: bool) -> None:
+    run, reports = Run(), list[SaveReport]()
+    with run.checkpointer(tmp_path, background=background, on_save=reports.append) as checkpointer:
+        for step in (1, 2, 3):
+            run.step()
+            checkpointer.save(step)
+            last = checkpointer.wait()
+            assert reports[-1] == last
+    assert [report.step for report in reports] == [1, 2, 3]
+    assert all(report.stored_bytes for report in reports)
+
+
+def test_what_on_save_raises_costs_no_step(tmp_path: Path) -> None:
+    run = Run()
+
+    def fail(report: SaveReport) -> None:
+        raise OSError("the logger is gone")
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with run.checkpointer(tmp_path, background=False, on_save=fail) as checkpointer:
+            run.step()
+            checkpointer.save(1)
+            assert checkpointer.steps() == (1,)
+    assert [str(w.message) for w in said] == ["on_save raised OSError: the logger is gone; step 1 is saved"]
