@@ -23,7 +23,7 @@ from ckptz.kernels.floats import Patterns
 from ckptz.parallel import Recent
 
 HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit patterns, with its base
-MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
+MAX_PLANS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class EncodingPlans:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
-        self._held: Recent[EncodingPlan] = Recent(MAX_DRAFTS, lambda _: 1)
+        self._held: Recent[EncodingPlan] = Recent(MAX_PLANS, lambda _: 1)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

@@ -28,7 +28,7 @@ from ckptz.encode.moments import (
     log_level_step,
     row_labels,
 )
-from ckptz.encode.restored import MAX_DRAFTS, CachedTensor, EncodingPlans
+from ckptz.encode.restored import MAX_PLANS, CachedTensor, EncodingPlans
 from ckptz.encode.tensor import TensorToEncode
 from ckptz.format.caches import CachedChunks
 from ckptz.format.context_rules import Magnitude, Row
@@ -439,7 +439,7 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 
 
 def test_plans_of_long_ago_are_let_go() -> None:
-    made, names = list[str](), [str(i) for i in range(MAX_DRAFTS + 1)]
+    made, names = list[str](), [str(i) for i in range(MAX_PLANS + 1)]
     book, encoding = EncodingPlans(names), EncodingPlan(exact_plan(dtype_of("F32")))
     for name in (*names, names[-1], names[0]):
         book.encoding(name, lambda name=name: made.append(name) or encoding)
