@@ -96,7 +96,7 @@ class FrameSource(TensorSource):
 
     @property
     def cache(self) -> CachedChunks:
-        """What holds the chunks of its file that were read last."""
+        """Give the cache of its file, of the chunks that were read last."""
         return self._container.cache
 
     @functools.cached_property
