@@ -7,7 +7,7 @@ holds a few plans and a few chunks however large the file is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -16,55 +16,57 @@ from numpy.typing import NDArray
 
 from ckptz.encode.chunk import restored_patterns
 from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.format.caches import CachedChunks, Decoded
+from ckptz.format.reader import FrameSource
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, DerivedSource, TensorSource, ViewOf
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import Recent
 
-Decoded = tuple[Patterns, NDArray[np.uint8] | None]
 HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit patterns, with its base
-MAX_DRAFTS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
-
-
-class CachedChunks(Recent[Decoded]):
-    """The chunks of bases and context tensors that were read last: planning and coding ask for them again.
-
-    Args:
-        most: bytes that are held.
-    """
-
-    def __init__(self, most: int = HELD_BYTES) -> None:
-        super().__init__(most, lambda one: sum(part.nbytes for part in one if part is not None))
-
-    def of(self, name: str, source: TensorSource) -> CachedTensor:
-        """Give a tensor whose chunks are held; sources of the same name are of the same values."""
-        return CachedTensor(source, name, self)
+MAX_PLANS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTensor(ViewOf):
-    """A tensor of which chunks are held, patterns and codes from one decoding."""
+    """A tensor of which chunks are held, patterns and codes from one decoding.
 
-    name: str
+    Planning and coding both read bases and context tensors. Where contexts depend on other tensors, two
+    ways through a chain may lead to the same chunk; without a cache their number would grow with every file.
+
+    Attributes:
+        source: the tensor itself.
+        key: in the cache; tensors of the same key have the same values.
+        chunks: the cache.
+    """
+
+    key: Hashable
     chunks: CachedChunks = field(compare=False)
+
+    @classmethod
+    def of_frame(cls, frame: FrameSource) -> CachedTensor:
+        """Read a frame through its file's cache."""
+        return cls(frame, frame, frame.cache)
 
     def _chunk(self, begin: int) -> Decoded:
         end = min(begin + CHUNK_VALUES, self.n_patterns)
         if self.n_codes is None:
-            return self.source.patterns(begin, end), None
-        return self.source.patterns_and_codes(begin, end)
+            return Decoded(self.source.patterns(begin, end), None)
+        return Decoded(*self.source.patterns_and_codes(begin, end))
 
     def _held(self, begin: int) -> Decoded:
-        return self.chunks.get((self.name, begin), lambda: self._chunk(begin))
+        return self.chunks.get((self.key, begin), lambda: self._chunk(begin))
 
     def patterns(self, begin: int, end: int) -> Patterns:
         first = begin // CHUNK_VALUES * CHUNK_VALUES
         if end > first + CHUNK_VALUES:
             return self.source.patterns(begin, end)
-        return self._held(first)[0][begin - first : end - first]
+        patterns = self._held(first).patterns
+        assert patterns is not None
+        return patterns[begin - first : end - first]
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
         first = begin // CHUNK_VALUES * CHUNK_VALUES
-        codes = self._held(first)[1]
+        codes = self._held(first).codes
         return None if codes is None else codes[begin - first : end - first]
 
 
@@ -87,7 +89,7 @@ class EncodingPlans:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
-        self._held: Recent[EncodingPlan] = Recent(MAX_DRAFTS, lambda _: 1)
+        self._held: Recent[EncodingPlan] = Recent(MAX_PLANS, lambda _: 1)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

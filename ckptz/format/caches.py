@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from ckptz.errors import LimitError
 from ckptz.format.context_rules import Block, Row
 from ckptz.format.frame import ChunkRecord, FrameHeader
-from ckptz.kernels.floats import Patterns
 from ckptz.parallel import Recent
 
 MAX_FRAMES: Final = 256  # that one chunk is decoded from; 65 files of three tensors are 195
@@ -102,11 +101,15 @@ def _in_order(wanted: list[Node]) -> dict[Node, list[Node]]:
     return done
 
 
-class ChunkCache(Recent[Patterns]):
-    """The decoded chunks used last, by tensor and number; never to be written to."""
+class CachedChunks(Recent[Decoded]):
+    """The decoded chunks used last, by tensor and first pattern; never to be written to.
 
-    def __init__(self, max_bytes: int = CACHE_BYTES) -> None:
-        super().__init__(max_bytes, lambda patterns: patterns.nbytes)
+    Args:
+        most: bytes that are held.
+    """
+
+    def __init__(self, most: int = CACHE_BYTES) -> None:
+        super().__init__(most, lambda chunk: chunk.n_bytes)
 
 
 class LastChunks:

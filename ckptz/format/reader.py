@@ -22,7 +22,7 @@ from ckptz.errors import (
     naming,
 )
 from ckptz.format.byte_source import ByteSource
-from ckptz.format.caches import ChunkCache, Decoded, DecodedBases, HeaderCache, LastChunks, Node, gather
+from ckptz.format.caches import CachedChunks, Decoded, DecodedBases, HeaderCache, LastChunks, Node, gather
 from ckptz.format.decode import (
     Changes,
     check_stored,
@@ -93,6 +93,11 @@ class FrameSource(TensorSource):
             if header.plan.is_low_rank and LOW_RANK_FEATURE not in self._container.features:
                 raise CorruptionError("is of low rank, and the feature 'low-rank' is not required")
             return header
+
+    @property
+    def cache(self) -> CachedChunks:
+        """Give the cache of its file, of the chunks that were read last."""
+        return self._container.cache
 
     @functools.cached_property
     def base(self) -> TensorSource | None:
@@ -251,11 +256,11 @@ class FrameSource(TensorSource):
 
     def fill(self, index: int, out: Patterns) -> None:
         """Decode chunk `index` into `out`, all its patterns, or copy it if it is kept."""
-        kept = self._container.cache.held((self, index))
+        kept = self.cache.held((self, index * CHUNK_VALUES))
         if kept is None:
             self.decode_chunk(index, out)
         else:
-            out[:] = kept
+            out[:] = kept.patterns
 
     def patterns_and_codes(self, begin: int, end: int) -> tuple[Patterns, NDArray[np.uint8] | None]:
         """Decode patterns and codes of begin..end, which are one chunk, at once."""
@@ -307,11 +312,10 @@ class FrameSource(TensorSource):
 
     def chunk(self, index: int) -> Patterns:
         """Give the patterns of chunk `index`, shared with whoever asked for them before: read only."""
-        return self._container.cache.get((self, index), lambda: self._fresh_chunk(index))
-
-    def _fresh_chunk(self, index: int) -> Patterns:
         begin, end = self._bounds(index)
-        return self.patterns_and_codes(begin, end)[0]
+        kept = self.cache.get((self, begin), lambda: Decoded(*self.patterns_and_codes(begin, end)))
+        assert kept.patterns is not None
+        return kept.patterns
 
     def patterns(self, begin: int, end: int) -> Patterns:
         """Read patterns begin..end; decodes only the chunks that they touch."""
@@ -320,8 +324,8 @@ class FrameSource(TensorSource):
         whole = (begin, end) == (first * CHUNK_VALUES, min(last * CHUNK_VALUES, n_patterns))
         if whole and last - first == 1:
             # Chunk by chunk through a chain: nothing would be read twice, so nothing is kept.
-            kept = self._container.cache.held((self, first))
-            return self._fresh_chunk(first) if kept is None else kept
+            is_kept = self.cache.held((self, begin)) is not None
+            return self.chunk(first) if is_kept else self.patterns_and_codes(begin, end)[0]
         out = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
         for index in range(first, last):
             at, chunk = index * CHUNK_VALUES, self.chunk(index)
@@ -346,20 +350,6 @@ class _DecodedChunk(ViewOf):
     def patterns_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
         """Give both, the patterns only if they were decoded; callers that want codes alone ignore them."""
         return self.chunk.patterns, self.chunk.codes
-
-
-@dataclass(frozen=True, slots=True)
-class CachedFrame(ViewOf):
-    """A frame read through its file's cache of chunks.
-
-    Where contexts depend on other tensors, two ways through a chain may lead to the same chunk; without
-    the cache their number would grow with every member. Planning and encoding both look at a base.
-    """
-
-    source: FrameSource
-
-    def patterns(self, begin: int, end: int) -> Patterns:
-        return self.source.chunk(begin // CHUNK_VALUES)[: end - begin]
 
 
 class InlineFrames:
@@ -399,7 +389,7 @@ class Container:
     def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
         self._source = source
         self.name = source.name  # for messages
-        self.cache = ChunkCache()
+        self.cache = CachedChunks()
         self.headers = HeaderCache()
         self.bases: Mapping[str, TensorSource] = {}  # by name; of a delta set by whoever resolves the chain
         self.last: LastChunks | None = None  # holds chunks for the next file of a run; set by its writer

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from ckptz.encode.coded import CodedSource
 from ckptz.encode.moved import MovedSource, Moves
-from ckptz.encode.restored import CachedChunks
+from ckptz.encode.restored import HELD_BYTES, CachedTensor
 from ckptz.encode.sensitivity import floats_of
 from ckptz.encode.tensor import SideInformation
+from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import DerivedSource, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
@@ -147,11 +148,6 @@ class Lost:
             return np.where(np.isfinite(floats_of(moved, kind)), moved, patterns)
 
         return DerivedSource(weight, moved_patterns)
-
-
-def _rounded_from(master: TensorSource, weight: TensorSource) -> DerivedSource:
-    """Give a weight of 16 bits, rounded from its master."""
-    return DerivedSource(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
 
 
 class Trail:
@@ -289,17 +285,17 @@ class Momentum:
             if (name := trained[parameter].names[one.course.moment]) in restored
         }
         shares = self.trail.shares(trained, self.step, lost)
-        chunks = CachedChunks()
+        chunks = CachedChunks(HELD_BYTES)
         moved = {}
         for parameter, share in shares.items():
             name, weight = trained[parameter].name, trained[parameter].weight
             if share > 0:
-                held = chunks.of(name, lost[parameter].moved(weight, share))
+                held = CachedTensor(lost[parameter].moved(weight, share), name, chunks)
                 moved[name] = MovedSource(weight, held, share)
                 if (rounded := trained[parameter].rounded) is not None:
                     name, weight = rounded
-                    held = chunks.of(name, _rounded_from(held, weight))
-                    moved[name] = MovedSource(weight, held, share)
+                    kept = CachedTensor(_rounded_from(weight, held), name, chunks)
+                    moved[name] = MovedSource(weight, kept, share)
         return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
 
 
@@ -364,6 +360,11 @@ def _master_of(
         if np.array_equal(_rounded(source.patterns(*here), weight), weight.patterns(*here)):
             return name
     return None
+
+
+def _rounded_from(weight: TensorSource, master: TensorSource) -> DerivedSource:
+    """Give a weight of 16 bits, rounded from its master."""
+    return DerivedSource(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
 
 
 def _rounded(patterns: Patterns, to: TensorSource) -> Patterns:

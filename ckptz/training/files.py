@@ -11,10 +11,11 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from ckptz.api.read import available_memory, check_limit, read_tensors
+from ckptz.encode.restored import CachedTensor
 from ckptz.encode.tensor import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.format.index import QualityRecord
-from ckptz.format.reader import CachedFrame, Container, FrameSource
+from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
@@ -348,7 +349,8 @@ def residual_bases(lossy: Checkpoint) -> dict[str, TensorSource]:
 def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
     """Wrap the tensors of a base, so that they read through their file's cache of chunks."""
     return {
-        name: CachedFrame(base) if isinstance(base, FrameSource) else base for name, base in bases.items()
+        name: CachedTensor.of_frame(base) if isinstance(base, FrameSource) else base
+        for name, base in bases.items()
     }
 
 

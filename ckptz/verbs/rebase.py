@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptz.api.read import decoded_chunks
+from ckptz.encode.restored import CachedTensor
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.foreign.inputs import checked_kind
 from ckptz.foreign.targets import PathLike, check_target, file_path, naming_output, paths
 from ckptz.format.byte_source import FileBytes, path_of
 from ckptz.format.publish import publish
-from ckptz.format.reader import CachedFrame, Container, FrameSource
+from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.pages.words import Report
@@ -55,8 +56,8 @@ def _kept_or_anew(tensors: Tensors) -> Tensors:
         if isinstance(source, FrameSource):
             source.check_base()
     return {
-        name: CachedFrame(source) if isinstance(source, FrameSource) and _is_anew(source) else source
-        for name, source in tensors.items()
+        name: CachedTensor.of_frame(one) if isinstance(one, FrameSource) and _is_anew(one) else one
+        for name, one in tensors.items()
     }
 
 

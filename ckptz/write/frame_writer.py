@@ -15,9 +15,10 @@ import msgspec
 from ckptz.encode.chunk import Deviation, EncodedChunk, encode_chunk
 from ckptz.encode.encoding_plan import EncodingPlan
 from ckptz.encode.moved import MovedSource, Moves
-from ckptz.encode.restored import CachedChunks, EncodingPlans, restored_source
+from ckptz.encode.restored import HELD_BYTES, CachedTensor, EncodingPlans, restored_source
 from ckptz.encode.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
 from ckptz.format.bits import xxh64
+from ckptz.format.caches import CachedChunks
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
 from ckptz.format.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
@@ -110,7 +111,7 @@ class _Planning:
     def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
         self.tensors, self.notes = dict(tensors), dict[str, str]()
         self._contents = contents
-        self._chunks = CachedChunks()
+        self._chunks = CachedChunks(HELD_BYTES)
         sources = (contents.recipes[name].context_tensor for name in tensors)
         self._shared = EncodingPlans(name for name in sources if name is not None)
         self._ahead: dict[str, EncodingPlan] = {}  # of first moments, which are a few vectors each
@@ -150,7 +151,7 @@ class _Planning:
         recipe = self._contents.recipes[name]
         if base is None or recipe == EXACT or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
             return base
-        return self._chunks.of(f"base of {name}", base)
+        return CachedTensor(base, f"base of {name}", self._chunks)
 
     def alike(self, chunk: _Chunk) -> tuple[DType, bool] | None:
         """Say with which others a tensor can be encoded: by dtype and having a base; None for none."""
@@ -197,7 +198,7 @@ class _Planning:
         wanted = self._contents.recipes[name].context_tensor
         if wanted is None:
             return context_tensors_of({})
-        return context_tensors_of({wanted: self._chunks.of(wanted, self._restored(wanted, run))})
+        return context_tensors_of({wanted: CachedTensor(self._restored(wanted, run), wanted, self._chunks)})
 
 
 def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:

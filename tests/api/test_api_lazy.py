@@ -18,7 +18,7 @@ from ckptz import CkptzError
 from ckptz.api import read as reading
 from ckptz.errors import ChecksumError, ConfigError, LimitError, MissingBaseError
 from ckptz.format.byte_source import FileBytes
-from ckptz.format.caches import CACHE_BYTES, ChunkCache
+from ckptz.format.caches import CACHE_BYTES, CachedChunks, Decoded
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import CHUNK_VALUES
 from tests.support.api_support import CKPTZ, make, outcome, same
@@ -109,40 +109,12 @@ def test_shapes_and_names_decode_nothing(folder: Path, decoded: Counter[Any]) ->
     assert not decoded
 
 
-def test_the_cache_keeps_what_was_used_last_within_its_bound() -> None:
-    cache, made = ChunkCache(max_bytes=3000), []
-
-    def get(n: int) -> Any:
-        return cache.get(("x", n), lambda: made.append(n) or np.full(1000, n, np.uint8))
-
-    for n in (0, 1, 2, 0, 3, 0, 1):
-        assert get(n)[0] == n
-        assert cache.weight <= 3000
-    assert made == [0, 1, 2, 3, 1]
-    assert len(cache.get(("x", 9), lambda: np.zeros(4000, np.uint8))) == 4000
-    assert cache.weight == 3000
-    cache.clear()
-    assert cache.weight == 0
-
-
-def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
-    cache, made, begin = ChunkCache(), [], threading.Barrier(8)
-
-    def get(_: int) -> Any:
-        begin.wait()
-        return cache.get(("x", 0), lambda: made.append(1) or np.zeros(10, np.uint8))
-
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(get, range(8)))
-    assert len(made) == 1
-    assert all(patterns is found[0] for patterns in found)
-
-
 def test_a_failed_decoding_is_tried_again() -> None:
-    cache = ChunkCache()
+    cache = CachedChunks()
     with pytest.raises(ChecksumError):
         cache.get(("x", 0), lambda: (_ for _ in ()).throw(ChecksumError("changed")))
-    assert cache.get(("x", 0), lambda: np.ones(1, np.uint8))[0] == 1
+    whole = Decoded(np.ones(1, np.uint8), None)
+    assert cache.get(("x", 0), lambda: whole) is whole
 
 
 def random_index(random: np.random.Generator, shape: tuple[int, ...]) -> Any:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ckptz.encode.chunk import MAX_SPARSE_SHARE
-from ckptz.encode.restored import MAX_DRAFTS
+from ckptz.encode.restored import MAX_PLANS
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.caches import Decoded
@@ -318,7 +318,7 @@ def check_moments(tensors: Mapping[str, ArraySource], jobs: int) -> Container:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_more_moments_than_plans_are_held_come_back(jobs: int) -> None:
-    tensors = moments_of(MAX_DRAFTS + 2, 3000)
+    tensors = moments_of(MAX_PLANS + 2, 3000)
     container = check_moments(tensors, jobs)
     grouped = [name for name, source in container.tensors.items() if source.context_tensor_names]
     assert grouped == [name for name in tensors if name.endswith("exp_avg")]

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
+from ckptz.encode.restored import CachedTensor
 from ckptz.errors import (
     ConfigError,
     CorruptionError,
@@ -29,7 +30,7 @@ from ckptz.format.byte_source import FileBytes, MemoryBytes, UrlBytes, path_of
 from ckptz.format.caches import (
     MAX_FRAMES,
     MAX_IDLE_ELEMENTS,
-    ChunkCache,
+    CachedChunks,
     Decoded,
     DecodedBases,
     HeaderCache,
@@ -142,29 +143,29 @@ def test_what_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_chunk_cache_holds_what_was_used_last_and_no_more_than_it_may() -> None:
-    cache = ChunkCache(3 * VALUES.nbytes)
+    cache = CachedChunks(3 * VALUES.nbytes)
     for i in range(3):
-        cache.get(("w", i), lambda: VALUES.copy())
+        cache.get(("w", i), lambda: Decoded(VALUES.copy(), None))
     cache.get(("w", 0), lambda: pytest.fail("it is held"))
-    cache.get(("w", 3), lambda: VALUES.copy())
+    cache.get(("w", 3), lambda: Decoded(VALUES.copy(), None))
     assert cache.weight == 3 * VALUES.nbytes
     again: list[int] = []
-    cache.get(("w", 1), lambda: again.append(1) or VALUES.copy())
+    cache.get(("w", 1), lambda: again.append(1) or Decoded(VALUES.copy(), None))
     assert again == [1]
-    cache.get(("big", 0), lambda: np.zeros(1000, np.uint8))
+    cache.get(("big", 0), lambda: Decoded(np.zeros(1000, np.uint8), None))
     assert cache.weight == 3 * VALUES.nbytes
     cache.clear()
     assert cache.weight == 0
 
 
 def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
-    cache, started, release, calls = ChunkCache(), threading.Event(), threading.Event(), []
+    cache, started, release, calls = CachedChunks(), threading.Event(), threading.Event(), []
 
-    def slow() -> np.ndarray:
+    def slow() -> Decoded:
         calls.append(1)
         started.set()
         release.wait(10)
-        return VALUES
+        return Decoded(VALUES, None)
 
     threads = [threading.Thread(target=cache.get, args=(("w", 0), slow)) for _ in range(2)]
     threads[0].start()
@@ -178,11 +179,11 @@ def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
 
 
 def test_a_chunk_that_another_thread_kept_meanwhile_is_not_kept_twice() -> None:
-    cache = ChunkCache()
+    cache, chunk = CachedChunks(), Decoded(VALUES, None)
 
-    def decode() -> np.ndarray:
-        cache._keep(("w", 0), VALUES)
-        return VALUES
+    def decode() -> Decoded:
+        cache._keep(("w", 0), chunk)
+        return chunk
 
     cache.get(("w", 0), decode)
     assert cache.weight == VALUES.nbytes
@@ -251,7 +252,7 @@ def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
     assert isinstance(source, FrameSource)
     held = reader._DecodedChunk(source, source.decoded(0, False, {}))
-    cached = reader.CachedFrame(source)
+    cached = CachedTensor.of_frame(source)
     assert source.decoded(0, True, {(source, False): held.chunk}) is held.chunk
     for one in (held, cached):
         assert (one.dtype, one.shape) == (source.dtype, source.shape)

@@ -28,8 +28,9 @@ from ckptz.encode.moments import (
     log_level_step,
     row_labels,
 )
-from ckptz.encode.restored import MAX_DRAFTS, CachedChunks, EncodingPlans
+from ckptz.encode.restored import MAX_PLANS, CachedTensor, EncodingPlans
 from ckptz.encode.tensor import TensorToEncode
+from ckptz.format.caches import CachedChunks
 from ckptz.format.context_rules import Magnitude, Row
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.frame import outer_bytes, pack_plan
@@ -438,7 +439,7 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 
 
 def test_plans_of_long_ago_are_let_go() -> None:
-    made, names = list[str](), [str(i) for i in range(MAX_DRAFTS + 1)]
+    made, names = list[str](), [str(i) for i in range(MAX_PLANS + 1)]
     book, encoding = EncodingPlans(names), EncodingPlan(exact_plan(dtype_of("F32")))
     for name in (*names, names[-1], names[0]):
         book.encoding(name, lambda name=name: made.append(name) or encoding)
@@ -467,7 +468,7 @@ class Counting(TensorSource):
 def test_the_chunks_of_a_held_base_are_read_once() -> None:
     source = Counting(CHUNK_VALUES + 4)
     chunks = CachedChunks()
-    for held in (chunks.of("base", source), chunks.of("base", source)):
+    for held in (CachedTensor(source, "base", chunks), CachedTensor(source, "base", chunks)):
         for begin in (0, CHUNK_VALUES):
             codes = held.codes(begin, begin + 4)
             assert codes is not None
@@ -479,7 +480,7 @@ def test_the_chunks_of_a_held_base_are_read_once() -> None:
 def test_held_chunks_are_bounded_and_read_anew_when_they_are_gone() -> None:
     source = Counting(3 * CHUNK_VALUES)
     chunks = CachedChunks(most=12 * CHUNK_VALUES)  # two of them
-    held = chunks.of("base", source)
+    held = CachedTensor(source, "base", chunks)
     for n_read, begin in enumerate((0, CHUNK_VALUES, 2 * CHUNK_VALUES, 0), 1):
         assert held.patterns(begin, begin + 1).tolist() == [begin]
         assert chunks.weight <= 12 * CHUNK_VALUES
