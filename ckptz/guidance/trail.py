@@ -149,16 +149,6 @@ class Lost:
         return DerivedSource(weight, moved_patterns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounded(SourceOf):
-    """A weight of 16 bits, rounded from its master."""
-
-    master: TensorSource
-
-    def patterns(self, begin: int, end: int) -> Patterns:
-        return _rounded(self.master.patterns(begin, end), self.source)
-
-
 class Trail:
     """Samples of the weights of a run as its last save or restore has left them."""
 
@@ -303,7 +293,7 @@ class Momentum:
                 moved[name] = MovedSource(weight, held, share)
                 if (rounded := trained[parameter].rounded) is not None:
                     name, weight = rounded
-                    moved[name] = MovedSource(weight, chunks.of(name, _Rounded(weight, held)), share)
+                    moved[name] = MovedSource(weight, chunks.of(name, _rounded_from(held, weight)), share)
         return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
 
 
@@ -368,6 +358,11 @@ def _master_of(
         if np.array_equal(_rounded(source.patterns(*here), weight), weight.patterns(*here)):
             return name
     return None
+
+
+def _rounded_from(master: TensorSource, weight: TensorSource) -> TensorSource:
+    """Give a weight of 16 bits as it is rounded from its master."""
+    return DerivedSource(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
 
 
 def _rounded(patterns: Patterns, to: TensorSource) -> Patterns:
