@@ -22,7 +22,7 @@ from ckptz.encode.moved import MovedSource, Moves
 from ckptz.encode.restored import CachedChunks
 from ckptz.encode.sensitivity import floats_of
 from ckptz.encode.tensor import SideInformation
-from ckptz.format.sources import DerivedSource, SourceOf, TensorSource
+from ckptz.format.sources import DerivedSource, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in
@@ -149,14 +149,9 @@ class Lost:
         return DerivedSource(weight, moved_patterns)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounded(SourceOf):
-    """A weight of 16 bits, rounded from its master."""
-
-    master: TensorSource
-
-    def patterns(self, begin: int, end: int) -> Patterns:
-        return _rounded(self.master.patterns(begin, end), self.source)
+def _rounded_from(master: TensorSource, weight: TensorSource) -> DerivedSource:
+    """Give a weight of 16 bits, rounded from its master."""
+    return DerivedSource(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
 
 
 class Trail:
@@ -303,7 +298,8 @@ class Momentum:
                 moved[name] = MovedSource(weight, held, share)
                 if (rounded := trained[parameter].rounded) is not None:
                     name, weight = rounded
-                    moved[name] = MovedSource(weight, chunks.of(name, _Rounded(weight, held)), share)
+                    held = chunks.of(name, _rounded_from(held, weight))
+                    moved[name] = MovedSource(weight, held, share)
         return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
 
 
