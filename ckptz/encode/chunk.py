@@ -36,7 +36,7 @@ FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 # From bench/product/weight_sync.py: where more patterns change, a sparse chunk decodes no faster
 # than the dense one, which is smaller.
 MAX_SPARSE_SHARE = 0.25
-MAX_COPIED = 1 << 14  # patterns of a tensor that are copied sooner than passed to kernels by themselves
+MAX_COPIED = 1 << 13  # patterns of a tensor that are copied sooner than passed to kernels by themselves
 _UNCHANGED = (CoderId.CONSTANT, b"\x00")
 # Codes of a lossy chunk, the patterns they decode to, and where these escaped.
 Quantized = tuple[Bytes, Patterns, NDArray[np.intp] | None]

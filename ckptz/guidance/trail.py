@@ -150,6 +150,11 @@ class Lost:
         return DerivedSource(weight, moved_patterns)
 
 
+def _rounded_from(master: TensorSource, weight: TensorSource) -> DerivedSource:
+    """Give a weight of 16 bits, rounded from its master."""
+    return DerivedSource(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
+
+
 class Trail:
     """Samples of the weights of a run as its last save or restore has left them."""
 
@@ -294,7 +299,7 @@ class Momentum:
                 moved[name] = MovedSource(weight, held, share)
                 if (rounded := trained[parameter].rounded) is not None:
                     name, weight = rounded
-                    kept = CachedTensor(_rounded_from(weight, held), name, chunks)
+                    kept = CachedTensor(_rounded_from(held, weight), name, chunks)
                     moved[name] = MovedSource(weight, kept, share)
         return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
 
@@ -360,11 +365,6 @@ def _master_of(
         if np.array_equal(_rounded(source.patterns(*here), weight), weight.patterns(*here)):
             return name
     return None
-
-
-def _rounded_from(weight: TensorSource, master: TensorSource) -> DerivedSource:
-    """Give a weight of 16 bits, rounded from its master."""
-    return DerivedSource(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
 
 
 def _rounded(patterns: Patterns, to: TensorSource) -> Patterns:

@@ -5,6 +5,7 @@ The state of a step follows from its number, so that every process knows what a 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -201,8 +202,15 @@ def accelerate_door(config: Any = ckptz.LOSSLESS) -> Door:
 
 def trainer_door(config: Any = ckptz.LOSSLESS) -> Door:
     def steps(folder: Path) -> list[int]:
-        found = numbers_in(folder, r"checkpoint-(\d+)")
-        return [step for step in found if (folder / f"checkpoint-{step}" / "trainer_state.json").exists()]
+        def is_whole(step: int) -> bool:
+            """Whether the Trainer has written its own state, which comes last, to its end."""
+            try:
+                json.loads((folder / f"checkpoint-{step}" / "trainer_state.json").read_bytes())
+            except (FileNotFoundError, ValueError):
+                return False
+            return True
+
+        return [step for step in numbers_in(folder, r"checkpoint-(\d+)") if is_whole(step)]
 
     def save(folder: Path, n_saves: int, report: Report) -> None:
         from tests.support.trainer_support import trainer, transformers

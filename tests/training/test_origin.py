@@ -14,6 +14,7 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Budget, Checkpointer, KeepPolicy, inspect, log, restore, verify
 from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
+from ckptz.methods.grid import FULL_SHARE
 from ckptz.run import links
 from ckptz.run.prune import prune_folder
 from ckptz.torch import load_file, load_state
@@ -121,7 +122,7 @@ def test_a_file_against_it_has_the_step_of_a_full_file(
     for name in (STEP_1, STEP_2):
         records = [tensor.lossy for tensor in inspect(folder / name).tensors]
         steps.append({one.settings["step"] for one in records if one is not None and one.method == "grid"})
-    assert steps[0] == {full_step or GRID.step / 4}
+    assert steps[0] == {full_step or FULL_SHARE * GRID.step}
     assert max(steps[1]) == GRID.step, "deltas of the run have their own"
 
 
