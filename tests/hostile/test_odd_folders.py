@@ -22,6 +22,7 @@ from ckptz import Checkpointer, Grid, KeepPolicy
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, publish
 from ckptz.format.written import amend_metadata
+from ckptz.run.folder import StepStore
 from ckptz.run.step_files import POSITION_KEY
 from ckptz.store.lock import LOCK_NAME, PREFIX, FileLock, Spool
 from tests.support.cli_support import ckptz as cli
@@ -290,16 +291,16 @@ def test_a_renamed_folder_is_said_to_be(tmp_path: Path) -> None:
 def test_a_lock_that_is_removed_during_a_save_costs_nobody_his_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Checkpointer._write_step
+    real = StepStore.write
 
-    def write(self: Checkpointer, encoder: Any, step: int) -> Any:
+    def write(*given: Any, **options: Any) -> Any:
         (tmp_path / LOCK_NAME).unlink()
         time.sleep(0.3)
-        return real(self, encoder, step)
+        return real(*given, **options)
 
     with Checkpointer(tmp_path, a_model(0)) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpointer, "_write_step", write)
+            patch.setattr(StepStore, "write", write)
             checkpointer.save(1)
             with pytest.raises(OSError, match="was removed"):
                 checkpointer.save(2)  # waits for the first

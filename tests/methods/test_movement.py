@@ -21,6 +21,7 @@ from ckptz.format.plan import LinearTable
 from ckptz.format.sources import CHUNK_VALUES
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
+from ckptz.methods.grid import FULL_SHARE
 from ckptz.methods.method import Method
 from ckptz.numpy import load_file
 from ckptz.store.resolve import open_checkpoint
@@ -356,8 +357,8 @@ def test_more_restores_than_usual_want_finer_steps() -> None:
     given = Grid(step=0.5)
     usual, many = given.expecting(10), given.expecting(40)
     assert given.moments is not None
-    assert (usual.step, usual.full_step, usual.moments) == (0.5, 0.125, given.moments)
-    assert (many.step, many.full_step) == (0.125, 0.03125)
+    assert (usual.step, usual.full_step, usual.moments) == (0.5, 0.5 * FULL_SHARE, given.moments)
+    assert (many.step, many.full_step) == (0.125, 0.125 * FULL_SHARE)
     assert many.moments is not None
     assert many.moments.second_step == given.moments.second_step / 4
     assert many.moments.first_step == given.moments.first_step / 4
@@ -436,10 +437,10 @@ def steps_recorded(folder: Path) -> list[Any]:
     ("options", "expected"),
     [
         ({}, [1.0, 1.0]),  # the newest step is exact: nothing restarts from what is lost
-        ({"keep": LOSSY}, [0.25, 1.0]),
-        ({"keep": LOSSY, "restores": 20}, [0.125, 0.5]),
+        ({"keep": LOSSY}, [FULL_SHARE, 1.0]),
+        ({"keep": LOSSY, "restores": 20}, [FULL_SHARE / 2, 0.5]),
         ({"keep": LOSSY, "restores": 0}, [1.0, 1.0]),
-        ({"restores": 5}, [0.25, 1.0]),
+        ({"restores": 5}, [FULL_SHARE, 1.0]),
     ],
 )
 def test_steps_follow_the_restarts_that_are_expected(
@@ -460,4 +461,4 @@ def test_more_restarts_than_expected_make_steps_finer(tmp_path: Path) -> None:
         ) as saver:  # a new process each time
             saver.restore_latest()
             saver.save(step)
-    assert steps_recorded(tmp_path) == [0.25] + [1.0] * 10 + [0.5] * 3
+    assert steps_recorded(tmp_path) == [FULL_SHARE] + [1.0] * 10 + [0.5] * 3

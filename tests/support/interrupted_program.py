@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ckptz import Checkpointer
+from ckptz.run.folder import StepStore
 from ckptz.training import background
 
 SIGNALS = {"ctrl-c": signal.SIGINT, "caught": signal.SIGINT, "saves": signal.SIGTERM, "flag": signal.SIGUSR1}
-WRITE, PAUSE = Checkpointer._write_step, background.pause
+WRITE, PAUSE = StepStore.write, background.pause
 
 
 class Program:
@@ -32,10 +33,10 @@ class Program:
             folder, self.model, jobs=1, on_save=lambda r: print("saved", r.step, flush=True)
         )
 
-    def write_when_told(self, checkpointer: Checkpointer, encoder: Any, step: int) -> Any:
+    def write_when_told(self, *given: Any, **options: Any) -> Any:
         if not self.go.wait(60):
             raise RuntimeError("nobody opened the gate")
-        return WRITE(checkpointer, encoder, step)
+        return WRITE(*given, **options)
 
     def interrupt(self, lock: Any) -> None:
         background.pause = PAUSE
@@ -77,7 +78,7 @@ class Program:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.kind in ("saves", "flag"):
             signal.signal(SIGNALS[self.kind], self.handle)
-        Checkpointer._write_step = lambda *given: self.write_when_told(*given)  # type: ignore[method-assign]
+        StepStore.write = lambda *given, **options: self.write_when_told(*given, **options)  # type: ignore[method-assign]
         background.pause = self.interrupt
         self.save(1)
         if self.where == "exit":

@@ -362,16 +362,16 @@ class Run:
         self.saved, self.ended = list[int](), list[BaseException]()
         self.at_stop = self.n_calls = 0
         self.checkpointer = Checkpointer(folder, self.model, jobs=1, on_save=self.on_save)
-        self.write = self.checkpointer._write_step
-        self.checkpointer._write_step = self.write_or_fail  # type: ignore[method-assign]
+        self.write = self.checkpointer._store.write
+        self.checkpointer._store.write = self.write_or_fail  # type: ignore[method-assign]
 
     def on_save(self, report: SaveReport) -> None:
         self.saved.append(report.step)
 
-    def write_or_fail(self, encoder: Any, step: int) -> Any:
+    def write_or_fail(self, step: int, *given: Any, **options: Any) -> Any:
         if step == 2 and self.fails:
             raise OSError(28, "No space left on device")
-        return self.write(encoder, step)
+        return self.write(step, *given, **options)
 
     def handle(self, number: int, frame: object) -> None:
         if number == signal.SIGINT:
