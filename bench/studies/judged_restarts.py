@@ -1,4 +1,4 @@
-"""What a budget's two numbers say of each restart, and how a run ends that restarts from such files.
+"""Measures both numbers of a budget at each restart of a run, and how the run ends.
 
     python -m bench.studies.judged_restarts --task NAME ... --arm NAME ... [--seeds N ...] [--report]
 

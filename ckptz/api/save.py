@@ -1,4 +1,4 @@
-"""What saving has in common for all frameworks: checks, order, and the way to the writer.
+"""Saves tensors of any framework: checks their names, orders them, and hands them to the writer.
 
 The writer loads with the first save: who only reads needs none of it.
 """

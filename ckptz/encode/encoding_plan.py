@@ -1,4 +1,4 @@
-"""What an encoder decides for one tensor before its first byte: its plan, and what no reader sees.
+"""Holds what an encoder decides for a tensor before its first byte: its plan, and what no reader sees.
 
 With it goes how often each code occurs in each context, which the frequency tables that contexts share follow
 from.
@@ -127,7 +127,7 @@ class EncodingPlan:
     note: str = ""  # what the user should know, or empty
     # codes by context of each stream, if the planner counted the one chunk there is
     counted: tuple[ContextCounts, ...] = ()
-    # runs with contexts: of each chunk and stream, how often each table codes each code, about
+    # of runs with contexts, by chunk and stream: how often each table has each code, where runs begin
     by_table: tuple[tuple[NDArray[np.int64], ...], ...] = ()
     is_sparse: bool = False  # code a chunk of which few patterns changed by their positions
     # what the file's record says of the planning, beside what was asked

@@ -1,4 +1,4 @@
-"""What is known of a file that has been written, and how its header is changed in its place.
+"""Describes a file that has been written, and changes its header in its place.
 
 What is measured on a file is written into its header later: its frames stay where they are.
 """

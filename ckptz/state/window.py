@@ -1,4 +1,4 @@
-"""Which patterns of a flat tensor an index picks, and how they fall onto chunks.
+"""Finds the patterns of a flat tensor that an index picks, and the chunks that they are in.
 
 With safetensors' own index rules, those of its numpy slices and of every slice under backend="pread": ints,
 slices with bounds inside the tensor and a positive step, and one ellipsis. What it refuses is refused here
