@@ -1,4 +1,4 @@
-"""Chooses the code of each pattern, the encoder's side of a quantization map, keys of stochastic rounding.
+"""Chooses the code of each pattern, the encoder's side of a quantization map, and keys of its rounding.
 
 No frame holds any of it. After a restore the residual of a delta is what training has moved since. Rounding
 it to nearest levels takes part of it back for good: of a movement whose density has the first Fourier
