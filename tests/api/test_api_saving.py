@@ -36,7 +36,7 @@ BIG_ENDIAN = GRID.astype(">f8")
 @pytest.fixture(params=LIBRARIES, ids=str)
 def library(request: Any) -> Library:
     """The library under test."""
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def sorted_same(left: dict[str, Any], right: dict[str, Any]) -> bool:

@@ -225,7 +225,7 @@ def test_a_folder_stays_as_it_is_under_rules_that_mean_nothing(tmp_path: Path) -
     """As a float for a count once made each prune a warning, and steps piled up."""
     save_file(WEIGHTS, tmp_path / "step-1.ckptz")
     with pytest.raises(ConfigError, match="exact must be a whole number"):
-        ckptz.prune(tmp_path, ckptz.KeepPolicy(last=1, exact=1.0))  # type: ignore[arg-type]
+        ckptz.prune(tmp_path, ckptz.KeepPolicy(last=1, exact=1.0))
     assert [path.name for path in tmp_path.iterdir()] == ["step-1.ckptz"]
 
 
@@ -257,7 +257,7 @@ def test_a_file_does_not_depend_on_the_type_of_a_number(scalar: Callable[[float]
 
 @pytest.mark.parametrize("scalar", COUNTS)
 def test_a_file_does_not_depend_on_the_type_of_a_count(scalar: Callable[[int], Any], tmp_path: Path) -> None:
-    given = ckptz.KMeans(levels=scalar(6), min_elements=scalar(64), layer_prune=[("head", scalar(0))])  # type: ignore[arg-type]
+    given = ckptz.KMeans(levels=scalar(6), min_elements=scalar(64), layer_prune=[("head", scalar(0))])
     usual = ckptz.KMeans(levels=6, min_elements=64, layer_prune=(("head", 0),))
     assert given == usual
     assert save(WEIGHTS, config=given) == save(WEIGHTS, config=usual)
@@ -275,15 +275,15 @@ def test_whole_numbers_for_others_stay_whole() -> None:
     assert type(ckptz.Grid(step=2).step) is int
     assert type(ckptz.Grid(step=np.int64(2)).step) is int
     assert type(ckptz.Grid(step=np.float64(2)).step) is float
-    assert ckptz.Lossless(sparse=np.True_) == ckptz.Lossless(sparse=True)  # type: ignore[arg-type]
-    assert type(ckptz.Lossless(sparse=np.True_).sparse) is bool  # type: ignore[arg-type]
+    assert ckptz.Lossless(sparse=np.True_) == ckptz.Lossless(sparse=True)
+    assert type(ckptz.Lossless(sparse=np.True_).sparse) is bool
     assert (whole("n", True), real("n", False)) == (1, 0)
     assert not any(isinstance(one, bool) for one in (whole("n", True), real("n", False)))
 
 
 def test_a_limit_of_bytes_may_be_written_as_a_float() -> None:
     for limit in (1e9, float("inf"), np.int64(1 << 30)):
-        assert load(save(WEIGHTS), max_decoded_bytes=limit).keys() == WEIGHTS.keys()  # type: ignore[arg-type]
+        assert load(save(WEIGHTS), max_decoded_bytes=limit).keys() == WEIGHTS.keys()
 
 
 def test_methods_from_elsewhere_are_checked_alike() -> None:

@@ -145,7 +145,6 @@ def test_common_metadata_are_the_checkpoints(folder: Path) -> None:
     opened = open_input(folder)
     assert (opened.kind, opened.stem, opened.metadata) == ("folder", "model", {"format": "pt"})
     assert list(opened.tensors) == ["a", "empty", "b", "c"]  # as they lie in the shards
-    assert opened.sharding is not None
     assert opened.sharding.index_text == (folder / INDEX).read_bytes().decode()
     assert opened.left_out == (".gitattributes",)
     opened.close()
@@ -503,7 +502,6 @@ def test_torch_shards_come_back_as_torch_shards(torch_folder: Path, tmp_path: Pa
     compress(torch_folder, tmp_path / "packed")
     opened = restore(tmp_path / "packed" / "pytorch_model.ckptz", tmp_path / "restored")
     assert list(opened.tensors) == ["wte", "norm"]  # head is a view of wte
-    assert opened.sharding is not None
     assert [shard.tensors for shard in opened.sharding.shards] == [("wte",), ("norm",)]
     assert set(contents_of(tmp_path / "restored")) == set(contents_of(torch_folder))
     for path in torch_folder.glob("pytorch_model-*.bin"):

@@ -122,7 +122,7 @@ def test_frames_decode_alike_where_subnormals_are_flushed(
 def test_codes_are_read_without_values(case: Case) -> None:
     header, chunks = case.encode()
     codes = case.decode_codes(header, [chunk.payload for chunk in chunks])
-    np.testing.assert_array_equal(codes, case.encoding.quantizer.all_codes)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(codes, case.encoding.quantizer.all_codes)
     assert expected_labels(case).max(initial=0) < case.plan.n_contexts
 
 

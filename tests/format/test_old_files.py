@@ -27,5 +27,4 @@ def test_every_file_is_of_the_version_of_its_folder() -> None:
     assert {path.parent.name for path in FILES} >= {FORMAT_VERSION}
     for path in FILES:
         metadata = read_envelope(MemoryBytes(path.read_bytes())).metadata
-        assert metadata is not None
         assert metadata[KEY_VERSION] == path.parent.name

@@ -304,12 +304,12 @@ def test_what_has_no_ranges_is_brought_here(tmp_path: Path) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(b"0123456789")
     pipe = OneWay(path)
-    source = UrlBytes(pipe)  # type: ignore[arg-type]  # what it asks of a path
+    source = UrlBytes(pipe)  # what it asks of a path
     assert source.read(3, 4).tobytes() == b"3456"
     source.close()
     pipe.fault = RuntimeError("the line is dead")
     with pytest.raises(OSError, match="the line is dead"):
-        UrlBytes(pipe)  # type: ignore[arg-type]
+        UrlBytes(pipe)
 
 
 def test_a_url_that_breaks_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +317,7 @@ def test_a_url_that_breaks_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.Mo
     pipe = OneWay(tmp_path / "bytes", breaks=True)
     (tmp_path / "bytes").write_bytes(b"0")
     with pytest.raises(OSError, match="the line is dead"):
-        UrlBytes(pipe)  # type: ignore[arg-type]
+        UrlBytes(pipe)
     assert [path.name for path in tmp_path.iterdir()] == ["bytes"]
 
 
@@ -327,7 +327,7 @@ def test_a_url_that_does_not_end_leaves_no_copy(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(bytes(100))
     monkeypatch.setattr(byte_source, "MAX_UNKNOWN", 99)
     with pytest.raises(OSError, match="does not say how long it is, and it does not end"):
-        UrlBytes(OneWay(path))  # type: ignore[arg-type]
+        UrlBytes(OneWay(path))
     assert [*tmp_path.iterdir()] == [path]
 
 
@@ -348,7 +348,7 @@ class OneWay:
         os.close(write)
         if self.breaks:
             self.fault = OSError(5, "the line is dead")
-        return os.fdopen(read, mode)  # type: ignore[return-value]
+        return os.fdopen(read, mode)
 
 
 def test_paths_of_urls() -> None:

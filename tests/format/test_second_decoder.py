@@ -120,7 +120,7 @@ def random_chain(folder: Path, seed: int) -> list[Path]:
     for step in range(3):
         paths.append(folder / str(seed) / f"{step}.ckptz")
         base = paths[-2] if step else None
-        save_file(state, paths[-1], {"seed": str(seed)}, base=base, **config)  # type: ignore[arg-type]
+        save_file(state, paths[-1], {"seed": str(seed)}, base=base, **config)
         state = moved(state, rng)
     return paths
 

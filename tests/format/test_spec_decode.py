@@ -41,7 +41,7 @@ def names_of(full: str, key: str = "id", value: str = "name") -> dict[int, str]:
 def given(second: Any) -> dict[str, Any]:
     """What the page takes as given, by the names that it uses."""
 
-    class Reading(second.Cursor):  # type: ignore[misc]
+    class Reading(second.Cursor):
         def list(self, n: int, kind: str) -> list[Any]:
             return list(self.many(n, LETTERS[kind]))
 

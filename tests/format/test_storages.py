@@ -276,7 +276,7 @@ def quantized() -> Any:
         return torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)
 
 
-class Subclass(torch.Tensor):  # type: ignore[name-defined,misc]  # torch is an optional import here
+class Subclass(torch.Tensor):  # torch is an optional import here
     pass
 
 

@@ -149,7 +149,7 @@ def call_all(run: Path, config: Any) -> None:
     """Each call works, or says why not in an error of ours or of the system."""
     with Checkpointer(run, a_model(0.0), config=config, keep=KEEP, jobs=1) as checkpointer:
         calls: list[Callable[[], object]] = [lambda: ckptz.log(run), checkpointer.restore_latest]
-        calls += [lambda step=step: checkpointer.restore(step) for step in checkpointer.weights_steps()]  # type: ignore[misc]
+        calls += [lambda step=step: checkpointer.restore(step) for step in checkpointer.weights_steps()]
         for call in calls:
             with contextlib.suppress(CkptzError, OSError):
                 call()
@@ -340,7 +340,6 @@ def test_a_step_that_is_left_stays_exact_while_later_ones_are_removed(
         model = a_model(0)
         with Checkpointer(folder, model, config=CONFIGS["grid"], jobs=1) as checkpointer:
             newest = checkpointer.restore_latest()
-            assert checkpointer.restored is not None
             assert checkpointer.restored.is_exact
         assert torch.equal(model.weight, a_model(newest or 0).weight)
         if is_whole:

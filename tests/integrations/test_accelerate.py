@@ -115,4 +115,4 @@ def test_an_untested_version_says_so_at_import(monkeypatch: pytest.MonkeyPatch) 
 def test_ways_with_checkpoints_of_their_own_are_refused() -> None:
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         with pytest.raises(UnsupportedError, match=kind.value):
-            register(SimpleNamespace(distributed_type=kind))  # type: ignore[arg-type]
+            register(SimpleNamespace(distributed_type=kind))

@@ -168,7 +168,7 @@ def test_reading_a_part_decodes_a_part(tmp_path: Path, monkeypatch: pytest.Monke
         def commit_tensor(self, _: Any, __: Any) -> None: ...
 
     item = ReadItem(LoadItemType.TENSOR, index, sizes[0], index, sizes[1], sizes[2])
-    reader.read_data(LoadPlan([item]), Planner())  # type: ignore[arg-type]
+    reader.read_data(LoadPlan([item]), Planner())
     assert torch.equal(tensor.view(-1), torch.arange(2 << 20, (2 << 20) + 3072, dtype=torch.int32))
     assert len(decoded) <= 1
 
@@ -184,7 +184,7 @@ def test_kmeans_without_ranks(tmp_path: Path) -> None:
 
 def test_a_planner_of_another_kind_hands_out_bytes(tmp_path: Path) -> None:
     class Bytes(DefaultSavePlanner):
-        lookup_object = None  # type: ignore[assignment]
+        lookup_object = None
 
         def resolve_data(self, item: Any) -> Any:
             if item.tensor_data is not None:

@@ -333,7 +333,7 @@ def test_arguments_out_of_range(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="full_every"):
         CkptzIO(full_every=65)
     with pytest.raises(ConfigError, match="LOSSLESS"):
-        CkptzIO(config="kmeans")  # type: ignore[arg-type]
+        CkptzIO(config="kmeans")
     with pytest.raises(TypeError, match="storage_options"):
         CkptzIO().save_checkpoint({}, tmp_path / "0.ckpt", storage_options={})
     with pytest.raises(UnsupportedError, match="s3://"):

@@ -21,7 +21,7 @@ LOSSY = ChainOptions(config=Grid(), exact=0, jobs=1)
 def moves_in(path: Path) -> dict[str, float | None]:
     """The share of each lossy weight."""
     return {
-        tensor.name: tensor.lossy.settings.get("moved")  # type: ignore[misc]
+        tensor.name: tensor.lossy.settings.get("moved")
         for tensor in inspect(path).tensors
         if tensor.lossy is not None and tensor.lossy.role == "weight"
     }

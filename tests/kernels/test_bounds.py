@@ -189,7 +189,7 @@ def test_mutants_are_refused_or_read_as_the_second_decoder_reads_them(
     counts: tuple[int, int, int], pytestconfig: pytest.Config
 ) -> None:
     """Checked kernels stay compiled between runs, as others do."""
-    checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("bounds"))}  # type: ignore[union-attr]
+    checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("bounds"))}
     command = [sys.executable, "-m", "tests.support.bounds_worker", *map(str, counts)]
     run = subprocess.run(command, env=os.environ | checks, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

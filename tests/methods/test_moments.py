@@ -74,7 +74,6 @@ def stored(folder: Path, tensors: dict[str, Array], **moments: Any) -> dict[str,
 def plan_of(folder: Path, name: str, file: str = "state.ckptz") -> Plan:
     checkpoint = open_checkpoint(folder / file)
     try:
-        assert checkpoint.container is not None
         return checkpoint.container.tensors[name].header.plan
     finally:
         checkpoint.close()
@@ -373,7 +372,6 @@ def test_the_file_records_what_was_asked_and_measured(tmp_path: Path) -> None:
     tensors = state()
     save_file(tensors, tmp_path / "a.ckptz", config=Grid())
     checkpoint = open_checkpoint(tmp_path / "a.ckptz")
-    assert checkpoint.container is not None
     records = {e.name: e.lossy for e in checkpoint.container.index.tensors}
     checkpoint.close()
     second, first = records[SECOND], records[FIRST]
@@ -471,7 +469,6 @@ def test_the_chunks_of_a_held_base_are_read_once() -> None:
     for held in (CachedTensor(source, "base", chunks), CachedTensor(source, "base", chunks)):
         for begin in (0, CHUNK_VALUES):
             codes = held.codes(begin, begin + 4)
-            assert codes is not None
             assert codes.tolist() == [0, 1, 2, 3]
             assert held.patterns(begin + 1, begin + 3).tolist() == [begin + 1, begin + 2]
         assert (held.n_codes, source.n_read) == (3, 2)

@@ -165,7 +165,6 @@ def written(
 def record_of(folder: Path, name: str, tensor: str = WEIGHT) -> LossyRecord:
     checkpoint = open_checkpoint(folder / f"{name}.ckptz")
     try:
-        assert checkpoint.container is not None
         [record] = [e.lossy for e in checkpoint.container.index.tensors if e.name == tensor]
         assert record is not None
         return record
@@ -177,9 +176,7 @@ def step_of(folder: Path, name: str) -> float:
     """The step of a weight's grid, which is the same for all rows."""
     checkpoint = open_checkpoint(folder / f"{name}.ckptz")
     try:
-        assert checkpoint.container is not None
         quant_map = checkpoint.container.tensors[WEIGHT].header.plan.quant_map
-        assert quant_map is not None
         assert isinstance(quant_map.table, LinearTable)
         [step] = quant_map.table.scale
         return float(step)
@@ -359,7 +356,6 @@ def test_more_restores_than_usual_want_finer_steps() -> None:
     assert given.moments is not None
     assert (usual.step, usual.full_step, usual.moments) == (0.5, 0.5 * FULL_SHARE, given.moments)
     assert (many.step, many.full_step) == (0.125, 0.125 * FULL_SHARE)
-    assert many.moments is not None
     assert many.moments.second_step == given.moments.second_step / 4
     assert many.moments.first_step == given.moments.first_step / 4
     assert replace(given, full_step=1.0).expecting(40).full_step == 1.0
@@ -369,9 +365,7 @@ def load_steps(path: Path) -> float:
     """The step of a file's weight, which has one for all rows."""
     checkpoint = open_checkpoint(path)
     try:
-        assert checkpoint.container is not None
         quant_map = checkpoint.container.tensors[WEIGHT].header.plan.quant_map
-        assert quant_map is not None
         assert isinstance(quant_map.table, LinearTable)
         return float(quant_map.table.scale[0])
     finally:
@@ -397,7 +391,7 @@ def trained(rate: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0)
     for _ in range(5):
         optimizer.zero_grad()
-        model(torch.randn(16, 128)).square().mean().backward()  # type: ignore[no-untyped-call]
+        model(torch.randn(16, 128)).square().mean().backward()
         optimizer.step()
     return model, optimizer
 

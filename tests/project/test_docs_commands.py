@@ -181,7 +181,6 @@ def verbs() -> dict[str, set[str]]:
     found = {}
     for name in main.list_commands(context):
         command = main.get_command(context, name)
-        assert command is not None
         params = command.get_params(context)
         found[name] = {one for param in params for one in (*param.opts, *param.secondary_opts)}
 

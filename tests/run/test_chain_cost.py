@@ -60,7 +60,7 @@ def test_headers_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatc
     cache, parsed = HeaderCache(max_bytes=10), []
 
     def get(name: str, weight: int) -> None:
-        cache.get(name, lambda: parsed.append(name) or weight)  # type: ignore[func-returns-value,arg-type,return-value]
+        cache.get(name, lambda: parsed.append(name) or weight)
 
     for name, weight in (
         ("a", 4),

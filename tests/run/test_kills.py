@@ -96,7 +96,7 @@ def trainer_job(folder: Path, reported: Reported, rank: int) -> None:
     del rank
     from tests.support.trainer_support import checkpoints, transformers
 
-    class Report(transformers.TrainerCallback):  # type: ignore[misc]
+    class Report(transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             reported.begin()
 

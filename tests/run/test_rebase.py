@@ -135,7 +135,6 @@ def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
     rebased = rebase(tmp_path / "2.ckptz", tmp_path / "alone.ckptz")
     wanted = {base.file: base.n_tensors for base in rebased.bases}
     with contextlib.closing(open_checkpoint(tmp_path / "alone.ckptz")) as alone:
-        assert alone.container is not None
         names = [set(base.tensors) for base in alone.container.inline]
     assert [len(found) for found in names] == list(wanted.values())
     assert "new" in names[0]
@@ -439,7 +438,6 @@ def test_frames_of_bases_are_checked_against_their_own_entries(tmp_path: Path) -
     """Two frames of a base that change places decode, but to tensors that the index does not name."""
     raw = bytearray(a_small_file(tmp_path))
     with contextlib.closing(open_source(MemoryBytes(bytes(raw)))) as opened:
-        assert opened.container is not None
         first, second, _ = (s.entry for s in opened.container.inline[0].tensors.values())
     offset = 8 + int.from_bytes(raw[:8], "little")
     assert first.n_bytes == second.n_bytes

@@ -58,7 +58,7 @@ def check_whole(folder: Path, prepared: Path, steps: set[int]) -> None:
     assert set(found.full_steps) >= steps
     for step in steps:
         for kind in ("weights", "state"):
-            for member in store.chain(StepFile(step, kind), found.sizes):  # type: ignore[arg-type]
+            for member in store.chain(StepFile(step, kind), found.sizes):
                 assert (folder / member.name).samefile(prepared / member.name)
 
 
@@ -134,7 +134,6 @@ def test_a_save_that_cannot_read_the_newest_header_keeps_the_run(
         checkpointer.restore_latest()
         checkpointer.save(N_SAVED + 1)
         report = checkpointer.wait()
-        assert report is not None
         assert "step-00000006.ckptz cannot be read" in report.notes[0]
         check_whole(folder, prepared, set(range(1, N_SAVED + 1)))
 
@@ -152,7 +151,6 @@ def test_a_step_is_saved_whatever_becomes_of_the_older_ones(
         run.step()
         checkpointer.save(N_SAVED + 1)
         report = checkpointer.wait()
-        assert report is not None
         assert "older steps stay" in report.notes[-1]
         assert {*checkpointer.steps()} >= {1, 2, 3, 4, N_SAVED + 1}, "5 is its base"
         monkeypatch.undo()
@@ -234,7 +232,6 @@ def test_a_base_that_others_delete_while_it_is_used_makes_a_full_file(
         monkeypatch.setattr(StepEncoder, "weights", deleting)
         checkpointer.save(N_SAVED + 1)
         report = checkpointer.wait()
-        assert report is not None
         assert "weights: stored as a full file, because the base cannot be read" in report.notes[0]
         checkpointer.close()
         assert loss_after(folder) == (N_SAVED + 1, expected[N_SAVED + 1])
@@ -265,6 +262,6 @@ def test_a_marker_that_a_removal_left_does_not_hide_a_new_step(prepared: Path) -
         checkpointer.restore_latest()
         checkpointer._store.lock()
         for kind in ("weights", "state"):
-            (folder / StepFile(N_SAVED + 1, kind).marker).touch()  # type: ignore[arg-type]
+            (folder / StepFile(N_SAVED + 1, kind).marker).touch()
         checkpointer.save(N_SAVED + 1)
         assert checkpointer.steps() == (N_SAVED + 1,)

@@ -56,7 +56,7 @@ def test_other_files_are_not_taken_for_steps(name: str) -> None:
 
 
 def test_a_step_is_there_when_its_weights_are() -> None:
-    both = {StepFile(s, k).name: 1 for s in (1, 2, 3) for k in ("weights", "state")}  # type: ignore[arg-type]
+    both = {StepFile(s, k).name: 1 for s in (1, 2, 3) for k in ("weights", "state")}
     names = {
         **both,
         StepFile(4, "state").name: 1,  # its writer was killed between the two
@@ -94,7 +94,7 @@ def test_rules_name_what_stays(rules: KeepRules, kept: set[int]) -> None:
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"best": -1}, {"exact": -1}])
 def test_rules_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        KeepPolicy(**wrong)  # type: ignore[arg-type]
+        KeepPolicy(**wrong)
 
 
 def test_rules_of_the_command_line() -> None:
@@ -174,7 +174,7 @@ def test_a_step_may_be_a_whole_number_of_any_library(tmp_path: Path, kind: Any) 
         assert ck.steps() == (1, 2)
         for wrong in (None, 3.0, "3", -1, 1 << 63):
             with pytest.raises(ConfigError, match="a step is a whole number"):
-                ck.save(wrong)  # type: ignore[arg-type]
+                ck.save(wrong)
     assert Publisher(tmp_path / "weights").publish({"w": torch.ones(2)}, kind(3)).step == 3
 
 
@@ -186,7 +186,7 @@ def test_a_metric_may_be_a_number_of_any_library(tmp_path: Path, kind: Any) -> N
             ck.save(step, metric=kind(step))
         assert ck.steps() == (1, 3)
         with pytest.raises(ConfigError, match="metric must be a number"):
-            ck.save(4, metric=torch.ones(2))  # type: ignore[arg-type]
+            ck.save(4, metric=torch.ones(2))
         assert ck.steps() == (1, 3)
 
 

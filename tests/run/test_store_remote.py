@@ -55,7 +55,7 @@ class Stream(io.RawIOBase):
         super().close()
 
 
-class Streams(fsspec.AbstractFileSystem):  # type: ignore[misc]
+class Streams(fsspec.AbstractFileSystem):
     """A file system that can neither seek nor rename."""
 
     protocol = "streams"
@@ -177,7 +177,7 @@ def test_an_upload_that_was_cut_off_is_no_step(url: str) -> None:
     expected = Run().losses(4)
     save_steps(url, 1, 3)
     for kind in ("weights", "state"):
-        file = StepFile(3, kind)  # type: ignore[arg-type]
+        file = StepFile(3, kind)
         fs, path = fsspec.core.url_to_fs(f"{url}/{file.name}")
         fs.pipe_file(path, fs.cat_file(path)[:-30])
     assert loss_after(url) == (2, expected[2])
@@ -235,7 +235,7 @@ def test_an_exact_head_is_uploaded_before_its_weights_and_comes_back(
 def test_a_head_that_was_cut_off_is_told_of(url: str) -> None:
     save_steps(url, 1, 1, config=GRID)
     for kind in ("weights", "state"):
-        fs, path = fsspec.core.url_to_fs(f"{url}/{StepFile(1, kind, is_exact=True).name}")  # type: ignore[arg-type]
+        fs, path = fsspec.core.url_to_fs(f"{url}/{StepFile(1, kind, is_exact=True).name}")
         fs.pipe_file(path, fs.cat_file(path)[:-30])
     with pytest.warns(RuntimeWarning, match="restored with what it loses"):
         assert loss_after(url)[0] == 1

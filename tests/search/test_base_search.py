@@ -83,7 +83,7 @@ def test_only_a_plain_file_that_fits_is_read_whole(chain: Chain, monkeypatch: py
 
     def noted(tensors: object) -> str:
         hashed.append(tensors)
-        return content_id_of(tensors)  # type: ignore[arg-type]
+        return content_id_of(tensors)
 
     monkeypatch.setattr(resolve, "content_id_of", noted)
     resolve.open_checkpoint(report.output).close()

@@ -142,7 +142,7 @@ def test_forms_are_those_of_the_grammar(value: Any, node: Any) -> None:
 
 def test_a_state_dict_keeps_its_metadata() -> None:
     state = OrderedDict(w=1)
-    state._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    state._metadata = OrderedDict({"": {"version": 2}})
     assert through_json(state)._metadata == {"": {"version": 2}}
 
 
@@ -163,7 +163,7 @@ Pair = namedtuple("Pair", "a b")
 
 def with_attribute() -> OrderedDict[str, int]:
     mapping: OrderedDict[str, int] = OrderedDict()
-    mapping.note = 1  # type: ignore[attr-defined]
+    mapping.note = 1
     return mapping
 
 

@@ -38,7 +38,7 @@ from tests.support.tree_support import (  # noqa: E402
 )
 
 
-class Subclass(torch.Tensor):  # type: ignore[name-defined,misc]  # torch is an optional import here
+class Subclass(torch.Tensor):  # torch is an optional import here
     pass
 
 

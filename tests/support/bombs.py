@@ -33,9 +33,9 @@ def flat_table(n_contexts: int) -> bytes:
 
 def _file(frames: Mapping[str, Frame], features: str = "lossless,maps", **given: object) -> bytes:
     """The bytes of a file whose index is deflated."""
-    file = File(frames, features=features, **given)  # type: ignore[arg-type]
+    file = File(frames, features=features, **given)
     text = file.packed_index()[1:]
-    return File(frames, features=features, packed=b"\1" + zlib.compress(text, 9), **given).bytes()  # type: ignore[arg-type]
+    return File(frames, features=features, packed=b"\1" + zlib.compress(text, 9), **given).bytes()
 
 
 def outer_vectors() -> bytes:

@@ -151,7 +151,6 @@ def expected_patterns(case: Case) -> Array:
 def _prediction(case: Case, i: int, kind: int) -> int:
     """F32 pattern of the predictor of element i."""
     if case.plan.predictor is Predictor.BASE:
-        assert case.base is not None
         return int(reference.to_f32(case.base.patterns(i, i + 1), kind)[0])
     if isinstance(case.plan.outer, LowRank):
         return _sum_of_terms(case.plan.outer, i)
@@ -195,7 +194,6 @@ def _label(case: Case, rule: ContextRule, i: int, row_patterns: int) -> int:
         codes = None if case.base is None else case.base.codes(i, i + 1)
         return 0 if codes is None else int(codes[0])
     source = case.context_tensor if rule.source else case.base
-    assert source is not None
     pattern = source.patterns(i, i + 1)
     return int(pattern[0]) >> (8 * pattern.itemsize - 9) & 0xFF
 

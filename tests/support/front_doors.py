@@ -217,7 +217,7 @@ def trainer_door(config: Any = ckptz.LOSSLESS) -> Door:
 
         step = max(steps(folder), default=0)
 
-        class Follow(transformers.TrainerCallback):  # type: ignore[misc]
+        class Follow(transformers.TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 with torch.no_grad():
                     kwargs["model"].lm_head.weight.flatten()[:2000].copy_(

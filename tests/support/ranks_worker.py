@@ -236,14 +236,14 @@ def a_failing_rank(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     state = sharded(whole(), n_ranks)
     writer = CkptzStorageWriter(folder / "failing", options=KMEANS, timeout=TIMEOUT)
     if rank == 1:
-        dcp_write.Gathered = _Failing  # type: ignore[misc, assignment]
+        dcp_write.Gathered = _Failing
     start = time.monotonic()
     try:
         dcp.save(state, storage_writer=writer)
     except CheckpointException as error:
         return {"error": str(error), "seconds": time.monotonic() - start}
     finally:
-        dcp_write.Gathered = _Gathered  # type: ignore[misc]
+        dcp_write.Gathered = _Gathered
     return {}
 
 
@@ -295,7 +295,7 @@ def a_lost_rank(run: Path, steps: Sequence[int], n_ranks: int, timeout: timedelt
             place = run / f"step-{step}"
             dcp.save(state, checkpoint_id=place, storage_writer=writer, process_group=group)
             if dist.get_rank() == n_ranks - 1:
-                dcp_write.write_index = dcp_write.merged_guides = _die  # type: ignore[assignment]
+                dcp_write.write_index = dcp_write.merged_guides = _die
     except (CheckpointException, RuntimeError) as error:
         return {"error": str(error), "seconds": time.monotonic() - start, "newest": latest(run)}
     return {}

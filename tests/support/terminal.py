@@ -139,7 +139,7 @@ def _wait_for_ctrl_c() -> None:
         os.write(1, WAITING.encode())
         time.sleep(TIMEOUT)
 
-    FileBytes.__init__ = opening  # type: ignore[method-assign]
+    FileBytes.__init__ = opening
 
 
 if __name__ == "__main__":

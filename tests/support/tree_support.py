@@ -43,7 +43,7 @@ class UntypedPickler(pickle.Pickler):
         if type(value) is not torch.Tensor:
             return NotImplemented
         place = (value.storage_offset(), tuple(value.shape), value.stride(), False)
-        rebuild = torch._utils._rebuild_tensor_v3  # type: ignore[attr-defined]  # torch has no public name
+        rebuild = torch._utils._rebuild_tensor_v3  # torch has no public name
         return rebuild, (value.untyped_storage(), *place, OrderedDict(), value.dtype, {})
 
 

@@ -67,7 +67,7 @@ def follow_and_be_killed(folder: Path, live: State, after: float, n_begun: int) 
             left -= 1
             real(self)
 
-        patch._Edit.apply = slowly  # type: ignore[method-assign]
+        patch._Edit.apply = slowly
         try:
             Follower(folder, jobs=1).apply_to(live)
         finally:

@@ -178,9 +178,9 @@ def test_steps_out_of_range(tmp_path: Path, step: int) -> None:
 def test_options_out_of_range(tmp_path: Path) -> None:
     for options in ({"full_every": 0}, {"full_every": 65}, {"keep_full": 0}):
         with refused(ConfigError, next(iter(options))):
-            Publisher(tmp_path, **options)  # type: ignore[arg-type]
+            Publisher(tmp_path, **options)
     with refused(ConfigError, "check must be one of"):
-        Follower(tmp_path, check="all")  # type: ignore[arg-type]
+        Follower(tmp_path, check="all")
 
 
 # --- atomic ---------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ def models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
 
     def channels_last() -> nn.Module:
         made = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(3, 4))
-        return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return made.to(memory_format=torch.channels_last)
 
     return {
         "AdamW": lambda: with_(linear(), torch.optim.AdamW, amsgrad=True),
@@ -93,7 +93,7 @@ def models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
         "frozen": lambda: with_(frozen(), torch.optim.AdamW),
         "tied": lambda: with_(tied(), torch.optim.AdamW),
         "bf16": lambda: with_(linear().bfloat16(), torch.optim.AdamW),
-        "compiled": lambda: with_(torch.compile(linear(), backend="eager"), torch.optim.AdamW),  # type: ignore[arg-type]
+        "compiled": lambda: with_(torch.compile(linear(), backend="eager"), torch.optim.AdamW),
         "two optimizers": two,
         "channels last": lambda: with_(channels_last(), torch.optim.AdamW),
         "no optimizer": lambda: (linear(), None),
@@ -133,7 +133,6 @@ def test_models_and_optimizers_of_all_kinds_resume_exactly(
             one_step(model, optimizer)
         checkpointer.save(n_before)
         report = checkpointer.wait()
-        assert report is not None
         assert (report.exact_bytes > 0) == (config is not LOSSLESS)
         saved = bits_of(model, optimizer)
         expected = [one_step(model, optimizer) for _ in range(4)]
@@ -290,7 +289,7 @@ def test_a_save_decodes_as_much_however_long_its_chain_is(
 
     def counting(name: str) -> None:
         decode = getattr(reader, name)
-        monkeypatch.setattr(reader, name, lambda *a: decoded.append(name) or decode(*a))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(reader, name, lambda *a: decoded.append(name) or decode(*a))
 
     def counts(folder: Path) -> list[int]:
         """Chunks that each save from the second delta on decodes."""

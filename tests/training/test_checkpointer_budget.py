@@ -107,7 +107,6 @@ def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: A
     exact, quality = run.state(), error_to(run.state())
     with saved(tmp_path, run, budget=Budget(quality, 0.05), config=config, keep=LOSSY) as report:
         search = report.search
-    assert search is not None
     assert search.is_met
     assert search.method == ("kmeans" if isinstance(config, KMeans) else "grid")
     index = inspect(tmp_path / "step-00000001.ckptz")
@@ -142,10 +141,8 @@ def test_later_saves_begin_where_the_one_before_ended(tmp_path: Path) -> None:
                 reports.append(report_of(checkpointer).search)
                 run.trained(1)
     first, *later = reports
-    assert first is not None
     assert len(first.trials) <= 8
     for search in later:
-        assert search is not None
         assert search.is_met
         assert len(search.trials) <= 3
     with Training().checkpointer(tmp_path) as checkpointer:
@@ -157,7 +154,6 @@ def test_a_budget_that_nothing_keeps_gives_lossless_files(tmp_path: Path) -> Non
     run = Training().trained(2)
     exact = run.state()
     with saved(tmp_path, run, budget=Budget(error_to(exact), 0.0)) as report:
-        assert report.search is not None
         assert report.search.is_met is False
         assert report.search.config is None
         assert any("nothing that was tried keeps the budget" in note for note in report.notes)
@@ -261,7 +257,6 @@ def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp
         for step in (1, 2):  # a full file and a delta
             checkpointer.save(step)
             search = report_of(checkpointer).search
-            assert search is not None
             assert search.is_met
             run.trained(1)
     for step in (1, 2):
@@ -401,7 +396,6 @@ def test_a_budget_and_a_calibration_go_together(tmp_path: Path) -> None:
     exact = run.state()
     budget = Budget(error_to(exact), 0.05)
     with saved(tmp_path, run, budget=budget, calibration=run.calibration, keep=LOSSY) as report:
-        assert report.search is not None
         assert report.search.is_met
     other = Training(seed=1).trained(1)
     with other.checkpointer(tmp_path) as checkpointer:

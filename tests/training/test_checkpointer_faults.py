@@ -73,7 +73,7 @@ class Aborting:
                 os._exit(ABORTED)
             return write(file, data)
 
-        publish.EagerFile.write = halved  # type: ignore[assignment, method-assign]
+        publish.EagerFile.write = halved
         for name in ("fsync", "replace", "unlink"):
             setattr(os, name, self.wrap(getattr(os, name)))
 

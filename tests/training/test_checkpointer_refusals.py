@@ -30,7 +30,7 @@ def test_a_step_is_saved_once_and_after_those_that_are_there(tmp_path: Path) -> 
             checkpointer.save(3)
         for step in (-1, 5.0, "5"):
             with pytest.raises(ConfigError, match="whole number from 0 to below"):
-                checkpointer.save(step)  # type: ignore[arg-type]
+                checkpointer.save(step)
         checkpointer.restore(2)
         with pytest.raises(ConfigError, match="discard_after"):
             checkpointer.save(3)
@@ -58,7 +58,7 @@ def test_arguments_out_of_range_are_refused(tmp_path: Path, options: dict[str, A
 
 def test_a_state_dict_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module, got OrderedDict"):
-        Checkpointer(tmp_path, linear().state_dict())  # type: ignore[arg-type]
+        Checkpointer(tmp_path, linear().state_dict())
 
 
 def test_maybe_save_needs_to_know_when(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_other_extras_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="extra 'position' was saved, and is not given now"):
         Checkpointer(tmp_path, linear()).restore(1)
     with pytest.raises(ConfigError, match="extra 'file' is a PosixPath"):
-        Checkpointer(tmp_path, linear(), extra={"file": Path()}).save(2)  # type: ignore[dict-item]
+        Checkpointer(tmp_path, linear(), extra={"file": Path()}).save(2)
 
 
 def test_values_that_need_code_are_named(tmp_path: Path) -> None:
@@ -255,7 +255,6 @@ def test_a_save_against_a_damaged_base_is_a_full_file(tmp_path: Path) -> None:
         run.step()
         checkpointer.save(2)
         report = checkpointer.wait()
-        assert report is not None
         assert "weights: stored as a full file, because the base cannot be read" in " ".join(report.notes)
         before = state_of(run)
         run.step()

@@ -198,7 +198,7 @@ def everything(run: Run) -> list[Any]:
         run.shuffle.get_state(),
         dict(run.position),
         random.getstate(),
-        np.random.get_state()[1].tolist(),  # type: ignore[union-attr, index]
+        np.random.get_state()[1].tolist(),
         torch.get_rng_state(),
     ]
 

@@ -150,7 +150,6 @@ def test_settings_that_are_not_known_have_no_course() -> None:
     adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "weight_decay": 0.1}
     state = {"step": 7.0, "exp_avg": 0, "exp_avg_sq": 0}
     found = course_of(adam, state)
-    assert found is not None
     assert found.weight_decay == 0
     assert course_of(adam, state, is_adamw=True) == replace(found, weight_decay=0.1)
     odd: list[dict[str, Any]] = [{"lr": None}, {"betas": 0.9}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}]
@@ -280,8 +279,7 @@ def saved(folder: Path, run: Run, steps: tuple[int, ...] = (50, 65), **options: 
 def moves_recorded(folder: Path, step: int) -> dict[str, float | None]:
     tensors = inspect(folder / f"step-{step:08d}.ckptz").tensors
     return {
-        t.name.removeprefix("model."): t.lossy.settings.get("moved") if t.lossy else None  # type: ignore[misc]
-        for t in tensors
+        t.name.removeprefix("model."): t.lossy.settings.get("moved") if t.lossy else None for t in tensors
     }
 
 
@@ -290,10 +288,8 @@ def test_files_hold_weights_that_have_moved_on(tmp_path: Path, name: str) -> Non
     run = Run(OPTIMIZERS[name], size=256)
     saver = saved(tmp_path, run, config=Grid(step=2**-6))
     report = saver.wait()
-    assert report is not None
     assert not [note for note in report.notes if UNKNOWN in note]
     share = moves_recorded(tmp_path, 65)["weight"]
-    assert share is not None
     assert share > 0.85
     exact, now = flat(run.model.weight), load_file(tmp_path / "step-00000065.ckptz")["model.weight"]
     first, second = run.moments()
@@ -312,7 +308,6 @@ def test_errors_are_recorded_against_the_weights_themselves(tmp_path: Path) -> N
         restored = load_file(tmp_path / "step-00000065.ckptz")[tensor.name]
         exact = run.model.state_dict()[tensor.name.removeprefix("model.")]
         error = (restored - exact).square().mean().sqrt().item()
-        assert tensor.lossy is not None
         assert tensor.lossy.rms_error == pytest.approx(error, rel=1e-3)
 
 
@@ -335,7 +330,6 @@ def test_a_save_right_after_a_restore_moves_nothing(tmp_path: Path) -> None:
         saver.restore(65)
         saver.save(66)
         report = saver.wait()
-    assert report is not None
     assert not [note for note in report.notes if UNKNOWN in note]
     assert moves_recorded(tmp_path, 66) == {"weight": None, "bias": None}
 
@@ -348,7 +342,6 @@ def test_after_a_restart_movement_is_measured_from_what_was_restored(tmp_path: P
         run.train(15)
         saver.save(80)
     share = moves_recorded(tmp_path, 80)["weight"]
-    assert share is not None
     assert 0.7 < share <= 1
 
 
@@ -361,7 +354,6 @@ def test_the_newest_step_comes_back_as_it_was(tmp_path: Path) -> None:
         saver.restore(65)
     np.testing.assert_array_equal(flat(run.model.weight), exact)
     np.testing.assert_array_equal(flat(run.moments()[0]), kept)
-    assert saver.restored is not None
     assert saver.restored.is_exact
 
 
@@ -386,16 +378,15 @@ def test_tied_weights_move_once(tmp_path: Path) -> None:
             self.head.weight = self.weight
 
     run = Run(OPTIMIZERS["AdamW"], size=128)
-    run.model = Tied()  # type: ignore[assignment]
+    run.model = Tied()
     run.optimizer = OPTIMIZERS["AdamW"](list(run.model.parameters()))
     saver = saved(tmp_path, run)
     exact = flat(run.model.weight)
     with saver:
         saver.restore(65)
-    assert run.model.weight is run.model.head.weight  # type: ignore[union-attr]
+    assert run.model.weight is run.model.head.weight
     tensors = inspect(tmp_path / "step-00000065.ckptz").tensors
     assert len(tensors) == 1
-    assert tensors[0].lossy is not None
     assert 0 < float(tensors[0].lossy.settings["moved"]) <= 1
     assert 0 < np.abs(flat(run.model.weight) - exact).max() < 0.5
 
@@ -408,7 +399,7 @@ class Unknown(torch.optim.AdamW):
         for group in self.param_groups:
             del group["amsgrad"]
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         self.param_groups[0]["amsgrad"] = False
         super().step(closure)
         del self.param_groups[0]["amsgrad"]
@@ -441,7 +432,6 @@ def test_new_parameters_stay_and_a_note_says_so(tmp_path: Path) -> None:
         saver.save(65)
         report = saver.wait()
     assert moves_recorded(tmp_path, 65)["weight"] is None
-    assert report is not None
     assert [note for note in report.notes if UNKNOWN in note]
 
 
@@ -461,7 +451,6 @@ def test_a_loop_that_asks_at_every_step_is_known_from_its_first_step(tmp_path: P
             run.train(1)
             saver.maybe_save(step)
     share = moves_recorded(tmp_path, 15)["weight"]
-    assert share is not None
     assert share > 0.5
 
 

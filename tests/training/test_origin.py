@@ -53,7 +53,6 @@ def saved(folder: Path, base: Path | None, n_steps: int = 2, **options: Any) -> 
             run.step()
             checkpointer.save(step)
             report = checkpointer.wait()
-            assert report is not None
             assert not [note for note in report.notes if "full" in note]
     return run
 
@@ -195,7 +194,6 @@ def test_where_it_goes_during_a_run_files_stand_alone(folder: Path, pretrained: 
         pretrained.unlink()
         checkpointer.save(1)
         report = checkpointer.wait()
-    assert report is not None
     assert any("weights: stored as a full file" in note for note in report.notes)
     assert inspect(folder / STEP_1).depth == 0
 
@@ -220,7 +218,6 @@ def test_lossy_steps_are_exact_while_they_are_the_newest(folder: Path, pretraine
     restored = tuned()
     with restored.checkpointer(folder, config=GRID) as checkpointer:
         checkpointer.restore(2)
-        assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact
     assert same(state_of(restored), state_of(run))
     lossy = load_file(folder / STEP_2)
@@ -243,8 +240,6 @@ def test_a_search_tries_files_that_are_stored_against_it(folder: Path, pretraine
         run.step()
         checkpointer.save(1)
         report = checkpointer.wait()
-    assert report is not None
-    assert report.search is not None
     assert report.search.is_met
     assert seen == set(run.model.state_dict())
     assert inspect(folder / STEP_1).depth == 1

@@ -135,6 +135,16 @@ def test_loading_a_topk_model_without_compression_warns_with_the_reason(tmp_path
         Cut(None).load_state_dict(load_file(path))
 
 
+def test_loading_a_file_says_why_its_links_are_needed_unless_they_are_given(tmp_path: Path) -> None:
+    path = tmp_path / "top10.ckptz"
+    save_file({"w": torch.ones(4)}, path, policy_metadata("paper_top10"))
+    with pytest.warns(PolicyWarning, match="have only seen the greatest 10%"):
+        assert load_file(path)["w"].tolist() == [1, 1, 1, 1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_file(path, link_policy="paper_top10")
+
+
 def test_metadata_tells_what_a_model_was_trained_with() -> None:
     metadata = policy_metadata("paper_top10")
     with pytest.warns(PolicyWarning, match="load with the same policy"):
