@@ -17,7 +17,6 @@ from torch import nn
 
 from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, KMeans
 from ckptz.format import reader
-from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.methods.method import Method
 from ckptz.torch import load_file
 from ckptz.training.checkpointer import SaveReport
@@ -31,7 +30,6 @@ from tests.support.checkpointer_support import (
     names_in,
     one_step,
     same,
-    saved_run,
     state_of,
 )
 
@@ -142,17 +140,6 @@ def test_models_and_optimizers_of_all_kinds_resume_exactly(
         assert checkpointer.restored == Restored(step=n_before, is_exact=True)
         assert bits_of(model, optimizer) == saved
         assert [one_step(model, optimizer) for _ in range(4)] == expected
-
-
-def test_saving_changes_nothing_in_the_run(tmp_path: Path) -> None:
-    expected = Run().losses(6)
-    run = Run()
-    with run.checkpointer(tmp_path) as checkpointer:
-        losses = []
-        for step in range(6):
-            checkpointer.save(step)  # also before the optimizer has any state
-            losses.append(run.step())
-    assert losses == expected
 
 
 def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
@@ -273,11 +260,6 @@ def test_the_example_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
         said.append(capsys.readouterr().out)
     assert "from step 0" in said[0]
     assert "from step 20" in said[1]
-
-
-def test_nothing_unfinished_is_left_behind(tmp_path: Path) -> None:
-    saved_run(tmp_path, 3, keep=KeepPolicy(last=1))
-    assert not [name for name in names_in(tmp_path) if name.endswith(TEMPORARY_SUFFIX)]
 
 
 @pytest.mark.parametrize("exact", [0, 1], ids=["lossy", "exact head"])

@@ -139,28 +139,23 @@ def test_what_loses_nothing_has_no_residual(tmp_path: Path) -> None:
     assert checkpointer.restored.is_exact
 
 
-def test_a_state_that_loses_nothing_needs_no_residual_to_be_exact(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(96, 96)
-    with Checkpointer(tmp_path, model, config=KMeans(levels=16)) as checkpointer:
-        checkpointer.save(1)
-        report, weight = checkpointer.wait(), model.weight.detach().clone()
-        torch.nn.init.zeros_(model.weight)
-        checkpointer.restore(1)
-    assert residuals(tmp_path) == {"step-00000001.exact.ckptz"}
-    assert report.exact_bytes == (tmp_path / "step-00000001.exact.ckptz").stat().st_size
-    assert model.weight.equal(weight)
-
-
-def test_a_report_says_what_the_head_takes(tmp_path: Path) -> None:
-    run = Run()
-    with run.checkpointer(tmp_path, config=GRID, background=False) as checkpointer:
+def test_a_report_says_what_the_head_takes_and_a_state_that_loses_nothing_needs_none(tmp_path: Path) -> None:
+    run, model = Run(), torch.nn.Linear(96, 96)
+    with run.checkpointer(tmp_path / "both", config=GRID) as checkpointer:
         run.step()
         checkpointer.save(1)
-        report = checkpointer.wait()
-    sizes = {name: (tmp_path / name).stat().st_size for name in names_in(tmp_path) if "step" in name}
-    assert report.stored_bytes == sum(sizes.values())
-    assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact." in name) > 0
+        both = checkpointer.wait()
+    with Checkpointer(tmp_path / "weights", model, config=KMeans(levels=16)) as checkpointer:
+        checkpointer.save(1)
+        alone, weight = checkpointer.wait(), model.weight.detach().clone()
+        torch.nn.init.zeros_(model.weight)
+        checkpointer.restore(1)
+    assert residuals(tmp_path / "weights") == {"step-00000001.exact.ckptz"}
+    assert model.weight.equal(weight)
+    for report, folder in ((both, tmp_path / "both"), (alone, tmp_path / "weights")):
+        sizes = {path.name: path.stat().st_size for path in folder.glob("step*")}
+        assert report.stored_bytes == sum(sizes.values())
+        assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact." in name) > 0
 
 
 # --- residuals that are not right -----------------------------------------------------------------------

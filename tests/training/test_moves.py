@@ -315,9 +315,8 @@ def test_moves_do_not_add_up_where_nothing_is_restored(tmp_path: Path) -> None:
     run, other = (Run(OPTIMIZERS["AdamW"], size=256) for _ in range(2))
     saved(tmp_path / "one", run, (50, 65, 80, 95))
     saved(tmp_path / "other", other, (50, 80, 95))
-    a, b = (
-        flat(load_file(tmp_path / name / "step-00000095.ckptz")["model.weight"]) for name in ("one", "other")
-    )
+    files = [tmp_path / name / "step-00000095.ckptz" for name in ("one", "other")]
+    a, b = (flat(load_file(file)["model.weight"]) for file in files)
     assert torch.equal(run.model.weight, other.model.weight)
     assert np.abs(a - b).mean() < 0.2 * np.abs(a).mean()
     assert moves_recorded(tmp_path / "one", 95)["weight"] == moves_recorded(tmp_path / "other", 95)["weight"]
@@ -341,8 +340,7 @@ def test_after_a_restart_movement_is_measured_from_what_was_restored(tmp_path: P
         saver.restore(65)
         run.train(15)
         saver.save(80)
-    share = moves_recorded(tmp_path, 80)["weight"]
-    assert 0.7 < share <= 1
+    assert 0.7 < moves_recorded(tmp_path, 80)["weight"] <= 1
 
 
 def test_the_newest_step_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -362,8 +360,7 @@ def test_weights_of_16_bits_are_rounded_once(tmp_path: Path) -> None:
     run.model.to(torch.bfloat16)
     run.optimizer = OPTIMIZERS["AdamW"](list(run.model.parameters()))
     saved(tmp_path, run, config=Grid(step=2**-6))
-    share = moves_recorded(tmp_path, 65)["weight"]
-    assert share is not None
+    assert moves_recorded(tmp_path, 65)["weight"] is not None
     restored = load_file(tmp_path / "step-00000065.ckptz")["model.weight"]
     assert restored.dtype == torch.bfloat16
     assert not torch.equal(restored, run.model.weight)
@@ -405,20 +402,24 @@ class Unknown(torch.optim.AdamW):
         del self.param_groups[0]["amsgrad"]
 
 
-def test_weights_stay_where_nothing_is_known_of_the_optimizer(tmp_path: Path) -> None:
-    run = Run(lambda p: Unknown(p), size=128)
-    saved(tmp_path, run)
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        pytest.param(Unknown, {}, id="an optimizer of which nothing is known"),
+        pytest.param(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), {}, id="a rate of zero"),
+        pytest.param(OPTIMIZERS["AdamW"], {"budget": Budget(lambda _: 1.0, 0.5)}, id="measured by a budget"),
+    ],
+)
+def test_weights_stay_where_nothing_moves_them(tmp_path: Path, make: Make, options: dict[str, Any]) -> None:
+    saved(tmp_path, Run(make, size=128), **options)
     assert moves_recorded(tmp_path, 65) == {"weight": None, "bias": None}
 
 
-def test_frozen_weights_and_rates_of_zero_move_nothing(tmp_path: Path) -> None:
+def test_frozen_weights_stay(tmp_path: Path) -> None:
     run = Run(lambda p: torch.optim.AdamW(p[1:], 1e-3), size=128)
     run.model.weight.requires_grad_(False)
-    saved(tmp_path / "frozen", run)
-    assert moves_recorded(tmp_path / "frozen", 65)["weight"] is None
-    run = Run(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), size=128)
-    saved(tmp_path / "zero", run)
-    assert moves_recorded(tmp_path / "zero", 65) == {"weight": None, "bias": None}
+    saved(tmp_path, run)
+    assert moves_recorded(tmp_path, 65)["weight"] is None
 
 
 def test_new_parameters_stay_and_a_note_says_so(tmp_path: Path) -> None:
@@ -435,23 +436,13 @@ def test_new_parameters_stay_and_a_note_says_so(tmp_path: Path) -> None:
     assert [note for note in report.notes if UNKNOWN in note]
 
 
-def test_what_a_budget_was_measured_on_is_what_is_written(tmp_path: Path) -> None:
-    run = Run(OPTIMIZERS["AdamW"], size=128)
-    budget = Budget(lambda _: 1.0, 0.5)
-    saved(tmp_path, run, budget=budget)
-    assert set(moves_recorded(tmp_path, 65).values()) == {None}
-
-
 def test_a_loop_that_asks_at_every_step_is_known_from_its_first_step(tmp_path: Path) -> None:
     run = Run(OPTIMIZERS["AdamW"], size=128)
-    with Checkpointer(
-        tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY, every=15, background=False
-    ) as saver:
+    with Checkpointer(tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY, every=15) as saver:
         for step in range(1, 16):
             run.train(1)
             saver.maybe_save(step)
-    share = moves_recorded(tmp_path, 15)["weight"]
-    assert share > 0.5
+    assert moves_recorded(tmp_path, 15)["weight"] > 0.5
 
 
 def test_what_does_not_tell_is_not_taken_for_a_share() -> None:
