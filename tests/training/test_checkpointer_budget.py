@@ -408,18 +408,16 @@ def test_a_calibration_of_another_model_is_an_error_that_names_the_tensor(
     foreign = Calibration(other)
     with foreign:
         other["head"](torch.randn(2, 3))
-    with run.checkpointer(tmp_path, config=Grid(), calibration=foreign) as checkpointer:
-        with pytest.raises(CalibrationError, match=r"none of its 1 modules .*'head\.weight'"):
-            checkpointer.save(1)
+    checkpointer = run.checkpointer(tmp_path, config=Grid(), calibration=foreign)
+    with checkpointer, pytest.raises(CalibrationError, match=r"none of its 1 modules .*'head\.weight'"):
+        checkpointer.save(1)
 
 
 def test_calibrations_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     run = Training()
     wrong = (Calibration(run.model), lambda: None, tmp_path / "missing")
     for given, error in zip(wrong, (CalibrationError, ConfigError, FileNotFoundError), strict=True):
-        with (
-            run.checkpointer(tmp_path, config=Grid(), calibration=given) as checkpointer,
-            pytest.raises(error),
-        ):
+        checkpointer = run.checkpointer(tmp_path, config=Grid(), calibration=given)
+        with checkpointer, pytest.raises(error):
             checkpointer.save(1)
     assert not [name for name in names_in(tmp_path) if name.startswith("step-")]

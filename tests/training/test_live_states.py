@@ -219,9 +219,9 @@ def test_a_restore_that_cannot_be_changes_nothing(
         extra["shuffle"] = {}
     before = everything(run)
     words = {"raises": "extra 'refuses' did not take its state.*nothing else had been"}
-    with Checkpointer(tmp_path, run.model, run.optimizer, extra=extra) as checkpointer:
-        with pytest.raises(ConfigError, match=words.get(how, "weights_only=True")):
-            checkpointer.restore(1)
+    checkpointer = Checkpointer(tmp_path, run.model, run.optimizer, extra=extra)
+    with checkpointer, pytest.raises(ConfigError, match=words.get(how, "weights_only=True")):
+        checkpointer.restore(1)
     assert same(everything(run), before)
 
 
