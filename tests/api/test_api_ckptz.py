@@ -1,7 +1,5 @@
 """What the loading API of ckptz has beyond safetensors, and where it differs on purpose."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import re

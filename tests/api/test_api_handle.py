@@ -1,7 +1,5 @@
 """`safe_open` as safetensors has it: the same cases, the same assertions, for both libraries."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref

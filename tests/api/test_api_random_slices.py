@@ -1,7 +1,5 @@
 """Random index expressions: safetensors and ckptz give the same bytes, or errors of the same class."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

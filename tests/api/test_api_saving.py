@@ -1,7 +1,5 @@
 """save, save_file, load, load_file, save_model and load_model as safetensors has them."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import inspect

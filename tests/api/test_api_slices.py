@@ -1,7 +1,5 @@
 """`get_slice(...)[index]` as safetensors has it: PyTorch's rules, or its own stricter ones."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

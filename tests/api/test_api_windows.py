@@ -1,7 +1,5 @@
 """Windows: every index becomes pieces that lie in one chunk each and cover exactly what it picks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Arguments of a wrong type are refused by name, and numbers of other libraries are taken as Python's own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import astuple, field, make_dataclass

@@ -1,7 +1,5 @@
 """How the command line fails: one line, an exit code by cause, old files whole, nothing left behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource

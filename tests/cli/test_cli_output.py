@@ -1,7 +1,5 @@
 """What the terminal shows beside the results: progress, and the notice about compiled kernels."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What the command line does where its output cannot go, and with arguments that are hardly there."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

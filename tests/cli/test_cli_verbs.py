@@ -1,7 +1,5 @@
 """The four verbs on good input: what they write, say and promise."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """`ckptz diff`: every figure against plain numpy, all kinds of inputs, whole steps, and few decodings."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

@@ -1,7 +1,5 @@
 """`ckptz report`: the page has the numbers of the other verbs, and nothing of a file becomes markup."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

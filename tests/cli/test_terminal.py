@@ -1,7 +1,5 @@
 """What somebody sees who runs a verb on a terminal: its first and last lines, Ctrl-C, and 60 columns."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Folders of shards: one checkpoint out of many files, and every file back as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """One call opens every kind of input, by its content; what is none is refused with a remedy."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A model and its optimizer in one file: both come back, moments find their weights, training goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

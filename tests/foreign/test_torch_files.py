@@ -1,7 +1,5 @@
 """Torch files in and out: code, damage and full disks are refused by name; memory stays bounded."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import pickle

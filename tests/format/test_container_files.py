@@ -1,7 +1,5 @@
 """Files written and read through the container alone: what a writer refuses, keeps, copies and amends."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

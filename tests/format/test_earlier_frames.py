@@ -1,7 +1,5 @@
 """Frames copied from an earlier file: the bytes are those of encoding, and what may differ is encoded."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Tensors without patterns: no chunk is decoded, and their frames are held to the same rules."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

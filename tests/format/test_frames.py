@@ -1,7 +1,5 @@
 """Frames: every part of the decode rule comes back as the specification says, on every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Servers that do what they should not: each ends in an error of ours, soon, and nothing is written."""
 
-from __future__ import annotations
-
 import gzip
 import http.server
 import io

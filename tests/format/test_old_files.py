@@ -1,7 +1,5 @@
 """Files of every version of the format decode to what they held; see tests/old/README.md."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

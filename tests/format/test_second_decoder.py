@@ -1,7 +1,5 @@
 """The decoder that was written from the specification alone reads what we write, as a process of its own."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """The specification: its registry and fields are the code's, and its links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

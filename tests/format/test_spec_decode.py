@@ -1,7 +1,5 @@
 """The program of spec/decode.md is run as it stands there, on every valid vector."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -3,8 +3,6 @@
 Here are those too large for vectors; test_vectors.py reads the others, spec/vectors/invalid.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

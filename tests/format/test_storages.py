@@ -1,7 +1,5 @@
 """Nested state taken apart and put together: names, shared memory, strides and flags survive."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The tracker of gradients: what is averaged, when, under which names, and its file."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable

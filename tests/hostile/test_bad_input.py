@@ -1,7 +1,5 @@
 """Damaged and hostile files: one line and an exit code by cause, or else exactly the right tensors."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path

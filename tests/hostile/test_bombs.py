@@ -1,7 +1,5 @@
 """Small files that stand for much, in 2 GiB of address space: a result or an error of ours, soon."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

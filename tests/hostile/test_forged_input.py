@@ -1,7 +1,5 @@
 """Forged files: damage whose checksums fit, absurd claims, valid bombs. Bounded, and an error of ours."""
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Whatever a run's folder holds: the next save succeeds, other calls say why not, nothing outside changes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """accelerate's save_state with models in `.ckptz` files."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`torch.distributed.checkpoint` in one process: our folders, torch's own, and damage to both."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle  # what torch's own folders hold

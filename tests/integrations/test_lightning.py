@@ -1,7 +1,5 @@
 """Lightning with `.ckptz` checkpoints: what is kept resumes, bit for bit, whatever was deleted."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

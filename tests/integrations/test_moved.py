@@ -1,7 +1,5 @@
 """Adapters move weights by lost momentum as a Checkpointer does, where they know the optimizer."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The Hugging Face Trainer with `.ckptz` checkpoints: what is kept resumes, whatever was deleted."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -1,7 +1,5 @@
 """Whole folders of the plain Trainer and of accelerate, and files of Lightning, packed and restored."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -4,8 +4,6 @@ The compiled kernels have no bounds checks: who calls one with positions, codes,
 that come from elsewhere holds them against what is there first. The tables say where; mutants show it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -1,7 +1,5 @@
 """Kernels of numba, and of torch where it has them, give the reference's bits, also without subnormals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The start of a process: little work needs no compiled kernels, and these need no folder of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

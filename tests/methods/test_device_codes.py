@@ -1,7 +1,5 @@
 """Weights coded where they live: the same bytes as on the CPU for the same map, and the same files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Grids: steps that follow sensitivity, closed-loop deltas, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """K-means files end to end: the command line, the Python API, deltas, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from fractions import Fraction
 from pathlib import Path

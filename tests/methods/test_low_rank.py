@@ -1,7 +1,5 @@
 """First moments as sums of few outer products: what is worth its bits is kept, and decodes alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

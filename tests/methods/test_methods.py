@@ -1,7 +1,5 @@
 """A method is one file and one row: one that is registered from outside works in every door."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence

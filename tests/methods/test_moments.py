@@ -1,7 +1,5 @@
 """Optimizer state as Grid stores it: second moments, first moments by their contexts, small tensors."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

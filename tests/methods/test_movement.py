@@ -1,7 +1,5 @@
 """What training has moved since a restore stays in the next file, however small it is beside the grid."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

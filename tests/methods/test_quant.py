@@ -1,7 +1,5 @@
 """Histogram, k-means and partitions: exactness, error bounds, and what becomes of every value."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Error-compensated rounding: what it minimises, inputs that cannot guide it, and calibrated files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pages for users: their links lead somewhere, and the code of some of them runs as it stands there."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

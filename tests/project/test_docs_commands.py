@@ -1,7 +1,5 @@
 """Every command that the pages show runs here, in a folder with the files that it names."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The site: every public name has a page and a docstring, and every error its remedy."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """What decoding a chain costs: linear in its length, whatever its frames depend on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`ckptz log`, and what every verb says of a chain of which a member is missing, renamed or altered."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Several inputs: bases, chains, folders, and where the outputs go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ test_architecture.py names every module that deletes anything, what, and what th
 steps, test_retention_faults.py and test_store_remote.py have the tests, and test_kills.py those of kills.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

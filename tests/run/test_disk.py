@@ -1,7 +1,5 @@
 """Disk: whatever is kept and however large deltas are, compressed runs take no more of it than plain ones."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

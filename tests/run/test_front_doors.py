@@ -4,8 +4,6 @@ All go through the same three trials. After each of them, every step that the ru
 bits, and the next save succeeds.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

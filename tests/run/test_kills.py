@@ -5,8 +5,6 @@ suite, a hundred in the slow one; those of the Checkpointer stand in test_checkp
 follower in test_sync_killed.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Files that carry their bases within: what goes in, what stays the same, and that nothing is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

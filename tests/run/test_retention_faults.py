@@ -14,8 +14,6 @@ Every decision to delete in a store of steps, and what it rests on:
 | `Spool` | local copies | they were uploaded, or their save has failed |
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of checkpoints, whoever wrote them: their steps, and what the verbs make of them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

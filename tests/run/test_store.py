@@ -1,7 +1,5 @@
 """The folder of a run: names, what is there, who may write, and which steps stay."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Stores behind fsspec URLs: finished here, uploaded under the final name, resumed from anywhere."""
 
-from __future__ import annotations
-
 import io
 import uuid
 from collections.abc import Iterator

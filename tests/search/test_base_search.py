@@ -1,7 +1,5 @@
 """Where a base is looked for, what is opened on the way, and what is not."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

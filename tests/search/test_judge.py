@@ -1,7 +1,5 @@
 """The judge: losses of single answers, what their changes say, and what an evaluation may not return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The search with one knob: where it measures, what it finds, and what a file says of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Qualities beyond a loss: agreement of logits, resumed training, several budgets, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

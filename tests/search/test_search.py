@@ -1,7 +1,5 @@
 """Budgets, spaces, strategies and predicted sizes: what a search decides, without a model."""
 
-from __future__ import annotations
-
 import io
 import math
 from dataclasses import replace

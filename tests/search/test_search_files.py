@@ -1,7 +1,5 @@
 """Searches end to end: what is measured, what is written, and what a failing evaluation leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

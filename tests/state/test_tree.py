@@ -1,7 +1,5 @@
 """The tree: every value of the grammar survives, everything else is refused by name."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """What `ckptz compress` takes of nested states, `ckptz restore` gives back; the rest is refused before."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json

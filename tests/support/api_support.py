@@ -1,7 +1,5 @@
 """What the conformance tests share: the two libraries, data, and how outcomes compare."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

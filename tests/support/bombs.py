@@ -1,7 +1,5 @@
 """Small valid files that stand for much: they cost a reader what the reader lets them cost."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Callable, Mapping

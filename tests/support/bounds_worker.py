@@ -8,8 +8,6 @@ how many were accepted and refused, and how many ended otherwise: in another err
 second decoder does not find.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """A tiny training run whose every loss depends on all of its state, and ways to damage what it saves."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

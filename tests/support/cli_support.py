@@ -1,7 +1,5 @@
 """Checkpoints as bytes made by hand, the command line in this process, and what restoring gives."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 python -m tests.support.ddp_worker RANK N_RANKS STORE OUT
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """Hand-made frames: random plans over every part of the decode rule, and what they must decode to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 The state of a step follows from its number, so that every process knows what a step must restore to.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 The writer of step 1 stands still until the signal has come and gone. Prints the steps that were reported.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

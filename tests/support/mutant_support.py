@@ -5,8 +5,6 @@ dtypes and shapes of the index, checksums of headers, of stored chunks, of base 
 decode to, content ids and the digest of the index are those of the changed pieces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

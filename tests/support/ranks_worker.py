@@ -5,8 +5,6 @@
 Scenarios of two ranks are run by ranks 0 and 1 of four, in groups of their own.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ is accepted for now, as spec/errata.md says under the number given. The files th
 spec/vectors/invalid, written by spec/make_vectors.py.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Whole files that a reader must refuse, by the id of the refusal; see `spec_cases`."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The files that they make are spec/vectors/valid and spec/vectors/chain, written 
 reader that misreads a rule, or refuses too much by it, fails on an input that names it.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ As a program it runs command lines one after another, each on a new pseudo-termi
 forks, so that the library loads once. Cases come as JSON on stdin, and what was shown goes back as JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Nested states as torch saves them, drawn at random: containers, keys, leaves, tensors that share memory."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Mutants of links: messages under right checksums, and states of links that do not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

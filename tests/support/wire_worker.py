@@ -6,8 +6,6 @@ Every scenario trains a small model through real gloo links and, on the last ran
 process through `simulate`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys

@@ -1,7 +1,5 @@
 """`apply_`: bit for bit, in place, checked before the first write, and whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Followers killed at random: what they leave behind is one published step, or is refused by every check."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

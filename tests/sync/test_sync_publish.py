@@ -1,7 +1,5 @@
 """Publisher: what is in the folder, how it restarts, what it refuses, and that files appear whole."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """200 random runs of publishing, dropping, restarting and folding: no bit is ever wrong."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Sparse chunks: what they hold, that any decoder reads them, and that their cost follows the changes."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Names of published files, and the way from one step to another."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

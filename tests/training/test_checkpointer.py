@@ -1,7 +1,5 @@
 """The Checkpointer in a training loop: what it saves and what resumes."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """The Checkpointer beside training: what waits for what, and what becomes of saves that fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A process that ends anywhere in a save, a prune or a rebase loses nothing but the unfinished save."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

@@ -1,7 +1,5 @@
 """What the Checkpointer refuses: arguments, other models, and damaged steps."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Lossy files and exact newest steps: what is written, what a restore gives, and what goes when."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

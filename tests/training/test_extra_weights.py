@@ -1,7 +1,5 @@
 """Averages of weights among the extras: a method takes them as weights where they are named as such."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of what is trained: frozen weights stay out, and a restore wants the model to hold them."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

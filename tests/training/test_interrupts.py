@@ -1,7 +1,5 @@
 """Signals and threads while a save is waited for: no step is lost without a word, and none is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import functools

@@ -1,7 +1,5 @@
 """Whatever a live state holds comes back as it was, or is refused; a restore changes all or nothing."""
 
-from __future__ import annotations
-
 import copy
 import random
 import tempfile

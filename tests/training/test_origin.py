@@ -1,7 +1,5 @@
 """Runs that begin from weights elsewhere: their first files hold what has changed since, and nothing more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ A second family is signed again after the mutation, as by a peer that is wrong r
 is: such a message may be a valid other one, but must never crash or claim memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Links in one process; policies in checkpoints."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

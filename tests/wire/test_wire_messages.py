@@ -1,7 +1,5 @@
 """Messages: sizes, errors of values, what is refused, state and its checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
