@@ -14,7 +14,6 @@ Every decision to delete in a store of steps, and what it rests on:
 | `Spool` | local copies | they were uploaded, or their save has failed |
 """
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +159,15 @@ def test_a_step_is_saved_whatever_becomes_of_the_older_ones(
 # --- one call fails -----------------------------------------------------------------------------
 
 
-def prune_to_one(folder: Path) -> None:
-    prune_folder(folder, ONE)
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [None, 3], ids=["forward", "going back"])
+def test_a_prune_in_which_one_call_fails_loses_no_step(
+    prepared: Path, after: int | None, stride: int
+) -> None:
+    n_failed, kept = [], {N_SAVED} if after is None else {1, 2, 3}
 
-
-def go_back(folder: Path) -> None:
-    prune_folder(folder, KeepPolicy(last=None), after=3)
-
-
-def prune_everywhere(prepared: Path, work: Callable[[Path], object], kept: set[int], stride: int) -> None:
-    n_failed = []
+    def work(folder: Path) -> None:
+        prune_folder(folder, ONE if after is None else KeepPolicy(last=None), after=after)
 
     def check(folder: Path, error: Exception | None) -> None:
         n_failed.append(error is not None)
@@ -182,16 +180,6 @@ def prune_everywhere(prepared: Path, work: Callable[[Path], object], kept: set[i
 
     assert fail_everywhere(prepared, work, check, stride=stride) > 50
     assert 0 < sum(n_failed) < len(n_failed)
-
-
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_prune_in_which_one_call_fails_loses_no_step(prepared: Path, stride: int) -> None:
-    prune_everywhere(prepared, prune_to_one, {N_SAVED}, stride)
-
-
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_going_back_while_one_call_fails_loses_no_step(prepared: Path, stride: int) -> None:
-    prune_everywhere(prepared, go_back, {1, 2, 3}, stride)
 
 
 @pytest.mark.parametrize("stride", [91, pytest.param(1, marks=pytest.mark.slow)])
