@@ -184,11 +184,7 @@ def loads(name: str, data: Any) -> Iterator[Case]:
     """What both modules make of bytes."""
     for kind in ("torch", "numpy"):
         expected = TypeError if not isinstance(data, bytes) else SafetensorError
-        yield Case(
-            f"{kind}.load({name})",
-            lambda lib, at, kind=kind: getattr(lib, kind).load(data),
-            expected,
-        )
+        yield Case(f"{kind}.load({name})", lambda lib, at, kind=kind: getattr(lib, kind).load(data), expected)
 
 
 NO_FILES = {

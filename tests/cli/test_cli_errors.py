@@ -114,10 +114,7 @@ def test_a_folder_in_the_place_of_a_file_is_told_as_one(tmp_path: Path) -> None:
 
 
 def test_a_traceback_is_shown_if_asked_for_before_or_after_the_verb(tmp_path: Path) -> None:
-    for arguments in (
-        ["--debug", "inspect", tmp_path / "gone"],
-        ["inspect", tmp_path / "gone", "--debug"],
-    ):
+    for arguments in (["--debug", "inspect", tmp_path / "gone"], ["inspect", tmp_path / "gone", "--debug"]):
         run = ckptz(*arguments, fails=True)
         assert "Traceback" in run.stderr
         assert run.stderr.splitlines()[-1].startswith("ckptz: ")
@@ -160,10 +157,7 @@ def test_a_reader_that_goes_away_is_no_error(chain: Chain) -> None:
 
 
 def test_an_existing_output_is_kept_unless_forced(chain: Chain) -> None:
-    for verb, source, target in (
-        ("compress", chain.first, chain.full),
-        ("restore", chain.full, chain.first),
-    ):
+    for verb, source, target in (("compress", chain.first, chain.full), ("restore", chain.full, chain.first)):
         old = target.read_bytes()
         run = ckptz(verb, source, fails=True)
         assert run.exit_code == 2

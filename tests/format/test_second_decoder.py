@@ -207,11 +207,7 @@ MISTAKES: dict[str, tuple[str, str, set[str]]] = {
         "            total += (rest > 0) if total >> 31 == 0 else (rest < 0)",
         {"chain/delta-float-rounded-twice"},
     ),
-    "a cast to BF16 that cuts": (
-        TO_BF16,
-        'p >> 16 if name == "BF16"',
-        {"valid/float-cast-bf16"},
-    ),
+    "a cast to BF16 that cuts": (TO_BF16, 'p >> 16 if name == "BF16"', {"valid/float-cast-bf16"}),
     "a cast to BF16 that rounds half up": (
         TO_BF16,
         '(p + 0x8000) >> 16 if name == "BF16"',

@@ -268,10 +268,7 @@ def test_an_index_of_the_first_version_is_read(tmp_path: Path) -> None:
         ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([1], [2])]}}}, "outside"),
         ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([0, 0], [2])]}}}, "dimensions"),
         ({"tensors": {"w": {"dtype": "F32", "shape": [3], "chunks": [a_piece([0], [2])]}}}, "whole"),
-        (
-            {"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([0], [1])] * 2}}},
-            "overlap",
-        ),
+        ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([0], [1])] * 2}}}, "overlap"),
     ],
 )
 def test_a_forged_index_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -149,10 +149,7 @@ class Training(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
 

@@ -20,16 +20,7 @@ from ckptz.torch import load_file
 from ckptz.training.checkpointer import SaveReport
 from ckptz.training.restoring import Restored
 from ckptz.training.snapshot import Snapshot
-from tests.support.checkpointer_support import (
-    GRID,
-    LOSSY,
-    Run,
-    linear,
-    names_in,
-    one_step,
-    same,
-    state_of,
-)
+from tests.support.checkpointer_support import GRID, LOSSY, Run, linear, names_in, one_step, same, state_of
 
 ROOT = Path(__file__).parents[2]
 
