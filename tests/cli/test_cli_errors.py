@@ -16,7 +16,6 @@ import pytest
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
 from ckptz.pages.words import printable
 from ckptz_cli.errors import failure_of
-from ckptz_cli.main import main
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 
 LARGE = 400_000  # elements: several writes, and more than the limits below
@@ -364,7 +363,3 @@ def test_the_leftovers_of_a_kill_are_not_taken_for_bases(chain: Chain) -> None:
     left = chain.folder / ".step-1.ckptz.0badcafe.ckptz-tmp"
     left.write_bytes(b"half")
     assert content_of(chain.delta) == content_of(chain.second)
-
-
-def test_the_program_is_click_group() -> None:
-    assert set(main.commands) >= {"compress", "restore", "inspect", "verify"}

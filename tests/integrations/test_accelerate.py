@@ -13,8 +13,8 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install accelera
 import accelerate
 from accelerate.utils import DistributedType, ProjectConfiguration
 
-from ckptz import Grid, safe_open
-from ckptz.errors import MissingBaseError, UnsupportedError
+from ckptz import Grid
+from ckptz.errors import UnsupportedError
 from ckptz.integrations import accelerate as integration
 from ckptz.integrations.accelerate import ChainOptions, register
 from ckptz.integrations.versions import UntestedVersionWarning
@@ -88,20 +88,6 @@ def test_what_accelerate_saved_alone_loads_and_hooks_can_go(tmp_path: Path) -> N
     registration.remove()
     accelerator.save_state(str(tmp_path / "after"))
     assert (tmp_path / "after" / "model.safetensors").is_file()
-
-
-def test_a_missing_base_is_named(tmp_path: Path) -> None:
-    accelerator, models, optimizers = prepared(tmp_path)
-    register(accelerator, ChainOptions(jobs=1))
-    for name in ("one", "two"):
-        accelerator.save_state(str(tmp_path / name))
-        train(accelerator, models, optimizers)
-    for path in (tmp_path / "two").glob("base-*"):
-        path.unlink()
-    with pytest.raises(MissingBaseError, match="base-"):
-        accelerator.load_state(str(tmp_path / "two"))
-    with safe_open(tmp_path / "one" / "model.ckptz", "pt") as file:
-        assert file.keys() == ["bias", "weight"]
 
 
 def test_an_untested_version_says_so_at_import(monkeypatch: pytest.MonkeyPatch) -> None:

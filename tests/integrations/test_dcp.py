@@ -125,23 +125,6 @@ def test_another_layout_is_a_full_file(tmp_path: Path) -> None:
     assert same(load(emptied(state), tmp_path / "three"), state)
 
 
-def test_a_folder_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "one"
-    save(a_state(), folder)
-
-    class Stopped(CkptzStorageWriter):
-        def finish(self, metadata: Any, results: Any) -> None:
-            raise OSError(5, "Input/output error")
-
-    writer = Stopped(folder, options=OPTIONS)
-    with pytest.raises(CheckpointException, match="Input/output"):
-        dcp.save(a_state(1.0), storage_writer=writer, no_dist=True)
-    assert same(load(emptied(a_state()), folder), a_state()), "the old one until the new one is whole"
-    save(a_state(1.0), folder, base=folder)
-    assert same(load(emptied(a_state()), folder), a_state(1.0))
-    assert len(list(folder.glob("shard-*"))) == 1
-
-
 def test_reading_a_part_decodes_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save({"big": torch.arange(5 << 20, dtype=torch.int32).view(-1, 1024)}, tmp_path / "one")
     decoded = []

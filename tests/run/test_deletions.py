@@ -290,6 +290,7 @@ def test_a_folder_that_is_replaced_while_one_call_fails_is_the_old_or_the_new_on
         assert found.equal(a_state(2)["weight"]) or (error and found.equal(a_state(1)["weight"]))
         save_dcp(3, folder, base=folder)
         assert weight_in(folder).equal(a_state(3)["weight"])
+        assert len(list(folder.glob("shard-*"))) == 1
 
     assert fail_everywhere(prepared, work, check, stride=stride or 16) > 30
 

@@ -310,12 +310,6 @@ def test_steps_without_a_gain_cannot_be_measured_and_lose_nothing(
     assert any("cannot be measured in steps" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("max_drop", ["1%", -0.01, float("nan")])
-def test_how_much_may_be_lost_is_a_number_from_zero(max_drop: Any) -> None:
-    with pytest.raises(ConfigError, match="max_drop must be a number"):
-        Budget(lambda state: 0.0, max_drop)
-
-
 def test_only_a_probe_measures_steps() -> None:
     with pytest.raises(ConfigError, match="only a ResumeProbe"):
         Budget(lambda state: 1.0, 20, in_steps=True)

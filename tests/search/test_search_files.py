@@ -199,23 +199,8 @@ def test_a_chain_searches_file_after_file(folder: Path) -> None:
     for step in (1, 2):
         sources.append(folder / f"step-{step}.safetensors")
         save_plain(model(step), sources[-1])
-    where = f"{folder}/evaluate.py:loss"
-    run = ckptz(
-        "compress",
-        *sources,
-        "--chain",
-        "-o",
-        folder / "run",
-        "--method",
-        "kmeans",
-        "--eval",
-        where,
-        "--max-drop",
-        "3%",
-        "--json",
-        "--max-evaluations",
-        4,
-    )
+    budget = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "3%", "--max-evaluations", 4)
+    run = ckptz("compress", *sources, "--chain", "-o", folder / "run", *KMEANS, *budget, "--json")
     strategies = [one["search"]["strategy"] for one in run.json["files"]]
     assert strategies == ["guided", "neighbourhood", "neighbourhood"]
     assert [one["depth"] for one in run.json["files"]] == [0, 1, 2]
@@ -407,16 +392,8 @@ def test_a_dry_run_reports_and_writes_nothing(folder: Path) -> None:
 
 def test_a_plan_replays_a_search_without_its_evaluation(folder: Path) -> None:
     source, plan = folder / "exact.safetensors", folder / "plan.json"
-    options = (
-        "--eval",
-        f"{folder}/evaluate.py:loss",
-        "--max-drop",
-        "1%",
-        *KMEANS,
-        "--save-plan",
-        plan,
-        "--json",
-    )
+    budget = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "1%")
+    options = (*budget, *KMEANS, "--save-plan", plan, "--json")
     (found,) = ckptz("compress", source, "-o", folder / "a.ckptz", *options).json["files"]
     ckptz("compress", source, "-o", folder / "b.ckptz", "--plan", plan)
     a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
@@ -424,21 +401,13 @@ def test_a_plan_replays_a_search_without_its_evaluation(folder: Path) -> None:
     assert "evaluate" not in plan.read_text()
     levels = found["search"]["config"]["levels"]
     assert json.loads(plan.read_text())["settings"]["levels"] == levels
-    again = ckptz("compress", source, "-o", folder / "c.ckptz", "--plan", plan, *options[:4], "--json")
+    again = ckptz("compress", source, "-o", folder / "c.ckptz", "--plan", plan, *budget, "--json")
     assert again.json["files"][0]["search"]["strategy"] == "neighbourhood"
 
 
 def test_trials_are_told_line_by_line(folder: Path) -> None:
-    options = (
-        "--eval",
-        f"{folder}/evaluate.py:loss",
-        "--max-drop",
-        "1%",
-        "--max-evaluations",
-        4,
-        "-v",
-        *KMEANS,
-    )
+    budget = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "1%", "--max-evaluations", 4)
+    options = (*budget, "-v", *KMEANS)
     run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "out.ckptz", *options)
     lines = [line for line in run.stderr.splitlines() if line.startswith("ckptz: tried ")]
     assert len(lines) == 4
