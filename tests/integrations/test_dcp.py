@@ -4,7 +4,6 @@ import io
 import json
 import pickle  # what torch's own folders hold
 import shutil
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -82,15 +81,11 @@ def same(found: Any, wanted: Any) -> bool:
 
 def save(state: dict[str, Any], folder: Path, **arguments: Any) -> None:
     writer = CkptzStorageWriter(folder, **({"options": OPTIONS} | arguments))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
 
 
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=CkptzStorageReader(folder, jobs=1), no_dist=True)
+    dcp.load(state, storage_reader=CkptzStorageReader(folder, jobs=1), no_dist=True)
     return state
 
 
@@ -176,9 +171,7 @@ def test_a_planner_of_another_kind_hands_out_bytes(tmp_path: Path) -> None:
             return data
 
     state = {"weight": torch.ones(3), "step": 4}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=CkptzStorageWriter(tmp_path / "one"), planner=Bytes(), no_dist=True)
+    dcp.save(state, storage_writer=CkptzStorageWriter(tmp_path / "one"), planner=Bytes(), no_dist=True)
     assert same(load({"weight": torch.zeros(3), "step": 0}, tmp_path / "one"), state)
 
 
@@ -306,10 +299,8 @@ def save_steps(run: Path, steps: Iterable[int], keep_last: int = 2, name: str = 
     """By one writer, as a training run does."""
     writer = CkptzStorageWriter(options=ChainOptions(full_every=3, jobs=1), keep_last=keep_last)
     for step in steps:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            place = run / name.format(step)
-            dcp.save(a_state(step / 1000), checkpoint_id=place, storage_writer=writer, no_dist=True)
+        place = run / name.format(step)
+        dcp.save(a_state(step / 1000), checkpoint_id=place, storage_writer=writer, no_dist=True)
 
 
 def test_one_writer_saves_a_run_of_deltas_and_keeps_the_newest_steps(tmp_path: Path) -> None:
@@ -362,9 +353,7 @@ def test_a_step_that_is_not_new_or_has_no_number_is_refused(
 
 
 def torch_folder(folder: Path, state: dict[str, Any]) -> Path:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
     return folder
 
 
@@ -387,9 +376,7 @@ def test_a_folder_of_torch_is_compressed_and_restored(tmp_path: Path) -> None:
     assert same(load_state(tmp_path / "packed.ckptz"), as_torch_names(plain_state()))
     ckptz("restore", tmp_path / "packed.ckptz", "--to", "dcp", "-o", tmp_path / "back")
     back = emptied(plain_state())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(back, checkpoint_id=tmp_path / "back", no_dist=True)
+    dcp.load(back, checkpoint_id=tmp_path / "back", no_dist=True)
     assert same(back, plain_state())
     ckptz("restore", tmp_path / "packed.ckptz", "--to", "pt", "-o", tmp_path / "back.pt")
     assert same(torch.load(tmp_path / "back.pt", weights_only=True), as_torch_names(plain_state()))
@@ -411,9 +398,7 @@ def test_a_file_that_is_restored_to_where_something_is(tmp_path: Path) -> None:
     package.torch.save_file({"w": torch.ones(3)}, tmp_path / "w.ckptz")
     ckptz("restore", tmp_path / "w.ckptz", "--to", "dcp")
     state = {"w": torch.zeros(3)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, checkpoint_id=tmp_path / "w.dcp", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "w.dcp", no_dist=True)
     assert torch.equal(state["w"], torch.ones(3))
     done = ckptz("restore", tmp_path / "w.ckptz", "--to", "dcp", fails=True)
     assert done.exit_code == 2

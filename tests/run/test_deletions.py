@@ -8,7 +8,6 @@ steps, test_retention_faults.py and test_store_remote.py have the tests, and tes
 import contextlib
 import os
 import threading
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,17 +256,13 @@ def test_a_save_that_fails_leaves_the_file_that_it_was_to_replace(
 
 
 def save_dcp(i: int, folder: Path, **how: Any) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        writer = CkptzStorageWriter(folder, options=OPTIONS, **how)
-        dcp.save({"weight": a_state(i)["weight"]}, storage_writer=writer, no_dist=True)
+    writer = CkptzStorageWriter(folder, options=OPTIONS, **how)
+    dcp.save({"weight": a_state(i)["weight"]}, storage_writer=writer, no_dist=True)
 
 
 def weight_in(folder: Path) -> torch.Tensor:
     state = {"weight": torch.zeros(5000)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.load(state, storage_reader=CkptzStorageReader(folder, jobs=1), no_dist=True)
+    dcp.load(state, storage_reader=CkptzStorageReader(folder, jobs=1), no_dist=True)
     return state["weight"]
 
 
