@@ -20,6 +20,7 @@ from tests.support.api_support import (
     agrees,
     every_dtype,
     make,
+    named,
     outcome,
     run_python,
     same,
@@ -200,11 +201,6 @@ LOADING = [
     Case("load_file, odd backend", lambda lib, at: lib.torch.load_file(at, backend="x"), SafetensorError),
     Case("load_file, odd device", lambda lib, at: lib.torch.load_file(at / "no", "meta"), SafetensorError),
 ]
-
-
-def named(cases: list[Case]) -> Any:
-    assert len({case.name for case in cases}) == len(cases)
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 @named([*TENSORS, *TEXTS, *ARRAYS, *LOADING])

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors
 import safetensors.numpy
 import safetensors.torch
@@ -48,6 +49,12 @@ class Case:
     name: str
     action: Callable[[Library, Path], Any]
     expected: Any
+
+
+def named(cases: list[Case]) -> Any:
+    """Run a test once for each case."""
+    assert len({case.name for case in cases}) == len(cases)
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 def outcome(action: Callable[[], Any]) -> Any:
