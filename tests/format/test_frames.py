@@ -140,7 +140,6 @@ def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
 
     header, chunks = case.encode()
     out = np.empty(42, np.uint32)
-    assert case.base is not None
     sources = ChunkSources(0, 42, Base(case.base), reads_both=True)
     payload = np.frombuffer(bytearray(chunks[0].payload), np.uint8)
     decode_module.decode_chunk(header, 0, payload, sources, out)

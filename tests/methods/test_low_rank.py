@@ -100,12 +100,10 @@ def test_moves_count_and_not_moments() -> None:
     moves = few_directions(rng, 2)
     second = source((roots**2).astype(np.float32))
     found = low_rank(source((moves * roots).astype(np.float32)), second, 1.0)
-    assert found is not None
     assert share_kept(found, moves * roots, roots) > 0.9
     unseen = np.where(np.arange(200)[:, None] < 20, 0.0, 1.0)  # rows that never had a gradient
     second = source((roots * unseen).astype(np.float32) ** 2)
     found = low_rank(source((moves * roots * unseen).astype(np.float32)), second, 1.0)
-    assert found is not None
     assert not whole(found)[:20].any()
 
 
@@ -121,12 +119,10 @@ def test_the_terms_of_the_file_before_are_where_the_search_begins() -> None:
     rng = np.random.default_rng(0)
     exact = few_directions(rng, 4) + 2 * rng.standard_normal((200, 300)).astype(np.float32)
     cold = low_rank(source(exact), None, 0.5)
-    assert cold is not None
     warm = low_rank(source(exact), None, 0.5, cold, seed=1)
     assert len(warm.scales) == len(cold.scales)
     assert share_kept(warm, exact) > 0.98 * share_kept(cold, exact)
-    other = low_rank(source(exact[:, :100]), None, 0.5, cold)  # of another shape, they are of no use
-    assert other is not None
+    assert low_rank(source(exact[:, :100]), None, 0.5, cold) is not None
 
 
 @pytest.mark.parametrize("n_vectors", [1, 16, 33])

@@ -138,7 +138,6 @@ def test_the_prediction_is_the_smallest_one(tmp_path: Path) -> None:
 def test_the_vectors_of_a_prediction_take_few_bytes(tmp_path: Path) -> None:
     stored(tmp_path, state((512, 384)))
     plan = plan_of(tmp_path, SECOND)
-    assert plan.outer is not None
     packed, without = (
         pack_plan(dtype_of("F32"), (512, 384), p)
         for p in (plan, replace(plan, predictor=Predictor.ZERO, outer=None))

@@ -240,7 +240,6 @@ def _fitted(file: File, path: Path) -> bool:
         return False
     try:
         container = checkpoint.container
-        assert container is not None
         changed = False
         for level, frames in reversed(list(zip(container.levels, (file.frames, *file.inline), strict=True))):
             for name, frame in frames.items():

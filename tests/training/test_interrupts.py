@@ -205,7 +205,6 @@ def test_a_thread_that_has_the_number_of_the_ended_writer_may_call(job: _Job) ->
     writer = Background[str]()
     writer.start("step 1", job)
     running = writer._running
-    assert running is not None
     job.go.set()
     running.wait()
     running.thread = threading.get_ident()  # the system gives them again

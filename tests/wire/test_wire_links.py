@@ -44,7 +44,6 @@ def test_gradients_go_through_the_backward_codec() -> None:
     y = link(x)
     weights = torch.randn(8, 1024)
     (y * weights).sum().backward()
-    assert x.grad is not None
     assert not torch.equal(x, y)
     assert torch.allclose(x, y, atol=0.05)
     assert (x.grad != 0).sum() == 8 * 102
@@ -57,7 +56,6 @@ def test_index_reuse_is_the_derivative_of_top_k() -> None:
     x = torch.randn(4, 2048, requires_grad=True)
     y = link(x)
     y.backward(torch.ones_like(y))
-    assert x.grad is not None
     assert torch.equal(x.grad != 0, y != 0)
 
 
