@@ -122,7 +122,9 @@ def test_the_terms_of_the_file_before_are_where_the_search_begins() -> None:
     warm = low_rank(source(exact), None, 0.5, cold, seed=1)
     assert len(warm.scales) == len(cold.scales)
     assert share_kept(warm, exact) > 0.98 * share_kept(cold, exact)
-    assert low_rank(source(exact[:, :100]), None, 0.5, cold) is not None
+    assert low_rank(source(exact[:, :100]), None, 0.5, cold) is not None, (
+        "those of another shape are passed over"
+    )
 
 
 @pytest.mark.parametrize("n_vectors", [1, 16, 33])
