@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import ckptz
 from ckptz.encode.encoding_plan import EncodingPlan
@@ -143,8 +144,6 @@ def test_save_file_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: P
 
 
 def test_compress_and_inspect_take_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
-    import safetensors.numpy
-
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
     (report,) = ckptz.compress(tmp_path / "a.safetensors", config=sign())
     assert report.n_lossy == 1
@@ -166,8 +165,6 @@ def test_a_checkpointer_takes_it(sign: type[Sign], tmp_path: Path) -> None:
 
 
 def test_a_search_turns_its_knob(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
-    import safetensors.numpy
-
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
 
     def size(tensors: dict[str, Any]) -> float:
@@ -183,8 +180,6 @@ def test_a_search_turns_its_knob(sign: type[Sign], state: dict[str, Any], tmp_pa
 
 
 def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> None:
-    import safetensors.numpy
-
     state["w"] = np.random.default_rng(1).standard_normal((256, 256), np.float32)
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
     errors = {}
@@ -220,8 +215,6 @@ def test_the_command_line_shows_its_options(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
-    import safetensors.numpy
-
     from ckptz_cli.main import main
 
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
