@@ -210,13 +210,7 @@ def test_a_folder_stays_as_it_is_under_rules_that_mean_nothing(tmp_path: Path) -
 
 
 SCALARS: list[Callable[[float], Any]] = [
-    np.float16,
-    np.float32,
-    np.float64,
-    np.longdouble,
-    np.array,
-    Fraction,
-    torch.tensor,
+    *(np.float16, np.float32, np.float64, np.longdouble, np.array, Fraction, torch.tensor),
     lambda value: torch.tensor(value, dtype=torch.bfloat16),
 ]
 COUNTS: list[Callable[[int], Any]] = [np.uint8, np.int64, np.array, torch.tensor]

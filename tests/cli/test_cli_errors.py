@@ -58,12 +58,8 @@ def test_a_path_of_bytes_and_what_does_not_print_are_shown() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["compress"],
-        ["compress", "--jobs", "0", "a"],
-        ["compress", "--unknown", "a"],
-        ["restore", "a", "--to", "pickle"],
-        ["fly"],
-        ["--json"],
+        *(["compress"], ["compress", "--jobs", "0", "a"], ["compress", "--unknown", "a"]),
+        *(["restore", "a", "--to", "pickle"], ["fly"], ["--json"]),
     ],
 )
 def test_a_wrong_command_line_is_one_line(arguments: list[str]) -> None:

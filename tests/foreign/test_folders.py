@@ -172,14 +172,7 @@ def test_links_out_of_the_folder_and_hidden_folders_stay_behind(folder: Path, tm
     (folder / "model.ckptz").write_text("an earlier output")
     opened = open_input(folder)
     left_out = {
-        ".git",
-        ".gitattributes",
-        "linked",
-        "secret.txt",
-        "broken",
-        "bad\nname",
-        "pipe",
-        "model.ckptz",
+        *(".git", ".gitattributes", "linked", "secret.txt", "broken", "bad\nname", "pipe", "model.ckptz"),
     }
     assert set(opened.left_out) == left_out
     names = {name for name, _ in opened.carried}
@@ -257,13 +250,8 @@ def test_an_index_that_disagrees_with_its_shards_is_corrupt(
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "[]",
-        "{}",
-        '{"weight_map": []}',
-        '{"weight_map": {}}',
-        '{"weight_map": {"a": "x", "a": "y"}}',
-        "\xff",
+        *("", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}'),
+        *('{"weight_map": {"a": "x", "a": "y"}}', "\xff"),
     ],
 )
 def test_an_index_without_a_map_is_corrupt(text: str, folder: Path) -> None:

@@ -51,12 +51,8 @@ REFUSED = {
     ("constant_chunks", "restore"): "LimitError",
 }
 QUICK = (
-    ("outer_vectors", "inspect"),
-    ("outer_vectors", "verify"),
-    ("term_codes", "load_file"),
-    ("expanded_maps", "load_file"),
-    ("constant_chunks", "load_file"),
-    ("base_codes", "verify"),
+    *(("outer_vectors", "inspect"), ("outer_vectors", "verify"), ("term_codes", "load_file")),
+    *(("expanded_maps", "load_file"), ("constant_chunks", "load_file"), ("base_codes", "verify")),
 )
 
 

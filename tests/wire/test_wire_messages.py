@@ -611,20 +611,12 @@ def test_links_hold_as_much_as_their_page_says() -> None:
 
 def test_codecs_and_policies_refuse_nonsense() -> None:
     bad: list[Any] = [
-        lambda: Uniform(5),
-        lambda: Uniform(4, "row"),
-        lambda: TopK(0),
-        lambda: Tiled(1.5),
-        lambda: Tiled(3.3),
-        lambda: Tiled(4, 32),
-        lambda: TopK(0.1, 4),
+        *(lambda: Uniform(5), lambda: Uniform(4, "row"), lambda: TopK(0), lambda: Tiled(1.5)),
+        *(lambda: Tiled(3.3), lambda: Tiled(4, 32), lambda: TopK(0.1, 4)),
         lambda: LinkPolicy(forward=RAW, backward=TopK(0.1), reuse=True),
-        lambda: LinkPolicy(feedback=(None, "aqsgd")),
-        lambda: LinkPolicy(feedback="ef22"),
-        lambda: Link(0, 1, "fast"),
-        lambda: plan_of(RAW, F32, (1 << 31,)),
-        lambda: LinkPolicy.from_json("{}"),
-        lambda: LinkPolicy.from_json("no"),
+        *(lambda: LinkPolicy(feedback=(None, "aqsgd")), lambda: LinkPolicy(feedback="ef22")),
+        *(lambda: Link(0, 1, "fast"), lambda: plan_of(RAW, F32, (1 << 31,))),
+        *(lambda: LinkPolicy.from_json("{}"), lambda: LinkPolicy.from_json("no")),
     ]
     for make in bad:
         with pytest.raises(ConfigError):
