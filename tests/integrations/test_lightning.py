@@ -42,6 +42,7 @@ from ckptz.integrations import versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
 from ckptz.state import plain_types
 from ckptz.store.resolve import open_checkpoint
+from tests.support.checkpointer_support import flip
 
 pytestmark = [pytest.mark.apps, pytest.mark.usefixtures("deltas_at_any_cost")]
 
@@ -227,22 +228,12 @@ def test_equal_values_under_other_codes_are_told_apart(tmp_path: Path) -> None:
 def test_a_damaged_base_makes_a_full_file(tmp_path: Path) -> None:
     io = CkptzIO(jobs=1)
     io.save_checkpoint(a_state(), tmp_path / "0.ckpt")
-    flip_a_bit(tmp_path / "0.ckpt")
+    flip(tmp_path / "0.ckpt")
     io.save_checkpoint(a_state(0.001), tmp_path / "1.ckpt")
     assert "base cannot be read" in io.notes[0]
     assert same(io.load_checkpoint(tmp_path / "1.ckpt"), a_state(0.001))
     with pytest.raises(ChecksumError):
         io.load_checkpoint(tmp_path / "0.ckpt")
-
-
-def flip_a_bit(path: Path) -> None:
-    """In the midst of a frame; the file stays the same file."""
-    middle = path.stat().st_size // 2
-    with path.open("r+b") as file:
-        file.seek(middle)
-        byte = file.read(1)[0]
-        file.seek(middle)
-        file.write(bytes([byte ^ 1]))
 
 
 def test_a_missing_base_is_named(tmp_path: Path) -> None:

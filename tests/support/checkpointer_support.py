@@ -77,6 +77,13 @@ def names_in(folder: Path) -> set[str]:
     return set(os.listdir(folder))
 
 
+def flip(path: Path, at: int | None = None) -> None:
+    """Change a bit of a file, in its midst if nobody says where; it stays the same file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
+
+
 def in_child(work: Callable[[], object]) -> int:
     """The exit code of a forked process that does `work`; it ends without cleaning up."""
     child = os.fork()

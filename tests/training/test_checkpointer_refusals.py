@@ -13,7 +13,16 @@ from torch.distributed.tensor import distribute_module
 from ckptz import Checkpointer, Grid
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, UnsupportedError
 from ckptz.training.snapshot import Snapshot
-from tests.support.checkpointer_support import Run, linear, names_in, one_step, same, saved_run, state_of
+from tests.support.checkpointer_support import (
+    Run,
+    flip,
+    linear,
+    names_in,
+    one_step,
+    same,
+    saved_run,
+    state_of,
+)
 from tests.support.hooks_support import process_group
 
 # --- what is refused -------------------------------------------------------------------------------
@@ -223,16 +232,9 @@ def test_types_without_a_name_in_files_are_refused_when_they_are_saved(tmp_path:
 # --- damage ----------------------------------------------------------------------------------------
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 def test_a_damaged_step_is_named_and_changes_nothing(tmp_path: Path) -> None:
     saved_run(tmp_path, 2, full_every=1)
-    path = tmp_path / "step-00000002.state.ckptz"
-    flip(path, path.stat().st_size // 2)
+    flip(tmp_path / "step-00000002.state.ckptz")
     run = Run(seed=6)
     before, seen = state_of(run), dict(run.position)
     with run.checkpointer(tmp_path) as checkpointer:

@@ -19,6 +19,7 @@ from tests.support.checkpointer_support import (
     GRID,
     LOSSY,
     Run,
+    flip,
     loss_after,
     names_in,
     same,
@@ -159,12 +160,6 @@ def test_a_report_says_what_the_head_takes_and_a_state_that_loses_nothing_needs_
 # --- residuals that are not right -----------------------------------------------------------------------
 
 
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 0xFF
-    path.write_bytes(data)
-
-
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
@@ -187,7 +182,7 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HEAD))
-@pytest.mark.parametrize("wrong", [flipped, cut, empty, Path.unlink, of_another_step, of_another_run])
+@pytest.mark.parametrize("wrong", [flip, cut, empty, Path.unlink, of_another_step, of_another_run])
 def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
     folder: Path, name: str, wrong: Callable[[Path], None]
 ) -> None:
@@ -206,7 +201,7 @@ def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
 
 
 def test_exact_values_of_fp32_need_no_lossy_file(folder: Path) -> None:
-    flipped(folder / "step-00000004.ckptz")
+    flip(folder / "step-00000004.ckptz")
     run, checkpointer = resumed(folder)
     assert checkpointer.restored.is_exact
     exact = load_file(folder / "step-00000004.exact.ckptz")
@@ -214,8 +209,8 @@ def test_exact_values_of_fp32_need_no_lossy_file(folder: Path) -> None:
 
 
 def test_a_lossy_file_that_is_damaged_is_an_error_as_ever(folder: Path) -> None:
-    flipped(folder / "step-00000004.ckptz")
-    flipped(folder / "step-00000004.exact.ckptz")
+    flip(folder / "step-00000004.ckptz")
+    flip(folder / "step-00000004.exact.ckptz")
     with (
         pytest.warns(RuntimeWarning, match="is restored with"),
         pytest.raises(ValueError, match=r"00000004\.ckptz"),
@@ -224,7 +219,7 @@ def test_a_lossy_file_that_is_damaged_is_an_error_as_ever(folder: Path) -> None:
 
 
 def test_weights_alone_are_exact_by_their_own_residual(folder: Path) -> None:
-    flipped(folder / "step-00000004.state.exact.ckptz")
+    flip(folder / "step-00000004.state.exact.ckptz")
     exact = load_file(folder / "step-00000004.exact.ckptz")
     run, checkpointer = resumed(folder, weights_only=True)
     assert checkpointer.restored.is_exact
