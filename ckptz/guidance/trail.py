@@ -37,6 +37,9 @@ UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to ha
 Sample = NDArray[np.float32]
 Pool: TypeAlias = Callable[[dict[str, Products]], dict[str, Products]]
 UNKNOWN: Final = "not moved by the momentum that is lost: how much of it training follows is not known"
+# The settings of its optimizer are missing, or they are of one whose moves are not those of its momentum.
+NO_COURSE: Final = "not moved by the momentum that is lost: how far that would move it is not known"
+FIRST_MOMENTS: Final = frozenset(("exp_avg", "momentum_buffer"))  # in the state of torch's optimizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,9 +290,10 @@ class Momentum:
         self, trained: Mapping[str, Trained], restored: Mapping[str, TensorSource]
     ) -> tuple[dict[str, MovedSource], dict[str, str]]:
         """Move weights by what is lost of their first moments; give them, and notes on others, by name."""
+        known = self.trail.lost(trained, self.step)
         lost = {
             parameter: replace(one, restored=restored[name])
-            for parameter, one in self.trail.lost(trained, self.step).items()
+            for parameter, one in known.items()
             if (name := trained[parameter].names[one.course.moment]) in restored
         }
         shares = self.trail.shares(trained, self.step, lost, self.pool)
@@ -304,7 +308,9 @@ class Momentum:
                     name, weight = rounded
                     kept = CachedTensor(_rounded_from(weight, held), name, chunks)
                     moved[name] = MovedSource(weight, kept, share)
-        return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
+        others = (one for parameter, one in trained.items() if parameter not in known)
+        notes = {one.name: NO_COURSE for one in others if FIRST_MOMENTS & one.names.keys()}
+        return moved, notes | {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
 
 
 def can_move(weight: TensorSource) -> bool:
