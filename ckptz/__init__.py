@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptz._version import __version__
 
 if TYPE_CHECKING:
-    from ckptz.api.safe_open import safe_open
+    from ckptz.api.read import safe_open
     from ckptz.errors import CkptzError
     from ckptz.methods.grid import Grid
     from ckptz.methods.kmeans import KMeans

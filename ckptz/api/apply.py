@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from ckptz.api.read import check_limit
-from ckptz.api.safe_open import PathLike, checked_path
+from ckptz.api.read import PathLike, check_limit, checked_path
 from ckptz.errors import ConfigError, FormatError
 from ckptz.format.byte_source import FileBytes, MemoryBytes
 from ckptz.format.decode import Positions

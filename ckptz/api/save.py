@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from ckptz.api.safe_open import PathLike, checked_path
+from ckptz.api.read import PathLike, checked_path
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource

@@ -18,8 +18,8 @@ from ckptz.format.envelope import plain_regions, strict_json, write_plain
 from ckptz.format.index import Sharding
 from ckptz.format.publish import Publication, make_folder, publish_together
 from ckptz.format.sources import TensorSource
+from ckptz.state.flatten import Chunks, read_chunks, unflatten
 from ckptz.state.skeleton import parse_tree
-from ckptz.state.unflatten import Chunks, read_chunks, unflatten
 from ckptz.store.resolve import PLAIN_SUFFIX
 
 MAX_NAME_BYTES: Final = 255  # of most file systems

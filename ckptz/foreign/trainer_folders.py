@@ -29,9 +29,8 @@ from ckptz.format.publish import publish_together
 from ckptz.format.sources import TensorSource
 from ckptz.run.exact import exact_of
 from ckptz.run.step_files import FROZEN_KEY
-from ckptz.state.flatten import tied_names
+from ckptz.state.flatten import Chunks, tied_names, unflatten
 from ckptz.state.skeleton import parse_tree
-from ckptz.state.unflatten import Chunks, unflatten
 from ckptz.store.resolve import SUFFIX
 
 WEIGHTS: Final = f"model{SUFFIX}"

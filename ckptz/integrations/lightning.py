@@ -19,7 +19,7 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
 
-from ckptz.api.safe_open import PathLike
+from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import torch
 
-from ckptz.api.safe_open import PathLike, safe_open
+from ckptz.api.read import PathLike, safe_open
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.folders import is_model_file
 from ckptz.foreign.sharding import torch_names

@@ -18,9 +18,8 @@ import torch
 from ckptz.errors import DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, Patterns
-from ckptz.state.arrays import Selection, Shape, patterns_per_element
-from ckptz.state.window import Window
-from ckptz.state.window import select as strict_select
+from ckptz.state.arrays import Selection, Shape, Window, patterns_per_element
+from ckptz.state.arrays import select as strict_select
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
 HUGE_BYTES: Final = 1 << 22

@@ -32,7 +32,7 @@ from typing import Final, Self
 
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_alive
-from ckptz.store.remote import Place
+from ckptz.store.storage import Place
 
 try:
     import fcntl as _fcntl

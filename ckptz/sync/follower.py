@@ -18,8 +18,8 @@ from ckptz.parallel import Workers, jobs_of
 from ckptz.run.step_files import checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
 from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
-from ckptz.store.remote import place_of
 from ckptz.store.resolve import open_file
+from ckptz.store.storage import place_of
 
 ATTEMPTS: Final = 5  # a file that the publisher retires while we choose our way; each time it is newer
 

@@ -40,9 +40,8 @@ from ckptz.progress import SILENT, Progress
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, weights_at
 from ckptz.run.step_files import StepFile
-from ckptz.state.flatten import tied_names
+from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
-from ckptz.state.unflatten import Chunks
 from ckptz.store.resolve import PLAIN_SUFFIX
 
 OutputKind = Literal["safetensors", "pt", "dcp"]

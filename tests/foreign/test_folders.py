@@ -31,7 +31,7 @@ from ckptz.format.index import Shard, Sharding
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import Workers
-from ckptz.state.unflatten import read_chunks
+from ckptz.state.flatten import read_chunks
 from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 
