@@ -84,7 +84,7 @@ _HOMES: Final = {
     "Checkpointer": "training.checkpointer",
     "KeepPolicy": "run.keep",
     "KeepRules": "run.keep",
-    "safe_open": "api.safe_open",
+    "safe_open": "api.read",
 }
 
 

@@ -115,7 +115,7 @@ CALLERS = {
     "magnitudes": {
         "format/context_rules.py",
         "encode/chunk.py",
-        "methods/first_moment.py",
+        "methods/state.py",
         "encode/encoding_plan.py",
     },
     "unpack_codes": {"encode/coded.py"},
