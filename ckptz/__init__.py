@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from ckptz.training.checkpointer import Checkpointer
     from ckptz.verbs.compress import compress
     from ckptz.verbs.diff import diff
-    from ckptz.verbs.inspect import inspect
-    from ckptz.verbs.log import log
+    from ckptz.verbs.log import inspect, log
     from ckptz.verbs.prune import prune
     from ckptz.verbs.rebase import rebase
     from ckptz.verbs.report import report
@@ -85,6 +84,7 @@ _HOMES: Final = {
     "KeepPolicy": "run.keep",
     "KeepRules": "run.keep",
     "safe_open": "api.read",
+    "inspect": "verbs.log",
 }
 
 

@@ -29,8 +29,8 @@ from ckptz.errors import (
     named,
     naming,
 )
+from ckptz.foreign.folders import is_file_name
 from ckptz.foreign.pickled import MAX_BYTES, PickledObject, Unpickler, record
-from ckptz.foreign.sharding import is_file_name
 from ckptz.foreign.torch_files import MAX_DIMS, load_part, require_torch
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.publish import make_folder, mode_for

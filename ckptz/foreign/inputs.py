@@ -13,9 +13,15 @@ from typing import Any, Final
 
 from ckptz.errors import CkptzError, ConfigError, named
 from ckptz.foreign.dcp import is_dcp, open_dcp
+from ckptz.foreign.folders import (
+    SHARD_SUFFIXES,
+    check_sharding,
+    is_shard_name,
+    is_within,
+    open_folder,
+    packed_in,
+)
 from ckptz.foreign.folders import Input as Input
-from ckptz.foreign.folders import is_within, open_folder, packed_in
-from ckptz.foreign.sharding import SHARD_SUFFIXES, check_sharding, is_shard_name
 from ckptz.foreign.targets import stem_of
 from ckptz.foreign.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
 from ckptz.format.byte_source import is_folder, is_url, local_copy, path_of

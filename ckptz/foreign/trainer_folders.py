@@ -19,9 +19,8 @@ from typing import Any, Final
 import numpy as np
 
 from ckptz.errors import CorruptionError, UnsupportedError, naming
-from ckptz.foreign.folders import Input, carried_in
+from ckptz.foreign.folders import Carried, Input, carried_in, stage_carried
 from ckptz.foreign.inputs import open_input
-from ckptz.foreign.sharding import Carried, stage_carried
 from ckptz.foreign.torch_files import dump_state
 from ckptz.format.byte_source import is_folder
 from ckptz.format.envelope import plain_regions, write_plain

@@ -13,8 +13,8 @@ from typing import Final
 
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
+from ckptz.foreign.folders import check_sharding, copy_carried, torch_names
 from ckptz.foreign.inputs import Input, checked_kind, join, open_input
-from ckptz.foreign.sharding import check_sharding, copy_carried, torch_names
 from ckptz.foreign.targets import (
     FORCE,
     PathLike,

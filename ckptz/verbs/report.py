@@ -26,8 +26,7 @@ from ckptz.progress import SILENT, Progress
 from ckptz.search.options import SearchReport
 from ckptz.store.resolve import SUFFIX
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
-from ckptz.verbs.inspect import inspect
-from ckptz.verbs.log import LogReport, log
+from ckptz.verbs.log import LogReport, inspect, log
 
 Tell = Callable[[Exception], None]
 T = TypeVar("T")

@@ -14,9 +14,8 @@ from ckptz.api.read import decoded_chunks
 from ckptz.errors import ConfigError, LimitError, WriteError, real
 from ckptz.foreign import torch_files
 from ckptz.foreign.dcp import write_dcp
-from ckptz.foreign.folders import packed_in
+from ckptz.foreign.folders import packed_in, write_folder, written_files
 from ckptz.foreign.inputs import Input, beside_weights, open_input
-from ckptz.foreign.sharding import write_folder, written_files
 from ckptz.foreign.targets import (
     PathLike,
     beside,

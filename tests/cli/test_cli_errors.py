@@ -130,7 +130,7 @@ def test_an_internal_error_asks_to_be_reported(chain: Chain, monkeypatch: pytest
     def fail(*_: object) -> None:
         raise ZeroDivisionError("two\nlines")
 
-    monkeypatch.setattr("ckptz.verbs.inspect.inspect", fail)
+    monkeypatch.setattr("ckptz.verbs.log.inspect", fail)
     run = ckptz("inspect", chain.full, fails=True)
     assert run.exit_code == 1
     assert "please report" in run.error

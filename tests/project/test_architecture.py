@@ -139,7 +139,7 @@ def test_a_wrong_import_is_noticed(module: str, name: str, inside: bool) -> None
 
 READERS = (
     *("ckptz.format.decode", "ckptz.format.reader", "ckptz.format.envelope", "ckptz.store.resolve"),
-    *("ckptz.api.read", "ckptz.api.describe", "ckptz.store.patch"),
+    *("ckptz.api.read", "ckptz.api.describe", "ckptz.api.apply"),
 )
 ENCODERS = ("encode", "methods", "write", "guidance", "search")
 

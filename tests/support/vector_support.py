@@ -16,7 +16,7 @@ from ckptz.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ckptz.foreign.sharding import check_sharding
+from ckptz.foreign.folders import check_sharding
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.state.flatten import unflatten
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
