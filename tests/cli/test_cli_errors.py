@@ -17,8 +17,8 @@ import pytest
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
 from ckptz.pages.words import printable
-from ckptz_cli.errors import failure_of
 from ckptz_cli.main import main
+from ckptz_cli.session import failure_of
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 
 LARGE = 400_000  # elements: several writes, and more than the limits below
