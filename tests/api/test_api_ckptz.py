@@ -58,7 +58,7 @@ print("torch" in sys.modules)
 @pytest.mark.parametrize(
     "module",
     [
-        *("api.safe_open", "verbs.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
+        *("api.read", "verbs.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
         *("numpy", "torch"),
     ],
 )
