@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from ckptz.api.read import PathLike, check_limit, checked_path
+from ckptz.api.read import PathLike, check_limit
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import FileBytes, MemoryBytes
@@ -401,7 +401,7 @@ def apply_(
     if check not in CHECKS:
         raise ConfigError(f"check must be one of {CHECKS}, got {check!r}")
     live = live_tensors(state_dict)
-    source = MemoryBytes(delta) if isinstance(delta, bytes) else FileBytes(Path(checked_path(delta)))
+    source = MemoryBytes(delta) if isinstance(delta, bytes) else FileBytes(Path(delta))
     with contextlib.closing(open_file(source)) as file:
         if not isinstance(file, Container):
             raise FormatError(f"{file.name}: not a .ckptz file; load it with load_file")
