@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from ckptz.methods.state import Moments
     from ckptz.methods.table import register
     from ckptz.run.keep import KeepPolicy, KeepRules
-    from ckptz.search.budget import Budget
+    from ckptz.search.budget import Budget, SearchOptions
     from ckptz.search.measures import Agreement, ResumeProbe
-    from ckptz.search.options import SearchOptions
     from ckptz.training.checkpointer import Checkpointer
     from ckptz.verbs.compress import compress
     from ckptz.verbs.diff import diff
@@ -78,7 +77,7 @@ _HOMES: Final = {
     "Agreement": "search.measures",
     "Budget": "search.budget",
     "ResumeProbe": "search.measures",
-    "SearchOptions": "search.options",
+    "SearchOptions": "search.budget",
     "CkptzError": "errors",
     "Checkpointer": "training.checkpointer",
     "KeepPolicy": "run.keep",

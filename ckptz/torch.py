@@ -27,8 +27,7 @@ from ckptz.format.sources import PATTERN_TYPES, ArraySource, Patterns, TensorSou
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.parallel import Workers
 from ckptz.state.flatten import flatten, geometry_of, unflatten
-from ckptz.state.plain_types import Mover, from_plain, on_device, to_plain
-from ckptz.state.torch import stored_type
+from ckptz.state.torch import Mover, from_plain, on_device, stored_type, to_plain
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.wire.policy import LinkPolicy, check_policy
 

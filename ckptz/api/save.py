@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -88,13 +89,13 @@ def save_to_file(
 
     With the `tree` of a nested state, tensors keep their order, and their roles are found by it.
     """
-    path = Path(filename)
+    path = os.fspath(filename)
     check_texts(metadata)
     with contextlib.ExitStack() as held:
         opened = None
         if base is not None:
             opened = held.enter_context(contextlib.closing(open_checkpoint(Path(base))))
-            if any(is_same(file, path) for file in opened.paths):
+            if any(is_same(file, Path(path)) for file in opened.paths):
                 what = "a delta cannot take the place of its base, nor of what that is stored against"
                 raise ConfigError(f"{path}: {what}; save under another name")
         try:

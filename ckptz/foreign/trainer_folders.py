@@ -158,7 +158,7 @@ def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[s
     """Give the state that each torch file holds, by name."""
 
     def state_of(file: Input) -> Any:
-        from ckptz.state.plain_types import from_plain
+        from ckptz.state.torch import from_plain
 
         with naming(file.name):
             return from_plain(unflatten(file.tensors, file.tree, folder, chunks))

@@ -43,9 +43,8 @@ from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
 from ckptz.run.exact import as_exactly_as_may_be
 from ckptz.state.flatten import unflatten
-from ckptz.state.plain_types import from_plain
 from ckptz.state.skeleton import parse_tree
-from ckptz.state.torch import torch_dtype
+from ckptz.state.torch import from_plain, torch_dtype
 from ckptz.store.resolve import open_checkpoint
 
 TESTED: Final = ((2, 13), (2, 13))  # first and last version that the tests ran with

@@ -43,8 +43,7 @@ from ckptz.progress import SILENT, Progress
 from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step
-from ckptz.search.budget import Budget
-from ckptz.search.options import SearchOptions, SearchReport
+from ckptz.search.budget import Budget, SearchOptions, SearchReport
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file

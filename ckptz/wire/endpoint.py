@@ -22,10 +22,9 @@ from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
-from ckptz.wire.codecs import KINDS, RAW, TensorPlan
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
 from ckptz.wire.payload import Check, Payload, Truth, at_once, decode_payload, encode_payload
-from ckptz.wire.policy import LinkPolicy, policy_of
+from ckptz.wire.policy import KINDS, RAW, LinkPolicy, TensorPlan, policy_of
 from ckptz.wire.state import NOTHING, End, LinkState, Memory, Place
 
 Array = Any

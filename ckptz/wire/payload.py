@@ -19,7 +19,7 @@ from ckptz.errors import CorruptionError
 from ckptz.format.bits import ByteReader
 from ckptz.format.streams import decode_stream, encode_stream
 from ckptz.kernels import floats, wire_arrays
-from ckptz.wire.codecs import BLOCK, TensorPlan, Tiled, TopK, Uniform
+from ckptz.wire.policy import BLOCK, TensorPlan, Tiled, TopK, Uniform
 
 Array = Any  # of numpy, or of torch
 Truth = Any  # a bool, or an array of one where the device has not told

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from ckptz.pages.words import amount, moved, printable, quality_text, ratio, size
 from ckptz.run.names import step_of_folder
-from ckptz.search.budget import ALLOWED
 
 if TYPE_CHECKING:
     from ckptz.run.prune import PruneReport
@@ -53,7 +52,7 @@ def judged_text(judged: Judgement) -> str:
     is_relative = judged.is_relative
     text = moved(judged.change, is_relative=is_relative)
     if judged.error is not None and judged.changes is not None:
-        allowed = amount(ALLOWED * judged.allowed, is_relative=is_relative)
+        allowed = amount(judged.most_changes, is_relative=is_relative)
         text += f" +- {amount(judged.error, is_relative=is_relative)}"
         text += "" if judged.is_resolved else f", too few {printable(judged.unit)}s to tell"
         text += f", single changes {amount(judged.changes, is_relative=is_relative)} of {allowed}"

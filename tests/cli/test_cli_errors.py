@@ -325,13 +325,13 @@ DIE = """
 import contextlib, os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-import ckptz_cli.writing
+import ckptz_cli.verbs
 class Deadly:
     def start(self, name, n_bytes): self.left = n_bytes // 3
     def advance(self, n_bytes):
         self.left -= n_bytes
         if self.left < 0: os.kill(os.getpid(), signal.{signal})
-ckptz_cli.writing.progress_bar = lambda: contextlib.nullcontext(Deadly())
+ckptz_cli.verbs.progress_bar = lambda: contextlib.nullcontext(Deadly())
 """
 
 

@@ -48,7 +48,7 @@ OWNERS = {
     "pickle": ("ckptz.foreign.pickled", "ckptz.foreign.torch_files"),  # with stand-ins; the name of an error
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.state.torch"),
-        *("ckptz.torch", "ckptz.api.apply", "ckptz.state.plain_types"),
+        *("ckptz.torch", "ckptz.api.apply"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.stage", "ckptz.wire.ddp"),
     ),
@@ -61,7 +61,7 @@ LATE = (  # what few runs of a command need, for its start
     ("ckptz.verbs.compress", "ckptz.search.run"),
     ("ckptz.api.save", "ckptz.write.pipeline"),
     ("ckptz.guidance.side_information", "ckptz.foreign.inputs"),
-    ("ckptz.foreign.trainer_folders", "ckptz.state.plain_types"),
+    ("ckptz.foreign.trainer_folders", "ckptz.state.torch"),
 )
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
