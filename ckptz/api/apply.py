@@ -225,16 +225,12 @@ def _tasks(
         if is_alone and header.n_patterns:
             stand_alone.append(name)
         for index, (begin, end) in enumerate(chunk_bounds(header.n_patterns)):
-            if _is_dense(source, index):
+            coders = {stream.coder for stream in header.chunks[index].streams}
+            # Else it is decoded as a whole, as an exotic sparse one may be that passes for another.
+            if not source.needs_other_file or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}:
                 spare_bytes += (end - begin) * header.dtype.pattern_bytes
                 allow(spare_bytes)
             yield _ChunkToEdit(source, live[name], index, begin, end, header.chunks[index].decoded)
-
-
-def _is_dense(source: FrameSource, index: int) -> bool:
-    """Whether the chunk is decoded as a whole; an exotic sparse one may pass for one that is not."""
-    coders = {stream.coder for stream in source.header.chunks[index].streams}
-    return not source.needs_other_file or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}
 
 
 def _changes(task: _ChunkToEdit) -> Changes | None:

@@ -112,6 +112,7 @@ def read_tensors(
     made: dict[str, Any] = {}
 
     def allocate(name: str) -> Patterns:
+        check_empty(sources[name])  # nobody else would look at the frame of one without chunks
         dtype = sources[name].dtype
         made[name], patterns = _allocated(framework, dtype, sources[name].shape, name)
         return patterns
@@ -122,7 +123,7 @@ def read_tensors(
             for index, (begin, end) in enumerate(chunk_bounds(len(patterns)) if n else ()):
                 yield sources[name], index, patterns[begin:end]
 
-    n_chunks = {name: _n_chunks(source) for name, source in sources.items()}
+    n_chunks = {name: n_chunks_of(source.n_patterns) for name, source in sources.items()}
     with _workers(jobs, sum(n_chunks.values())) as workers:
         done = workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_VALUES)
         for name, n in n_chunks.items():
@@ -138,12 +139,6 @@ def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name:
         return framework.allocate(dtype, framework.shape_of(dtype, shape))
     except MemoryError:
         raise LimitError(f"tensor {name!r}: does not fit into memory; read less at a time") from None
-
-
-def _n_chunks(source: FrameSource) -> int:
-    """Count the chunks of a tensor; where there are none, check its frame at once."""
-    check_empty(source)
-    return n_chunks_of(source.n_patterns)
 
 
 def decoded_chunks(

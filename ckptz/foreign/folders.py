@@ -434,7 +434,8 @@ def _read_shards(folder: Path, layout: _Layout, opened: ExitStack, beside: Mappi
         return _Shards(tuple(shards), tensors, homes)
     with naming(str(folder)):
         flat = flatten(states, n_outer=1, taken=tensors)
-    shards += [Shard(file, flat.names_under(file)) for file in states]
+    for file in states:
+        shards.append(Shard(file, tuple(name for name, outer in flat.outer.items() if outer == (file,))))
     return _Shards(tuple(shards), {**tensors, **flat.tensors}, homes, flat.tree)
 
 

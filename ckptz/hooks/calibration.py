@@ -267,11 +267,6 @@ class Recorder:
         self.skipped: dict[str, str] = {}
         self._smallest_skipped: int | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no batch is under way."""
-        return not self._open and not self._batch.by_users
-
     def record(self, layer: str, gather: Gather, tensor: torch.Tensor) -> None:
         """Add the inputs that a layer gets, unless another has got the same ones from the same tensor."""
         if layer in self.skipped:
@@ -482,8 +477,6 @@ class Calibration:
         self._recorder.record(layer.name, layer.gather, tensor)
 
     def _commit(self) -> None:
-        if self._recorder.is_empty:
-            return
         if layers := self._recorder.commit():
             raise CalibrationError(
                 f"layer {layers[0]!r}: its input is not finite, or too large to be squared in float32; "

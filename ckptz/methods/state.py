@@ -134,19 +134,11 @@ def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
     yield Prediction(kind)
     if base is not None:
         yield Prediction(kind, Predictor.BASE, base=base)
-    shape = _matrix(tuple(source.shape))
+    n_rows = source.shape[0] if source.shape else 1
+    shape = n_rows, math.prod(source.shape[1:])  # of the matrix that an outer product fills
     if min(shape) > 1 and sum(shape) <= MAX_OUTER:
-        sums = summed(run, lambda b: _log_sums(source, b, shape), source)
+        sums = summed(run, lambda b: LogSums.of(cpu().to_f32(source.patterns(*b), kind), b[0], shape), source)
         yield Prediction(kind, Predictor.OUTER, outer=Outer(*sums.factors()))
-
-
-def _matrix(shape: tuple[int, ...]) -> tuple[int, int]:
-    """The matrix that an outer product fills."""
-    return (shape[0], math.prod(shape[1:])) if shape else (1, 1)
-
-
-def _log_sums(source: TensorSource, bounds: Bounds, shape: tuple[int, int]) -> LogSums:
-    return LogSums.of(cpu().to_f32(source.patterns(*bounds), KINDS[source.dtype.name]), bounds[0], shape)
 
 
 @dataclass(frozen=True, slots=True)

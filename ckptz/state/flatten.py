@@ -133,10 +133,6 @@ class Flat:
     tree: dict[str, Any]  # as it goes into `Index.tree`
     outer: dict[str, TreePath]  # of each tensor, the outer part of its path that is not in its name
 
-    def names_under(self, *outer: str) -> tuple[str, ...]:
-        """Name the tensors whose paths begin so."""
-        return tuple(name for name, path in self.outer.items() if path == outer)
-
 
 @dataclass(slots=True)
 class _Leaf:

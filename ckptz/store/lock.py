@@ -77,11 +77,6 @@ class Holder:
         """Give the holder as JSON."""
         return json.dumps(asdict(self)).encode()
 
-    @property
-    def is_dead(self) -> bool:
-        """Whether it is certain that the process has ended: it was one of this machine."""
-        return self.host == socket.gethostname() and not is_alive(self.pid)
-
 
 def _refused(folder: str, text: bytes | None) -> ConfigError:
     who = "another process"
@@ -220,7 +215,8 @@ class Lease:
     def _wait_for_stale(self) -> None:
         found = self._read()
         holder = None if found is None else Holder.parse(found)
-        if found is None or (holder is not None and holder.is_dead):
+        is_here = holder is not None and holder.host == socket.gethostname()
+        if found is None or (holder is not None and is_here and not is_alive(holder.pid)):
             return
         end = time.monotonic() + self._stale
         while time.monotonic() < end:

@@ -206,7 +206,8 @@ class Link:
         wrong = functools.reduce(operator.or_, (found for found, _ in self._found[n_before:]), False)
         received = self._accepted(plan, memory, decoded, not_finite | wrong)
         if self._verify == "step" and tensor.dtype.name in KINDS:
-            received = k.unless(wrong, self._nan(tensor.dtype, received), received)
+            nan = k.from_f32(k.zeros(1, 4, received) + 0x7FC00000, KINDS[tensor.dtype.name])
+            received = k.unless(wrong, nan, received)
         if tensor.direction is Direction.FORWARD:
             state.keep_mask(plan, place, mask)
         state.count("rx", tensor.direction, place)
@@ -264,10 +265,6 @@ class Link:
         check(words[6] != k.checksum(payload), "payload checksum: the payload was changed on its way")
         check(words[7] != k.checksum(message[: HEADER_BYTES - 8]), "header checksum: the header was changed")
         return due, plan, memory, not_finite, check
-
-    def _nan(self, dtype: DType, like: Array) -> Array:
-        k = self.state.kernels
-        return k.from_f32(k.zeros(1, 4, like) + 0x7FC00000, KINDS[dtype.name])
 
     def check(self) -> None:
         """Look at what was found on the device since the last call; a schedule's stage does so at each step.

@@ -97,11 +97,12 @@ class _PayloadReader:
     def uniform(self, codec: Uniform) -> Array:
         """Decode uniform levels, F32 patterns [n]."""
         self.needs_mode(self.mode == PACKED or (self.mode == RANS and codec.rans))
-        n, codes = self.plan.n, self._rans_codes if self.mode == RANS else self._packed_codes
-        return self.blocks(n, self.plan.block, lambda: codes(codec.bits))
+        n, bits = self.plan.n, codec.bits
 
-    def _packed_codes(self, bits: int) -> Array:
-        return self.unpacked(bits, self.plan.n, "codes")
+        def codes() -> Array:
+            return self._rans_codes(bits) if self.mode == RANS else self.unpacked(bits, n, "codes")
+
+        return self.blocks(n, self.plan.block, codes)
 
     def _rans_codes(self, bits: int) -> Array:
         coded, self.left = self.left, self.left[:0]
