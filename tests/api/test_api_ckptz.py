@@ -32,7 +32,7 @@ ONES = torch.ones(2, 3)
 
 
 def test_the_package_names_come_when_asked_for() -> None:
-    assert ckptz.safe_open.__module__ == "ckptz.api.safe_open"
+    assert ckptz.safe_open.__module__ == "ckptz.api.read"
     assert {"safe_open", "LOSSLESS", "__version__"} <= set(dir(ckptz))
     with pytest.raises(AttributeError, match="nothing"):
         ckptz.nothing  # noqa: B018
@@ -56,7 +56,7 @@ print("torch" in sys.modules)
 @pytest.mark.parametrize(
     "module",
     [
-        *("api.safe_open", "verbs.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
+        *("api.read", "verbs.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
         *("numpy", "torch"),
     ],
 )
@@ -261,9 +261,8 @@ def test_tensors_go_to_the_device_of_the_framework() -> None:
 
 def test_patterns_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
     tensor = make(torch.float32, 100)
-    source = CKPTZ.torch.FetchedSource(dtype_of("F32"), (100,), tensor.view(torch.uint8))
-    assert source.patterns(3, 9).tobytes() == tensor[3:9].numpy().tobytes()
-    assert source.patterns(0, 100).dtype == np.dtype("<u4")
+    assert CKPTZ.torch._fetched(tensor.view(torch.uint8), 4, 3, 9).tobytes() == tensor[3:9].numpy().tobytes()
+    assert CKPTZ.torch._fetched(tensor.view(torch.uint8), 4, 0, 100).dtype == np.dtype("<u4")
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ import pytest
 
 from ckptz import log
 from ckptz.errors import CkptzError, MissingBaseError
-from ckptz.format.envelope import RegionSource
+from ckptz.format.envelope import PlainFile
 from ckptz.format.index import QualityRecord
 from ckptz.format.reader import FrameSource
 from ckptz.store.resolve import open_checkpoint
@@ -71,7 +71,7 @@ def test_no_frame_and_no_value_is_read(run: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError
 
     monkeypatch.setattr(FrameSource, "payload", untouched)
-    monkeypatch.setattr(RegionSource, "patterns", untouched)
+    monkeypatch.setattr(PlainFile, "read", untouched)
     write_plain(run / "other.safetensors", a_state(n=5000))
     (run / "z.ckptz").unlink()
     assert logged(run)[0].n_files == 3
@@ -116,7 +116,7 @@ def test_quality_that_a_file_records_is_shown(run: Path, tmp_path: Path) -> None
     forge(run / "c.ckptz", run / "c.ckptz", lambda index: {**index, "quality": rows})
     out = ckptz("log", run, "--json").json["entries"][3]["quality"]
     assert out[0]["measured"] == 3.015
-    assert "loss 3 -> 3.015, budget 1.000% met" in ckptz("log", run).stdout
+    assert "loss 3.015 against 3, 0.50% worse (1% is allowed)" in ckptz("log", run).stdout
 
 
 # --- what is not whole ----------------------------------------------------------------------------

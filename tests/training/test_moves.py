@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Make] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.9, centered=True),
 }
 MOMENTS = ("exp_avg", "momentum_buffer")
-UNKNOWN = "training follows is not known"
+UNKNOWN, NO_COURSE = "training follows is not known", "would move it is not known"
 
 
 class Run:
@@ -403,16 +403,21 @@ class Unknown(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize(
-    ("make", "options"),
+    ("make", "options", "reasons"),
     [
-        pytest.param(Unknown, {}, id="an optimizer of which nothing is known"),
-        pytest.param(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), {}, id="a rate of zero"),
-        pytest.param(OPTIMIZERS["AdamW"], {"budget": Budget(lambda _: 1.0, 0.5)}, id="measured by a budget"),
+        pytest.param(Unknown, {}, [NO_COURSE], id="an optimizer of which nothing is known"),
+        pytest.param(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), {}, [UNKNOWN], id="a rate of zero"),
+        pytest.param(OPTIMIZERS["AdamW"], {"budget": Budget(lambda _: 1.0, 0.5)}, [], id="a budget"),
     ],
 )
-def test_weights_stay_where_nothing_moves_them(tmp_path: Path, make: Make, options: dict[str, Any]) -> None:
-    saved(tmp_path, Run(make, size=128), **options)
+def test_weights_stay_where_nothing_moves_them(
+    tmp_path: Path, make: Make, options: dict[str, Any], reasons: list[str]
+) -> None:
+    report = saved(tmp_path, Run(make, size=128), **options).wait()
     assert moves_recorded(tmp_path, 65) == {"weight": None, "bias": None}
+    for reason in reasons:
+        [note] = [note for note in report.notes if reason in note]
+        assert note.startswith("2 tensors, first 'model.weight': ")
 
 
 def test_frozen_weights_stay(tmp_path: Path) -> None:
@@ -420,6 +425,21 @@ def test_frozen_weights_stay(tmp_path: Path) -> None:
     run.model.weight.requires_grad_(False)
     saved(tmp_path, run)
     assert moves_recorded(tmp_path, 65)["weight"] is None
+
+
+def test_each_group_has_settings_of_its_own(tmp_path: Path) -> None:
+    faster = {"lr": 1e-2, "betas": (0.5, 0.999)}
+    run = Run(
+        lambda p: torch.optim.AdamW([{"params": p[:1]}, {"params": p[1:], **faster}], weight_decay=0), 256
+    )
+    run.train(20)
+    weight, bias = (courses(run)[name] for name in ("weight", "bias"))
+    assert (weight.rate, bias.rate) == (1e-3, 1e-2)
+    assert weight.total == pytest.approx(1e-3 * 9 / (1 - 0.9**20), rel=0.15)
+    assert bias.total == pytest.approx(1e-2, rel=0.15)
+    saved(tmp_path, run, (15, 30))
+    moved = moves_recorded(tmp_path, 30)
+    assert all(share is not None and share > 0.8 for share in moved.values())
 
 
 def test_new_parameters_stay_and_a_note_says_so(tmp_path: Path) -> None:
