@@ -211,7 +211,7 @@ def _tasks(
     stand_alone: list[str],
     allow: Callable[[int], None],
 ) -> Iterator[_ChunkToEdit]:
-    """Every chunk; the names of tensors that need no base are appended to `stand_alone`."""
+    """Yield every chunk; append the names of tensors that need no base to `stand_alone`."""
     spare_bytes = 0
     for name, source in container.tensors.items():
         header = source.header
@@ -234,7 +234,7 @@ def _tasks(
 
 
 def _changes(task: _ChunkToEdit) -> Changes | None:
-    """Where the chunk differs from the live tensor; None if it must be decoded."""
+    """Find where the chunk differs from the live tensor; None if the whole chunk must be decoded."""
     return task.source.changes(task.index) if task.source.needs_other_file else None
 
 
@@ -291,7 +291,7 @@ _local = threading.local()
 
 
 def _scratch(patterns: Patterns) -> Patterns:
-    """A copy of `patterns` in memory that the thread uses again for its next chunk."""
+    """Copy `patterns` to memory that this thread uses again for its next chunk."""
     buffers: dict[int, Patterns] = _local.__dict__.setdefault("buffers", {})
     if len(buffers.get(patterns.itemsize, ())) < len(patterns):
         buffers[patterns.itemsize] = np.empty(len(patterns), patterns.dtype)
@@ -442,7 +442,7 @@ def _live(name: str, tensor: Any) -> LiveTensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements may share memory, as in what `expand` gives."""
+    """Tell whether elements may share memory, as in what `expand` gives."""
     reach = 0  # of all dimensions with smaller steps
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1 and stride <= reach:

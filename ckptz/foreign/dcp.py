@@ -319,7 +319,7 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 
 
 def _numbers(value: Any) -> Numbers:
-    """The numbers of a `torch.Size`."""
+    """Give the numbers of a `torch.Size`."""
     items = (
         value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
     )
@@ -341,7 +341,7 @@ def _index_of(key: Any) -> tuple[str, Numbers | None]:
 def _part(
     folder: Path, places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers
 ) -> _StoredPart:
-    """A part and where it is stored."""
+    """Find where a part is stored."""
     info = places.get((name, offset))
     if info is None:
         raise CorruptionError(f"{METADATA_FILE}: does not say where {name!r} is stored")

@@ -234,7 +234,7 @@ def _joint_tree(parts: Sequence[_Joined]) -> dict[str, Any] | None:
 
 
 def _renumbered(node: Any, n_before: int) -> Any:
-    """A node of a tree behind `n_before` storages of another one."""
+    """Copy a node of a tree with `n_before` added to the numbers of its storages."""
     if isinstance(node, list):
         return [_renumbered(item, n_before) for item in node]
     if not isinstance(node, dict):

@@ -263,7 +263,7 @@ def _text_bytes(text: Any, encoding: Any) -> bytes:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> object:
-    """A tensor of (storage, offset, shape, strides, requires_grad, hooks[, dtype][, flags])."""
+    """Check the arguments that torch rebuilds a tensor from; the last ones may be a dtype and flags."""
     item = next((one.itemsize for one in rest if hasattr(one, "itemsize")), getattr(storage, "item", 0))
     if not isinstance(storage, _Storage) or not type(shape) is type(strides) is tuple:
         _refuse("a tensor without a storage or a shape")
@@ -285,7 +285,7 @@ def _parameter(tensor: Any, *rest: Any) -> object:
 
 @functools.cache
 def _names() -> dict[str, Any]:
-    """What a pickle may name: dtypes, storages as the bytes of their elements, and what may be called."""
+    """Map the names that a pickle may use to dtypes, to bytes an element for storages, and to functions."""
     import torch
 
     dtypes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}

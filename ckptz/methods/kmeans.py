@@ -462,7 +462,7 @@ def rank(
 def _fit(
     source: TensorSource, histogram: Histogram, wanted: Partitions, ranked: Ranked | None, run: MapFunction
 ) -> tuple[QuantizationMap, Quantizer]:
-    """The map; for what sensitivity leaves, it takes one more pass."""
+    """Fit the map; where sensitivity takes some values out, count the others in one more pass."""
     if ranked is None:
         return fit_partitions(histogram, wanted.by_magnitude())
     cut = Cut.of(wanted, histogram, ranked.histogram)

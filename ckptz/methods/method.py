@@ -278,7 +278,7 @@ class Cube:
 
 
 def _last(values: Sequence[float], wanted: float) -> int:
-    """Index of the last of values that rise or fall that is not beyond `wanted`; 0 if all are."""
+    """Find the last of `values`, which rise or fall, that is not beyond `wanted`; 0 if all are beyond it."""
     rises = values[-1] > values[0]
     fits = [value <= wanted if rises else value >= wanted for value in values]
     return max(sum(fits) - 1, 0)

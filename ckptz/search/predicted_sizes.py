@@ -85,7 +85,7 @@ class Profile:
         return _Parts(free, pruned, kept)
 
     def _coded(self, parts: _Parts, levels: NDArray[np.float64], cut: Cut) -> tuple[Counts, Counts]:
-        """Occurrences of each code [n_base_codes, 256], and of each bucket that is protected."""
+        """Count each code [n_base_codes, 256], and each bucket that is protected [n_buckets]."""
         cuts, codes = region_cuts(levels, cut)
         ends = np.append(np.searchsorted(self.values, cuts, side="left"), len(self.values))
         counts = np.zeros((len(self.below), 256), np.int64)
@@ -121,7 +121,7 @@ class Profile:
                 counts[:, other] += moved
 
     def _kept_bytes(self, kept: Counts, wanted: Partitions) -> float:
-        """Size of protected values: the planes that a bucket tells, and those below it as they are."""
+        """Predict the bytes of protected values: the planes of their buckets, and those below as they are."""
         planes = (self.buckets >> 8, self.buckets & 0xFF)
         n_bytes = sum(_plane_bytes(np.bincount(plane, kept, 256).astype(np.int64)) for plane in planes)
         n_raw = 0 if wanted.protect_as_bf16 else self.pattern_bytes - 2
@@ -138,13 +138,13 @@ class _Parts:
 
 
 def _plane_bytes(counts: Counts) -> float:
-    """Size of a small stream with a table of its own, or as it is."""
+    """Predict the bytes of a small stream, with a table of its own or as it is."""
     n = int(counts.sum())
     return min(entropy_bits(counts[None]) / 8 + len(pack_table(normalise(counts))), n) if n else 0.0
 
 
 def _code_bytes(counts: Counts) -> float:
-    """Size of codes with tables by context of the base, or with one table, as the planner would choose."""
+    """Predict the bytes of codes, with tables by context of the base or with one, as the planner would."""
     used = np.flatnonzero(counts.any(axis=1))
     found = ContextCounts(used, counts[used])
     if len(counts) > 1 and entropy_bits(found.counts) < entropy_bits(found.total[None]):
@@ -178,7 +178,7 @@ def predicted_sizes(
 
 
 def _sizes_of(tensor: TensorToEncode, role: Role, configs: Sequence[Method]) -> NDArray[np.float64]:
-    """Size of one tensor's frame for each configuration."""
+    """Predict the bytes of one tensor's frame for each configuration."""
     source = tensor.source
     recipes = [config.recipe(role, source.dtype, source.shape) for config in configs]
     profile = _profile(tensor, {wanted for recipe in recipes if (wanted := recipe.partitions) is not None})
@@ -192,7 +192,7 @@ def _sizes_of(tensor: TensorToEncode, role: Role, configs: Sequence[Method]) -> 
 
 
 def _encoded_bytes(tensor: TensorToEncode, recipe: Recipe) -> float:
-    """Size of a frame of which the first chunk is encoded; the others are taken to be as large."""
+    """Encode the first chunk of a tensor, and take the others to be as large."""
     source, n_patterns = tensor.source, tensor.source.n_patterns
     if not n_patterns:
         return 0.0

@@ -186,7 +186,7 @@ def _beside(points: _Points, history: History, best: Outcome) -> Method | None:
 
 
 def _middle(points: _Points, left: NDArray[np.int64]) -> int:
-    """The point that excludes most whichever way it turns out; of several the smallest."""
+    """Find the point that excludes most whichever way it turns out; of several the smallest."""
     if_broken = points.is_beyond[np.ix_(left, left)].sum(axis=0)
     sizes = points.sizes[left]
     if_kept = len(left) - np.searchsorted(np.sort(sizes), sizes, side="left")

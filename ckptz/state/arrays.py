@@ -170,7 +170,7 @@ def _window(bounds: Sequence[tuple[int, int, int, bool]], shape: Shape) -> tuple
 
 
 def _items(index: Any, n_dims: int) -> list[Any]:
-    """One item a dimension, as far as the index goes; its ellipsis is spelled out."""
+    """Give one item for each dimension that the index names; slices stand in for an ellipsis."""
     if isinstance(index, list):
         if index:
             raise CkptzError("Non empty lists are not implemented; take a slice, an int or an ellipsis")
@@ -192,7 +192,7 @@ def _as_int(item: Any) -> int | None:
 
 
 def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
-    """An index from the start, or a slice's numbers; bounds are not compared to the size yet."""
+    """Read one item as an index counted from the start, or as start, stop and step of a slice."""
     if not isinstance(item, slice):
         number = _as_int(item)
         if number is None:
@@ -227,7 +227,7 @@ def _spelled(pick: int | _Bounds) -> str:
 
 
 def _in_range(pick: int | _Bounds, dim: int, size: int, spelled: str) -> tuple[int, int, int, bool]:
-    """(start, stop, step, whether the dimension stays)."""
+    """Give (start, stop, step, whether the dimension stays) of an item, and refuse what is out of range."""
     start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
     start, stop = start or 0, size if stop is None else stop
     if start >= size or stop > size:

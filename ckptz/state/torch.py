@@ -66,7 +66,7 @@ def stored_type(name: str, tensor: torch.Tensor) -> tuple[DType, Shape]:
 
 
 def _empty(dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """A CPU tensor, whatever the default device; a large one in numpy's memory, which has huge pages."""
+    """Make a CPU tensor, whatever the default device; a large one in numpy's memory, which has huge pages."""
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes < HUGE_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")

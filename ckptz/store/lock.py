@@ -228,7 +228,7 @@ class Lease:
                 raise _refused(self._place.name, now)
 
     def _read(self) -> bytes | None:
-        """The lease; one without sense may be half of one that is held, and is waited for like any."""
+        """Read the lease. One that cannot be parsed may be half written, and counts as held."""
         try:
             with contextlib.closing(self._place.open(LEASE_NAME)) as file:
                 return file.read(0, file.size).tobytes()

@@ -165,7 +165,7 @@ def missing_base(delta: str, ref: BaseRef, unusable: Sequence[str] = ()) -> Miss
 
 
 def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[Path]:
-    """Files that may be the base, the likely ones first."""
+    """Yield the files that may be the base, the likely ones first."""
     yield from (hinted for folder in folders if (hinted := folder / ref.file).is_file())
     for suffix in (SUFFIX, PLAIN_SUFFIX):
         for folder in folders:

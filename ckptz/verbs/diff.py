@@ -196,7 +196,7 @@ def _not_read(path: Path, inputs: Sequence[Input]) -> Iterator[str]:
 
 
 def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Paths of plain values, and what they are; tensors are left out."""
+    """Yield the path and the text of each plain value; tensors are left out."""
     if isinstance(node, dict | list | tuple) and node:
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _values(value, (*path, label(key)))
@@ -293,7 +293,7 @@ def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
 
 
 def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Patterns]:
-    """The patterns of both sides; the same array twice if the checksums say that they are equal."""
+    """Read the patterns of both sides; the same array twice if the checksums say that they are equal."""
     a, b = pair.a, pair.b
     if not pair.is_same_type:
         return a.patterns(begin, end), b.patterns(begin, end)
@@ -310,7 +310,7 @@ def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Pattern
 
 
 def _recorded(source: TensorSource, begin: int) -> int | None:
-    """The checksum that a frame records of the chunk that begins here."""
+    """Give the checksum that a frame records of the chunk that begins here; None without a frame."""
     return source.header.chunks[begin // CHUNK_VALUES].decoded if isinstance(source, FrameSource) else None
 
 
@@ -343,7 +343,7 @@ def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -
 
 
 def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
-    """Absolute differences; those of integers are exact before they become doubles."""
+    """Give absolute differences; those of integers are exact before they become doubles."""
     if a.dtype == b.dtype and a.dtype.kind in "iu":
         unsigned = np.dtype(f"<u{a.itemsize}")
         return (np.maximum(a, b) - np.minimum(a, b)).view(unsigned).astype(np.float64)
@@ -351,7 +351,7 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _e4m3() -> NDArray[np.float32]:
-    """Value of each byte of F8_E4M3: no infinities, NaN where all bits but the sign are set."""
+    """Give the value of each byte of F8_E4M3: no infinities, NaN where all bits but the sign are set."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     size = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -408,7 +408,7 @@ def _tensor_diff(pair: _Pair, sums: _Totals) -> TensorDiff:
 
 
 def _finite(value: float) -> float | None:
-    """None for what exceeds a double."""
+    """Give None for what exceeds a double."""
     return value if math.isfinite(value) else None
 
 

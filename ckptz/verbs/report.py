@@ -167,7 +167,7 @@ def _check_output(output: Path, read: Sequence[Path], force: bool) -> None:
 
 
 def _by_kind(given: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]:
-    """Folders, files of tensors, and documents."""
+    """Sort paths into folders, files of tensors, and documents."""
     for path in given:
         path.stat()  # says so where nothing is there
     folders = [path for path in given if path.is_dir()]
