@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from errno import ENOENT
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +39,7 @@ ACCEPTED: Final = (
 MODEL: Final = "model"  # stem of the weights in a folder of their own
 WEIGHTS, STATE = f"{MODEL}{SUFFIX}", f"state{SUFFIX}"
 _BESIDE: Final = re.compile(r"(state|rng-\d+|model_\d+)\.ckptz")  # as the Trainer and accelerate name them
+Part = tuple[tuple[Shard, ...], list[Any], list[Any]]  # of a checkpoint that is joined; see `_part_of`
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
 
@@ -176,9 +177,9 @@ def join(model: Input, optimizer: Input) -> Input:
     parts = [_part_of(model), _part_of(optimizer)]
     if optimizer.kind == "folder":
         raise ConfigError(f"{optimizer.name}: --optimizer takes a file, and this is a folder; name the file")
-    shards = [shard for part in parts for shard in part.shards]
-    for shard in parts[1].shards:
-        if any(shard.file == other.file for other in parts[0].shards):
+    own, added = (shards for shards, _, _ in parts)
+    for shard in added:
+        if any(shard.file == other.file for other in own):
             both = f"{model.name} and {optimizer.name}"
             raise ConfigError(f"{both}: both are called {shard.file}; rename one of them")
     for name in optimizer.tensors:
@@ -192,28 +193,20 @@ def join(model: Input, optimizer: Input) -> Input:
         model,
         kind="folder",
         tensors={**model.tensors, **optimizer.tensors},
-        sharding=Sharding(tuple(shards), sharding.index_file, sharding.index_text, sharding.carried),
+        sharding=Sharding((*own, *added), sharding.index_file, sharding.index_text, sharding.carried),
         tree=_joint_tree(parts),
         checkpoint=None,
         optimizer_names=model.optimizer_names | frozenset(optimizer.tensors),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """Shards of one input; `states` are the JSON nodes of those that are torch files, by file."""
-
-    shards: tuple[Shard, ...]
-    states: list[Any]
-    storages: list[Any]
-
-
-def _part_of(opened: Input) -> _Joined:
+def _part_of(opened: Input) -> Part:
+    """Give the shards of an input, and the states [file, JSON node] and storages of torch files."""
     if opened.kind == "ckptz":
         raise ConfigError(f"{opened.name}: is a .ckptz file already; restore it first")
     tree = opened.tree or {"root": {"dict": []}, "storages": []}
     if opened.sharding is not None:
-        return _Joined(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
+        return opened.sharding.shards, tree["root"]["dict"], tree["storages"]
     file = Path(opened.name).name
     if not is_shard_name(file):
         raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
@@ -221,15 +214,15 @@ def _part_of(opened: Input) -> _Joined:
         raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")
     metadata = None if opened.metadata is None else dict(opened.metadata)
     states = [] if opened.tree is None else [[file, tree["root"]]]
-    return _Joined((Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"])
+    return (Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"]
 
 
-def _joint_tree(parts: Sequence[_Joined]) -> dict[str, Any] | None:
+def _joint_tree(parts: Sequence[Part]) -> dict[str, Any] | None:
     states: list[Any] = []
     storages: list[Any] = []
-    for part in parts:
-        states += _renumbered(part.states, len(storages))
-        storages += part.storages
+    for _, own, held in parts:
+        states += _renumbered(own, len(storages))
+        storages += held
     return {"root": {"dict": states}, "storages": storages} if states else None
 
 
