@@ -17,7 +17,6 @@ from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
-from ckptz.format.written import check_names
 from ckptz.parallel import Workers
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
 
@@ -49,18 +48,16 @@ def check_texts(metadata: Mapping[str, str] | None) -> None:
 
 
 def check_tensor_names(tensors: Mapping[str, Any]) -> None:
-    """Refuse names that cannot be written.
+    """Refuse names that are no text; the writer refuses those that are reserved.
 
     Raises:
         TypeError: a name is no str.
         UnicodeEncodeError: a name is no valid text.
-        ConfigError: a name is reserved.
     """
     for name in tensors:
         if not isinstance(name, str):
             raise TypeError(f"a tensor name is a str, got {name!r}")
         name.encode()
-    check_names(list(tensors))
 
 
 def save_to_bytes(
