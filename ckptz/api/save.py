@@ -120,7 +120,7 @@ def _write(
         job = replace(job, tensors=dict(ordered), roles={})
     if base is not None:
         job = replace(job, base=base_ref(base), bases=base.tensors, base_metadata=base_metadata(base))
-    if config is not None:
-        job = replace(job, config=config)
+    # Nothing guides what loses nothing.
+    job = replace(job, guides={}) if config is None else replace(job, config=config)
     with Workers(jobs) as workers:
         write(sink, job, workers)
