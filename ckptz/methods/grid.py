@@ -53,6 +53,7 @@ from ckptz.format.context_rules import (
 )
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits, write_tables
+from ckptz.format.index import LossyRecord
 from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
 from ckptz.kernels import rounding
@@ -69,7 +70,6 @@ from ckptz.methods.method import (
     Method,
     Option,
     Recipe,
-    Record,
     Setting,
     is_large_weight,
     register,
@@ -355,7 +355,7 @@ class Grid(Method):
             )
         return replace(self, step=step, moments=moments)
 
-    def recorded(self, records: Sequence[Record]) -> Self | None:
+    def recorded(self, records: Sequence[LossyRecord]) -> Self | None:
         """Find the multiplier that most weights have."""
         step = usual_setting([record for record in records if record.method == self.name], "step")
         found = None if step is None else settings_of(type(self), {"step": step})
