@@ -27,7 +27,7 @@ import torch
 from ckptz.errors import CorruptionError, DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, Patterns
-from ckptz.state.arrays import Selection, Shape, Window, patterns_per_element
+from ckptz.state.arrays import Framework, Selection, Shape, Window, patterns_per_element
 from ckptz.state.arrays import select as strict_select
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
@@ -76,8 +76,8 @@ def _empty(dtype: torch.dtype, shape: Shape) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchTensors:
-    """Makes PyTorch tensors; see `ckptz.state.arrays.Framework`.
+class TorchTensors(Framework):
+    """Makes PyTorch tensors.
 
     Attributes:
         device: where they end up.
