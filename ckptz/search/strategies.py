@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, Self
+from typing import Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,18 +39,9 @@ Predict = Callable[[Method], float]
 Try = Callable[[Method, str], Outcome]
 
 
-class Strategy(Protocol):
-    """Decides what to try next; `name` is reported with each trial."""
-
-    @property
-    def name(self) -> str: ...
-
-    def propose(self, history: History) -> Method | None:
-        """Propose what to try next, or None if nothing is left to learn.
-
-        `history` is what was tried, in order, by other strategies too.
-        """
-        ...
+# Each has a name, which is reported with a trial, and `propose(history)`: what to try next after all that was
+# tried, in order, by other strategies too; None if nothing is left to learn.
+Strategy: TypeAlias = "Guided | Neighbourhood | OneKnob"
 
 
 def best_of(history: History) -> Outcome | None:
