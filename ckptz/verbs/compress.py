@@ -14,13 +14,16 @@ from typing import Final
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
 from ckptz.foreign.folders import check_sharding, copy_carried, torch_names
-from ckptz.foreign.inputs import Input, checked_kind, join, open_input
-from ckptz.foreign.targets import (
+from ckptz.foreign.inputs import (
     FORCE,
+    Input,
     PathLike,
     check_carried,
     check_target,
+    checked_kind,
+    join,
     naming_output,
+    open_input,
     paths,
     places_for,
     stem_of,

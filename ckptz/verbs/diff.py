@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, whole
-from ckptz.foreign.inputs import MODEL, Input, open_whole
-from ckptz.foreign.targets import PathLike, paths
+from ckptz.foreign.inputs import MODEL, Input, PathLike, open_whole, paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.plan import Predictor

@@ -11,8 +11,7 @@ from typing import Literal
 
 from ckptz.api.describe import InspectReport, described
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.foreign.inputs import checked_kind
-from ckptz.foreign.targets import PathLike, paths
+from ckptz.foreign.inputs import PathLike, checked_kind, paths
 from ckptz.format.byte_source import is_folder, naming_urls, open_bytes, path_of
 from ckptz.format.envelope import PlainFile
 from ckptz.format.index import BaseRef, QualityRecord

@@ -15,14 +15,17 @@ from ckptz.errors import ConfigError, LimitError, WriteError, real
 from ckptz.foreign import torch_files
 from ckptz.foreign.dcp import write_dcp
 from ckptz.foreign.folders import packed_in, write_folder, written_files
-from ckptz.foreign.inputs import Input, beside_weights, is_trainer_folder, open_input
-from ckptz.foreign.targets import (
+from ckptz.foreign.inputs import (
+    Input,
     PathLike,
     beside,
+    beside_weights,
     check_carried,
     check_holds,
     check_target,
+    is_trainer_folder,
     naming_output,
+    open_input,
     paths,
     places_for,
     stem_of,

@@ -11,8 +11,7 @@ from functools import partial
 import numpy as np
 
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.foreign.inputs import Input, checked_kind, open_input
-from ckptz.foreign.targets import PathLike, paths
+from ckptz.foreign.inputs import Input, PathLike, checked_kind, open_input, paths
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.index import Sharding
 from ckptz.format.reader import Container, FrameSource, check_empty

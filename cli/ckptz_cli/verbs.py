@@ -26,7 +26,7 @@ from ckptz_cli.search_options import NAMES, choose, require_budgets, save_plan, 
 from ckptz_cli.session import Session, progress_bar
 
 if TYPE_CHECKING:
-    from ckptz.foreign.targets import PathLike
+    from ckptz.foreign.inputs import PathLike
     from ckptz.state.roles import Rule
     from ckptz.verbs.compress import CompressReport
     from ckptz.verbs.restore import OutputKind
