@@ -226,7 +226,7 @@ def _tasks(
             stand_alone.append(name)
         for index, (begin, end) in enumerate(chunk_bounds(header.n_patterns)):
             coders = {stream.coder for stream in header.chunks[index].streams}
-            # Else it is decoded as a whole, as an exotic sparse one may be that passes for another.
+            # What is not stored by its changes is decoded as a whole, into memory beside the tensors.
             if not source.needs_other_file or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}:
                 spare_bytes += (end - begin) * header.dtype.pattern_bytes
                 allow(spare_bytes)
@@ -348,7 +348,7 @@ def _commit(edits: Sequence[_Edit]) -> None:
 
 State = Mapping[str, torch.Tensor]
 
-# PyTorch indexes only some of its unsigned types; a pattern's bits are the same in the signed one.
+# PyTorch indexes only some of its unsigned types; patterns are viewed as signed ones of the same bits.
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -116,7 +116,7 @@ def _write(
     job = Job(tensors=tensors, tree=tree, metadata=metadata)
     if tree is None:
         ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
-        # Names alone say what tensors are: nobody would see a note on those of unknown owners.
+        # Roles follow from names alone: notes on tensors of unknown owners have no reader here.
         job = replace(job, tensors=dict(ordered), roles={})
     if base is not None:
         job = replace(job, base=base_ref(base), bases=base.tensors, base_metadata=base_metadata(base))

@@ -45,7 +45,7 @@ MAX_CELLS: Final = 1 << 26  # of a grid whose lines are the edges of all parts
 MAX_ELEMENTS: Final = (1 << 63) - 1
 METADATA_FILE: Final = ".metadata"
 SHARD_SUFFIX: Final = ".distcp"
-KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which other threads begin with
+KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which threads have begun
 Numbers = tuple[int, ...]
 _METADATA: Final = (
     *("metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta", "filesystem._StorageInfo"),
@@ -154,7 +154,7 @@ class DcpTensor(TensorSource):
             )
         self.dtype, self.shape = dtype_of(CODES[dtype]), shape
         self._name, self._type, self._parts, self._kept = name, dtype, parts, kept
-        paths = {part.path for part in parts}  # one that is missing is said when it is read
+        paths = {part.path for part in parts}  # a missing one is told of when it is read
         if all(map(Path.is_file, paths)) and self.n_bytes > sum(path.stat().st_size for path in paths):
             raise TruncatedError(f"tensor {name!r}: the shards are smaller than it; copy the folder whole")
 
@@ -392,7 +392,7 @@ def write_dcp(
             warnings.simplefilter("ignore")  # that it runs in a single process
             save(state, storage_writer=writer, no_dist=True)
     except BaseException:
-        if is_new:  # else what is in it is another's
+        if is_new:  # in one that was there, files may be others'
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -227,7 +227,7 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
             flat = read(Path(copy.name))
     else:
         flat = read(path)
-    # What it is read from goes with its last tensor, so nothing stays open.
+    # The mapped file is closed with its last tensor, so that nothing is left to close.
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
 
 
@@ -287,7 +287,7 @@ def _is_torch_file(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    # Some write safetensors under other names; its first character is one that no torch file has there.
+    # A safetensors file of another name: no torch file has this character there.
     if head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES:
         return False
     if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)) or path.suffix in TORCH_SUFFIXES:

@@ -124,7 +124,7 @@ def _load(file: Path | BinaryIO, *, mmap: bool) -> Any:
             raise UnsupportedError(
                 f"torch does not load it without running code ({_reason(error)}); save a plain state_dict"
             ) from None
-        except Exception as error:  # torch has no type of its own for what it finds wrong
+        except Exception as error:  # torch raises many types for damaged files
             raise CorruptionError(
                 f"torch does not load it ({_reason(error)}): damaged, or not a file of torch.save"
             ) from None
@@ -165,7 +165,7 @@ def dump_state(file: BinaryIO, state: Any, path: Path) -> None:
         torch.save(state, file)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):
-            raise error.__context__ from None  # what the system said, hidden by torch's own writer
+            raise error.__context__ from None  # the system's error, which torch's writer hides
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{path}: torch cannot save this ({reason}); restore to safetensors") from None
 

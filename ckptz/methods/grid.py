@@ -177,7 +177,7 @@ class UniformGrid(Recipe):
             return replace(plan_lossless(source, base, run), note=fault)
         if found.residual_power >= found.power:
             base = None
-        # A base that is no such grid, as the weights that a fine-tune began from, is that of a full file.
+        # Against weights on no grid, as those that a fine-tune began from, the step is that of full files.
         begins = base is None or base.stored is None or base.stored.method != self.name
         step = self.full_step if begins and self.full_step is not None else self.step
         wanted = replace(self, step=step)

@@ -125,7 +125,7 @@ class TorchTensors(Framework):
 
 
 def _select(index: Any, shape: Shape) -> Selection:
-    # What an index says is asked of tensors on the CPU, wherever those end up that it picks from.
+    # The index is tried on tensors on the CPU, wherever the decoded tensor will be.
     index = tuple(map(_on_cpu, index)) if isinstance(index, tuple) else _on_cpu(index)
     items = index if isinstance(index, tuple) else (index,)
     if all(isinstance(item, _BASIC_ITEMS) and not isinstance(item, bool) for item in items):
@@ -133,7 +133,7 @@ def _select(index: Any, shape: Shape) -> Selection:
         return Selection(
             Window(int(view.storage_offset()), tuple(view.shape), view.stride()), tuple(view.shape)
         )
-    # PyTorch refuses what it refuses, at the cost of one byte per element of the result.
+    # PyTorch itself refuses a wrong index here, which takes one byte for each element of the result.
     torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
     return Selection(Window.whole(shape), shape, lambda tensor: tensor[index])
 
@@ -306,7 +306,7 @@ class Mover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # With each the one that it was made of, whose address nobody else has as long as it is there.
+        # The original is kept beside its copy, so that no other one gets its address meanwhile.
         self._memories: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

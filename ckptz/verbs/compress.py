@@ -411,7 +411,7 @@ class _Compression:
             read = {**own, **(base.files if base else {})}
             is_inside = source.is_dir() and place.suffix != SUFFIX  # the output is a folder, as the input is
             target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
-            for left in abandoned(target.parent) if self.resume else ():  # by one that was killed
+            for left in abandoned(target.parent) if self.resume else ():  # by a process that was killed
                 left.unlink(missing_ok=True)
             if self.resume and target.exists():
                 _check_made_from(opened, target, own)

@@ -45,7 +45,7 @@ class TensorDiff:
 
     name: str
     kind: Difference  # "retyped" has another dtype and the same shape
-    dtype_a: str | None = None  # safetensors' code in A; None for what is no tensor there
+    dtype_a: str | None = None  # safetensors' code in A; None where A has no such tensor
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
     shape_b: tuple[int, ...] | None = None
@@ -89,7 +89,7 @@ class DiffReport(Report):
     changed_share: float | None  # share of bit patterns that differ, of all that could be compared
     max_change: float | None  # largest absolute difference
     relative_change: float | None  # rms change by rms, over the tensors that changed and have numbers
-    tensors: tuple[TensorDiff, ...]  # those that changed most first
+    tensors: tuple[TensorDiff, ...]  # of both; those that changed most come first
     n_values: int  # plain values of both together
     n_values_changed: int  # those that differ
     values: tuple[ValueDiff, ...]  # one for each of these

@@ -145,7 +145,7 @@ def _check_deviation(where: str, kind: int, patterns: Patterns, original: Patter
     differs = patterns != original
     exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (original, patterns))
     largest, squares, _ = map(float, planning().deviation(exact, restored))
-    off = largest if math.isfinite(squares) else squares  # the largest passes over what is not a number
+    off = largest if math.isfinite(squares) else squares  # the largest leaves out NaN, the squares do not
     if not off <= recorded:
         raise CorruptionError(f"{where} is {off:.6g} off the original, the file records {recorded:.6g}")
 
