@@ -17,7 +17,6 @@ from ckptz.errors import ConfigError, whole
 from ckptz.foreign.inputs import MODEL, Input, PathLike, open_whole, paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
-from ckptz.format.plan import Predictor
 from ckptz.format.reader import FrameSource, check_empty
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.kernels.clock import working_seconds
@@ -30,7 +29,6 @@ from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
-Codes = NDArray[np.uint8]
 Tensors = Mapping[str, TensorSource]
 MAX_SHOWN: Final = 80  # characters of a value
 _OURS: Final = (SUFFIX, PLAIN_SUFFIX)
@@ -56,8 +54,6 @@ class TensorDiff:
     relative_change: float | None = None  # the same by the root mean square of A
     # infinities and NaN on either side, which changes leave out; not counted in equal tensors
     n_not_finite: int = 0
-    # share of the codes of a quantization map that differ, if both sides have one and no predictor
-    codes_moved: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,8 +241,6 @@ class _Totals:
     largest: float = 0.0
     error: float = 0.0
     power: float = 0.0
-    n_codes: int = 0
-    n_codes_moved: int = 0
 
     def add(self, other: _Totals) -> None:
         """Add the sums of other chunks."""
@@ -279,10 +273,7 @@ def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> di
 def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
     """Compare patterns begin..end of a pair."""
     pair, begin, end = chunk
-    sums, codes = _Totals(n_patterns=end - begin), _both_codes(*chunk)
-    if codes is not None:
-        sums.n_codes, sums.n_codes_moved = len(codes[0]), int(np.count_nonzero(codes[0] != codes[1]))
-    a, b = _both_patterns(*chunk)
+    sums, (a, b) = _Totals(n_patterns=end - begin), _both_patterns(*chunk)
     has_numbers = pair.a.dtype.name in NUMBERS and pair.b.dtype.name in NUMBERS
     if pair.is_same_type and a is not b:
         sums.n_changed = int(np.count_nonzero(a != b))
@@ -293,37 +284,18 @@ def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
 
 def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Patterns]:
     """Read the patterns of both sides; the same array twice if the checksums say that they are equal."""
-    a, b = pair.a, pair.b
-    if not pair.is_same_type:
-        return a.patterns(begin, end), b.patterns(begin, end)
-    in_a, in_b = _recorded(a, begin), _recorded(b, begin)
-    if in_a is None and in_b is None:
-        return a.patterns(begin, end), b.patterns(begin, end)
-    if in_a is not None and in_b is not None:
-        patterns = a.patterns(begin, end)
-        return patterns, patterns if in_a == in_b else b.patterns(begin, end)
-    plain, coded = (a, b) if in_a is None else (b, a)
-    patterns = plain.patterns(begin, end)
-    other = patterns if xxh64(patterns) == (in_b if in_a is None else in_a) else coded.patterns(begin, end)
-    return (patterns, other) if in_a is None else (other, patterns)
+    in_a, in_b = _recorded(pair.a, begin), _recorded(pair.b, begin)
+    if in_a is not None and in_b is None:  # what is not encoded is read first, and may spare the other
+        return _both_patterns(_Pair(pair.name, pair.b, pair.a), begin, end)[::-1]
+    patterns = pair.a.patterns(begin, end)
+    if pair.is_same_type and in_b is not None and in_b == (xxh64(patterns) if in_a is None else in_a):
+        return patterns, patterns
+    return patterns, pair.b.patterns(begin, end)
 
 
 def _recorded(source: TensorSource, begin: int) -> int | None:
     """Give the checksum that a frame records of the chunk that begins here; None without a frame."""
     return source.header.chunks[begin // CHUNK_VALUES].decoded if isinstance(source, FrameSource) else None
-
-
-def _both_codes(pair: _Pair, begin: int, end: int) -> tuple[Codes, Codes] | None:
-    """Give the codes of both sides, if both have a quantization map and no predictor."""
-    if not (pair.is_same_type and isinstance(pair.a, FrameSource) and isinstance(pair.b, FrameSource)):
-        return None
-    plans = (pair.a.header.plan, pair.b.header.plan)
-    if any(plan.quant_map is None or plan.predictor is not Predictor.ZERO for plan in plans):
-        return None
-    a, b = pair.a.codes(begin, end), pair.b.codes(begin, end)
-    assert a is not None
-    assert b is not None
-    return a, b
 
 
 def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
@@ -402,7 +374,6 @@ def _tensor_diff(pair: _Pair, sums: _Totals) -> TensorDiff:
         rms_change=_finite(math.sqrt(sums.error / sums.n_numbers)) if has_numbers else None,
         relative_change=_relative(sums) if has_numbers else None,
         n_not_finite=0 if kind == "equal" else sums.n_not_finite,
-        codes_moved=sums.n_codes_moved / sums.n_codes if sums.n_codes else None,
     )
 
 
