@@ -23,6 +23,7 @@ from ckptz.api.read import PathLike
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, whole
 from ckptz.format.publish import make_folder
 from ckptz.format.values import KINDS
+from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.dcp_index import (
     VERSION,
     FolderIndex,
@@ -34,6 +35,7 @@ from ckptz.integrations.dcp_index import (
     read_index,
     write_index,
 )
+from ckptz.integrations.dcp_moved import RankPool, sampled
 from ckptz.integrations.dcp_plan import (
     TIMEOUT,
     Gathered,
@@ -56,6 +58,7 @@ from ckptz.integrations.linked import (
 )
 from ckptz.run.exact import residuals_of
 from ckptz.run.linked_files import RunFiles
+from ckptz.run.names import step_of_folder
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
 
@@ -66,8 +69,10 @@ class CkptzStorageWriter(InFolder, StorageWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint`.
 
     With `KMeans` the histograms of split tensors are summed over the ranks, so that all shards get one map
-    and restore to what the whole tensor would. That takes a gloo group, which the constructor makes unless it
-    is given one: construct on all ranks at the same point. A failing rank fails the save on all.
+    and restore to what the whole tensor would. With `Grid` ranks add up by how much training follows momentum
+    that the files lose, so that a weight is moved by one share of it. That takes a gloo group, which the
+    constructor makes unless it is given one: construct on all ranks at the same point. A failing rank fails
+    the save on all.
 
     Args:
         path: the folder; `checkpoint_id` of a save goes before it.
@@ -77,7 +82,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         keep_last: one writer saves a whole run, each step to a folder that is called after it, as
             run/step-100, and against the newest beside it. So many newest ones stay. None leaves all folders
             as they are.
-        group: gloo group for the histograms; used by nothing else at the same time.
+        group: gloo group for these sums; used by nothing else at the same time.
         timeout: of the group that the constructor makes.
 
     Raises:
@@ -113,8 +118,10 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             kept = Kept(last=self._keep_last)
             self._files = RunFiles(kept)
             warn_of_no_gain(options, kept)
+        self._trail = Trail() if options.config.loses_state else None
         if options.config.fits_whole_tensors:
             options.config.of_parts()
+        if options.config.fits_whole_tensors or self._trail is not None:
             self._group = group or own_group(timeout)
 
     @classmethod
@@ -173,17 +180,29 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         """Write this rank's file; called on all ranks."""
         orders: Orders = plan.storage_data
         file = f"{SHARD_PREFIX}{self._rank:05d}-{orders.token}{SUFFIX}"
-        try:
-            gathered = Gathered(plan.items, planner)
-        except Exception:
-            merged_guides(orders.split, {}, orders.kinds, self._group)  # nobody must wait for this rank
-            raise
-        guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
-        if gathered.tensors:
-            self._chain(orders).write(self.folder / file, gathered.job(orders, guides))
+        pool = RankPool(None if self._trail is None else self._group)
+        with pool.taking_part():
+            try:
+                gathered = Gathered(plan.items, planner)
+            except Exception:
+                merged_guides(orders.split, {}, orders.kinds, self._group)  # nobody must wait for this rank
+                raise
+            guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
+            job = gathered.job(orders, guides)
+            if self._trail is not None:
+                roles, trained = gathered.described(planner, orders)
+                momentum = Momentum(self._trail, step_of_folder(self.folder), trained, pool=pool)
+                job = replace(job, roles=roles or None, momentum=momentum)
+            if gathered.tensors:
+                self._chain(orders).write(self.folder / file, job)
         done: Future[list[WriteResult]] = Future()
         done.set_result([gathered.result(item, self._rank, file) for item in plan.items])
         return done
+
+    def mark_restored(self, state: Mapping[str, Any], step: int | None) -> None:
+        """Let the next save know the weights that a load has left, in a state by torch's flat names."""
+        if self._trail is not None:
+            self._trail.mark(sampled(state), step, is_restored=True)
 
     def _chain(self, orders: Orders) -> Chain:
         options = self._options

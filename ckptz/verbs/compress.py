@@ -105,7 +105,7 @@ def compress(
     chain: bool = False,
     resume: bool = False,
     step: int | None = None,
-    optimizer: PathLike | None = None,
+    optimizer: PathLike | Sequence[PathLike] | None = None,
     param_names: PathLike | None = None,
     read_optimizer: PathLike | None = None,
     calibration: PathLike | None = None,
@@ -132,8 +132,8 @@ def compress(
             the names of all have steps, in the order of these.
         resume: leave outputs that are there and newer than their inputs as they are, and go on after them.
         step: training step to record; by default that of the input's metadata, or of its name.
-        optimizer: a file of optimizer state that goes into the same output as the one input; what stands in a
-            folder that is compressed goes along anyway.
+        optimizer: a file of optimizer state for each input, in their order, which goes into the same output;
+            what stands in a folder that is compressed goes along anyway.
         param_names: a text file with the name of one parameter on each line, in the order in which the
             optimizer numbers them; by default they are found by a model's config.json and by shapes.
         read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
@@ -160,16 +160,18 @@ def compress(
         Traceback (most recent call last):
         FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
-    sources = [path_of(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
+    sources, optimizers = _paths(inputs), [] if optimizer is None else _paths(optimizer)
     config, step = checked(config), None if step is None else checked_step(step)
     search = _search_of(search, budget, config)
-    base, optimizer = _path(base), _path(optimizer)
+    base = _path(base)
     guides = SideInformationFiles(
         read_optimizer=_path(read_optimizer), calibration=_path(calibration), sensitivity=_path(sensitivity)
     )
-    alone = "step" if step is not None else "optimizer" if optimizer is not None else ""
-    if len(sources) > 1 and alone:
-        raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
+    if len(sources) > 1 and step is not None:
+        raise ConfigError("there are several inputs for one step; compress them one by one")
+    if optimizers and len(optimizers) != len(sources):
+        found = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
+        raise ConfigError(f"there are {found}; name a file for each input, in the same order")
     is_dry, steps = search is not None and search.is_dry_run, _steps_of(sources)
     if chain and _has_steps(sources, steps):  # else they stay in the given order
         sources.sort(key=lambda source: steps[source])
@@ -187,7 +189,7 @@ def compress(
             force=force,
             search_path=paths(search_path),
             role_rules=role_rules,
-            optimizer=optimizer,
+            optimizers=dict(zip(sources, optimizers, strict=False)),
             param_names=_path(param_names),
             guide_files=guides,
             search=search,
@@ -233,6 +235,10 @@ def _has_steps(sources: Sequence[Path], steps: Mapping[Path, int]) -> bool:
 
 def _path(given: PathLike | None) -> Path | None:
     return None if given is None else path_of(given)
+
+
+def _paths(given: PathLike | Sequence[PathLike]) -> list[Path]:
+    return [path_of(given)] if isinstance(given, str | os.PathLike) else paths(given)
 
 
 def _search_of(
@@ -361,7 +367,7 @@ class _Compression:
     force: bool
     search_path: list[Path]
     role_rules: Sequence[Rule]
-    optimizer: Path | None
+    optimizers: Mapping[Path, Path]  # by input
     param_names: Path | None
     guide_files: SideInformationFiles
     search: SearchOptions | None
@@ -402,10 +408,11 @@ class _Compression:
         with contextlib.ExitStack() as held:
             opened = held.enter_context(contextlib.closing(open_input(source, self.search_path)))
             sources = _files_of(opened, source)
-            if self.optimizer is not None and not any(is_same(self.optimizer, file) for file in sources):
-                optimizer = held.enter_context(contextlib.closing(open_input(self.optimizer)))
-                sources += _files_of(optimizer, self.optimizer)
-                opened = join(opened, optimizer)
+            optimizer = self.optimizers.get(source)
+            if optimizer is not None and not any(is_same(optimizer, file) for file in sources):
+                beside = held.enter_context(contextlib.closing(open_input(optimizer)))
+                sources += _files_of(beside, optimizer)
+                opened = join(opened, beside)
             _check_restorable(opened)
             own = _stamps(sources)
             read = {**own, **(base.files if base else {})}

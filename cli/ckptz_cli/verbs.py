@@ -306,7 +306,11 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 @search_options
 @click.option("--roles", type=PATH, metavar="FILE", help="TOML file that says which tensors are what.")
 @click.option(
-    "--optimizer", type=PATH, metavar="FILE", help="Optimizer state, stored in the same file as INPUT."
+    "--optimizer",
+    type=PATH,
+    multiple=True,
+    metavar="FILE",
+    help="Optimizer state, stored in the same file as INPUT; one for each, in their order.",
 )
 @click.option(
     "--param-names",
