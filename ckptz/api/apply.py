@@ -206,10 +206,7 @@ def _prepare(
 
 
 def _tasks(
-    container: Container,
-    live: Mapping[str, LiveTensor],
-    stand_alone: list[str],
-    allow: Callable[[int], None],
+    container: Container, live: Mapping[str, LiveTensor], stand_alone: list[str], allow: Callable[[int], None]
 ) -> Iterator[_ChunkToEdit]:
     """Yield every chunk; append the names of tensors that need no base to `stand_alone`."""
     spare_bytes = 0

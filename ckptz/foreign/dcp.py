@@ -359,11 +359,7 @@ def _part(
 
 
 def write_dcp(
-    folder: Path,
-    tensors: Mapping[str, TensorSource],
-    tree: Any,
-    chunks: Chunks,
-    like: Iterable[Path] = (),
+    folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chunks: Chunks, like: Iterable[Path] = ()
 ) -> None:
     """Write a folder with torch's own writer; inverse of `open_dcp`.
 

@@ -24,14 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn, cast
 
-from ckptz.errors import (
-    ConfigError,
-    CorruptionError,
-    FormatError,
-    TruncatedError,
-    UnsupportedError,
-    naming,
-)
+from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError, UnsupportedError, naming
 from ckptz.foreign.pickled import MAX_BYTES, Unpickler
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource

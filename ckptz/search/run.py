@@ -27,14 +27,7 @@ from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in
-from ckptz.search.evaluation import (
-    Judge,
-    Readings,
-    Scope,
-    is_of_training,
-    judge_of,
-    opened_trial,
-)
+from ckptz.search.evaluation import Judge, Readings, Scope, is_of_training, judge_of, opened_trial
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     CLOSE_LATER,

@@ -151,11 +151,7 @@ class _Leaf:
         return self.tensor.requires_grad, type(self.tensor).__name__ == "Parameter"
 
 
-def flatten(
-    state: Any,
-    n_outer: int = 0,
-    taken: Collection[str] = (),
-) -> Flat:
+def flatten(state: Any, n_outer: int = 0, taken: Collection[str] = ()) -> Flat:
     """Take a nested state apart; the tensors share its memory.
 
     Args:

@@ -333,12 +333,7 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 @writing_options
 @click.pass_obj
 def compress(
-    session: Session,
-    /,
-    inputs: tuple[Path, ...],
-    output: PathLike | None,
-    roles: Path | None,
-    **given: Any,
+    session: Session, /, inputs: tuple[Path, ...], output: PathLike | None, roles: Path | None, **given: Any
 ) -> None:
     """Compress checkpoints. Nothing is lost unless you name a method or a budget.
 
