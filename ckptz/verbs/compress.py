@@ -173,6 +173,7 @@ def compress(
         found = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
         raise ConfigError(f"there are {found}; name a file for each input, in the same order")
     is_dry, steps = search is not None and search.is_dry_run, _steps_of(sources)
+    optimizer_of = dict(zip(sources, optimizers, strict=False))
     if chain and _has_steps(sources, steps):  # else they stay in the given order
         sources.sort(key=lambda source: steps[source])
     _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
@@ -189,7 +190,7 @@ def compress(
             force=force,
             search_path=paths(search_path),
             role_rules=role_rules,
-            optimizers=dict(zip(sources, optimizers, strict=False)),
+            optimizer_of=optimizer_of,
             param_names=_path(param_names),
             guide_files=guides,
             search=search,
@@ -367,7 +368,7 @@ class _Compression:
     force: bool
     search_path: list[Path]
     role_rules: Sequence[Rule]
-    optimizers: Mapping[Path, Path]  # by input
+    optimizer_of: Mapping[Path, Path]  # by input
     param_names: Path | None
     guide_files: SideInformationFiles
     search: SearchOptions | None
@@ -408,7 +409,7 @@ class _Compression:
         with contextlib.ExitStack() as held:
             opened = held.enter_context(contextlib.closing(open_input(source, self.search_path)))
             sources = _files_of(opened, source)
-            optimizer = self.optimizers.get(source)
+            optimizer = self.optimizer_of.get(source)
             if optimizer is not None and not any(is_same(optimizer, file) for file in sources):
                 beside = held.enter_context(contextlib.closing(open_input(optimizer)))
                 sources += _files_of(beside, optimizer)
