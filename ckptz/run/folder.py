@@ -39,8 +39,9 @@ from ckptz.format.caches import LastChunks
 from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, make_folder, publish_together
 from ckptz.format.written import Written, amend_metadata
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
-from ckptz.run.links import link_origin
+from ckptz.run.links import Origin
 from ckptz.run.step_files import (
+    ABANDONED_SECONDS,
     EXACT_OF_KEY,
     KINDS,
     OWNER,
@@ -52,12 +53,12 @@ from ckptz.run.step_files import (
     Listing,
     StepFile,
 )
+from ckptz.run.writer import UNREAD, reopened, write_against
 from ckptz.store.lock import Lock, Spool, acquire
 from ckptz.store.remote import UploadFolder, place_of
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder
 
-ABANDONED_SECONDS: Final = 3600.0
 MOVED: Final = (
     "the folder was renamed or removed since the step before, so this one begins another of the old name: "
     "move the files together, or go on in the renamed one",
@@ -120,8 +121,7 @@ class StepStore:
     def __init__(
         self, folder_or_url: Path_, origin: Path | None = None, last: LastChunks | None = None
     ) -> None:
-        self._origin, self._last = origin, last
-        self._origin_id: str | None = None
+        self._origin, self._last = None if origin is None else Origin(origin), last
         self._place = place_of(folder_or_url)
         self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
@@ -192,7 +192,7 @@ class StepStore:
             FormatError: a file of it is damaged.
         """
         self._fetch(file)
-        elsewhere = () if self._origin is None else (self._origin.parent,)
+        elsewhere = () if self._origin is None else (self._origin.path.parent,)
         with contextlib.closing(open_checkpoint(self.local_folder / file.name, elsewhere)) as checkpoint:
             yield checkpoint
 
@@ -318,7 +318,7 @@ class StepStore:
                 with files.file(folder / state_file.name) as state_sink:
                     state = self._encode("state", state_sink, encoder.state, rule, notes)
                 written = Path(state_sink.name)
-                with self._written_file(written) if state.n_lossy else nullcontext() as restored:
+                with reopened(written, self._last) if state.n_lossy else nullcontext() as restored:
                     encode = functools.partial(encoder.weights, restored)
                     weights = self._encode("weights", weights_sink, encode, rule, notes)
                 weights_sink.flush()
@@ -331,7 +331,7 @@ class StepStore:
                         metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
                         with (
                             files.file(folder / file.exact.name) as sink,
-                            self._written_file(path) as opened,
+                            reopened(path, self._last) as opened,
                         ):
                             exact[file.exact] = encoder.exact(file.kind, sink, opened, metadata)
             self.check_lock()
@@ -346,63 +346,41 @@ class StepStore:
         rule: ChainRule,
         notes: list[str],
     ) -> Written:
-        with self.base(kind, rule, notes) as (base, position):
-            try:
-                written = encode(sink, base, position)
-                for path in () if base is None else base.paths:
-                    path.stat()  # others may have deleted it meanwhile
-                if position and base is not None and base.container is not None:
-                    position -= FileFacts.of(base.container).position
-                self._written[kind].append((position, written.stored_bytes))
-                return written
-            except (CkptzError, OSError) as error:  # of the base: what is saved is in memory
-                if base is None:
-                    raise
-                notes.append(f"{kind}: stored as a full file, because the base cannot be read: {error}")
-        sink.seek(0)
-        sink.truncate()
-        return encode(sink, None, 0)
+        def write(found: tuple[Checkpoint, int] | None) -> Written:
+            sink.seek(0)
+            sink.truncate()
+            base, position = (None, 0) if found is None else found
+            written = encode(sink, base, position)
+            for path in () if base is None else base.paths:
+                path.stat()  # others may have deleted it meanwhile
+            if position and base is not None and base.container is not None:
+                position -= FileFacts.of(base.container).position
+            self._written[kind].append((position, written.stored_bytes))
+            return written
 
-    @contextlib.contextmanager
-    def _written_file(self, path: Path) -> Iterator[Checkpoint]:
-        """Open a file that has just been written."""
-        with contextlib.closing(open_checkpoint(path)) as opened:
-            opened.hold(self._last)
-            yield opened
+        find = functools.partial(self.open_base, kind, rule)
+        return write_against(find, write, notes, f"{kind}: {UNREAD}")
 
-    @contextlib.contextmanager
-    def base(
-        self, kind: FileKind, rule: ChainRule, notes: list[str]
-    ) -> Iterator[tuple[Checkpoint | None, int]]:
-        """Open what the next file of a kind is stored against, None for a full file; give its position too.
+    def open_base(
+        self, kind: FileKind, rule: ChainRule, held: contextlib.ExitStack
+    ) -> tuple[Checkpoint, int] | None:
+        """Open what the next file of a kind is stored against, to be closed with `held`; give its position.
 
-        `notes` is told why, if it is a full file because the base cannot be read.
-        """
-        base, position = None, 0
-        with contextlib.ExitStack() as held:
-            try:
-                found, position = self._base_file(kind, rule)
-                if found is not None:
-                    base = held.enter_context(self.opened(found))
-                    base.hold(self._last)
-                elif self._origin is not None and kind == "weights":
-                    linked = self._linked(self._origin)
-                    base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
-            except Exception as error:  # whatever is in the folder, what is in memory is saved
-                base, position = None, 0
-                notes.append(f"{kind}: stored as a full file, because the base cannot be read: {error}")
-            yield base, position
-
-    def _linked(self, origin: Path) -> Path:
-        """Give what training began from a name in the folder that no other weights have.
+        Returns:
+            None for a full file; position 0 behind what training began from.
 
         Raises:
-            MissingBaseError: the file system cannot do that.
+            CkptzError, OSError: it cannot be read; what stores behind URLs raise.
         """
-        if self._origin_id is None:
-            with contextlib.closing(open_checkpoint(origin)) as opened:
-                self._origin_id = opened.content_id()
-        return link_origin(origin, self._origin_id, self.local_folder)
+        found, position = self._base_file(kind, rule)
+        if found is not None:
+            base = held.enter_context(self.opened(found))
+            base.hold(self._last)
+            return base, position
+        if self._origin is not None and kind == "weights":
+            origin = self._origin.open_in(self.local_folder)
+            return held.enter_context(contextlib.closing(origin)), 0
+        return None
 
     def next_is_full(self, kind: FileKind, rule: ChainRule) -> bool:
         """Tell whether the next file of a kind certainly needs no other: nothing is there, or by the rule."""

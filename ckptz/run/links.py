@@ -16,23 +16,35 @@ from ckptz.format.byte_source import open_bytes
 from ckptz.format.envelope import read_envelope
 from ckptz.format.index import KEY_DIGEST
 from ckptz.format.reader import Container
-from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name
+from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name, open_checkpoint
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name
 N_TOLD: Final = 8  # of a content id, where the name of the file stands beside
 
 
-def link_origin(origin: Path, content_id: str, folder: Path) -> Path:
-    """Give the weights that training began from a second name in a folder, a symbolic one where it must be.
+class Origin:
+    """The file of weights that training began from: what would be full files may be stored against it."""
 
-    Returns:
-        The name, which no other weights have.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._content_id: str | None = None
 
-    Raises:
-        ConfigError: no reader would accept the name.
-        MissingBaseError: the file system cannot do that.
-    """
+    def open_in(self, folder: Path) -> Checkpoint:
+        """Open the file by a second name in a folder, which no other weights have.
+
+        Raises:
+            ConfigError: no reader would accept the name.
+            MissingBaseError: the file system cannot do that.
+        """
+        if self._content_id is None:
+            with contextlib.closing(open_checkpoint(self.path)) as opened:
+                self._content_id = opened.content_id()  # a plain file is read whole for it
+        return open_checkpoint(_link_origin(self.path, self._content_id, folder))
+
+
+def _link_origin(origin: Path, content_id: str, folder: Path) -> Path:
+    """Give a file a second name in a folder, a symbolic one where it must be."""
     path = folder / base_file_name(Path(f"{BASE_PREFIX}{content_id[:N_TOLD]}-{origin.name}"))
     if path.exists():
         return path
