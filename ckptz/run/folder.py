@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
@@ -80,31 +80,6 @@ class Encoder(Protocol):
         self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
     ) -> Written:
         """Write the residual of a file of a kind, with some metadata."""
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenStep:
-    """The files of a step that was written, and what the user should know."""
-
-    weights: Written
-    state: Written
-    exact: tuple[Written, ...]  # the residuals of those that lose something
-    notes: tuple[str, ...]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all files."""
-        return self.weights.stored_bytes + self.state.stored_bytes + self.exact_bytes
-
-    @property
-    def exact_bytes(self) -> int:
-        """Bytes of the residuals."""
-        return sum(written.stored_bytes for written in self.exact)
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.weights.original_bytes + self.state.original_bytes
 
 
 class StepStore:
@@ -290,22 +265,25 @@ class StepStore:
         step: int,
         encoder: Encoder,
         rule: ChainRule,
+        notes: list[str],
         *,
         with_exact: bool,
-    ) -> WrittenStep:
+    ) -> dict[StepFile, Written]:
         """Write the files of a step; all appear, the weights last, or the step is not there.
 
         Args:
             step: after all that are there.
             encoder: writes them.
             rule: what they are stored against.
+            notes: are told what the user should know.
             with_exact: write residuals, too, of those files that lose something.
 
         Raises:
             OSError: the disk is full or fails; all that was there stays.
             FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
         """
-        notes, self._moved = [*self._moved], ()
+        notes += self._moved
+        self._moved = ()
         weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
         for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
             self._place.remove(file.marker)
@@ -336,7 +314,7 @@ class StepStore:
                             exact[file.exact] = encoder.exact(file.kind, sink, opened, metadata)
             self.check_lock()
         self._upload(state_file, *exact, weights_file)
-        return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
+        return {weights_file: weights, state_file: state, **exact}
 
     def _encode(
         self,

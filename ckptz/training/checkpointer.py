@@ -19,12 +19,13 @@ from ckptz.encode.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
+from ckptz.format.written import Written
 from ckptz.guidance.trail import Trail
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
-from ckptz.run.folder import StepStore, WrittenStep
+from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
 from ckptz.run.prune import prune
 from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
@@ -425,18 +426,19 @@ class Checkpointer:
         """Encode and write a snapshot; on the writer's thread."""
         start = time.perf_counter()
         self._snapshot.synchronize()
-        written = self._written(taken, method, metric, begun.step)
+        notes = [*begun.notes]
+        written = self._written(taken, method, metric, begun.step, notes)
         try:
-            pruned = prune(self._store, self._keep).notes
+            notes += prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
-            pruned = (f"older steps stay until the next save, because one cannot be removed: {error}",)
+            notes.append(f"older steps stay until the next save, because one cannot be removed: {error}")
         report = replace(
             begun,
             write_seconds=time.perf_counter() - start,
-            stored_bytes=written.stored_bytes,
-            exact_bytes=written.exact_bytes,
-            tensor_bytes=written.tensor_bytes,
-            notes=(*begun.notes, *written.notes, *pruned, *self._note_on_keep),
+            stored_bytes=sum(one.stored_bytes for one in written.values()),
+            exact_bytes=sum(one.stored_bytes for file, one in written.items() if file.is_exact),
+            tensor_bytes=sum(one.original_bytes for file, one in written.items() if not file.is_exact),
+            notes=(*notes, *self._note_on_keep),
         )
         if self._is_background:  # else training has waited longer when this has returned
             self._tell(report)
@@ -453,12 +455,14 @@ class Checkpointer:
             warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def _written(
-        self, state: StepState, method: LossSettings, metric: float | None, step: int
-    ) -> WrittenStep:
-        def write(jobs: int) -> WrittenStep:
+        self, state: StepState, method: LossSettings, metric: float | None, step: int, notes: list[str]
+    ) -> dict[StepFile, Written]:
+        def write(jobs: int) -> dict[StepFile, Written]:
             encoder = StepEncoder(state, step, metric, method, jobs, self._trail)
-            written = self._store.write(step, encoder, self._rule, with_exact=self._keep.exact != 0)
-            return replace(written, notes=(*written.notes, *encoder.notes))
+            is_exact = self._keep.exact != 0
+            written = self._store.write(step, encoder, self._rule, notes, with_exact=is_exact)
+            notes.extend(encoder.notes)
+            return written
 
         try:
             return write(self._jobs)
