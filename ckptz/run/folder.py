@@ -146,6 +146,16 @@ class StepStore:
             known = self._facts[file] = n_bytes, self._read_facts(file, n_bytes)
         return known[1]
 
+    def read_facts(self, sizes: Mapping[StepFile, int]) -> dict[StepFile, FileFacts | Exception]:
+        """Read the facts of files, of sizes as listed, or why they cannot be read."""
+        found: dict[StepFile, FileFacts | Exception] = {}
+        for file, n_bytes in sizes.items():
+            try:
+                found[file] = self.facts(file, n_bytes)
+            except Exception as error:  # stores behind URLs have errors of their own
+                found[file] = error
+        return found
+
     def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
         source = self._place.peek(file.name, n_bytes)
         facts = FileFacts.read(source)
@@ -377,19 +387,14 @@ class StepStore:
         newest = StepFile(steps[-1], kind)
         plain = self.facts(newest, listing.sizes[newest]).tensor_bytes
         kept = Kept() if rule.kept is None else rule.kept[kind]
-        files = files_of_kind(kind, kept, listing, self._known(listing))
+        facts = {
+            f: found for f, found in self.read_facts(listing.sizes).items() if isinstance(found, FileFacts)
+        }
+        files = files_of_kind(kind, kept, listing, facts)
         rest = sum(n for file, n in listing.sizes.items() if file.kind == kind and file.is_exact)
         sizes = self._written[kind], plain, rest
         base = base_of_next(files, rule, None if rule.kept is None else kept, steps, sizes)
         return base, 0 if base is None else files[newest].position + 1
-
-    def _known(self, listing: Listing) -> dict[StepFile, FileFacts]:
-        """What those files say of themselves that can be read."""
-        known = {}
-        for file, n_bytes in listing.sizes.items():
-            with contextlib.suppress(Exception):  # stores behind URLs have errors of their own
-                known[file] = self.facts(file, n_bytes)
-        return known
 
     def _upload(self, *files: StepFile) -> None:
         """Bring finished files to a remote store, and keep here only what the next step is stored against."""

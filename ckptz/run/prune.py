@@ -90,17 +90,12 @@ class Unit:
     error: Exception | None = None  # why it cannot be read, or None
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Units of a run that stay, and those that go."""
-
-    kept: frozenset[Unit]
-    hidden: tuple[Unit, ...]  # stay only because kept ones are stored against them; by step
-    removed: tuple[Unit, ...]  # in this order
-    notes: tuple[str, ...]
+Units = Sequence[Unit]
 
 
-def decide(name: str, units: Collection[Unit], policy: KeepPolicy, after: int | None = None) -> Decision:
+def decide(
+    name: str, units: Units, policy: KeepPolicy, after: int | None = None
+) -> tuple[set[Unit], Units, Units, tuple[str, ...]]:
     """Tell what stays of a run.
 
     Args:
@@ -108,6 +103,10 @@ def decide(name: str, units: Collection[Unit], policy: KeepPolicy, after: int | 
         units: what there is.
         policy: what is kept.
         after: every step after this one goes.
+
+    Returns:
+        What the rules keep; what stays only because that is stored against it, by step; what goes, in this
+        order; and notes on what cannot be read.
 
     Raises:
         ConfigError: no step that can be read would be left before those after `after`.
@@ -121,7 +120,11 @@ def decide(name: str, units: Collection[Unit], policy: KeepPolicy, after: int | 
         _check_goes_back(name, rest, weights_steps)
     metrics = {u.step: u.metric for u in rest if u.step is not None and u.metric is not None}
     full = policy.kept(full_steps, metrics)
-    weights = full | _weights_kept(full_steps, weights_steps, metrics, policy)
+    # Without rules for weights, those that go on after the newest whole step are steps of their own: all of a
+    # folder that holds no state, what `compress` added to a run, or half of a save that was killed.
+    newest = -1 if policy.weights is not None or policy.keeps_all else max(full_steps, default=-1)
+    alone = (step for step in weights_steps if step > newest)
+    weights = full | (policy.weights or policy).kept(alone, metrics)
     heads = policy.heads(full if full and policy.exact is not None else weights)
     kept = {
         u
@@ -148,12 +151,8 @@ def decide(name: str, units: Collection[Unit], policy: KeepPolicy, after: int | 
         by_step = -step, u.is_residual, u.kind != "weights", u.is_aside
         return not is_later, not is_later and not u.is_residual, *by_step
 
-    return Decision(
-        frozenset(kept),
-        tuple(sorted({*units} - kept - stays.may_go, key=lambda u: (u.step or 0, u.kind or "", u.name))),
-        tuple(sorted(stays.may_go, key=order)),
-        stays.notes,
-    )
+    needed = sorted({*units} - kept - stays.may_go, key=lambda u: (u.step or 0, u.kind or "", u.name))
+    return kept, needed, sorted(stays.may_go, key=order), stays.notes
 
 
 def _check_goes_back(name: str, rest: Collection[Unit], steps: Collection[int]) -> None:
@@ -169,27 +168,10 @@ def _check_goes_back(name: str, rest: Collection[Unit], steps: Collection[int]) 
             )
 
 
-def _weights_kept(
-    full_steps: Collection[int],
-    weights_steps: Collection[int],
-    metrics: Mapping[int, float],
-    policy: KeepPolicy,
-) -> set[int]:
-    """Steps of which the weights stay, state or not.
-
-    Without rules for weights, those that go on after the newest whole step are steps of their own: all of a
-    folder that holds no state, what `compress` added to a run, or half of a save that was killed.
-    """
-    if policy.weights is not None:
-        return policy.weights.kept(weights_steps, metrics)
-    newest = -1 if policy.keeps_all else max(full_steps, default=-1)
-    return policy.kept((step for step in weights_steps if step > newest), metrics)
-
-
 class _Bases:
     """Finds what units are stored against."""
 
-    def __init__(self, units: Collection[Unit]) -> None:
+    def __init__(self, units: Units) -> None:
         self._names = {unit.name: unit for unit in units}
         self._is_any_unread = any(unit.error for unit in units)
         self._holders: dict[str, list[Unit]] = {}
@@ -223,7 +205,7 @@ class _Bases:
         return [other for other in found if other is not unit]
 
 
-def _check_best(name: str, policy: KeepPolicy, units: Collection[Unit]) -> None:
+def _check_best(name: str, policy: KeepPolicy, units: Units) -> None:
     """Refuse to keep the best of steps that say nothing of it, as that would remove them all."""
     if policy.best and all(unit.metric is None for unit in units):
         raise ConfigError(f"{name}: no step here records a metric, so none is the best; keep steps otherwise")
@@ -231,37 +213,40 @@ def _check_best(name: str, policy: KeepPolicy, units: Collection[Unit]) -> None:
 
 def _carry_out(
     name: str,
-    decision: Decision,
-    start: float,
+    units: Units,
+    policy: KeepPolicy,
+    after: int | None,
     remove: Callable[[Unit], None] | None,
     hide: Callable[[Unit], None] = lambda unit: None,
 ) -> PruneReport:
-    """Delete and hide, unless `remove` is None, and report."""
+    """Delete and hide what a policy does not keep, unless `remove` is None, and report."""
+    start = time.perf_counter()
+    kept, needed, removed, notes = decide(name, units, policy, after)
     if remove is not None:
-        for unit in decision.removed:
+        for unit in removed:
             remove(unit)
-        for unit in reversed(decision.hidden):
+        for unit in reversed(needed):
             hide(unit)
-    there = [(u, u.step) for u in decision.kept if u.step is not None]
+    there = [(u, u.step) for u in kept if u.step is not None]
     exact = {step for u, step in there if u.is_residual}
     states, weights = (
         {step for u, step in there if u.kind in (kind, None) and not u.is_residual}
         for kind in ("state", "weights")
     )
-    stays = {file: n for u in (*decision.kept, *decision.hidden) for file, n in u.sizes.items()}
-    goes = {file: n for u in decision.removed for file, n in u.sizes.items() if file not in stays}
+    stays = {file: n for u in (*kept, *needed) for file, n in u.sizes.items()}
+    goes = {file: n for u in removed for file, n in u.sizes.items() if file not in stays}
     return PruneReport(
         folder=name,
         steps=tuple(sorted(weights & states)),
         weights_only=tuple(sorted(weights - states)),
         exact=tuple(sorted(exact & weights & states)),
-        hidden=tuple(u.name for u in decision.hidden),
-        removed=tuple(u.name for u in decision.removed),
+        hidden=tuple(u.name for u in needed),
+        removed=tuple(u.name for u in removed),
         kept_bytes=sum(stays.values()),
         removed_bytes=sum(goes.values()),
         dry_run=remove is None,
         seconds=time.perf_counter() - start,
-        notes=decision.notes,
+        notes=notes,
     )
 
 
@@ -283,32 +268,27 @@ def prune(
         ConfigError: no step that can be read would be left before those after `after`.
         OSError: the folder cannot be listed, or a file not be deleted; what is older than that stays.
     """
-    start, listing = time.perf_counter(), store.listing()
+    listing = store.listing()
     files = {file.name: file for file in listing.sizes}
-    decision = decide(store.name, _units_of(store, listing, after), policy, after)
+    units = _units_of(store, listing, after)
     if dry_run:
-        return _carry_out(store.name, decision, start, None)
+        return _carry_out(store.name, units, policy, after, None)
     store.check_lock()
 
     def hide(unit: Unit) -> None:
         if not unit.is_aside:  # it is hidden already
             store.hide(files[unit.name])
 
-    return _carry_out(store.name, decision, start, lambda unit: store.remove(files[unit.name]), hide)
+    return _carry_out(store.name, units, policy, after, lambda unit: store.remove(files[unit.name]), hide)
 
 
 def _units_of(store: StepStore, listing: Listing, after: int | None) -> list[Unit]:
     """Read what each file says of itself, or why it cannot be read; those that go are not looked at."""
-    units = []
-    for file, n_bytes in sorted(listing.sizes.items()):
-        found: FileFacts | Exception | None = None
-        if after is None or file.step <= after:
-            try:
-                found = store.facts(file, n_bytes)
-            except Exception as error:  # stores behind URLs have errors of their own
-                found = error
-        units.append(unit_of(file, n_bytes, found, is_hidden=file in listing.hidden))
-    return units
+    found = store.read_facts({f: n for f, n in listing.sizes.items() if after is None or f.step <= after})
+    return [
+        unit_of(file, n_bytes, found.get(file), is_hidden=file in listing.hidden)
+        for file, n_bytes in sorted(listing.sizes.items())
+    ]
 
 
 def unit_of(file: StepFile, n_bytes: int, found: FileFacts | Exception | None, *, is_hidden: bool) -> Unit:
@@ -360,12 +340,11 @@ def prune_run(folder: Path, policy: KeepPolicy, *, after: int | None, dry_run: b
         ConfigError: it holds no steps, or none with a metric for `best`, or none would be left; or there are
             rules for weights alone.
     """
-    start, units = time.perf_counter(), _units_in(folder)
+    units = _units_in(folder)
     if policy.weights is not None:
         raise ConfigError(f"{folder}: its files are whole checkpoints; leave out the rules for weights alone")
     if not any(u.step is not None and not u.is_residual and not u.is_aside for u in units):
         raise ConfigError(f"{folder}: holds no steps; name the run's own folder")
-    decision = decide(str(folder), units, policy, after)
     _check_best(str(folder), policy, [u for u in units if after is None or (u.step or 0) <= after])
 
     def remove(unit: Unit) -> None:
@@ -375,7 +354,7 @@ def prune_run(folder: Path, policy: KeepPolicy, *, after: int | None, dry_run: b
         else:  # of a link, the link
             path.unlink(missing_ok=True)
 
-    return _carry_out(str(folder), decision, start, None if dry_run else remove)
+    return _carry_out(str(folder), units, policy, after, None if dry_run else remove)
 
 
 def _units_in(folder: Path) -> list[Unit]:

@@ -261,10 +261,10 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
     listing = Listing(dict.fromkeys(files, 1), frozenset(), ())
     facts = {file: FileFacts(file.name, None, file.step, {}, 0, 1) for file in files}
     units = {file: unit_of(file, 1, facts[file], is_hidden=False) for file in files}
-    decision = decide("run", units.values(), policy)
-    assert not decision.hidden
-    assert not decision.notes
-    kept = {file for file in files if units[file] in decision.kept}
+    stays, hidden, _, notes = decide("run", [*units.values()], policy)
+    assert not hidden
+    assert not notes
+    kept = {file for file in files if units[file] in stays}
     newest = {*listing.full_steps[-1:]}
     assert {StepFile(step, kind) for step in newest for kind in KINDS} <= kept
     assert {StepFile(step, "weights") for step in listing.weights_steps[-1:]} <= kept

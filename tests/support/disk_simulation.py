@@ -114,9 +114,9 @@ def moments(case: Case, asked: ChainRule | None = None) -> list[Moment]:
             facts[file] = FileFacts(file.name, ref, step, metadata, 0, PLAIN)
         found.append(_moment(sizes, hidden))
         units = {f: unit_of(f, size, facts[f], is_hidden=f in hidden) for f, size in sizes.items()}
-        decision = decide("", units.values(), policy)
-        hidden = frozenset(file for file in sizes if units[file] in decision.hidden)
-        sizes = {file: size for file, size in sizes.items() if units[file] not in decision.removed}
+        _, needed, removed, _ = decide("", [*units.values()], policy)
+        hidden = frozenset(file for file in sizes if units[file] in needed)
+        sizes = {file: size for file, size in sizes.items() if units[file] not in removed}
         facts = {file: facts[file] for file in sizes}
         found.append(_moment(sizes, hidden))
     return found
