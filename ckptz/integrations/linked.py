@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import warnings
@@ -22,7 +21,6 @@ from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.exact import as_exactly_as_may_be, residual_of
 from ckptz.run.linked_files import LinkedFiles
-from ckptz.run.links import Origin
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
 from ckptz.run.writer import reopened, write_against
 from ckptz.state.flatten import flatten
@@ -107,8 +105,8 @@ class Chain(LinkedFiles):
 
     def __init__(self, options: ChainOptions = DEFAULTS, kept: Kept | None = None) -> None:
         self.options = checked_options(options)
-        super().__init__(kept, options.exact)
-        self._origin = None if options.base is None else Origin(Path(os.fspath(options.base)))
+        origin = None if options.base is None else Path(os.fspath(options.base))
+        super().__init__(kept, options.exact, options.full_every, origin)
         self.forget()
 
     def forget(self) -> None:
@@ -125,7 +123,7 @@ class Chain(LinkedFiles):
         with self.writing(path):
             try:
                 make_folder(path.parent)
-                find = functools.partial(self._open_base_or_origin, path)
+                find = functools.partial(self.open_base, path)
                 written, of_run = write_against(find, functools.partial(self._publish, path, job), self.notes)
                 self.add(path, written, of_run)
                 for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
@@ -136,22 +134,13 @@ class Chain(LinkedFiles):
             self.notes += written.notes
         return written
 
-    def _open_base_or_origin(
-        self, path: Path, held: contextlib.ExitStack
-    ) -> tuple[Checkpoint, str, bool] | None:
-        """Open what a file is stored against, by its name in that folder; tell whether it is of the run."""
-        if found := self.open_base(path, self.options.full_every, self._last, held):
-            return *found, True
-        if self._origin is None:
-            return None
-        opened = held.enter_context(contextlib.closing(self._origin.open_in(path.parent)))
-        return opened, opened.paths[0].name, False
-
     def _publish(
         self, path: Path, job: Job, found: tuple[Checkpoint, str, bool] | None
     ) -> tuple[Written, Checkpoint | None]:
         """Write a file and its residual; give the file of the run that it is stored against, too."""
         base, name, is_of_run = (None, None, False) if found is None else found
+        if base is not None and is_of_run:
+            base.hold(self._last)
         with (
             Workers(self.options.jobs) as workers,
             publish_together() as files,

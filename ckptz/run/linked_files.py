@@ -30,14 +30,13 @@ from typing import Final
 
 from ckptz.errors import CkptzError, ConfigError, MissingBaseError
 from ckptz.format.byte_source import FileBytes
-from ckptz.format.caches import LastChunks
 from ckptz.format.envelope import LENGTH_BYTES
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
 from ckptz.run.exact import residual_of, unlink_residuals
 from ckptz.run.keep import what_stays
-from ckptz.run.links import BASE_PREFIX, link_chain
+from ckptz.run.links import BASE_PREFIX, Origin, link_chain
 from ckptz.run.names import LIGHTNING_SUFFIX, Inode, inode_of
 from ckptz.run.step_files import ABANDONED_SECONDS, ChainRule, FileFacts, Kept
 from ckptz.store.resolve import SUFFIX, Checkpoint, open_checkpoint
@@ -56,13 +55,18 @@ class LinkedFiles:
         kept: how long files stay; None if that is not known. Then all are taken to stay until one is gone,
             and from then on as many as there are.
         exact: so many newest files keep their residuals when their steps are complete, at least one.
+        full_every: at least every so many files needs no other of the run.
+        origin: what training began from; files that would need no other are stored against it.
 
     Attributes:
         notes: what the user should know of the file that was written last, and of what was removed since.
     """
 
-    def __init__(self, kept: Kept | None = None, exact: int = 1) -> None:
-        self._kept, self._n_exact = kept, max(1, exact)
+    def __init__(
+        self, kept: Kept | None = None, exact: int = 1, full_every: int = 16, origin: Path | None = None
+    ) -> None:
+        self._kept, self._n_exact, self._full_every = kept, max(1, exact), full_every
+        self._origin = None if origin is None else Origin(origin)
         self._files: dict[Inode, ChainFile[Inode]] = {}  # bases before what is stored against them
         self._saved: dict[Path, Inode] = {}  # oldest first
         self._sizes: deque[tuple[int, int]] = deque(maxlen=N_REMEMBERED)
@@ -103,44 +107,47 @@ class LinkedFiles:
             except OSError as error:
                 self.notes.append(f"what is not wanted any more stays: {error}")
 
-    def open_base(
-        self, path: Path, full_every: int, last: LastChunks | None, held: contextlib.ExitStack
-    ) -> tuple[Checkpoint, str] | None:
+    def open_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, str, bool] | None:
         """Open what takes the least disk in the end, and give it a name in the folder of the next file.
 
         Args:
             path: where that file will be.
-            full_every: at least every so many files needs no other.
-            last: holds what the base restores to.
             held: closes it.
 
         Returns:
-            None for a full file; `notes` say why if it cannot be linked.
+            It, its name there, and whether it is of the run and not its origin. None for a full file; `notes`
+            say why if it cannot be linked.
 
         Raises:
             FormatError, MissingBaseError: the newest file or one that it needs is damaged or not there.
             OSError: a file is not there any more, or cannot be read.
         """
-        path = path.absolute()
+        if (base := self._chosen(path.absolute(), held)) is not None:
+            if names := link_chain(base, path.parent):
+                return base, names[0], True
+            what = f"stored as a full file, because {base.name} cannot be linked into {path.parent}"
+            self.notes.append(what)
+        if self._origin is None:
+            return None
+        opened = held.enter_context(contextlib.closing(self._origin.open_in(path.parent)))
+        return opened, opened.paths[0].name, False
+
+    def _chosen(self, path: Path, held: contextlib.ExitStack) -> Checkpoint | None:
+        """Open what the next file is stored against by the rule."""
         newest = self._open_newest(path, held)
         if newest is None:
             return None
         chain = self._learn(newest)
         files, kept = self._there(path, chain[0])
         plain = sum(source.n_bytes for source in newest.tensors.values())
-        rule = ChainRule(full_every, is_forked=False)
+        rule = ChainRule(self._full_every, is_forked=False)
         found = base_of_next(files, rule, kept, (), (self._sizes, plain, 0))
-        if found is None or newest.depth - chain.index(found) + 1 >= full_every:
+        if found is None or newest.depth - chain.index(found) + 1 >= self._full_every:
             return None
-        base = newest
-        if found != chain[0]:
-            name = newest.files[chain.index(found)].name
-            base = held.enter_context(contextlib.closing(open_checkpoint(name)))
-        base.hold(last)
-        if names := link_chain(base, path.parent):
-            return base, names[0]
-        self.notes.append(f"stored as a full file, because {base.name} cannot be linked into {path.parent}")
-        return None
+        if found == chain[0]:
+            return newest
+        name = newest.files[chain.index(found)].name
+        return held.enter_context(contextlib.closing(open_checkpoint(name)))
 
     def add(self, path: Path, written: Written, base: Checkpoint | None) -> None:
         """Take note of a file that was written, and of what it is stored against, None for a full file."""

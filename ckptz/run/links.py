@@ -40,24 +40,19 @@ class Origin:
         if self._content_id is None:
             with contextlib.closing(open_checkpoint(self.path)) as opened:
                 self._content_id = opened.content_id()  # a plain file is read whole for it
-        return open_checkpoint(_link_origin(self.path, self._content_id, folder))
-
-
-def _link_origin(origin: Path, content_id: str, folder: Path) -> Path:
-    """Give a file a second name in a folder, a symbolic one where it must be."""
-    path = folder / base_file_name(Path(f"{BASE_PREFIX}{content_id[:N_TOLD]}-{origin.name}"))
-    if path.exists():
-        return path
-    try:
-        if path.is_symlink():  # it leads nowhere
-            path.unlink(missing_ok=True)
+        name = f"{BASE_PREFIX}{self._content_id[:N_TOLD]}-{self.path.name}"
+        linked = folder / base_file_name(Path(name))
         try:
-            os.link(origin.resolve(), path)
-        except OSError:
-            path.symlink_to(origin.resolve())
-    except OSError as error:
-        raise MissingBaseError(f"{origin}: cannot be linked into {folder}: {error}") from error
-    return path
+            if linked.is_symlink() and not linked.exists():  # it leads nowhere
+                linked.unlink(missing_ok=True)
+            if not linked.exists():
+                try:
+                    os.link(self.path.resolve(), linked)
+                except OSError:
+                    linked.symlink_to(self.path.resolve())
+        except OSError as error:
+            raise MissingBaseError(f"{self.path}: cannot be linked into {folder}: {error}") from error
+        return open_checkpoint(linked)
 
 
 def digest_of(path: Path) -> str:

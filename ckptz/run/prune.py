@@ -226,7 +226,8 @@ def _carry_out(
         for unit in removed:
             remove(unit)
         for unit in reversed(needed):
-            hide(unit)
+            if not unit.is_aside:
+                hide(unit)
     there = [(u, u.step) for u in kept if u.step is not None]
     exact = {step for u, step in there if u.is_residual}
     states, weights = (
@@ -274,12 +275,14 @@ def prune(
     if dry_run:
         return _carry_out(store.name, units, policy, after, None)
     store.check_lock()
-
-    def hide(unit: Unit) -> None:
-        if not unit.is_aside:  # it is hidden already
-            store.hide(files[unit.name])
-
-    return _carry_out(store.name, units, policy, after, lambda unit: store.remove(files[unit.name]), hide)
+    return _carry_out(
+        store.name,
+        units,
+        policy,
+        after,
+        remove=lambda unit: store.remove(files[unit.name]),
+        hide=lambda unit: store.hide(files[unit.name]),
+    )
 
 
 def _units_of(store: StepStore, listing: Listing, after: int | None) -> list[Unit]:
@@ -293,22 +296,19 @@ def _units_of(store: StepStore, listing: Listing, after: int | None) -> list[Uni
 
 def unit_of(file: StepFile, n_bytes: int, found: FileFacts | Exception | None, *, is_hidden: bool) -> Unit:
     """Describe a file of a step by what it says of itself, or the error of reading that."""
-    unit = Unit(
+    facts = found if isinstance(found, FileFacts) else None
+    return Unit(
         name=file.name,
         step=file.step,
         kind=file.kind,
         is_residual=file.is_exact,
         is_aside=is_hidden,
         sizes={file.name: n_bytes},
-    )
-    if not isinstance(found, FileFacts):
-        return replace(unit, error=found)
-    return replace(
-        unit,
         # Nothing is stored against a residual, whose values other files may have, too.
-        ids=frozenset() if file.is_exact else frozenset({found.content_id}),
-        bases=() if found.base is None else (found.base,),
-        metric=found.metric,
+        ids=frozenset() if facts is None or file.is_exact else frozenset({facts.content_id}),
+        bases=() if facts is None or facts.base is None else (facts.base,),
+        metric=None if facts is None else facts.metric,
+        error=found if isinstance(found, Exception) else None,
     )
 
 

@@ -293,7 +293,9 @@ class Checkpointer:
             notes=() if search is None else _notes(search),
             search=search,
         )
-        self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
+        self._writer.start(
+            f"{self._store.name}: step {step}", functools.partial(self._write, taken, method, metric, begun)
+        )
         if not self._is_background:
             report = self._wait() or begun
             self._last = replace(report, stall_seconds=time.perf_counter() - start)
@@ -350,7 +352,7 @@ class Checkpointer:
             self._last, writer.result = writer.result, None
             self._at = self._last.step
         if (error := writer.error) is not None:
-            loss = _about(error, f"{self._store.name}: {writer.label} was not saved")
+            loss = _about(error, f"{writer.label} was not saved")
             self._at = writer.error = None
             raise loss from error
         return self._last
