@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from ckptz.errors import (
-    CkptzError,
     ConfigError,
     CorruptionError,
     FormatError,
@@ -117,23 +116,16 @@ class StepStore:
         return listing if self._folder is not None else self._less_cut_off(listing)
 
     def _less_cut_off(self, listing: Listing) -> Listing:
-        """The listing with an upload that was cut off among the leftovers, where the store shows such."""
+        """The listing with an upload that was cut off among the leftovers, where the store shows such.
+
+        It is certainly shorter than it says: what cannot be read now may be whole.
+        """
         newest = max((file.step for file in listing.sizes), default=None)
-        lossy = {file for file in listing.sizes if file.step == newest and not file.is_exact}
-        cut = {file for file in lossy if self._ends_early(file, listing)}
+        lossy = {f: n for f, n in listing.sizes.items() if f.step == newest and not f.is_exact}
+        cut = {file for file, found in self.read_facts(lossy).items() if isinstance(found, TruncatedError)}
         cut |= {file.exact for file in cut} & set(listing.sizes)
         found = listing.without(cut)
         return replace(found, leftovers=(*found.leftovers, *(file.name for file in sorted(cut))))
-
-    def _ends_early(self, file: StepFile, listing: Listing) -> bool:
-        """Whether a file is certainly shorter than it says: what cannot be read now may be whole."""
-        try:
-            self.facts(file, listing.sizes[file])
-        except TruncatedError:
-            return True
-        except Exception:  # stores behind URLs have errors of their own
-            return False
-        return False
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
         """Read the index of a file, of `n_bytes` as listed, for its facts.
@@ -444,17 +436,17 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
     """
     found = []
     with contextlib.closing(StepStore(str(folder))) as store:
-        sizes = store.listing().sizes
-        for file, n_bytes in sorted(sizes.items()):
-            of = StepFile(file.step, file.kind if file.is_exact else "weights")
-            with contextlib.suppress(CkptzError, OSError, KeyError):  # what it belongs to may be gone
-                facts, wanted = store.facts(file, n_bytes), store.facts(of, sizes[of]).content_id
-                if facts.metadata.get(EXACT_OF_KEY if file.is_exact else WEIGHTS_KEY) not in (None, wanted):
-                    path, remedy = folder / file.name, "resume from another step"
-                    remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
-                    what = "values" if file.is_exact else "weights"
-                    error = CorruptionError(f"{path}: belongs to other {what} than {of.name} holds; {remedy}")
-                    found.append((path, error))
+        read = store.read_facts(store.listing().sizes)
+    known = {file: facts for file, facts in sorted(read.items()) if isinstance(facts, FileFacts)}
+    for file, facts in known.items():
+        of = StepFile(file.step, file.kind if file.is_exact else "weights")
+        said = facts.metadata.get(EXACT_OF_KEY if file.is_exact else WEIGHTS_KEY)
+        if of in known and said not in (None, known[of].content_id):  # what it belongs to may be gone
+            path, remedy = folder / file.name, "resume from another step"
+            remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
+            what = "values" if file.is_exact else "weights"
+            error = CorruptionError(f"{path}: belongs to other {what} than {of.name} holds; {remedy}")
+            found.append((path, error))
     return found
 
 
