@@ -19,7 +19,13 @@ import numpy as np
 from ckptz.encode.encoding_plan import EncodingPlan
 from ckptz.format.context_rules import MIN_RUN, Block, Runs
 from ckptz.format.dtypes import DType
-from ckptz.format.frequency import entropy_bits, normalise, pack_tables, row_cost_bits
+from ckptz.format.frequency import (
+    entropy_bits,
+    normalise,
+    pack_tables,
+    row_cost_bits,
+    row_entropy_bits,
+)
 from ckptz.format.plan import StreamTables, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, MapFunction, TensorSource
 from ckptz.format.streams import (
@@ -28,9 +34,9 @@ from ckptz.format.streams import (
     encode_rans,
     encode_streams,
     middle_of,
-    zstd_promises,
+    repeats,
 )
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Frequencies, Patterns
 
 MIN_VALUES: Final = 1 << 18  # below, tables and labels take more time than they save bytes
@@ -38,9 +44,10 @@ RUN_VALUES: Final = (128, 4096)  # of a run: fewer cost too much for their label
 FLAT_RUN: Final = 512  # patterns of a run where rows are too short or too long
 PER_OCTAVE: Final = 4  # contexts of scale for each factor of two
 N_SCALES: Final = 16
-N_REFERENCE: Final = 512  # runs of the middle chunk, whose median is the middle context
+SAMPLE_VALUES: Final = 1 << 16  # of the middle chunk, whose median run is the middle scale
 N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
 MIN_GAIN: Final = 1 / 200  # of a plane's bits; below, decoding is slower for nothing
+MIN_SAMPLE_GAIN: Final = 1 / 600  # of the same of a sample; below, the rest is not measured
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
 
 
@@ -59,14 +66,14 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> EncodingPlan 
     begin, end = bounds[len(bounds) // 2]
     if end - begin < size:
         begin, end = bounds[0]
-    n_runs = min((end - begin) // size, N_REFERENCE)
-    exponents = _exponents(source.patterns(begin, begin + n_runs * size))
-    sample = middle_of(exponents)
-    if zstd_promises(sample, len(sample), entropy_bits(cpu().histogram(sample)) / 8):
+    n_runs = min(end - begin, max(SAMPLE_VALUES, size)) // size
+    sample = source.patterns(begin, begin + n_runs * size)
+    exponents = cpu().magnitudes(sample)
+    lowest = _lowest(exponents, size)
+    if not _Measured.of(sample, size, lowest).gain > MIN_SAMPLE_GAIN or repeats(middle_of(exponents)):
         return None
-    reference = int(np.median(_levels(exponents, size)))
-    found = [*run(lambda part: _Measured.of(source.patterns(*part), size, reference).where_it_pays(), bounds)]
-    return _plan(source.dtype, size, found)
+    found = [*run(lambda part: _Measured.of(source.patterns(*part), size, lowest), bounds)]
+    return _plan(source.dtype, size, [part.where_it_pays() for part in found] if len(found) > 1 else found)
 
 
 def _run_patterns(source: TensorSource) -> int | None:
@@ -80,15 +87,10 @@ def _run_patterns(source: TensorSource) -> int | None:
     return size if piece >= MIN_RUN else None
 
 
-def _exponents(patterns: Patterns) -> Bytes:
-    """Take the eight bits below the sign, [n]."""
-    return (patterns >> patterns.dtype.type(8 * patterns.itemsize - 9)).astype(np.uint8)
-
-
-def _levels(exponents: Bytes, size: int) -> Counts:
-    """Give the mean exponent of each run of `size` patterns, in parts of an octave."""
-    sums = exponents.reshape(-1, size).sum(axis=1, dtype=np.uint32).astype(np.int64)
-    return (PER_OCTAVE * sums + size // 2) // size
+def _lowest(exponents: Bytes, size: int) -> int:
+    """Give the mean exponent, in parts of an octave, of scale 0, so that the median run is in the middle."""
+    means = PER_OCTAVE * exponents.reshape(-1, size).mean(axis=1)
+    return int(np.median(means)) - N_SCALES // 2
 
 
 def _count(codes: Bytes, labels: Bytes, size: int, n_contexts: int) -> Counts:
@@ -114,29 +116,39 @@ class _Measured:
     planes: Counts
 
     @classmethod
-    def of(cls, patterns: Patterns, size: int, reference: int) -> _Measured:
-        """Measure patterns in runs, the last may be shorter; `reference`: the level of the middle context."""
+    def of(cls, patterns: Patterns, size: int, lowest: int) -> _Measured:
+        """Measure patterns in runs, the last may be shorter; `lowest` has scale 0."""
         if len(patterns) > size and (rest := len(patterns) % size):
-            return cls.of(patterns[:-rest], size, reference) + cls.of(patterns[-rest:], rest, reference)
-        size = min(size, len(patterns))
-        exponents, n_planes = _exponents(patterns), patterns.itemsize
-        scale = np.clip(_levels(exponents, size) - reference + N_SCALES // 2, 0, N_SCALES - 1)
-        planes, is_narrow = np.zeros((n_planes - 1, 2, 256), np.int64), np.zeros(len(scale), np.bool_)
+            return cls.of(patterns[:-rest], size, lowest) + cls.of(patterns[-rest:], rest, lowest)
+        size, n_planes = min(size, len(patterns)), patterns.itemsize
+        planes, is_narrow = (
+            np.zeros((n_planes - 1, 2, 256), np.int64),
+            np.zeros(len(patterns) // size, np.bool_),
+        )
         if n_planes > 2:  # of two bytes, the low one has bits of the mantissa that any value has
             is_narrow = ~(patterns.reshape(-1, size)[:, :N_TESTED] & patterns.dtype.type(0x7F)).any(axis=1)
             if is_narrow.any() and not is_narrow.all():
                 split = cpu().split_planes(patterns, patterns, ROTATED)
                 kinds = is_narrow.astype(np.uint8)
                 planes = np.array([_count(plane, kinds, size, 2) for plane in split[:-1]])
-        labels = (scale + N_SCALES * is_narrow).astype(np.uint8)
-        return cls(labels, _count(exponents, labels, size, 2 * N_SCALES), planes)
+        labels = (N_SCALES * is_narrow).astype(np.uint8)
+        return cls(
+            labels, planning().scale_runs(patterns, size, PER_OCTAVE, lowest, N_SCALES, labels), planes
+        )
+
+    @property
+    def gain(self) -> float:
+        """The share of the exponents' bits that contexts save, tables and labels not counted."""
+        if self.planes.any():
+            return 1.0
+        *by_scale, together = row_entropy_bits(np.vstack((self.scales, self.scales.sum(axis=0)))).tolist()
+        return 1 - sum(by_scale) / together if together else 0.0
 
     def where_it_pays(self) -> _Measured:
         """Give runs that save too little by their contexts the most frequent one, which needs no labels."""
-        total = self.scales.sum(axis=0)
-        bits = entropy_bits(total)
-        if self.planes.any() or bits - entropy_bits(self.scales) > MIN_GAIN * bits:
+        if self.gain > MIN_GAIN:
             return self
+        total = self.scales.sum(axis=0)
         most, scales = int(self.scales.sum(axis=1).argmax()), np.zeros_like(self.scales)
         scales[most] = total > 0  # for the last run, which may reach into a chunk that uses contexts
         return _Measured(np.full_like(self.labels, most), scales, self.planes)

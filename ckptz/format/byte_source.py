@@ -277,17 +277,26 @@ class FileBytes:
         self._file.close()
 
 
+class _NotMarked:
+    """Bytes that nobody writes to, but not marked so: kernels would be compiled once more for those."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data  # stays while an array has its memory
+        address, _ = data.__array_interface__["data"]
+        self.__array_interface__ = data.__array_interface__ | {"data": (address, False)}
+
+
 class MemoryBytes:
-    """A buffer in memory."""
+    """A buffer in memory, which is read where it stands."""
 
     name = "<bytes>"
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._data = np.frombuffer(data, np.uint8)
+        self._data = np.asarray(_NotMarked(np.frombuffer(data, np.uint8)))
         self.size = len(self._data)
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
         _check_end(self, offset + n_bytes)
-        return self._data[offset : offset + n_bytes].copy()
+        return self._data[offset : offset + n_bytes]
 
     def close(self) -> None: ...

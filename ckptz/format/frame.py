@@ -39,7 +39,7 @@ from ckptz.format.context_rules import (
     write_runs,
 )
 from ckptz.format.dtypes import DType, dtype_of_id
-from ckptz.format.frequency import parse_tables, write_tables
+from ckptz.format.frequency import parse_tables, slot_tables, write_tables
 from ckptz.format.plan import (
     BASE_MODES,
     LARGEST_SCALE,
@@ -63,7 +63,6 @@ from ckptz.format.plan import (
 from ckptz.format.sources import PATTERN_TYPES, n_chunks_of, n_rows_of
 from ckptz.format.streams import CoderId, read_embedded, take_embedded, write_embedded
 from ckptz.format.values import ValueTable
-from ckptz.kernels import cpu
 
 FRAME_VERSION: Final = 1  # spec/versions.md
 MAX_DIMS: Final = 64
@@ -464,7 +463,7 @@ class FrameHeader:
     def slot_tables(self, stream: int) -> NDArray[np.uint32]:
         """Give the decoding tables [n_tables, 4096] of a stream that uses the tensor's tables, made once."""
         if stream not in self._slots:
-            self._slots[stream] = cpu().slot_tables(self.plan.tables[stream].frequencies)
+            self._slots[stream] = slot_tables(self.plan.tables[stream].frequencies)
         return self._slots[stream]
 
     @functools.cached_property

@@ -40,9 +40,14 @@ def _logs(counts: Counts) -> Reals:
 
 def row_entropy_bits(counts: Counts) -> Reals:
     """Count the bits of an ideal order-0 coder of each row of counts [n, 256]."""
-    total = counts.sum(axis=1)
-    terms = counts * _logs(counts)
-    return _sums(-terms) + total * _logs(total)
+    total, used = counts.sum(axis=1), counts[:, _used(counts)]
+    return _sums(-used * _logs(used)) + total * _logs(total)
+
+
+def _used(counts: Counts) -> slice:
+    """Find the symbols from the first to the last that any row of counts [n, 256] has; all if none."""
+    columns = np.flatnonzero(counts.any(axis=0))
+    return slice(columns[0], columns[-1] + 1) if len(columns) else slice(0, 256)
 
 
 def entropy_bits(counts: Counts) -> float:
@@ -58,6 +63,8 @@ def _sums(terms: Reals) -> Reals:
 
 def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Reals:
     """Count the bits of each row of counts [n, 256] under its frequencies; infinite if a symbol has none."""
+    used = _used(counts)
+    counts, frequencies = counts[:, used], frequencies[:, used]
     bits = _sums(counts * _CODE_BITS[frequencies])
     bits[((counts > 0) & (frequencies == 0)).any(axis=1)] = math.inf
     return bits
@@ -69,7 +76,7 @@ def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
 
 
 def _kernels_for(tables: NDArray[Any]) -> Any:
-    """Give kernels for tables [n, 256]: numpy makes the first ones sooner than others are compiled."""
+    """Give kernels for tables [n, 256]: numpy makes the first ones sooner than kernels are compiled."""
     _n_made[0] += len(tables)
     return cpu() if _n_made[0] > FEW_TABLES else plain
 
@@ -89,6 +96,12 @@ def normalise(counts: Counts) -> Frequencies:
 def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
     """Write tables [n, 256] one after another: their bytes, and the end of each [n]."""
     found: tuple[Bytes, Counts] = _kernels_for(frequencies).pack_tables(frequencies)
+    return found
+
+
+def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
+    """Make decoding tables [n, 4096] of frequencies [n, 256]."""
+    found: NDArray[np.uint32] = _kernels_for(frequencies).slot_tables(frequencies)
     return found
 
 

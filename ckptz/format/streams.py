@@ -28,8 +28,9 @@ from ckptz.format.frequency import (
     parse_table,
     row_cost_bits,
     row_entropy_bits,
+    slot_tables,
 )
-from ckptz.kernels import cpu, plain
+from ckptz.kernels import cpu
 from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions
 
 
@@ -80,7 +81,7 @@ class Segments:
 
     def slot_tables(self) -> NDArray[np.uint32]:
         """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or, if one, here."""
-        return plain.slot_tables(self.tables) if self.slots is None else self.slots
+        return slot_tables(self.tables) if self.slots is None else self.slots
 
 
 class _Zstd(Protocol):
@@ -466,6 +467,12 @@ def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[floa
     return least
 
 
+def repeats(sample: Bytes) -> bool:
+    """Tell whether zstd takes less than an ideal coder of single codes of a sample [n]."""
+    own = OwnTable.of(len(sample), 0, entropy_bits(cpu().histogram(sample)))
+    return zstd_promises(sample, own.n, own.bits / 8, *_least_zstd([sample], [own]))
+
+
 def zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
     """Tell by the middle [m] of n codes if zstd takes less than `other_bytes`; it takes at least `least`."""
     other_bytes *= len(middle) / n
@@ -526,7 +533,8 @@ class Embedded:
     def codes(self, n: int) -> Bytes:
         """Give the codes [n]; see `read_embedded`."""
         symbols = np.empty(n, np.uint8)
-        decode_stream(self.coder, memoryview(self.stream), symbols)
+        # Not as bytes, for whose arrays, which are read-only, kernels would be compiled once more.
+        decode_stream(self.coder, memoryview(bytearray(self.stream)), symbols)
         return symbols
 
 

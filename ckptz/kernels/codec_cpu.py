@@ -29,6 +29,7 @@ from ckptz.kernels.planning_cpu import (  # noqa: F401
     entropies,
     merge_rows,
     partition,
+    scale_runs,
 )
 from ckptz.kernels.values_cpu import (  # noqa: F401
     add_bits,

@@ -9,8 +9,9 @@ import math
 from typing import Any
 
 import numpy as np
+from numba import uint8, uint32, uint64
 
-from ckptz.kernels.floats import Counts, Floats, Reals
+from ckptz.kernels.floats import Bytes, Counts, Floats, Patterns, Reals
 from ckptz.kernels.numba_base import kernel, part, summing
 
 # Binary logarithms of small counts, which most are.
@@ -135,6 +136,64 @@ def merge_rows(
     work, links = np.empty((2, n)), np.empty((2, n), np.int64)
     _merge_rows(counts, row_ends, most, table_bits, symbol_bits, sums, work, links, group_of, group_ends)
     return group_of, sums[: group_ends[-1]], group_ends
+
+
+@kernel
+def _scale_runs(
+    patterns: Any,
+    shift: int,
+    parts: int,
+    lowest: int,
+    n_scales: int,
+    exponents: Any,
+    labels: Any,
+    counts: Any,
+) -> None:
+    size = len(exponents)
+    whole = uint64(size & ~3)
+    for r in range(len(labels)):
+        run, total = patterns[r * size : (r + 1) * size], uint32(0)
+        for i in range(size):
+            exponents[i] = uint8(run[i] >> shift)
+            total += uint32(exponents[i])
+        scale: Any = (parts * np.int64(total) + size // 2) // size - lowest
+        if scale < 0:
+            scale = 0
+        if scale >= n_scales:
+            scale = n_scales - 1
+        labels[r] += scale
+        # Four histograms in turn: equal neighbours would wait for each other's store in one.
+        found = counts[labels[r]]
+        for i in range(uint64(0), whole, uint64(4)):
+            found[uint64(exponents[i])] += uint32(1)
+            found[uint64(exponents[i + uint64(1)]) + uint64(256)] += uint32(1)
+            found[uint64(exponents[i + uint64(2)]) + uint64(512)] += uint32(1)
+            found[uint64(exponents[i + uint64(3)]) + uint64(768)] += uint32(1)
+        for i in range(whole, uint64(size)):
+            found[uint64(exponents[i])] += uint32(1)
+
+
+def scale_runs(
+    patterns: Patterns, size: int, parts: int, lowest: int, n_scales: int, labels: Bytes
+) -> Counts:
+    """Add to the labels [m] of runs of `size` patterns each its scale, and count exponents [256] by label.
+
+    Args:
+        patterns: of all runs [m * size].
+        size: of a run.
+        parts: of an octave that scales tell apart.
+        lowest: the mean exponent in such parts that is scale 0.
+        n_scales: the largest scale and one.
+        labels: multiples of `n_scales` below twice it.
+
+    Returns:
+        Occurrences of the eight bits below the sign by label [2 * n_scales, 256].
+    """
+    counts = np.zeros((2 * n_scales, 4 * 256), np.uint32)
+    shift = patterns.dtype.type(8 * patterns.itemsize - 9)
+    exponents = np.empty(size, np.uint8)
+    _scale_runs(patterns, shift, parts, lowest, n_scales, exponents, labels, counts)
+    return counts.reshape(2 * n_scales, 4, 256).sum(axis=1, dtype=np.int64)
 
 
 @kernel

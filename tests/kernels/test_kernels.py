@@ -383,3 +383,19 @@ def test_frequency_tables_are_read_alike(n_tables: int, n_symbols: int, seed: in
     out = np.empty((n_tables, 256), np.uint16)
     assert cpu_kernels().table_unpack(packed, out) == len(packed)
     np.testing.assert_array_equal(out, rows)
+
+
+@pytest.mark.parametrize("dtype", PATTERN_TYPES[1:])
+@pytest.mark.parametrize("size", [37, 128])
+def test_runs_are_labelled_by_their_mean_exponent_and_counted(dtype: Any, size: int) -> None:
+    patterns = np.random.default_rng(size).integers(0, 1 << 62, 21 * size, np.uint64).astype(dtype)
+    before = np.where(np.arange(21) % 3, 0, 16).astype(np.uint8)
+    labels = before.copy()
+    counts = cpu_kernels().scale_runs(patterns, size, 4, 500, 16, labels)
+    exponents = reference.magnitudes(patterns).reshape(21, size)
+    means = (4 * exponents.sum(axis=1, dtype=np.int64) + size // 2) // size
+    np.testing.assert_array_equal(labels, before + np.clip(means - 500, 0, 15))
+    expected = np.zeros((32, 256), np.int64)
+    for label, run in zip(labels, exponents, strict=True):
+        expected[label] += np.bincount(run, minlength=256)
+    np.testing.assert_array_equal(counts, expected)
