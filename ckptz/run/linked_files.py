@@ -81,12 +81,12 @@ class LinkedFiles:
 
     def go_on_from(self, path: Path | None) -> None:
         """Store the next file against this one; with None, against none that is there now."""
-        if path is None:
-            self._saved.clear()
-            return
-        self._saved.pop(path.absolute(), None)
-        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile; then against an older one
-            self._saved[path.absolute()] = inode_of(path)
+        with self._writing, contextlib.suppress(FileNotFoundError):  # deleted; then against an older one
+            if path is None:
+                self._saved.clear()
+            else:
+                self._saved.pop(path.absolute(), None)
+                self._saved[path.absolute()] = inode_of(path)
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
@@ -134,8 +134,12 @@ class LinkedFiles:
 
     def _chosen(self, path: Path, held: contextlib.ExitStack) -> Checkpoint | None:
         """Open what the next file is stored against by the rule."""
-        newest = self._open_newest(path, held)
-        if newest is None:
+        for candidate in reversed(self._saved):
+            with contextlib.suppress(FileNotFoundError):  # the framework deleted it
+                if candidate != path:  # that is about to be replaced
+                    newest = held.enter_context(contextlib.closing(open_checkpoint(candidate)))
+                    break
+        else:
             return None
         chain = self._learn(newest)
         files, kept = self._there(path, chain[0])
@@ -165,14 +169,6 @@ class LinkedFiles:
         self._files[inode] = ChainFile(written.stored_bytes, position, against, 0)
         self._saved[path] = inode
         self._sizes.append((reach, written.stored_bytes))
-
-    def _open_newest(self, path: Path, held: contextlib.ExitStack) -> Checkpoint | None:
-        """Open the newest file that is still there, other than one that is about to be replaced."""
-        for candidate in reversed(self._saved):
-            if candidate != path:
-                with contextlib.suppress(FileNotFoundError):  # the framework deleted it
-                    return held.enter_context(contextlib.closing(open_checkpoint(candidate)))
-        return None
 
     def _learn(self, opened: Checkpoint) -> list[Inode]:
         """Take note of the files of a chain, nearest first."""
