@@ -134,9 +134,16 @@ class StepStore:
             FormatError: it is damaged.
         """
         known = self._facts.get(file)
-        if known is None or known[0] != n_bytes:
-            known = self._facts[file] = n_bytes, self._read_facts(file, n_bytes)
-        return known[1]
+        if known is not None and known[0] == n_bytes:
+            return known[1]
+        source = self._place.peek(file.name, n_bytes)
+        facts = FileFacts.read(source)
+        if facts is None:
+            raise FormatError(f"{source.name}: not a .ckptz file")
+        if facts.step not in (file.step, None):
+            raise CorruptionError(f"{source.name}: holds step {facts.step}; it was renamed")
+        self._facts[file] = n_bytes, facts
+        return facts
 
     def read_facts(self, sizes: Mapping[StepFile, int]) -> dict[StepFile, FileFacts | Exception]:
         """Read the facts of files, of sizes as listed, or why they cannot be read."""
@@ -147,15 +154,6 @@ class StepStore:
             except Exception as error:  # stores behind URLs have errors of their own
                 found[file] = error
         return found
-
-    def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        source = self._place.peek(file.name, n_bytes)
-        facts = FileFacts.read(source)
-        if facts is None:
-            raise FormatError(f"{source.name}: not a .ckptz file")
-        if facts.step not in (file.step, None):
-            raise CorruptionError(f"{source.name}: holds step {facts.step}; it was renamed")
-        return facts
 
     # --- reading --------------------------------------------------------------------------------
 
