@@ -104,9 +104,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         self._base, self._keep_last = None if base is None else Path(base), keep_last
         self._rank, self._group, kept = 0, group, None
         if keep_last is not None:
-            self._keep_last = whole("keep_last", keep_last)
-            if self._keep_last < 1:
-                raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+            self._keep_last = whole("keep_last", keep_last, 1)
             if base is not None:
                 raise ConfigError("with keep_last, steps are stored against the newest one; leave base out")
             kept = Kept(last=self._keep_last)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ckptz.errors import ConfigError, WriteError, own_numbers
+from ckptz.errors import ConfigError, WriteError, own_numbers, whole
 from ckptz.format.caches import LastChunks
 from ckptz.format.publish import make_folder, publish_together, sync_folder
 from ckptz.format.written import Written
@@ -62,10 +62,8 @@ class ChainOptions:
         checked(self.config)
         if self.jobs is not None:
             jobs_of(self.jobs)
-        if self.exact < 0:
-            raise ConfigError(f"exact must be 0 or more, got {self.exact}")
-        if not 1 <= self.full_every <= MAX_DEPTH:
-            raise ConfigError(f"full_every must be 1..{MAX_DEPTH}, got {self.full_every}")
+        whole("exact", self.exact, 0)
+        whole("full_every", self.full_every, 1, MAX_DEPTH)
 
 
 DEFAULTS: Final = ChainOptions()

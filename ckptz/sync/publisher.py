@@ -110,12 +110,8 @@ class Publisher:
         smallest: bool = False,
         jobs: int | None = None,
     ) -> None:
-        full_every = whole("full_every", full_every)
-        keep_full = None if keep_full is None else whole("keep_full", keep_full)
-        if not 1 <= full_every <= MAX_DEPTH:
-            raise ConfigError(f"full_every must be 1..{MAX_DEPTH}, got {full_every}")
-        if keep_full is not None and keep_full < 1:
-            raise ConfigError(f"keep_full must be at least 1, or None to keep all, got {keep_full}")
+        full_every = whole("full_every", full_every, 1, MAX_DEPTH)
+        keep_full = None if keep_full is None else whole("keep_full (or None for all)", keep_full, 1)
         self._place = place_of(folder_or_url)
         self._rule, self._keep_full = ChainRule(full_every, is_forked=False), keep_full
         self._config: Method = LOSSLESS if smallest else SPARSE

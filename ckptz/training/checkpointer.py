@@ -201,15 +201,9 @@ class Checkpointer:
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(keep, KeepPolicy):
             raise ConfigError(f"keep must be a KeepPolicy, got {keep!r}")
-        every = None if every is None else whole("every", every)
-        full_every = whole("full_every", full_every)
-        restores = None if restores is None else whole("restores", restores)
-        if every is not None and every < 1:
-            raise ConfigError(f"every must be at least 1, got {every}")
-        if not 1 <= full_every <= MAX_DEPTH:
-            raise ConfigError(f"full_every must be 1..{MAX_DEPTH}, got {full_every}")
-        if restores is not None and restores < 0:
-            raise ConfigError(f"restores must be at least 0, got {restores}")
+        every = None if every is None else whole("every", every, 1)
+        full_every = whole("full_every", full_every, 1, MAX_DEPTH)
+        restores = None if restores is None else whole("restores", restores, 0)
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
         self._extra_weights = (extra_weights,) if isinstance(extra_weights, str) else tuple(extra_weights)
@@ -223,8 +217,7 @@ class Checkpointer:
         self._frozen = FrozenId() if trainable_only else None
         self._calibration = calibration
         check_calibration(calibration, config if self._search is None else self._search.template)
-        self._every, self._is_background = every, background
-        self._on_save = on_save
+        self._every, self._is_background, self._on_save = every, background, on_save
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
         is_lossless = not config.is_lossy and budget is None
         self._rule = ChainRule(full_every, is_forked=is_lossless, kept=keep.by_kind)
