@@ -235,15 +235,13 @@ def shares_of(found: Mapping[str, Products]) -> dict[str, float]:
     They are left out where even all tensors together do not tell.
     """
     rough = [name for name, one in found.items() if one.error > PRECISE]
-    pool = _sum(found[name] for name in rough)
+    pool = total(found[name] for name in rough)
     if pool.error > PRECISE:
-        pool = _sum(found.values())
+        pool = total(found.values())
     shares = {name: one.share for name, one in found.items() if name not in rough}
     return shares | dict.fromkeys(rough, pool.share) if pool.error <= TELLING else shares
 
 
-def _sum(products: Iterable[Products]) -> Products:
-    total = Products(0.0, 0.0, 0.0)
-    for one in products:
-        total += one
-    return total
+def total(products: Iterable[Products]) -> Products:
+    """Add up products of several tensors, or of parts of one."""
+    return sum(products, Products(0.0, 0.0, 0.0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,7 +35,11 @@ from ckptz.state.skeleton import TensorRef, parse_tree
 SAMPLED: Final = 1 << 16  # elements of a weight, at most
 UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to have made where it is unknown
 Sample = NDArray[np.float32]
+Pool: TypeAlias = Callable[[dict[str, Products]], dict[str, Products]]
 UNKNOWN: Final = "not moved by the momentum that is lost: how much of it training follows is not known"
+# The settings of its optimizer are missing, or they are of one whose moves are not those of its momentum.
+NO_COURSE: Final = "not moved by the momentum that is lost: how far that would move it is not known"
+FIRST_MOMENTS: Final = frozenset(("exp_avg", "momentum_buffer"))  # in the state of torch's optimizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,11 +219,16 @@ class Trail:
         return now - np.float32(kept) * mark.sample, n_updates if is_moved else 0.0
 
     def shares(
-        self, trained: Mapping[str, Trained], step: int | None, lost: Mapping[str, Lost]
+        self,
+        trained: Mapping[str, Trained],
+        step: int | None,
+        lost: Mapping[str, Lost],
+        pool: Pool = dict,
     ) -> dict[str, float]:
         """Measure by which share of its moves each weight is to be moved, by parameter.
 
         A share that cannot be measured now is the one that was measured last; without one it is left out.
+        Where a process has parts of weights, `pool` adds up the products of all processes.
         """
         found, known = {}, dict[str, float]()
         for parameter, one in lost.items():
@@ -232,7 +241,7 @@ class Trail:
                 found[parameter] = Products.of(one.sample(), moved, one.course.in_noise(n_updates), n_free)
             elif self._marks[parameter].is_restored:  # what the file loses was lost before
                 known[parameter] = 0.0
-        self._shares |= shares_of(found)
+        self._shares |= shares_of(pool(found))
         return {name: self._shares[name] for name in lost if name in self._shares} | known
 
 
@@ -246,12 +255,14 @@ class Momentum:
         trained: its weights, by parameter; None to find them in the file, by the state of its optimizers.
         restored: first moments as another file restores them, by their names there; None where they stand
             in the same file.
+        pool: see `Trail.shares`.
     """
 
     trail: Trail
     step: int | None
     trained: Mapping[str, Trained] | None = None
     restored: Mapping[str, TensorSource] | None = None
+    pool: Pool = dict
 
     def trained_in(
         self, tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
@@ -279,12 +290,13 @@ class Momentum:
         self, trained: Mapping[str, Trained], restored: Mapping[str, TensorSource]
     ) -> tuple[dict[str, MovedSource], dict[str, str]]:
         """Move weights by what is lost of their first moments; give them, and notes on others, by name."""
+        known = self.trail.lost(trained, self.step)
         lost = {
             parameter: replace(one, restored=restored[name])
-            for parameter, one in self.trail.lost(trained, self.step).items()
+            for parameter, one in known.items()
             if (name := trained[parameter].names[one.course.moment]) in restored
         }
-        shares = self.trail.shares(trained, self.step, lost)
+        shares = self.trail.shares(trained, self.step, lost, self.pool)
         chunks = CachedChunks(HELD_BYTES)
         moved = {}
         for parameter, share in shares.items():
@@ -296,7 +308,9 @@ class Momentum:
                     name, weight = rounded
                     kept = CachedTensor(_rounded_from(weight, held), name, chunks)
                     moved[name] = MovedSource(weight, kept, share)
-        return moved, {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
+        others = (one for parameter, one in trained.items() if parameter not in known)
+        notes = {one.name: NO_COURSE for one in others if FIRST_MOMENTS & one.names.keys()}
+        return moved, notes | {trained[parameter].name: UNKNOWN for parameter in lost.keys() - shares.keys()}
 
 
 def can_move(weight: TensorSource) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import operator
 import os
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptz.api.safe_open import PathLike, safe_open
+from ckptz.api.read import PathLike, safe_open
 from ckptz.errors import CorruptionError, naming
 from ckptz.format.dtypes import dtype_of
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
@@ -42,10 +43,10 @@ from ckptz.integrations.linked import ChainOptions
 from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
 from ckptz.run.exact import as_exactly_as_may_be
-from ckptz.state.plain_types import from_plain
+from ckptz.run.names import step_of_folder
+from ckptz.state.flatten import unflatten
 from ckptz.state.skeleton import parse_tree
-from ckptz.state.torch import torch_dtype
-from ckptz.state.unflatten import unflatten
+from ckptz.state.torch import from_plain, torch_dtype
 from ckptz.store.resolve import open_checkpoint
 
 TESTED: Final = ((2, 13), (2, 13))  # first and last version that the tests ran with
@@ -58,10 +59,18 @@ class CkptzStorageReader(InFolder, StorageReader):
     Args:
         path: the folder; `checkpoint_id` of a load goes before it.
         jobs: threads, all cores by default.
+        writer: that goes on saving the run; it then knows from where training has moved weights.
     """
 
-    def __init__(self, path: PathLike | None = None, *, jobs: int | None = None) -> None:
+    def __init__(
+        self,
+        path: PathLike | None = None,
+        *,
+        jobs: int | None = None,
+        writer: CkptzStorageWriter | None = None,
+    ) -> None:
         super().__init__()
+        self._writer = writer
         self._folder = None if path is None else Path(path)
         self._jobs = jobs_of(jobs)
         self._index: FolderIndex | None = None
@@ -122,6 +131,8 @@ class CkptzStorageReader(InFolder, StorageReader):
         for number, items in by_file.items():
             read = functools.partial(self._read_file, items=items, planner=planner)
             as_exactly_as_may_be(shard_path(self.folder, index, number), read)
+        if self._writer is not None:
+            self._writer.mark_restored(_loaded(planner), step_of_folder(self.folder))
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -182,6 +193,12 @@ class CkptzStorageReader(InFolder, StorageReader):
         if not isinstance(plain, dict) or name not in plain:
             raise CorruptionError(f"{self.folder}: {INDEX_FILE} holds no value for {name!r}")
         return plain[name]
+
+
+def _loaded(planner: LoadPlanner) -> dict[str, Any]:
+    """Give the state that a planner of torch has loaded, by flat names; nothing of other planners."""
+    state, paths = getattr(planner, "original_state_dict", {}), getattr(planner, "mappings", {})
+    return {name: functools.reduce(operator.getitem, path, state) for name, path in paths.items()}
 
 
 warn_untested("torch", torch.__version__, TESTED)

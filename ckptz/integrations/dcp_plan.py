@@ -30,9 +30,11 @@ from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
+from ckptz.guidance.trail import Trained
+from ckptz.integrations.dcp_moved import described
 from ckptz.integrations.linked import on_host
 from ckptz.state.flatten import flatten
-from ckptz.state.roles import Rule
+from ckptz.state.roles import Role, Rule
 from ckptz.torch import source_of
 from ckptz.write.pipeline import Job
 
@@ -150,6 +152,14 @@ class Gathered:
             raise named(error, f"object {name!r}") from None
         self.tensors |= flat.tensors
         self._trees[name] = flat.tree
+
+    def described(self, planner: SavePlanner, orders: Orders) -> tuple[dict[str, Role], dict[str, Trained]]:
+        """Say what tensors are, by names in the file, and what optimizers keep of weights, by parameter."""
+        parts = {key: source for key, source in self.tensors.items() if key in self.pieces}
+        roles, trained = described(getattr(planner, "state_dict", {}), parts)
+        wholes = {key: record["tensor"] for key, record in self._records.items()}
+        lossy = {key: name for key, name in wholes.items() if name not in orders.exact}
+        return {key: roles[name] for key, name in lossy.items() if name in roles}, trained
 
     def job(self, orders: Orders, guides: Mapping[str, SideInformation]) -> Job:
         """Describe the rank's file."""

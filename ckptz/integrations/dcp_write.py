@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptz.api.safe_open import PathLike
+from ckptz.api.read import PathLike
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, whole
 from ckptz.format.publish import make_folder
 from ckptz.format.values import KINDS
+from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.dcp_index import (
     VERSION,
     FolderIndex,
@@ -34,6 +35,7 @@ from ckptz.integrations.dcp_index import (
     read_index,
     write_index,
 )
+from ckptz.integrations.dcp_moved import RankPool, sampled
 from ckptz.integrations.dcp_plan import (
     TIMEOUT,
     Gathered,
@@ -55,6 +57,7 @@ from ckptz.integrations.linked import (
 )
 from ckptz.run.exact import residuals_of
 from ckptz.run.linked_files import drop_unneeded
+from ckptz.run.names import step_of_folder
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
 
@@ -65,8 +68,10 @@ class CkptzStorageWriter(InFolder, StorageWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint`.
 
     With `KMeans` the histograms of split tensors are summed over the ranks, so that all shards get one map
-    and restore to what the whole tensor would. That takes a gloo group, which the constructor makes unless it
-    is given one: construct on all ranks at the same point. A failing rank fails the save on all.
+    and restore to what the whole tensor would. With `Grid` ranks add up by how much training follows momentum
+    that the files lose, so that a weight is moved by one share of it. That takes a gloo group, which the
+    constructor makes unless it is given one: construct on all ranks at the same point. A failing rank fails
+    the save on all.
 
     Args:
         path: the folder; `checkpoint_id` of a save goes before it.
@@ -76,7 +81,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         keep_last: one writer saves a whole run, each step to a folder that is called after it, as
             run/step-100, and against the newest beside it. So many newest ones stay. None leaves all folders
             as they are.
-        group: gloo group for the histograms; used by nothing else at the same time.
+        group: gloo group for these sums; used by nothing else at the same time.
         timeout: of the group that the constructor makes.
 
     Raises:
@@ -109,9 +114,11 @@ class CkptzStorageWriter(InFolder, StorageWriter):
                 raise ConfigError("with keep_last, steps are stored against the newest one; leave base out")
             kept = Kept(last=self._keep_last)
             warn_of_no_gain(options, kept)
+        self._trail = Trail() if options.config.loses_state else None
         if options.config.fits_whole_tensors:
             # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
             options = replace(options, config=options.config.of_parts())
+        if options.config.fits_whole_tensors or self._trail is not None:
             self._group = group or own_group(timeout)
         self._chain = Chain(options, kept)
 
@@ -171,21 +178,33 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         """Write this rank's file; called on all ranks."""
         orders: Orders = plan.storage_data
         file = f"{SHARD_PREFIX}{self._rank:05d}-{orders.token}{SUFFIX}"
-        try:
-            gathered = Gathered(plan.items, planner)
-        except Exception:
-            merged_guides(orders.split, {}, orders.kinds, self._group)  # nobody must wait for this rank
-            raise
-        guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
-        if gathered.tensors:
-            base = orders.base
-            before = None if base is None else read_index(base).file_of(self._rank)
-            self._chain.go_on_from(None if base is None or before is None else base / before)
-            self._chain.write(self.folder / file, gathered.job(orders, guides))
-            self._chain.forget()  # ranks share the memory of a machine
+        pool = RankPool(None if self._trail is None else self._group)
+        with pool.taking_part():
+            try:
+                gathered = Gathered(plan.items, planner)
+            except Exception:
+                merged_guides(orders.split, {}, orders.kinds, self._group)  # nobody must wait for this rank
+                raise
+            guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
+            job = gathered.job(orders, guides)
+            if self._trail is not None:
+                roles, trained = gathered.described(planner, orders)
+                momentum = Momentum(self._trail, step_of_folder(self.folder), trained, pool=pool)
+                job = replace(job, roles=roles or None, momentum=momentum)
+            if gathered.tensors:
+                base = orders.base
+                before = None if base is None else read_index(base).file_of(self._rank)
+                self._chain.go_on_from(None if base is None or before is None else base / before)
+                self._chain.write(self.folder / file, job)
+                self._chain.forget()  # ranks share the memory of a machine
         done: Future[list[WriteResult]] = Future()
         done.set_result([gathered.result(item, self._rank, file) for item in plan.items])
         return done
+
+    def mark_restored(self, state: Mapping[str, Any], step: int | None) -> None:
+        """Let the next save know the weights that a load has left, in a state by torch's flat names."""
+        if self._trail is not None:
+            self._trail.mark(sampled(state), step, is_restored=True)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the folder a checkpoint, and delete older steps; called on the coordinator, last."""

@@ -24,8 +24,8 @@ from ckptz.run.linked_files import LinkedFiles
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
 from ckptz.run.writer import reopened, write_against
 from ckptz.state.flatten import flatten
-from ckptz.state.plain_types import to_plain
 from ckptz.state.roles import Rule
+from ckptz.state.torch import to_plain
 from ckptz.store.resolve import (
     MAX_DEPTH,
     Checkpoint,

@@ -54,9 +54,8 @@ from ckptz.run.step_files import (
 )
 from ckptz.run.writer import UNREAD, reopened, write_against
 from ckptz.store.lock import Lock, Spool, acquire
-from ckptz.store.remote import UploadFolder, place_of
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
-from ckptz.store.storage import LocalFolder
+from ckptz.store.storage import LocalFolder, UploadFolder, place_of
 
 MOVED: Final = (
     "the folder was renamed or removed since the step before, so this one begins another of the old name: "

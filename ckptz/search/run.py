@@ -26,6 +26,7 @@ from ckptz.format.written import Written, amend_quality
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
+from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in
 from ckptz.search.evaluation import (
     Judge,
     Readings,
@@ -34,7 +35,6 @@ from ckptz.search.evaluation import (
     is_of_training,
     judge_of,
 )
-from ckptz.search.options import SearchOptions, SearchReport, TrialReport, recorded_in
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     CLOSE_LATER,

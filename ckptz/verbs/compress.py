@@ -13,8 +13,8 @@ from typing import Final
 
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
+from ckptz.foreign.folders import check_sharding, copy_carried, torch_names
 from ckptz.foreign.inputs import Input, checked_kind, join, open_input
-from ckptz.foreign.sharding import check_sharding, copy_carried, torch_names
 from ckptz.foreign.targets import (
     FORCE,
     PathLike,
@@ -29,6 +29,7 @@ from ckptz.format.byte_source import open_bytes, path_of
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned, is_same, make_folder, publish
 from ckptz.format.sources import TensorSource, tensor_bytes
+from ckptz.format.written import Written
 from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.guidance.trail import Momentum, Trail
@@ -42,8 +43,7 @@ from ckptz.progress import SILENT, Progress
 from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step
-from ckptz.search.budget import Budget
-from ckptz.search.options import SearchOptions, SearchReport
+from ckptz.search.budget import Budget, SearchOptions, SearchReport
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
@@ -102,7 +102,7 @@ def compress(
     chain: bool = False,
     resume: bool = False,
     step: int | None = None,
-    optimizer: PathLike | None = None,
+    optimizer: PathLike | Sequence[PathLike] | None = None,
     param_names: PathLike | None = None,
     read_optimizer: PathLike | None = None,
     calibration: PathLike | None = None,
@@ -129,8 +129,8 @@ def compress(
             the names of all have steps, in the order of these.
         resume: leave outputs that are there and newer than their inputs as they are, and go on after them.
         step: training step to record; by default that of the input's metadata, or of its name.
-        optimizer: a file of optimizer state that goes into the same output as the one input; what stands in a
-            folder that is compressed goes along anyway.
+        optimizer: a file of optimizer state for each input, in their order, which goes into the same output;
+            what stands in a folder that is compressed goes along anyway.
         param_names: a text file with the name of one parameter on each line, in the order in which the
             optimizer numbers them; by default they are found by a model's config.json and by shapes.
         read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
@@ -157,23 +157,27 @@ def compress(
         Traceback (most recent call last):
         FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
-    sources = [path_of(inputs)] if isinstance(inputs, str | os.PathLike) else paths(inputs)
+    sources, optimizers = _paths(inputs), [] if optimizer is None else _paths(optimizer)
     config, step = checked(config), None if step is None else checked_step(step)
     search = _search_of(search, budget, config)
-    base, optimizer = _path(base), _path(optimizer)
+    base = _path(base)
     guides = SideInformationFiles(
         read_optimizer=_path(read_optimizer), calibration=_path(calibration), sensitivity=_path(sensitivity)
     )
-    alone = "step" if step is not None else "optimizer" if optimizer is not None else ""
-    if len(sources) > 1 and alone:
-        raise ConfigError(f"there are several inputs for one {alone}; compress them one by one")
+    if len(sources) > 1 and step is not None:
+        raise ConfigError("there are several inputs for one step; compress them one by one")
+    if optimizers and len(optimizers) != len(sources):
+        found = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
+        raise ConfigError(f"there are {found}; name a file for each input, in the same order")
     is_dry, steps = search is not None and search.is_dry_run, _steps_of(sources)
+    if chain and _has_steps(sources, steps):  # else they stay in the given order
+        sources.sort(key=lambda source: steps[source])
     _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
     check_files(search.template if search else config, guides)
     reports = []
     with contextlib.ExitStack() as held:
         run = _Compression(
-            sources=_by_step(sources, steps) if chain else sources,
+            sources=sources,
             steps=steps,
             config=config,
             chain=chain,
@@ -182,7 +186,7 @@ def compress(
             force=force,
             search_path=paths(search_path),
             role_rules=role_rules,
-            optimizer=optimizer,
+            optimizers=dict(zip(sources, optimizers, strict=False)),
             param_names=_path(param_names),
             guide_files=guides,
             search=search,
@@ -221,17 +225,17 @@ def _steps_of(sources: Sequence[Path]) -> dict[Path, int]:
     return {source: int(match[2]) for source, match in zip(sources, numbered, strict=True)}
 
 
-def _by_step(sources: list[Path], steps: Mapping[Path, int]) -> list[Path]:
-    """Order inputs by their steps; leave them in the given order if not all have one of their own."""
-    return sorted(sources, key=lambda source: steps[source]) if _has_steps(sources, steps) else sources
-
-
 def _has_steps(sources: Sequence[Path], steps: Mapping[Path, int]) -> bool:
+    """Tell whether all inputs have a step of their own."""
     return len(set(steps.values())) == len(sources)
 
 
 def _path(given: PathLike | None) -> Path | None:
     return None if given is None else path_of(given)
+
+
+def _paths(given: PathLike | Sequence[PathLike]) -> list[Path]:
+    return [path_of(given)] if isinstance(given, str | os.PathLike) else paths(given)
 
 
 def _search_of(
@@ -360,7 +364,7 @@ class _Compression:
     force: bool
     search_path: list[Path]
     role_rules: Sequence[Rule]
-    optimizer: Path | None
+    optimizers: Mapping[Path, Path]  # by input
     param_names: Path | None
     guide_files: SideInformationFiles
     search: SearchOptions | None
@@ -401,10 +405,11 @@ class _Compression:
         with contextlib.ExitStack() as held:
             opened = held.enter_context(contextlib.closing(open_input(source, self.search_path)))
             sources = _files_of(opened, source)
-            if self.optimizer is not None and not any(is_same(self.optimizer, file) for file in sources):
-                optimizer = held.enter_context(contextlib.closing(open_input(self.optimizer)))
-                sources += _files_of(optimizer, self.optimizer)
-                opened = join(opened, optimizer)
+            optimizer = self.optimizers.get(source)
+            if optimizer is not None and not any(is_same(optimizer, file) for file in sources):
+                beside = held.enter_context(contextlib.closing(open_input(optimizer)))
+                sources += _files_of(beside, optimizer)
+                opened = join(opened, beside)
             _check_restorable(opened)
             own = _stamps(sources)
             read = {**own, **(base.files if base else {})}
@@ -465,46 +470,11 @@ class _Compression:
         read: tuple[Mapping[Path, Stamp], Sequence[Path]],
     ) -> CompressReport:
         """Write one file; `read` has the stamps of all files it is made from, and the files of the input."""
-        start, (stamps, like), search = working_seconds(), read, None
-        container = opened.checkpoint.container if opened.checkpoint is not None else None
-        recorded = container.index.step if container is not None and self.step is None else self.step
-        source = path_of(opened.name)
-        step = step_of(source, recorded, opened.metadata)
-        step = self.steps.get(source) if step is None else step
-        job = Job(
-            tensors=opened.tensors,
-            config=self.search.template if self.search else self.config,
-            metadata=opened.metadata,
-            step=step,
-            sharding=opened.sharding,
-            tree=opened.tree,
-            base=base.ref if base else None,
-            bases=base.tensors if base else {},
-            base_metadata=base.metadata if base else None,
-            role_rules=self.role_rules,
-            optimizer_names=opened.optimizer_names,
-            parameter_names=ParameterNames(self.param_names, Path(opened.name)),
-            guide_files=self.guide_files,
-            momentum=None if self.trail is None else Momentum(self.trail, step),
-        )
+        start, job = working_seconds(), self._job(opened, base)
         self.progress.start(opened.name, tensor_bytes(opened.tensors))
         try:
             with naming_output(target):
-                if self.search is None:
-                    with publish(target, like) as sink:
-                        written = write(sink, job, self.workers, self.progress.advance)
-                        _check_unchanged(stamps)
-                else:
-                    from ckptz.search.run import SearchRun, search_and_write
-
-                    found = SearchRun(
-                        workers=self.workers,
-                        base_paths=(base.folder / base.ref.file,) if base is not None else (),
-                        search_path=tuple(self.search_path),
-                        like=like,
-                        check=partial(_check_unchanged, stamps),
-                    )
-                    written, search = search_and_write(target, job, self.search, found)
+                written, search = self._written(target, job, base, *read)
         except (ConfigError, UnsupportedError) as error:
             raise named(error, opened.name) from error.__cause__
         if base is not None and not written.n_deltas:
@@ -530,3 +500,47 @@ class _Compression:
             notes=tuple(notes),
             search=search,
         )
+
+    def _job(self, opened: Input, base: _Base | None) -> Job:
+        """Describe the file that an input becomes."""
+        container = opened.checkpoint.container if opened.checkpoint is not None else None
+        recorded = container.index.step if container is not None and self.step is None else self.step
+        source = path_of(opened.name)
+        step = step_of(source, recorded, opened.metadata)
+        step = self.steps.get(source) if step is None else step
+        job = Job(
+            tensors=opened.tensors,
+            config=self.search.template if self.search else self.config,
+            metadata=opened.metadata,
+            step=step,
+            sharding=opened.sharding,
+            tree=opened.tree,
+            role_rules=self.role_rules,
+            optimizer_names=opened.optimizer_names,
+            parameter_names=ParameterNames(self.param_names, Path(opened.name)),
+            guide_files=self.guide_files,
+            momentum=None if self.trail is None else Momentum(self.trail, step),
+        )
+        if base is None:
+            return job
+        return replace(job, base=base.ref, bases=base.tensors, base_metadata=base.metadata)
+
+    def _written(
+        self, target: Path, job: Job, base: _Base | None, stamps: Mapping[Path, Stamp], like: Sequence[Path]
+    ) -> tuple[Written, SearchReport | None]:
+        """Write a file by itself, or the best that a search finds; its inputs must not have changed since."""
+        if self.search is None:
+            with publish(target, like) as sink:
+                written = write(sink, job, self.workers, self.progress.advance)
+                _check_unchanged(stamps)
+            return written, None
+        from ckptz.search.run import SearchRun, search_and_write
+
+        run = SearchRun(
+            workers=self.workers,
+            base_paths=(base.folder / base.ref.file,) if base is not None else (),
+            search_path=tuple(self.search_path),
+            like=like,
+            check=partial(_check_unchanged, stamps),
+        )
+        return search_and_write(target, job, self.search, run)

@@ -8,9 +8,8 @@ from ckptz.errors import ConfigError, whole
 from ckptz.run.keep import KEEP_ALL, KeepPolicy
 from ckptz.run.prune import PruneReport, prune_folder, prune_run
 from ckptz.run.step_files import StepFile
-from ckptz.store.remote import place_of
 from ckptz.store.resolve import Path_
-from ckptz.store.storage import LocalFolder
+from ckptz.store.storage import LocalFolder, place_of
 
 
 def prune(

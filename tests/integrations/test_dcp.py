@@ -25,6 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 
 import ckptz as package
 from ckptz.errors import (
@@ -41,6 +46,7 @@ from ckptz.foreign.pickled import Unpickler
 from ckptz.format import reader as container_reader
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
+from ckptz.methods.grid import Grid
 from ckptz.methods.kmeans import KMeans
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_state
@@ -171,6 +177,44 @@ def test_reading_a_part_decodes_a_part(tmp_path: Path, monkeypatch: pytest.Monke
     reader.read_data(LoadPlan([item]), Planner())  # type: ignore[arg-type]
     assert torch.equal(tensor.view(-1), torch.arange(2 << 20, (2 << 20) + 3072, dtype=torch.int32))
     assert len(decoded) <= 1
+
+
+# By the names of weights that move; optimizers whose parameters have one name are not told apart.
+LAYOUTS: dict[str, Any] = {
+    "training.model.0.weight": lambda model, by, _: {"training": {"model": model, "optimizer": by}},
+    "0.weight": lambda model, _, flat: {**model, "optimizer": flat},
+    "a.0.weight": lambda model, by, _: {"a": model, "ema": dict(model), "optim": by},
+    "": lambda model, by, flat: {"one": {"model": model, "by": by}, "other": {"model": model, "by": flat}},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_grid_knows_weights_and_moments_wherever_a_state_has_them(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0)
+    writer = CkptzStorageWriter(options=ChainOptions(config=Grid(step=2**-6), jobs=1, exact=0))
+    moved: list[dict[str, Any]] = []
+    for step in (15, 30):
+        for _ in range(15):
+            for parameter in model.parameters():
+                parameter.grad = torch.randint(2, parameter.shape) * 0.02 - 0.01
+            optimizer.step()
+        by, flat = (
+            get_optimizer_state_dict(
+                model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=is_flat)
+            )
+            for is_flat in (False, True)
+        )
+        state, folder = LAYOUTS[name](get_model_state_dict(model), by, flat), tmp_path / f"step-{step}"
+        dcp.save(state, checkpoint_id=folder, storage_writer=writer, no_dist=True)
+        [file] = folder.glob("*.ckptz")
+        lossy = {t.name: t.lossy for t in package.inspect(file).tensors if t.lossy is not None}
+        moved.append({key: one.settings["moved"] for key, one in lossy.items() if "moved" in one.settings})
+        assert bool(name) == bool([one for one in lossy.values() if one.method == "first-moment"])
+    assert moved[0] == {}
+    assert moved[1].keys() == ({name} if name else set())
+    assert all(share > 0.8 for share in moved[1].values())
 
 
 def test_kmeans_without_ranks(tmp_path: Path) -> None:

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckptz import Grid, compress, inspect, safe_open
 from ckptz.integrations.linked import ChainOptions
 from ckptz.torch import load_state
 
 pytestmark = pytest.mark.apps
-UNKNOWN = "training follows is not known"
+UNKNOWN, NO_COURSE = "training follows is not known", "would move it is not known"
 LOSSY = ChainOptions(config=Grid(), exact=0, jobs=1)
 
 
@@ -131,6 +132,7 @@ def test_lightning_leaves_weights_where_nothing_is_known(tmp_path: Path, lacking
         elif lacking != "zero":
             del state["optimizer_states"][0]["param_groups"][0][lacking]
         io.save_checkpoint(state, tmp_path / f"{i}.ckpt")
+        assert bool([note for note in io.notes if NO_COURSE in note]) == (lacking in ("lr", "betas"))
     assert set(moves_in(tmp_path / "1.ckpt").values()) == {None}
 
 
@@ -212,6 +214,31 @@ def test_chains_of_whole_checkpoints_move_weights(tmp_path: Path) -> None:
         check_moved(Path(report.output), state)
     alone = compress(paths[2], tmp_path / "alone.ckptz", config=Grid(), jobs=1)
     assert set(moves_in(Path(alone[0].output)).values()) == {None}
+
+
+@pytest.mark.parametrize("is_in_folders", [True, False])
+def test_chains_of_weights_with_files_of_optimizer_state_move(tmp_path: Path, is_in_folders: bool) -> None:
+    loop = Loop()
+    for _ in range(2):
+        loop.train()
+        folder = tmp_path / f"checkpoint-{loop.step}"
+        folder.mkdir()
+        save_file(loop.model.state_dict(), folder / "model.safetensors")
+        torch.save(loop.optimizer.state_dict(), folder / "optimizer.pt")
+    folders = sorted(tmp_path.iterdir(), reverse=not is_in_folders)  # a chain goes by steps
+    (tmp_path / "names").write_text("\n".join(name for name, _ in loop.model.named_parameters()))
+    inputs = folders if is_in_folders else [folder / "model.safetensors" for folder in folders]
+    given = () if is_in_folders else [folder / "optimizer.pt" for folder in folders]
+    options: dict[str, Any] = {
+        "optimizer": given,
+        "param_names": tmp_path / "names",
+        "config": Grid(step=2**-6),
+    }
+    first, second = compress(inputs, tmp_path / "out", chain=True, jobs=1, **options)
+    assert set(moves_in(Path(first.output)).values()) == {None}
+    shares = moves_in(Path(second.output))
+    assert len(shares) == 4
+    assert all(share is not None and share > 0.8 for share in shares.values())
 
 
 @pytest.mark.parametrize("is_rounded", [True, False])

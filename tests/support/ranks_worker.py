@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from ckptz import Grid, KMeans
+from ckptz import Grid, KMeans, inspect
 from ckptz.format.sources import SourceOf
 from ckptz.integrations import dcp_write
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
@@ -48,6 +48,7 @@ TIMEOUT = timedelta(seconds=120)
 SHORT = timedelta(seconds=30)
 KMEANS = ChainOptions(config=KMeans(levels=16), jobs=1)
 LOSSLESS = ChainOptions(jobs=1)
+MOVING = ChainOptions(config=Grid(step=2**-6), jobs=1, exact=0)
 GRID = ChainOptions(config=Grid(step=0.5, min_elements=1), jobs=1)
 SIZES = {"wide": (70, 96), "narrow": (96, 50), "odd": (7, 640), "small": (9, 5), "line": (333,)}
 
@@ -214,6 +215,50 @@ def fsdp_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     }
 
 
+def moved_shards(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """A run whose gradients are noise; the second rank's part is put back before the second save.
+
+    The last save but one follows a restart at once, the last one after training.
+    """
+    torch.manual_seed(4)
+    mesh = init_device_mesh("cpu", (n_ranks,))
+    model = fully_shard(nn.Sequential(nn.Linear(128, 128)), mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, weight_decay=0)
+    generator = torch.Generator().manual_seed(rank)
+    [weight, _] = model.parameters()
+    writer, shares = CkptzStorageWriter(options=MOVING, timeout=TIMEOUT), {}
+
+    def save(step: int) -> None:
+        state = {"training": Training(model, optimizer), "step": step}
+        dcp.save(state, checkpoint_id=folder / f"moved/step-{step}", storage_writer=writer)
+        [path] = (folder / f"moved/step-{step}").glob(f"shard-{rank:05d}-*.ckptz")
+        lossy = {tensor.name: tensor.lossy for tensor in inspect(path).tensors}
+        shares[step] = {n: one.settings.get("moved") if one else "exact" for n, one in lossy.items()}
+
+    def train_on_noise() -> None:
+        for _ in range(15):
+            for parameter in model.parameters():
+                signs = torch.randint(2, parameter.to_local().shape, generator=generator) * 2 - 1
+                parameter.grad = DTensor.from_local(signs * 0.01, mesh, [Shard(0)])
+            optimizer.step()
+
+    train_on_noise()
+    save(15)
+    before = weight.detach().to_local().clone()
+    train_on_noise()
+    if rank == 1:
+        weight.detach().to_local().copy_(before + 0.01 * torch.randn(before.shape, generator=generator))
+    save(30)
+    writer = CkptzStorageWriter(options=MOVING, timeout=TIMEOUT)
+    state = {"training": Training(model, optimizer), "step": -1}
+    reader = CkptzStorageReader(jobs=1, writer=writer)
+    dcp.load(state, checkpoint_id=folder / "moved/step-30", storage_reader=reader)
+    save(31)
+    train_on_noise()
+    save(46)
+    return shares  # type: ignore[return-value]
+
+
 def disagreements(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """Ranks whose states differ in a dtype, and in names; the folder is no checkpoint after it."""
     found: dict[str, Any] = {}
@@ -233,18 +278,20 @@ def disagreements(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
 
 def a_failing_rank(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """One rank cannot read its tensor: all say so, none waits."""
-    state = sharded(whole(), n_ranks)
-    writer = CkptzStorageWriter(folder / "failing", options=KMEANS, timeout=TIMEOUT)
+    state, found = sharded(whole(), n_ranks), dict[str, Any]()
     if rank == 1:
         dcp_write.Gathered = _Failing  # type: ignore[misc, assignment]
-    start = time.monotonic()
     try:
-        dcp.save(state, storage_writer=writer)
-    except CheckpointException as error:
-        return {"error": str(error), "seconds": time.monotonic() - start}
+        for name, options in (("kmeans", KMEANS), ("grid", GRID)):
+            writer = CkptzStorageWriter(folder / "failing" / name, options=options, timeout=TIMEOUT)
+            start = time.monotonic()
+            try:
+                dcp.save(state, storage_writer=writer)
+            except CheckpointException as error:
+                found[name] = {"error": str(error), "seconds": time.monotonic() - start}
     finally:
         dcp_write.Gathered = _Gathered  # type: ignore[misc]
-    return {}
+    return found
 
 
 _Gathered = dcp_write.Gathered
@@ -253,8 +300,8 @@ _Gathered = dcp_write.Gathered
 class _Failing(_Gathered):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        [source] = self.pieces["odd"]
-        self.pieces["odd"] = [_Unreadable(source)]
+        self.tensors["odd"] = _Unreadable(self.tensors["odd"])
+        self.pieces["odd"] = [self.tensors["odd"]]
 
 
 class _Unreadable(SourceOf):
@@ -376,9 +423,10 @@ PLAYS: dict[str, tuple[tuple[Scenario, int], ...]] = {
         *((save_states, 2), (save_states, 4), (load_states, 4), (load_states, 2)),
         *((load_grids, 4), (load_grids, 2)),
         *((fsdp_saves, 2), (fsdp_resumes, 4), (disagreements, 2), (a_failing_rank, 2)),
-        *((saves_beside_training, 2), (killed, 2)),
+        *((moved_shards, 2), (saves_beside_training, 2), (killed, 2)),
     ),
     "slow": ((saves_beside_training, 4), (a_failing_rank, 4), (killed, 4)),
+    "moved": ((moved_shards, 2),),
     "hung": ((hung, 2),),
     "titan": ((titan_saves, 2),),
     "titan back": ((titan_resumes, 2),),

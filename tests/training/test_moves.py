@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Make] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.9, centered=True),
 }
 MOMENTS = ("exp_avg", "momentum_buffer")
-UNKNOWN = "training follows is not known"
+UNKNOWN, NO_COURSE = "training follows is not known", "would move it is not known"
 
 
 class Run:
@@ -416,8 +416,11 @@ class Unknown(torch.optim.AdamW):
 
 def test_weights_stay_where_nothing_is_known_of_the_optimizer(tmp_path: Path) -> None:
     run = Run(lambda p: Unknown(p), size=128)
-    saved(tmp_path, run)
+    report = saved(tmp_path, run).wait()
     assert moves_recorded(tmp_path, 65) == {"weight": None, "bias": None}
+    assert report is not None
+    [note] = [note for note in report.notes if NO_COURSE in note]
+    assert note.startswith("2 tensors, first 'model.weight': ")
 
 
 def test_frozen_weights_and_rates_of_zero_move_nothing(tmp_path: Path) -> None:
@@ -426,8 +429,25 @@ def test_frozen_weights_and_rates_of_zero_move_nothing(tmp_path: Path) -> None:
     saved(tmp_path / "frozen", run)
     assert moves_recorded(tmp_path / "frozen", 65)["weight"] is None
     run = Run(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), size=128)
-    saved(tmp_path / "zero", run)
+    report = saved(tmp_path / "zero", run).wait()
     assert moves_recorded(tmp_path / "zero", 65) == {"weight": None, "bias": None}
+    assert report is not None
+    assert [note for note in report.notes if UNKNOWN in note]
+
+
+def test_each_group_has_settings_of_its_own(tmp_path: Path) -> None:
+    faster = {"lr": 1e-2, "betas": (0.5, 0.999)}
+    run = Run(
+        lambda p: torch.optim.AdamW([{"params": p[:1]}, {"params": p[1:], **faster}], weight_decay=0), 256
+    )
+    run.train(20)
+    weight, bias = (courses(run)[name] for name in ("weight", "bias"))
+    assert (weight.rate, bias.rate) == (1e-3, 1e-2)
+    assert weight.total == pytest.approx(1e-3 * 9 / (1 - 0.9**20), rel=0.15)
+    assert bias.total == pytest.approx(1e-2, rel=0.15)
+    saved(tmp_path, run, (15, 30))
+    moved = moves_recorded(tmp_path, 30)
+    assert all(share is not None and share > 0.8 for share in moved.values())
 
 
 def test_new_parameters_stay_and_a_note_says_so(tmp_path: Path) -> None:
