@@ -99,10 +99,6 @@ class SaveReport(Report):
     search: SearchReport | None = None
 
 
-def _notes(search: SearchReport) -> tuple[str, ...]:
-    return (*search.notes, *((NOTHING_KEPT,) * (not search.is_met)))
-
-
 class Checkpointer:
     """Saves and restores a training run.
 
@@ -283,7 +279,7 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
-            notes=() if search is None else _notes(search),
+            notes=() if search is None else (*search.notes, *((NOTHING_KEPT,) * (not search.is_met))),
             search=search,
         )
         self._writer.start(
