@@ -46,7 +46,7 @@ MAX_CELLS: Final = 1 << 26  # of a grid whose lines are the edges of all parts
 MAX_ELEMENTS: Final = (1 << 63) - 1
 METADATA_FILE: Final = ".metadata"
 SHARD_SUFFIX: Final = ".distcp"
-KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which other threads begin with
+KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which threads have begun
 Numbers = tuple[int, ...]
 _METADATA: Final = (
     *("metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta", "filesystem._StorageInfo"),
@@ -149,7 +149,7 @@ def _source(
             f"tensor {name!r} has the element type {torch_type!r}, which ckptz does not have"
         )
     dtype = dtype_of(CODES[torch_type])
-    paths = {part.path for part in parts}  # one that is missing is said when it is read
+    paths = {part.path for part in parts}  # a missing one is told of when it is read
     if all(map(Path.is_file, paths)) and dtype.n_bytes(shape) > sum(path.stat().st_size for path in paths):
         raise TruncatedError(f"tensor {name!r}: the shards are smaller than it; copy the folder whole")
 
@@ -319,7 +319,7 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 
 
 def _numbers(value: Any) -> Numbers:
-    """The numbers of a `torch.Size`."""
+    """Give the numbers of a `torch.Size`."""
     items = (
         value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
     )
@@ -341,7 +341,7 @@ def _index_of(key: Any) -> tuple[str, Numbers | None]:
 def _part(
     folder: Path, places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers
 ) -> _StoredPart:
-    """A part and where it is stored."""
+    """Find where a part is stored."""
     info = places.get((name, offset))
     if info is None:
         raise CorruptionError(f"{METADATA_FILE}: does not say where {name!r} is stored")
@@ -359,11 +359,7 @@ def _part(
 
 
 def write_dcp(
-    folder: Path,
-    tensors: Mapping[str, TensorSource],
-    tree: Any,
-    chunks: Chunks,
-    like: Iterable[Path] = (),
+    folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chunks: Chunks, like: Iterable[Path] = ()
 ) -> None:
     """Write a folder with torch's own writer; inverse of `open_dcp`.
 
@@ -392,7 +388,7 @@ def write_dcp(
             warnings.simplefilter("ignore")  # that it runs in a single process
             save(state, storage_writer=writer, no_dist=True)
     except BaseException:
-        if is_new:  # else what is in it is another's
+        if is_new:  # in one that was there, files may be others'
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

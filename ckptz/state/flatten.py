@@ -137,11 +137,7 @@ class _Leaf:
         return self.tensor.requires_grad, type(self.tensor).__name__ == "Parameter"
 
 
-def flatten(
-    state: Any,
-    n_outer: int = 0,
-    taken: Collection[str] = (),
-) -> Flat:
+def flatten(state: Any, n_outer: int = 0, taken: Collection[str] = ()) -> Flat:
     """Take a nested state apart; the tensors share its memory.
 
     Args:
@@ -175,7 +171,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _checked_tensor(value: Any, path: TreePath) -> Tensor:
-    # Only exact types: a subclass means what its code says it means.
+    # Only exact types: what a subclass means is in its code.
     if type_name(value) not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         refuse_leaf(value, path)
     tensor: Tensor = value
@@ -516,8 +512,8 @@ class _MappedStorages:
 
         if key not in self._storages:
             at, n_bytes = self._regions[key]
-            # An empty region has the address of the next one, and torch.save takes those of one address
-            # for one memory; an empty tensor of its own has none.
+            # torch.save takes storages of one address for one. An empty region has the address of the next
+            # region, and an empty tensor of its own has none.
             region = (
                 torch.from_numpy(self._memory[at : at + n_bytes])
                 if n_bytes
