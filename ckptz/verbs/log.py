@@ -137,13 +137,9 @@ def log(
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
     elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
     own = [_marked(_look(path, path.relative_to(folder).as_posix(), tell)) for path in run_files(folder)]
-    others = [
-        _look(path, str(path), lambda error: None) for where in elsewhere for path in _files(where, SUFFIX)
-    ]
+    others = [_look(path, str(path)) for where in elsewhere for path in _files(where, SUFFIX)]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
-    named = [
-        _look(path, path.name if path.parent == folder else str(path), lambda error: None) for path in plain
-    ]
+    named = [_look(path, path.name if path.parent == folder else str(path)) for path in plain]
     others += [found for found in named if found.entry.content_id is not None]  # .ckptz by another name
     return _report(folder, own, _BaseTree(folder, [*own, *others], plain, tell).of(own))
 
@@ -171,7 +167,7 @@ def _report(folder: Path, own: Iterable[_LoggedFile], entries: tuple[LogEntry, .
 # --- one file -----------------------------------------------------------------------------------
 
 
-def _look(path: Path, name: str, tell: Tell) -> _LoggedFile:
+def _look(path: Path, name: str, tell: Tell = lambda error: None) -> _LoggedFile:
     try:
         with contextlib.closing(open_file(open_bytes(path))) as file:
             return _describe(path, name, file)
