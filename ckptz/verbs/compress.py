@@ -41,8 +41,7 @@ from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import REFERENCE
 from ckptz.pages.words import Report
-from ckptz.parallel import Workers
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step

@@ -21,7 +21,7 @@ from ckptz.foreign.inputs import PathLike, check_target, file_path, naming_outpu
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.pages.page import MARK, page
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, Progress
 from ckptz.search.budget import SearchReport
 from ckptz.store.resolve import SUFFIX
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff

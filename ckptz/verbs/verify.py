@@ -21,8 +21,7 @@ from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.pages.words import Report
-from ckptz.parallel import Workers
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
 from ckptz.run.names import weights_at
 from ckptz.store.resolve import Checkpoint, open_checkpoint
