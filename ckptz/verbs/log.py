@@ -178,7 +178,7 @@ def _look(path: Path, name: str, tell: Tell = lambda error: None) -> _LoggedFile
 
 
 def _marked(found: _LoggedFile) -> _LoggedFile:
-    """Tell of a file whether it is here for others: by a marker, by its name, or beside all of its step."""
+    """Mark a file that only others need: by a marker, by its name, or as its whole step is beside it."""
     path, file = found.path, StepFile.parse(found.path.name)
     is_hidden = is_base_name(path) or (file is not None and (path.parent / file.marker).exists())
     for version in versions_in({path.name: 0}):  # a delta for followers of a step that is published whole
@@ -262,7 +262,7 @@ class _BaseTree:
         return tuple(entries)
 
     def _sorted(self, parent: str | None) -> list[str]:
-        """Entries of one parent, the last to be shown first: by step, by name; those without a step last."""
+        """Sort the entries of one parent by step and name, the last to be shown first."""
 
         def order(name: str) -> tuple[bool, int, str]:
             step = self._shown[name].step
@@ -276,7 +276,7 @@ class _BaseTree:
         return entry.file
 
     def _show(self, found: _LoggedFile) -> str:
-        """Add a checkpoint and those that it is stored against; its name."""
+        """Add a checkpoint and those that it is stored against; give its name."""
         name = found.entry.file
         if name in self._shown:
             return name
@@ -284,7 +284,7 @@ class _BaseTree:
         return self._add(replace(found.entry, parent=parent))
 
     def _base(self, delta: _LoggedFile, ref: BaseRef) -> str:
-        """Add what a delta is stored against, looked for as reading does; its name."""
+        """Add what a delta is stored against, looked for as reading does; give its name."""
         usable = [
             found
             for found in self._found

@@ -237,7 +237,7 @@ def _finite_values(source: TensorSource) -> Iterator[NDArray[np.float64]]:
 
 
 class _Document(msgspec.Struct):
-    """What `ckptz compress --json` prints."""
+    """The JSON that `ckptz compress --json` prints."""
 
     files: tuple[SearchedFile, ...] = ()
 

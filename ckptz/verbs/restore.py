@@ -136,7 +136,7 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class _Restoration:
-    """What is read and what writes it: `write` is given what decodes tensors."""
+    """The open inputs and the function that writes them, which is given what decodes tensors."""
 
     name: str
     inputs: Sequence[Input]
