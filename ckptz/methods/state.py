@@ -64,7 +64,7 @@ from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, la
 from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
 from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Domain, ExplicitTable, LowRank, Outer, Plan, Predictor, QuantizationMap
-from ckptz.format.sources import CHUNK_VALUES, DerivedSource, TensorSource, n_rows_of
+from ckptz.format.sources import CHUNK_VALUES, LazySource, TensorSource, n_rows_of
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, floats, moments, rounding
 from ckptz.kernels.floats import NEAREST, Patterns
@@ -440,7 +440,7 @@ class RelativeRounding(Recipe):
             return exact_with_note(tensor, "holds NaN or infinity")
         chosen = self if tensor.base is None else replace(self, key=self._key_after(source, tensor.seed))
         kind = KINDS[source.dtype.name]
-        restored = DerivedSource(
+        restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
         )
         return replace(plan_lossless(restored, tensor.base, run), rounding=chosen)

@@ -10,6 +10,7 @@ there, and the memory that the process needs of its own does not grow with the c
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import mmap
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
 from ckptz.format.dtypes import DTYPE_NAMES, DTYPES, DType
 from ckptz.format.index import RESERVED_PREFIX
-from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, TensorSource
 from ckptz.kernels.floats import Patterns
 from ckptz.state.arrays import c_strides
 from ckptz.state.skeleton import (
@@ -108,21 +109,6 @@ class Geometry:
                 return False
             reach += stride * (n - 1)
         return True
-
-
-@dataclass(frozen=True, slots=True)
-class StridedSource(TensorSource):
-    """A tensor whose elements do not lie in C order; `items` are its bit patterns, one integer each."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    items: NDArray[Any]
-
-    def patterns(self, begin: int, end: int) -> NDArray[Any]:
-        n_per_item = self.items.itemsize // self.dtype.pattern_bytes
-        first, last = begin // n_per_item, -(-end // n_per_item)
-        patterns = self.items.flat[first:last].view(PATTERN_TYPES[self.dtype.pattern_bytes])
-        return patterns[begin - first * n_per_item : end - first * n_per_item]
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +328,15 @@ def _source(each: _Leaf) -> TensorSource:
         return ArraySource.from_buffer(dtype, g.shape, memory[g.begin : g.end])
     strides = tuple(stride * g.item_bytes for stride in g.strides)
     items: NDArray[Any] = np.ndarray(g.shape, PATTERN_TYPES[g.item_bytes], memory, g.begin, strides)
-    return StridedSource(dtype, g.shape, items)
+    return LazySource(dtype, g.shape, functools.partial(_in_order, items, dtype.pattern_bytes))
+
+
+def _in_order(items: NDArray[Any], pattern_bytes: int, begin: int, end: int) -> NDArray[Any]:
+    """Read patterns begin..end of elements that do not lie in C order, one integer each."""
+    n_per_item = items.itemsize // pattern_bytes
+    first, last = begin // n_per_item, -(-end // n_per_item)
+    patterns = items.flat[first:last].view(PATTERN_TYPES[pattern_bytes])
+    return patterns[begin - first * n_per_item : end - first * n_per_item]
 
 
 def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
