@@ -146,6 +146,18 @@ def test_a_base_that_cannot_be_read_while_a_file_is_written_makes_a_full_file(
         assert written.depth == 0
 
 
+def test_a_load_waits_for_the_file_that_is_written(tmp_path: Path) -> None:
+    chain = Chain(OPTIONS)
+    write(chain, tmp_path, 0)
+    loading = threading.Thread(target=chain.go_on_from, args=(tmp_path / "0.ckpt",))
+    with chain.writing(tmp_path / "1.ckpt"):
+        loading.start()
+        loading.join(0.1)
+        assert loading.is_alive()
+    loading.join(10)
+    assert not loading.is_alive()
+
+
 def test_bases_go_beside_files_of_others(linked: Path) -> None:
     with copied(linked) as folder:
         remove_three(folder)
