@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptz._version import __version__
 
 if TYPE_CHECKING:
-    from ckptz.api.safe_open import safe_open
+    from ckptz.api.read import safe_open
     from ckptz.errors import CkptzError
     from ckptz.methods.grid import Grid
     from ckptz.methods.kmeans import KMeans
@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from ckptz.methods.state import Moments
     from ckptz.methods.table import register
     from ckptz.run.keep import KeepPolicy, KeepRules
-    from ckptz.search.budget import Budget
+    from ckptz.search.budget import Budget, SearchOptions
     from ckptz.search.measures import Agreement, ResumeProbe
-    from ckptz.search.options import SearchOptions
     from ckptz.training.checkpointer import Checkpointer
     from ckptz.verbs.compress import compress
     from ckptz.verbs.diff import diff
-    from ckptz.verbs.inspect import inspect
-    from ckptz.verbs.log import log
+    from ckptz.verbs.log import inspect, log
     from ckptz.verbs.prune import prune
     from ckptz.verbs.rebase import rebase
     from ckptz.verbs.report import report
@@ -79,12 +77,13 @@ _HOMES: Final = {
     "Agreement": "search.measures",
     "Budget": "search.budget",
     "ResumeProbe": "search.measures",
-    "SearchOptions": "search.options",
+    "SearchOptions": "search.budget",
     "CkptzError": "errors",
     "Checkpointer": "training.checkpointer",
     "KeepPolicy": "run.keep",
     "KeepRules": "run.keep",
-    "safe_open": "api.safe_open",
+    "safe_open": "api.read",
+    "inspect": "verbs.log",
 }
 
 

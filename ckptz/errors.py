@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any, ClassVar, Final
 
@@ -114,13 +114,19 @@ def named(error: CkptzError, where: str) -> CkptzError:
     return type(error)(f"{where}: {error}")
 
 
-@contextlib.contextmanager
-def naming(where: str) -> Iterator[None]:
+class naming:  # used like a function
     """Put `where` (a file, a tensor) before the message of an error of ours that is raised within."""
-    try:
-        yield
-    except CkptzError as error:
-        raise named(error, where) from None
+
+    __slots__ = ("_where",)
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, CkptzError):
+            raise named(error, self._where) from None
 
 
 # --- arguments of a wrong type ------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from ckptz.api.safe_open import PathLike, load_bytes, safe_open
+from ckptz.api.read import PathLike, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, dtype_of

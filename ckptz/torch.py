@@ -19,18 +19,15 @@ import safetensors.torch
 import torch
 
 from ckptz.api.apply import apply_
-from ckptz.api.read import check_limit, decoded_chunks
-from ckptz.api.safe_open import PathLike, checked_path, load_bytes, safe_open
+from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.format.dtypes import DType
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, Patterns, TensorSource, tensor_bytes
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.parallel import Workers
-from ckptz.state.flatten import flatten, geometry_of
-from ckptz.state.plain_types import Mover, from_plain, on_device, to_plain
-from ckptz.state.torch import stored_type
-from ckptz.state.unflatten import unflatten
+from ckptz.state.flatten import flatten, geometry_of, unflatten
+from ckptz.state.torch import Mover, from_plain, on_device, stored_type, to_plain
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.wire.policy import LinkPolicy, check_policy
 

@@ -27,7 +27,7 @@ from ckptz.hooks import Calibration, SensitivityTracker
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.search.options import load_plan, save_plan
+from ckptz.search.budget import load_plan, save_plan
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import load_rules
 from ckptz.sync import Follower, Publisher

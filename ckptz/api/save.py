@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from ckptz.api.safe_open import PathLike, checked_path
+from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
@@ -69,6 +70,7 @@ def save_to_bytes(
     jobs: int | None,
 ) -> bytes:
     """Make the bytes of a `.ckptz` file."""
+    check_texts(metadata)
     sink = io.BytesIO()
     _write(sink, tensors, metadata, config, None, jobs)
     return sink.getvalue()
@@ -87,12 +89,12 @@ def save_to_file(
 
     With the `tree` of a nested state, tensors keep their order, and their roles are found by it.
     """
-    path = checked_path(filename)
+    path = os.fspath(filename)
     check_texts(metadata)
     with contextlib.ExitStack() as held:
         opened = None
         if base is not None:
-            opened = held.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
+            opened = held.enter_context(contextlib.closing(open_checkpoint(Path(base))))
             if any(is_same(file, Path(path)) for file in opened.paths):
                 what = "a delta cannot take the place of its base, nor of what that is stored against"
                 raise ConfigError(f"{path}: {what}; save under another name")
@@ -114,20 +116,13 @@ def _write(
 ) -> None:
     from ckptz.write.pipeline import Job, write
 
-    check_texts(metadata)
+    job = Job(tensors=tensors, tree=tree, metadata=metadata)
     if tree is None:
         ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
-        tensors = dict(ordered)
-    job = Job(
-        tensors=tensors,
-        tree=tree,
-        metadata=metadata,
-        base=None if base is None else base_ref(base),
-        bases={} if base is None else base.tensors,
         # Names alone say what tensors are: nobody would see a note on those of unknown owners.
-        roles={} if tree is None else None,
-        base_metadata=base_metadata(base),
-    )
+        job = replace(job, tensors=dict(ordered), roles={})
+    if base is not None:
+        job = replace(job, base=base_ref(base), bases=base.tensors, base_metadata=base_metadata(base))
     if config is not None:
         job = replace(job, config=config)
     with Workers(jobs) as workers:

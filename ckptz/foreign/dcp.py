@@ -29,16 +29,15 @@ from ckptz.errors import (
     named,
     naming,
 )
+from ckptz.foreign.folders import is_file_name
 from ckptz.foreign.pickled import MAX_BYTES, PickledObject, Unpickler, record
-from ckptz.foreign.sharding import is_file_name
 from ckptz.foreign.torch_files import MAX_DIMS, load_part, require_torch
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.publish import make_folder, mode_for
 from ckptz.format.sources import PATTERN_TYPES, Patterns, TensorSource
 from ckptz.parallel import Recent
-from ckptz.state.flatten import CODES
+from ckptz.state.flatten import CODES, Chunks, unflatten
 from ckptz.state.skeleton import MAX_DEPTH, MAX_NODES, TensorRef, is_number, pack_node
-from ckptz.state.unflatten import Chunks, unflatten
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
 MAX_CELLS: Final = 1 << 26  # of a grid whose lines are the edges of all parts

@@ -13,9 +13,15 @@ from typing import Any, Final
 
 from ckptz.errors import CkptzError, ConfigError, named
 from ckptz.foreign.dcp import is_dcp, open_dcp
+from ckptz.foreign.folders import (
+    SHARD_SUFFIXES,
+    check_sharding,
+    is_shard_name,
+    is_within,
+    open_folder,
+    packed_in,
+)
 from ckptz.foreign.folders import Input as Input
-from ckptz.foreign.folders import is_within, open_folder, packed_in
-from ckptz.foreign.sharding import SHARD_SUFFIXES, check_sharding, is_shard_name
 from ckptz.foreign.targets import stem_of
 from ckptz.foreign.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
 from ckptz.format.byte_source import is_folder, is_url, local_copy, path_of
@@ -31,6 +37,7 @@ ACCEPTED: Final = (
     "of torch.distributed.checkpoint"
 )
 MODEL: Final = "model"  # stem of the weights in a folder of their own
+WEIGHTS, STATE = f"{MODEL}{SUFFIX}", f"state{SUFFIX}"
 _BESIDE: Final = re.compile(r"(state|rng-\d+|model_\d+)\.ckptz")  # as the Trainer and accelerate name them
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
@@ -95,9 +102,15 @@ def beside_weights(weights: Path) -> list[Path]:
     if (file := StepFile.parse(weights.name)) is not None:
         state = weights.with_name(StepFile(file.step, "state").name)
         return [state] if state.exists() else []  # a keep rule may have taken it
-    if weights.name != f"{MODEL}{SUFFIX}":
+    if weights.name != WEIGHTS:
         return []
     return sorted(path for path in weights.parent.iterdir() if _BESIDE.fullmatch(path.name))
+
+
+def is_trainer_folder(folder: Path) -> bool:
+    """Tell whether a folder holds a checkpoint of `CkptzTrainerMixin`."""
+    files = (WEIGHTS, STATE, "trainer_state.json")
+    return is_folder(folder) and all((folder / name).is_file() for name in files)
 
 
 def checked_kind(path: Path) -> Path:

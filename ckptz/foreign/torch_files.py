@@ -35,9 +35,8 @@ from ckptz.errors import (
 from ckptz.foreign.pickled import MAX_BYTES, Unpickler
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
-from ckptz.state.flatten import Flat, Geometry, flatten
+from ckptz.state.flatten import Chunks, Flat, Geometry, flatten, read_chunks, unflatten
 from ckptz.state.skeleton import MAX_NUMBER, is_number
-from ckptz.state.unflatten import Chunks, read_chunks, unflatten
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 ZIP_MAGIC: Final = b"PK\x03\x04"

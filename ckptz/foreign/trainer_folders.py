@@ -19,23 +19,18 @@ from typing import Any, Final
 import numpy as np
 
 from ckptz.errors import CorruptionError, UnsupportedError, naming
-from ckptz.foreign.folders import Input, carried_in
-from ckptz.foreign.inputs import open_input
-from ckptz.foreign.sharding import Carried, stage_carried
+from ckptz.foreign.folders import Carried, Input, carried_in, stage_carried
+from ckptz.foreign.inputs import STATE, WEIGHTS, open_input
 from ckptz.foreign.torch_files import dump_state
-from ckptz.format.byte_source import is_folder
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import publish_together
 from ckptz.format.sources import TensorSource
 from ckptz.run.exact import exact_of
 from ckptz.run.step_files import FROZEN_KEY
-from ckptz.state.flatten import tied_names
+from ckptz.state.flatten import Chunks, tied_names, unflatten
 from ckptz.state.skeleton import parse_tree
-from ckptz.state.unflatten import Chunks, unflatten
 from ckptz.store.resolve import SUFFIX
 
-WEIGHTS: Final = f"model{SUFFIX}"
-STATE: Final = f"state{SUFFIX}"
 # PEFT leaves out of its files what an adapter is called, and where it keeps copies of whole layers.
 _NOT_IN_ADAPTERS: Final = re.compile(
     r"\.modules_to_save\.default(?=\.)|(?<=lora_magnitude_vector)\.default\.weight$|\.default(?=\.|$)"
@@ -88,12 +83,6 @@ class TrainerFolder:
         """Name the plain files of random numbers."""
         n_ranks = len(self.rngs)
         return ["rng_state.pth"] if n_ranks == 1 else [f"rng_state_{i}.pth" for i in range(n_ranks)]
-
-
-def is_trainer_folder(folder: Path) -> bool:
-    """Tell whether a folder holds a checkpoint of `CkptzTrainerMixin`."""
-    files = (WEIGHTS, STATE, "trainer_state.json")
-    return is_folder(folder) and all((folder / name).is_file() for name in files)
 
 
 def open_trainer_folder(
@@ -160,7 +149,7 @@ def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[s
     """Give the state that each torch file holds, by name."""
 
     def state_of(file: Input) -> Any:
-        from ckptz.state.plain_types import from_plain
+        from ckptz.state.torch import from_plain
 
         with naming(file.name):
             return from_plain(unflatten(file.tensors, file.tree, folder, chunks))

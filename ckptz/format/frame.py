@@ -16,7 +16,7 @@ import math
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -379,16 +379,14 @@ def _parse_low_rank(source: ByteReader, shape: tuple[int, ...]) -> LowRank:
     return LowRank(n_rows, n_columns, scales, take_embedded(source, "term codes"))
 
 
-@dataclass(frozen=True, slots=True)
-class StreamRecord:
+class StreamRecord(NamedTuple):
     """Coder and size of one stream: spec/05-frame.md#chunk-records, coder u8, n_bytes u32."""
 
     coder: int
     n_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRecord:
+class ChunkRecord(NamedTuple):
     """Checksums of a chunk's stored bytes and decoded patterns; its streams: spec/05-frame.md#chunk-records.
 
     `base_codes` is the checksum of the base's codes in this chunk, where a context rule reads them.
@@ -431,7 +429,7 @@ class FrameHeader:
     plan: Plan
     chunks: tuple[ChunkRecord, ...]
 
-    @property
+    @functools.cached_property
     def n_patterns(self) -> int:
         """Patterns of the tensor."""
         return self.dtype.n_patterns(self.shape)

@@ -346,8 +346,9 @@ class Plan:
 
     def reads_patterns(self, *, only_codes: bool) -> bool:
         """Tell whether decoding, or decoding the codes alone, reads the base's values."""
-        by_magnitude = any(isinstance(rule, Magnitude) and rule.source is None for rule in self.rules)
-        return by_magnitude or (not only_codes and self.predictor is Predictor.BASE)
+        if not only_codes and self.predictor is Predictor.BASE:
+            return True
+        return any([isinstance(rule, Magnitude) and rule.source is None for rule in self.rules])
 
     @property
     def is_low_rank(self) -> bool:
@@ -360,9 +361,14 @@ class Plan:
         return self.reads_base_patterns or self.reads_base_codes
 
     @property
+    def stands_alone(self) -> bool:
+        """Whether decoding reads nothing but the frame."""
+        return not self.needs_base and not self.context_tensor_names
+
+    @property
     def reads_base_codes(self) -> bool:
         """Whether a context rule looks at the codes of the base's frame."""
-        return any(isinstance(rule, BaseCode) for rule in self.rules)
+        return any([isinstance(rule, BaseCode) for rule in self.rules])
 
     @property
     def context_tensor_names(self) -> list[str]:

@@ -120,8 +120,10 @@ class FrameSource(TensorSource):
         return self._container.outer_base is not None and self.header.plan.needs_base
 
     def needs(self, only_codes: bool) -> list[Node]:
+        plan = self.header.plan
+        if plan.stands_alone:
+            return []
         with self._container.naming(self.entry.name):
-            plan = self.header.plan
             if only_codes and plan.quant_map is None:
                 return []
             needed: list[Node] = [(self._context_tensor(name), False) for name in plan.context_tensor_names]
@@ -133,10 +135,11 @@ class FrameSource(TensorSource):
     def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
         if (self, False) in held:
             return held[self, False]
-        payload, (begin, end) = self.payload(index), self._bounds(index)
+        begin, end = self._bounds(index)
         if only_codes:
             if self.header.plan.quant_map is None:
                 return Decoded(None, None)
+            payload = self.payload(index)
             with self._container.naming(self.entry.name):
                 return Decoded(
                     None, decode_codes(self.header, index, payload, self._sources(begin, end, held))
@@ -145,13 +148,17 @@ class FrameSource(TensorSource):
         return Decoded(patterns, self._decode(index, patterns, held))
 
     def _decode(self, index: int, out: Patterns, held: DecodedBases) -> NDArray[np.uint8] | None:
-        payload = self.payload(index)
+        header = self.header
+        payload = self._payload(header, index)
         with self._container.naming(self.entry.name):
             sources = self._sources(*self._bounds(index), held)
-            return decode_chunk(self.header, index, payload, sources, out)
+            return decode_chunk(header, index, payload, sources, out)
 
     def _sources(self, begin: int, end: int, held: DecodedBases) -> ChunkSources:
-        plan, base, ref = self.header.plan, self.base, self._container.outer_base
+        plan = self.header.plan
+        if plan.stands_alone:
+            return ChunkSources(begin, end)
+        base, ref = self.base, self._container.outer_base
         if isinstance(base, FrameSource):
             base = _DecodedChunk(
                 base, held.get((base, False)) or held.get((base, True)) or Decoded(None, None)
@@ -207,11 +214,13 @@ class FrameSource(TensorSource):
     def _bounds(self, index: int) -> tuple[int, int]:
         """(begin, end) in patterns of chunk `index`."""
         begin = index * CHUNK_VALUES
-        return begin, min(begin + CHUNK_VALUES, self.n_patterns)
+        return begin, min(begin + CHUNK_VALUES, self.header.n_patterns)
 
     def payload(self, index: int) -> NDArray[np.uint8]:
         """Read the stored bytes of a chunk."""
-        header = self.header
+        return self._payload(self.header, index)
+
+    def _payload(self, header: FrameHeader, index: int) -> NDArray[np.uint8]:
         offset = self.entry.offset + self.entry.n_bytes - header.payload_bytes + header.chunk_offsets[index]
         return self._container.read(offset, header.chunks[index].n_bytes)
 

@@ -15,7 +15,7 @@ from ckptz.errors import ConfigError
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import publish
 from ckptz.guidance.files import shape_fingerprint
-from ckptz.state.unflatten import read_chunks
+from ckptz.state.flatten import read_chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptz.api.safe_open import PathLike, safe_open
+from ckptz.api.read import PathLike, safe_open
 from ckptz.errors import CorruptionError, naming
 from ckptz.format.dtypes import dtype_of
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
@@ -44,10 +44,9 @@ from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
 from ckptz.run.exact import as_exactly_as_may_be
 from ckptz.run.names import step_of_folder
-from ckptz.state.plain_types import from_plain
+from ckptz.state.flatten import unflatten
 from ckptz.state.skeleton import parse_tree
-from ckptz.state.torch import torch_dtype
-from ckptz.state.unflatten import unflatten
+from ckptz.state.torch import from_plain, torch_dtype
 from ckptz.store.resolve import open_checkpoint
 
 TESTED: Final = ((2, 13), (2, 13))  # first and last version that the tests ran with

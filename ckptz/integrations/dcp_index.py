@@ -22,7 +22,7 @@ import msgspec
 
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, FormatError, UnsupportedError
 from ckptz.foreign.dcp import problem_of_parts
-from ckptz.foreign.sharding import is_file_name
+from ckptz.foreign.folders import is_file_name
 from ckptz.format.bits import xxh64
 from ckptz.format.envelope import Count
 from ckptz.format.index import Shape

@@ -12,7 +12,7 @@ import os
 import shutil
 from pathlib import Path
 
-from ckptz.api.safe_open import PathLike
+from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckptz.api.safe_open import PathLike
+from ckptz.api.read import PathLike
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, whole
 from ckptz.format.publish import make_folder
 from ckptz.format.values import KINDS

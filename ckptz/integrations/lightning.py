@@ -19,14 +19,14 @@ from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
 
-from ckptz.api.safe_open import PathLike
+from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.versions import warn_untested
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
-from ckptz.state.plain_types import on_device
+from ckptz.state.torch import on_device
 from ckptz.write.pipeline import Job, mark_restored
 
 TESTED: Final = ((2, 6), (2, 6))  # first and last version that the tests ran with

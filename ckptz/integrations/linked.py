@@ -48,8 +48,8 @@ from ckptz.run.links import BASE_PREFIX, link_chain, link_origin
 from ckptz.run.names import LIGHTNING_SUFFIX
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, FileFacts, Kept
 from ckptz.state.flatten import flatten
-from ckptz.state.plain_types import to_plain
 from ckptz.state.roles import Rule
+from ckptz.state.torch import to_plain
 from ckptz.store.resolve import (
     MAX_DEPTH,
     SUFFIX,

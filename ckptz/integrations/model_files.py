@@ -14,10 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from ckptz.api.safe_open import PathLike, safe_open
+from ckptz.api.read import PathLike, safe_open
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, named
-from ckptz.foreign.folders import is_model_file
-from ckptz.foreign.sharding import torch_names
+from ckptz.foreign.folders import is_model_file, torch_names
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.dtypes import dtype_of
 from ckptz.state.skeleton import TensorRef, parse_tree

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.utils import is_peft_available
 
-from ckptz.api.safe_open import PathLike
+from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.integrations.model_files import (
     Reader,

@@ -32,7 +32,7 @@ from ckptz.format.sources import Patterns, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import F32, NEAREST
-from ckptz.methods.lossless import EXACT
+from ckptz.methods.lossless import EXACT, counts_by_base, exact_with_note, histogram_of
 from ckptz.methods.method import (
     MIN_ELEMENTS,
     READ_OPTIMIZER,
@@ -49,7 +49,6 @@ from ckptz.methods.method import (
     settings_of,
     usual_setting,
 )
-from ckptz.methods.small import counts_by_base, exact_with_note, histogram_of
 from ckptz.state.roles import LAYER_TYPES, Role
 
 NO_GRADIENT: Final = "has no average of gradients; ranked by magnitude"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Final
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
@@ -23,13 +23,17 @@ from ckptz.encode.chunk import (
     encode_chunk,
     encode_planes,
 )
-from ckptz.encode.encoding_plan import EncodingPlan, plane_counts, stream_tables
+from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, plane_counts, stream_tables
+from ckptz.encode.histogram import Histogram
+from ckptz.encode.moment_codes import LogLevelQuantizer, StepQuantizer
+from ckptz.encode.quantizer import Quantizer
 from ckptz.encode.run_contexts import plan_contexts
 from ckptz.encode.tensor import MapFunction, TensorToEncode, summed
 from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Magnitude
 from ckptz.format.dtypes import DType
 from ckptz.format.plan import PlaneMode, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
+from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
 from ckptz.methods.method import Method, Recipe, Setting, register
 from ckptz.state.roles import Role
@@ -182,3 +186,37 @@ def _choose(batch: Batch, n_patterns: Sequence[int]) -> list[tuple[PlaneMode, bo
     return [
         (modes[j], by_context) for j, by_context in zip(mode_of.tolist(), has_contexts.tolist(), strict=True)
     ]
+
+
+# --- what planners of lossy tensors share, and their way back to no loss ------------------------
+
+
+def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
+    """Make the histogram of a whole tensor, of a dtype in `KINDS`."""
+    kind = KINDS[source.dtype.name]
+    return summed(run, lambda b: Histogram.of(source.patterns(*b), kind), source)
+
+
+def sums_by(quantizer: LogLevelQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
+    """Sum what the levels of a quantizer stand for over a whole tensor."""
+    return summed(run, lambda b: quantizer.found(*b, source.patterns(*b)), source)
+
+
+def counts_by_base(
+    source: TensorSource, base: TensorSource, quantizer: Quantizer, run: MapFunction
+) -> ContextCounts:
+    """Count the codes of a tensor by those of its base, of whose alphabet the contexts are."""
+    n_contexts = base.n_codes or 1
+
+    def found(bounds: tuple[int, int]) -> ContextCounts:
+        codes, labels = quantizer.codes(*bounds, source.patterns(*bounds)), base.codes(*bounds)
+        labels = np.zeros(len(codes), np.uint8) if labels is None else labels
+        return ContextCounts.of(labels, codes, n_contexts)
+
+    return summed(run, found, source)
+
+
+def exact_with_note(tensor: TensorToEncode, note: str) -> EncodingPlan:
+    """Plan without loss, and say why it is that."""
+    exact = plan_lossless(tensor.source, tensor.base, tensor.run)
+    return replace(exact, note=f"{note} and stays lossless")

@@ -167,13 +167,28 @@ def metric_name(record: QualityRecord) -> str:
 
 
 def quality_text(record: QualityRecord) -> str:
-    """Say what was measured of a budget: as a percentage, a difference, or steps of training."""
+    """Say what was measured of a budget; an error that stands in for a quality is called a proxy."""
+    kept = "" if record.is_met else ", NOT kept"
+    if record.promise == "rmse":
+        measured = f"{record.measured:.4g} of at most {record.max_drop:.4g}"
+        return f"no promise of quality, {cut(record.metric, 40)} {measured}"
+    if record.metric in METRICS:
+        return f"{record.measured:.3g} {metric_name(record)} ({record.max_drop:.3g} are allowed){kept}"
+    if CHANGES in record.metric:
+        return f"{metric_name(record)} {record.measured:.4g} ({record.max_drop:.4g} is allowed){kept}"
+    change, values = worse(record), f"{record.measured:.6g} against {record.exact:.6g}"
+    allowed = f"{100 * record.max_drop:.4g}%" if record.is_relative else f"{record.max_drop:.4g}"
+    if record.is_met and abs(change) > record.max_drop * (1 + 1e-6):  # it is rounded
+        kept = ", which too few answers tell"
+    how = moved(change, is_relative=record.is_relative)
+    return f"{metric_name(record)} {values}, {how}{kept} ({allowed} is allowed)"
 
-    def amount(value: float) -> str:
-        if record.metric in METRICS:
-            return f"{value:.3g} steps"
-        return f"{100 * value:+.3g} %" if record.is_relative else f"{value:+.4g}"
 
-    values = "" if record.metric in METRICS else f" {record.exact:.5g} → {record.measured:.5g}"
-    limit, verdict = amount(record.max_drop).lstrip("+"), "kept" if record.is_met else "NOT kept"
-    return f"{metric_name(record)}{values}: {amount(worse(record))} of {limit} allowed, {verdict}"
+def moved(change: float, *, is_relative: bool) -> str:
+    """Say by how much a quality changed; above 0 is worse."""
+    return f"{amount(abs(change), is_relative=is_relative)} {'better' if change < 0 else 'worse'}"
+
+
+def amount(value: float, *, is_relative: bool) -> str:
+    """Write a change as a percentage, or as a number in the unit of its metric."""
+    return f"{value:.2%}" if is_relative else f"{value:.4g}"

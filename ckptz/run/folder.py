@@ -53,9 +53,8 @@ from ckptz.run.step_files import (
     StepFile,
 )
 from ckptz.store.lock import Lock, Spool, acquire
-from ckptz.store.remote import UploadFolder, place_of
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
-from ckptz.store.storage import LocalFolder
+from ckptz.store.storage import LocalFolder, UploadFolder, place_of
 
 ABANDONED_SECONDS: Final = 3600.0
 MOVED: Final = (

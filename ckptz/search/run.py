@@ -26,6 +26,7 @@ from ckptz.format.written import Written, amend_quality
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
+from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in
 from ckptz.search.evaluation import (
     Judge,
     Readings,
@@ -34,7 +35,6 @@ from ckptz.search.evaluation import (
     is_of_training,
     judge_of,
 )
-from ckptz.search.options import SearchOptions, SearchReport, TrialReport, recorded_in
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     CLOSE_LATER,
@@ -49,7 +49,7 @@ from ckptz.search.strategies import (
 )
 from ckptz.state.flatten import tied_names
 from ckptz.state.roles import role_of
-from ckptz.write.frame_writer import Contents, Earlier, matching_base
+from ckptz.write.frame_writer import Earlier, FilePlan, matching_base
 from ckptz.write.pipeline import Job, Prepared, prepared
 from ckptz.write.writer import write_container
 
@@ -63,7 +63,7 @@ class SearchRun:
     """Threads, folders and checks that a search works with."""
 
     workers: Workers  # threads
-    base_paths: tuple[Path, ...] = ()  # the files behind `Contents.bases`
+    base_paths: tuple[Path, ...] = ()  # the files behind `Job.bases`
     search_path: tuple[Path, ...] = ()  # folders to look for its own bases in
     like: Sequence[Path] = ()  # files whose permissions the target gets, if it replaces none
     # called before the target gets its name; raises if what was read has changed
@@ -97,7 +97,7 @@ def _replay(
     config = parent_config(options, ready.job)
     if config is None:
         raise ConfigError("with 0 evaluations a base or a plan must record settings, and none does")
-    trial = write_trial(target, ready, ready.contents(config), run)
+    trial = write_trial(target, ready.plan(config), run)
     trial.publish(run, options)
     report = SearchReport(
         method=options.template.name,
@@ -233,12 +233,12 @@ class Trial:
             self.publication.discard()
 
 
-def write_trial(target: Path, ready: Prepared, contents: Contents, run: SearchRun) -> Trial:
+def write_trial(target: Path, plan: FilePlan, run: SearchRun) -> Trial:
     """Write a file beside `target`, under a temporary name."""
     publication = Publication(run.owner)
     try:
         with publication.file(target, run.like) as sink:
-            written = write_container(sink, ready.job.tensors, contents, run.workers)
+            written = write_container(sink, plan, run.workers)
     except BaseException:
         publication.discard()
         raise
@@ -289,14 +289,14 @@ class Searcher:
 
     def _write(self, config: Method) -> Trial:
         """Write a trial; the first one stays open, as most of a training state comes out the same in all."""
-        contents = self.ready.contents(config, self.earlier)
-        trial = write_trial(self.target, self.ready, contents, self.run)
+        plan = self.ready.plan(config, self.earlier)
+        trial = write_trial(self.target, plan, self.run)
         self.last = trial
         if self.earlier is None:
             file = FileBytes(trial.path)  # readable until it is closed, also when it has lost its name
             self.held.callback(file.close)
             notes = dict(trial.written.tensor_notes)
-            self.earlier = Earlier(tensors=Container(file).tensors, recipes=contents.recipes, notes=notes)
+            self.earlier = Earlier(tensors=Container(file).tensors, recipes=plan.recipes, notes=notes)
         return trial
 
     def try_one(self, config: Method, strategy: str) -> Outcome:
@@ -335,8 +335,7 @@ class Searcher:
         """Give the best its records and its name; a lossless file where nothing keeps the budget."""
         records: tuple[QualityRecord, ...] = ()
         if self.best is None:
-            contents = self.ready.contents(LOSSLESS, self.earlier)
-            trial = write_trial(self.target, self.ready, contents, self.run)
+            trial = write_trial(self.target, self.ready.plan(LOSSLESS, self.earlier), self.run)
         else:  # which is removed in the end, whatever happens here
             trial = self.best.trial
             records = self.judge.records(self.best.readings)

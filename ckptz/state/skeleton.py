@@ -30,8 +30,8 @@ MAX_DEPTH: Final = 64  # normative, spec/09-tree.md#bounds
 MAX_NODES: Final = 1 << 21  # normative, spec/09-tree.md#bounds
 MAX_PLAIN_INT: Final = (1 << 53) - 1  # what every JSON reader keeps exactly
 MAX_NUMBER: Final = (1 << 63) - 1
-Path = tuple[str, ...]
-Leaf = Callable[[Any, Path], dict[str, Any]]
+TreePath = tuple[str, ...]
+Leaf = Callable[[Any, TreePath], dict[str, Any]]
 _FLAGS: Final = frozenset({"requires_grad", "parameter"})
 # The kind of a node is the first field of these that it has: its required and optional fields.
 _FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
@@ -161,7 +161,7 @@ class Tree:
             raise CorruptionError(f"tree: does not say where tensor {unused[0]!r} belongs")
 
 
-def where(path: Path) -> str:
+def where(path: TreePath) -> str:
     """Name a place in a tree, for messages."""
     return repr(".".join(path)) if path else "the root"
 
@@ -184,7 +184,7 @@ class _Packer:
         self._leaf = leaf
         self._n_nodes = 0
 
-    def node(self, value: Any, path: Path) -> Any:
+    def node(self, value: Any, path: TreePath) -> Any:
         self._n_nodes += 1
         if len(path) > MAX_DEPTH:
             raise ConfigError(f"{where(path)}: nested deeper than {MAX_DEPTH} levels; save a flatter state")
@@ -193,10 +193,10 @@ class _Packer:
         pack = _PACKERS.get(type(value))
         return self._leaf(value, path) if pack is None else pack(self, value, path)
 
-    def plain(self, value: Any, _: Path) -> Any:
+    def plain(self, value: Any, _: TreePath) -> Any:
         return value
 
-    def text(self, value: str, path: Path) -> str:
+    def text(self, value: str, path: TreePath) -> str:
         try:
             value.encode()
         except UnicodeEncodeError:
@@ -205,22 +205,22 @@ class _Packer:
             ) from None
         return value
 
-    def integer(self, value: int, _: Path) -> Any:
+    def integer(self, value: int, _: TreePath) -> Any:
         return value if abs(value) <= MAX_PLAIN_INT else {"int": hex(value)}
 
-    def floating(self, value: float, _: Path) -> Any:
+    def floating(self, value: float, _: TreePath) -> Any:
         return {"float": struct.pack(">d", value).hex()}
 
-    def binary(self, value: bytes, _: Path) -> Any:
+    def binary(self, value: bytes, _: TreePath) -> Any:
         return {"bytes": base64.b64encode(value).decode()}
 
-    def sequence(self, values: list[Any] | tuple[Any, ...], path: Path) -> list[Any]:
+    def sequence(self, values: list[Any] | tuple[Any, ...], path: TreePath) -> list[Any]:
         return [self.node(value, (*path, str(i))) for i, value in enumerate(values)]
 
-    def tuple_(self, values: tuple[Any, ...], path: Path) -> Any:
+    def tuple_(self, values: tuple[Any, ...], path: TreePath) -> Any:
         return {"tuple": self.sequence(values, path)}
 
-    def items(self, mapping: Mapping[Any, Any], path: Path) -> list[Any]:
+    def items(self, mapping: Mapping[Any, Any], path: TreePath) -> list[Any]:
         # The key goes first: a label is only made of one that was found to be bounded.
         seen = SeenKeys()
         return [
@@ -228,7 +228,7 @@ class _Packer:
             for key, value in mapping.items()
         ]
 
-    def key(self, key: Any, path: Path, seen: SeenKeys) -> Any:
+    def key(self, key: Any, path: TreePath, seen: SeenKeys) -> Any:
         node = self.node(key, (*path, "key"))
         if not is_key(node):
             raise UnsupportedError(f"{where(path)}: a key of type {type_name(key)} cannot be kept")
@@ -236,10 +236,10 @@ class _Packer:
             raise UnsupportedError(f"{where(path)}: a key {problem}; use strings or small numbers as keys")
         return node
 
-    def dict_(self, mapping: dict[Any, Any], path: Path) -> Any:
+    def dict_(self, mapping: dict[Any, Any], path: TreePath) -> Any:
         return {"dict": self.items(mapping, path)}
 
-    def ordered(self, mapping: OrderedDict[Any, Any], path: Path) -> Any:
+    def ordered(self, mapping: OrderedDict[Any, Any], path: TreePath) -> Any:
         node: dict[str, Any] = {"OrderedDict": self.items(mapping, path)}
         # A module's state_dict carries the versions of its modules in this attribute.
         attributes = dict(vars(mapping))
@@ -250,7 +250,7 @@ class _Packer:
         return node
 
 
-_PACKERS: Final[Mapping[type, Callable[[_Packer, Any, Path], Any]]] = {
+_PACKERS: Final[Mapping[type, Callable[[_Packer, Any, TreePath], Any]]] = {
     type(None): _Packer.plain,
     bool: _Packer.plain,
     int: _Packer.integer,
@@ -274,7 +274,7 @@ def type_name(value: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
-def refuse_leaf(value: Any, path: Path) -> NoReturn:
+def refuse_leaf(value: Any, path: TreePath) -> NoReturn:
     """Refuse a value: the `Leaf` that knows nothing."""
     raise UnsupportedError(
         f"{where(path)}: a value of type {type_name(value)} cannot be kept without running code; "
@@ -301,7 +301,7 @@ class _Parser:
         self._n_nodes = 0
         self.refs: list[TensorRef | View] = []
 
-    def node(self, raw: Any, path: Path) -> Any:
+    def node(self, raw: Any, path: TreePath) -> Any:
         self._n_nodes += 1
         if len(path) > MAX_DEPTH or self._n_nodes > MAX_NODES:
             self.refuse(path, f"over {MAX_DEPTH} levels or {MAX_NODES} values")
@@ -311,24 +311,24 @@ class _Parser:
             return [self.node(item, (*path, str(i))) for i, item in enumerate(raw)]
         return self._scalar(raw, path)
 
-    def refuse(self, path: Path, what: str) -> NoReturn:
+    def refuse(self, path: TreePath, what: str) -> NoReturn:
         raise CorruptionError(f"tree: {where(path)}: {what}")
 
-    def _scalar(self, raw: Any, path: Path) -> Any:
+    def _scalar(self, raw: Any, path: TreePath) -> Any:
         if isinstance(raw, str):
             return self._text(raw, path)
         if isinstance(raw, float) or (isinstance(raw, int) and abs(raw) > MAX_PLAIN_INT):
             self.refuse(path, f"number {_shown(raw)} is not in its hexadecimal form")
         return raw
 
-    def _text(self, raw: Any, path: Path) -> str:
+    def _text(self, raw: Any, path: TreePath) -> str:
         try:
             raw.encode()
         except (UnicodeEncodeError, AttributeError):
             self.refuse(path, "not a string of Unicode")
         return str(raw)
 
-    def _object(self, raw: dict[str, Any], path: Path) -> Any:
+    def _object(self, raw: dict[str, Any], path: TreePath) -> Any:
         kind = next((kind for kind in _FIELDS if kind in raw), None)
         if kind is None:
             self.refuse(path, f"no node has the fields {_shown(raw)}")
@@ -337,18 +337,18 @@ class _Parser:
             self.refuse(path, f"a {kind} does not have the fields {_shown(raw)}")
         return _PARSERS[kind](self, raw, path)
 
-    def integer(self, raw: dict[str, Any], path: Path) -> int:
+    def integer(self, raw: dict[str, Any], path: TreePath) -> int:
         text = self._matched(raw["int"], _HEX_INT, path)
         value = int(text, 16)
         if abs(value) <= MAX_PLAIN_INT:
             self.refuse(path, f"integer {value} is not in its plain form")
         return value
 
-    def floating(self, raw: dict[str, Any], path: Path) -> float:
+    def floating(self, raw: dict[str, Any], path: TreePath) -> float:
         pattern = bytes.fromhex(self._matched(raw["float"], _HEX_FLOAT, path))
         return float(struct.unpack(">d", pattern)[0])
 
-    def binary(self, raw: dict[str, Any], path: Path) -> bytes:
+    def binary(self, raw: dict[str, Any], path: TreePath) -> bytes:
         text = self._text(raw["bytes"], path)
         try:
             value = base64.b64decode(text, validate=True)
@@ -358,20 +358,20 @@ class _Parser:
             self.refuse(path, "bytes are not in canonical base64")
         return value
 
-    def tuple_(self, raw: dict[str, Any], path: Path) -> tuple[Any, ...]:
+    def tuple_(self, raw: dict[str, Any], path: TreePath) -> tuple[Any, ...]:
         items = self._list(raw["tuple"], path)
         return tuple(self.node(item, (*path, str(i))) for i, item in enumerate(items))
 
-    def dict_(self, raw: dict[str, Any], path: Path) -> dict[Any, Any]:
+    def dict_(self, raw: dict[str, Any], path: TreePath) -> dict[Any, Any]:
         return dict(self._items(raw["dict"], path))
 
-    def ordered(self, raw: dict[str, Any], path: Path) -> OrderedDict[Any, Any]:
+    def ordered(self, raw: dict[str, Any], path: TreePath) -> OrderedDict[Any, Any]:
         mapping = OrderedDict(self._items(raw["OrderedDict"], path))
         if "_metadata" in raw:
             vars(mapping)["_metadata"] = self.node(raw["_metadata"], (*path, "_metadata"))
         return mapping
 
-    def _items(self, raw: Any, path: Path) -> list[tuple[Any, Any]]:
+    def _items(self, raw: Any, path: TreePath) -> list[tuple[Any, Any]]:
         items, seen = [], SeenKeys()
         for pair in self._list(raw, path):
             if not isinstance(pair, list) or len(pair) != 2:
@@ -382,7 +382,7 @@ class _Parser:
             self.refuse(path, "two keys are equal in Python")
         return items
 
-    def _key(self, raw: Any, path: Path, seen: SeenKeys) -> Any:
+    def _key(self, raw: Any, path: TreePath, seen: SeenKeys) -> Any:
         key = self.node(raw, (*path, "key"))
         if not is_key(raw):
             self.refuse(path, "a key is of a type that cannot be one")
@@ -390,20 +390,20 @@ class _Parser:
             self.refuse(path, f"a key {problem}")
         return key
 
-    def size(self, raw: dict[str, Any], path: Path) -> Any:
+    def size(self, raw: dict[str, Any], path: TreePath) -> Any:
         dims = self._list(raw["Size"], path)
         if not all(type(dim) is int and abs(dim) <= MAX_NUMBER for dim in dims):
             self.refuse(path, "a Size is not a list of integers")
         return self._make(Size(tuple(dims)))
 
-    def dtype(self, raw: dict[str, Any], path: Path) -> Any:
+    def dtype(self, raw: dict[str, Any], path: TreePath) -> Any:
         return self._make(DTypeName(self._matched(raw["dtype"], _DTYPE, path)))
 
-    def tensor(self, raw: dict[str, Any], path: Path) -> Any:
+    def tensor(self, raw: dict[str, Any], path: TreePath) -> Any:
         strides = self._numbers(raw["strides"], path) if "strides" in raw else None
         return self._ref(TensorRef(self._text(raw["tensor"], path), strides, *self._flags(raw, path)))
 
-    def view(self, raw: dict[str, Any], path: Path) -> Any:
+    def view(self, raw: dict[str, Any], path: TreePath) -> Any:
         dtype = self._matched(raw["dtype"], _DTYPE, path)
         shape, strides = self._numbers(raw["shape"], path), self._numbers(raw["strides"], path)
         storage, offset = self._numbers([raw["view"], raw["offset"]], path)
@@ -415,28 +415,28 @@ class _Parser:
         self.refs.append(ref)
         return self._make(ref)
 
-    def _flags(self, raw: dict[str, Any], path: Path) -> tuple[bool, bool]:
+    def _flags(self, raw: dict[str, Any], path: TreePath) -> tuple[bool, bool]:
         if any(raw.get(flag, True) is not True for flag in _FLAGS):
             self.refuse(path, "a flag is not true")
         return "requires_grad" in raw, "parameter" in raw
 
-    def _matched(self, raw: Any, pattern: re.Pattern[str], path: Path) -> str:
+    def _matched(self, raw: Any, pattern: re.Pattern[str], path: TreePath) -> str:
         if not isinstance(raw, str) or not pattern.fullmatch(raw):
             self.refuse(path, f"{_shown(raw)} is malformed")
         return raw
 
-    def _list(self, raw: Any, path: Path) -> list[Any]:
+    def _list(self, raw: Any, path: TreePath) -> list[Any]:
         if not isinstance(raw, list):
             self.refuse(path, "not a list")
         return raw
 
-    def _numbers(self, raw: Any, path: Path) -> tuple[int, ...]:
+    def _numbers(self, raw: Any, path: TreePath) -> tuple[int, ...]:
         if not all(map(is_number, self._list(raw, path))):
             self.refuse(path, "not a list of numbers from 0 to 2^63 - 1")
         return tuple(raw)
 
 
-_PARSERS: Final[Mapping[str, Callable[[_Parser, dict[str, Any], Path], Any]]] = {
+_PARSERS: Final[Mapping[str, Callable[[_Parser, dict[str, Any], TreePath], Any]]] = {
     "int": _Parser.integer,
     "float": _Parser.floating,
     "bytes": _Parser.binary,

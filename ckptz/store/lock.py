@@ -32,7 +32,7 @@ from typing import Final, Self
 
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_alive
-from ckptz.store.remote import Place
+from ckptz.store.storage import Place
 
 try:
     import fcntl as _fcntl
@@ -76,11 +76,6 @@ class Holder:
     def pack(self) -> bytes:
         """Give the holder as JSON."""
         return json.dumps(asdict(self)).encode()
-
-    @property
-    def is_dead(self) -> bool:
-        """Whether it is certain that the process has ended: it was one of this machine."""
-        return self.host == socket.gethostname() and not is_alive(self.pid)
 
 
 def _refused(folder: str, text: bytes | None) -> ConfigError:
@@ -220,7 +215,8 @@ class Lease:
     def _wait_for_stale(self) -> None:
         found = self._read()
         holder = None if found is None else Holder.parse(found)
-        if found is None or (holder is not None and holder.is_dead):
+        is_here = holder is not None and holder.host == socket.gethostname()
+        if found is None or (holder is not None and is_here and not is_alive(holder.pid)):
             return
         end = time.monotonic() + self._stale
         while time.monotonic() < end:

@@ -143,7 +143,9 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
             unusable.append(str(error))
             continue
         is_base = _is_base(file, delta, ref)
-        if is_base and _has_metadata(file, metadata):
+        # A plain base must have the metadata that it had, as far as the delta says what that was.
+        is_same = isinstance(file, Container) or metadata in (None, metadata_checksum(file.metadata))
+        if is_base and is_same:
             return file
         file.close()
         if is_base:
@@ -176,11 +178,6 @@ def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> boo
         return file.index.content_id == ref.content_id and file.index.depth < ref.depth
     # A plain file says nothing of its values: read it all, but only if its tensors fit.
     return fits(file, delta) and content_id_of(file.tensors) == ref.content_id
-
-
-def _has_metadata(file: Container | PlainFile, expected: int | None) -> bool:
-    """Whether a plain base has the metadata that it had, as far as the delta says what that was."""
-    return isinstance(file, Container) or expected in (None, metadata_checksum(file.metadata))
 
 
 def fits(file: PlainFile, delta: Container) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ckptz.api.apply import State, live_tensors
+from ckptz.api.apply import CHECKS, Check, LiveTensor, Patched, State, live_tensors, patch
 from ckptz.api.read import check_limit
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.format.index import content_id_of
@@ -17,9 +17,8 @@ from ckptz.format.reader import Container
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.step_files import checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
-from ckptz.store.patch import CHECKS, Check, LiveTensor, Patched, patch
-from ckptz.store.remote import place_of
 from ckptz.store.resolve import open_file
+from ckptz.store.storage import place_of
 
 ATTEMPTS: Final = 5  # a file that the publisher retires while we choose our way; each time it is newer
 

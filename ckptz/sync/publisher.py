@@ -24,8 +24,8 @@ from ckptz.parallel import Workers, jobs_of
 from ckptz.run.keep import KeepRules, what_stays
 from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
-from ckptz.store.remote import place_of
 from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
+from ckptz.store.storage import place_of
 from ckptz.write.pipeline import Job, write
 
 Snapshot = dict[str, ArraySource]

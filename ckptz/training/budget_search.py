@@ -21,9 +21,8 @@ from ckptz.methods.method import CALIBRATION, Method
 from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import OWNER, ChainRule, FileKind, StepFile
-from ckptz.search.budget import Budget
+from ckptz.search.budget import Budget, config_of, recorded_in
 from ckptz.search.evaluation import is_of_training
-from ckptz.search.options import config_of, recorded_in
 from ckptz.search.run import SearchOptions, SearchReport, SearchRun, search_and_write
 from ckptz.store.resolve import Checkpoint, base_ref
 from ckptz.training.files import LossSettings, StepState, id_of, remembering

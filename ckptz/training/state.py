@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
 from ckptz.guidance.trail import Trained, stride_of
-from ckptz.state.plain_types import from_plain, to_plain
+from ckptz.state.torch import from_plain, to_plain
 from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
 

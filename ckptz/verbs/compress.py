@@ -13,8 +13,8 @@ from typing import Final
 
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
+from ckptz.foreign.folders import check_sharding, copy_carried, torch_names
 from ckptz.foreign.inputs import Input, checked_kind, join, open_input
-from ckptz.foreign.sharding import check_sharding, copy_carried, torch_names
 from ckptz.foreign.targets import (
     FORCE,
     PathLike,
@@ -29,6 +29,7 @@ from ckptz.format.byte_source import open_bytes, path_of
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned, is_same, make_folder, publish
 from ckptz.format.sources import TensorSource, tensor_bytes
+from ckptz.format.written import Written
 from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.guidance.trail import Momentum, Trail
@@ -42,8 +43,7 @@ from ckptz.progress import SILENT, Progress
 from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step
-from ckptz.search.budget import Budget
-from ckptz.search.options import SearchOptions, SearchReport
+from ckptz.search.budget import Budget, SearchOptions, SearchReport
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
@@ -170,12 +170,14 @@ def compress(
         found = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
         raise ConfigError(f"there are {found}; name a file for each input, in the same order")
     is_dry, steps = search is not None and search.is_dry_run, _steps_of(sources)
+    if chain and _has_steps(sources, steps):  # else they stay in the given order
+        sources.sort(key=lambda source: steps[source])
     _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
     check_files(search.template if search else config, guides)
     reports = []
     with contextlib.ExitStack() as held:
         run = _Compression(
-            sources=_by_step(sources, steps) if chain else sources,
+            sources=sources,
             steps=steps,
             config=config,
             chain=chain,
@@ -223,12 +225,8 @@ def _steps_of(sources: Sequence[Path]) -> dict[Path, int]:
     return {source: int(match[2]) for source, match in zip(sources, numbered, strict=True)}
 
 
-def _by_step(sources: list[Path], steps: Mapping[Path, int]) -> list[Path]:
-    """Order inputs by their steps; leave them in the given order if not all have one of their own."""
-    return sorted(sources, key=lambda source: steps[source]) if _has_steps(sources, steps) else sources
-
-
 def _has_steps(sources: Sequence[Path], steps: Mapping[Path, int]) -> bool:
+    """Tell whether all inputs have a step of their own."""
     return len(set(steps.values())) == len(sources)
 
 
@@ -472,46 +470,11 @@ class _Compression:
         read: tuple[Mapping[Path, Stamp], Sequence[Path]],
     ) -> CompressReport:
         """Write one file; `read` has the stamps of all files it is made from, and the files of the input."""
-        start, (stamps, like), search = working_seconds(), read, None
-        container = opened.checkpoint.container if opened.checkpoint is not None else None
-        recorded = container.index.step if container is not None and self.step is None else self.step
-        source = path_of(opened.name)
-        step = step_of(source, recorded, opened.metadata)
-        step = self.steps.get(source) if step is None else step
-        job = Job(
-            tensors=opened.tensors,
-            config=self.search.template if self.search else self.config,
-            metadata=opened.metadata,
-            step=step,
-            sharding=opened.sharding,
-            tree=opened.tree,
-            base=base.ref if base else None,
-            bases=base.tensors if base else {},
-            base_metadata=base.metadata if base else None,
-            role_rules=self.role_rules,
-            optimizer_names=opened.optimizer_names,
-            parameter_names=ParameterNames(self.param_names, Path(opened.name)),
-            guide_files=self.guide_files,
-            momentum=None if self.trail is None else Momentum(self.trail, step),
-        )
+        start, job = working_seconds(), self._job(opened, base)
         self.progress.start(opened.name, tensor_bytes(opened.tensors))
         try:
             with naming_output(target):
-                if self.search is None:
-                    with publish(target, like) as sink:
-                        written = write(sink, job, self.workers, self.progress.advance)
-                        _check_unchanged(stamps)
-                else:
-                    from ckptz.search.run import SearchRun, search_and_write
-
-                    found = SearchRun(
-                        workers=self.workers,
-                        base_paths=(base.folder / base.ref.file,) if base is not None else (),
-                        search_path=tuple(self.search_path),
-                        like=like,
-                        check=partial(_check_unchanged, stamps),
-                    )
-                    written, search = search_and_write(target, job, self.search, found)
+                written, search = self._written(target, job, base, *read)
         except (ConfigError, UnsupportedError) as error:
             raise named(error, opened.name) from error.__cause__
         if base is not None and not written.n_deltas:
@@ -537,3 +500,47 @@ class _Compression:
             notes=tuple(notes),
             search=search,
         )
+
+    def _job(self, opened: Input, base: _Base | None) -> Job:
+        """Describe the file that an input becomes."""
+        container = opened.checkpoint.container if opened.checkpoint is not None else None
+        recorded = container.index.step if container is not None and self.step is None else self.step
+        source = path_of(opened.name)
+        step = step_of(source, recorded, opened.metadata)
+        step = self.steps.get(source) if step is None else step
+        job = Job(
+            tensors=opened.tensors,
+            config=self.search.template if self.search else self.config,
+            metadata=opened.metadata,
+            step=step,
+            sharding=opened.sharding,
+            tree=opened.tree,
+            role_rules=self.role_rules,
+            optimizer_names=opened.optimizer_names,
+            parameter_names=ParameterNames(self.param_names, Path(opened.name)),
+            guide_files=self.guide_files,
+            momentum=None if self.trail is None else Momentum(self.trail, step),
+        )
+        if base is None:
+            return job
+        return replace(job, base=base.ref, bases=base.tensors, base_metadata=base.metadata)
+
+    def _written(
+        self, target: Path, job: Job, base: _Base | None, stamps: Mapping[Path, Stamp], like: Sequence[Path]
+    ) -> tuple[Written, SearchReport | None]:
+        """Write a file by itself, or the best that a search finds; its inputs must not have changed since."""
+        if self.search is None:
+            with publish(target, like) as sink:
+                written = write(sink, job, self.workers, self.progress.advance)
+                _check_unchanged(stamps)
+            return written, None
+        from ckptz.search.run import SearchRun, search_and_write
+
+        run = SearchRun(
+            workers=self.workers,
+            base_paths=(base.folder / base.ref.file,) if base is not None else (),
+            search_path=tuple(self.search_path),
+            like=like,
+            check=partial(_check_unchanged, stamps),
+        )
+        return search_and_write(target, job, self.search, run)

@@ -1,4 +1,4 @@
-"""`ckptz log`: the checkpoints of a folder and what each is stored against, from headers and indexes only."""
+"""`ckptz log` and `ckptz inspect`: what folders and files say of themselves, from headers and indexes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from ckptz.api.describe import InspectReport, described
 from ckptz.errors import CkptzError, ConfigError
+from ckptz.foreign.inputs import checked_kind
 from ckptz.foreign.targets import PathLike, paths
 from ckptz.format.byte_source import is_folder, naming_urls, open_bytes, path_of
 from ckptz.format.envelope import PlainFile
@@ -17,11 +19,46 @@ from ckptz.format.index import BaseRef, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import tensor_bytes
 from ckptz.pages.words import Report
-from ckptz.run.names import holds_state, is_base_name, run_files, step_of
+from ckptz.run.names import checkpoint_in, holds_state, is_base_name, run_files, step_of
 from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
 from ckptz.run.versions import Version, versions_in
 from ckptz.state.roles import role_of
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, check_reference, fits, missing_base, open_file
+from ckptz.store.resolve import (
+    PLAIN_SUFFIX,
+    SUFFIX,
+    check_reference,
+    fits,
+    missing_base,
+    open_checkpoint,
+    open_file,
+)
+
+
+@naming_urls
+def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectReport:
+    """Describe a `.ckptz` file; no tensor is decoded, and bases may be missing.
+
+    Args:
+        path: the file, a folder for its newest checkpoint, or "DIR@STEP" for that of a step.
+        search_path: folders to look for bases in, after the file's own.
+
+    Raises:
+        FileNotFoundError: no such file or step.
+        FormatError: damaged.
+        ConfigError: a file of another kind, or a folder without a `.ckptz` file.
+    """
+    path, checkpoint, broken = checked_kind(checkpoint_in(path_of(path))), None, None
+    with contextlib.ExitStack() as held:
+        try:
+            checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
+            file = checkpoint.files[0]
+        except CkptzError as error:  # its base is missing; a file that is damaged itself says so again
+            file = held.enter_context(contextlib.closing(open_file(open_bytes(path))))
+            broken = str(error)
+        if not isinstance(file, Container):
+            raise ConfigError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
+        return described(file, checkpoint, broken)
+
 
 EntryKind = Literal["full", "delta", "exact", "rebased", "plain", "missing", "broken"]
 Holds = Literal["weights", "state", "weights and state"]

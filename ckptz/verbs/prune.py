@@ -18,9 +18,8 @@ from ckptz.run.keep import KEEP_ALL, KeepPolicy, what_stays
 from ckptz.run.names import EXACT, inode_of, is_base_name, run_files, step_of
 from ckptz.run.prune import PruneReport, check_best, prune_folder
 from ckptz.run.step_files import FileFacts, StepFile
-from ckptz.store.remote import place_of
 from ckptz.store.resolve import Path_
-from ckptz.store.storage import LocalFolder
+from ckptz.store.storage import LocalFolder, place_of
 
 # Files that are written into a step's folder last: without them it was not written to its end.
 LAST_FILES: Final = ("ckptz-index.json", "trainer_state.json")

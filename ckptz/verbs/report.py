@@ -23,11 +23,10 @@ from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.pages.page import MARK, page
 from ckptz.progress import SILENT, Progress
-from ckptz.search.options import SearchReport
+from ckptz.search.budget import SearchReport
 from ckptz.store.resolve import SUFFIX
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
-from ckptz.verbs.inspect import inspect
-from ckptz.verbs.log import LogReport, log
+from ckptz.verbs.log import LogReport, inspect, log
 
 Tell = Callable[[Exception], None]
 T = TypeVar("T")

@@ -14,9 +14,8 @@ from ckptz.api.read import decoded_chunks
 from ckptz.errors import ConfigError, LimitError, WriteError, real
 from ckptz.foreign import torch_files
 from ckptz.foreign.dcp import write_dcp
-from ckptz.foreign.folders import packed_in
-from ckptz.foreign.inputs import Input, beside_weights, open_input
-from ckptz.foreign.sharding import write_folder, written_files
+from ckptz.foreign.folders import packed_in, write_folder, written_files
+from ckptz.foreign.inputs import Input, beside_weights, is_trainer_folder, open_input
 from ckptz.foreign.targets import (
     PathLike,
     beside,
@@ -28,7 +27,7 @@ from ckptz.foreign.targets import (
     places_for,
     stem_of,
 )
-from ckptz.foreign.trainer_folders import is_trainer_folder, open_trainer_folder, write_plain_trainer
+from ckptz.foreign.trainer_folders import open_trainer_folder, write_plain_trainer
 from ckptz.format.byte_source import is_folder, naming_urls, path_of
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import make_folder, publish
@@ -40,9 +39,8 @@ from ckptz.progress import SILENT, Progress
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, weights_at
 from ckptz.run.step_files import StepFile
-from ckptz.state.flatten import tied_names
+from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
-from ckptz.state.unflatten import Chunks
 from ckptz.store.resolve import PLAIN_SUFFIX
 
 OutputKind = Literal["safetensors", "pt", "dcp"]

@@ -13,14 +13,18 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from ckptz.wire.codecs import RAW, Raw, Tiled, TopK, Uniform
     from ckptz.wire.ddp import LoCo, loco_hook, shard_with
     from ckptz.wire.endpoint import Link
     from ckptz.wire.link import CompressLink, TensorLink, simulate
     from ckptz.wire.policy import (
         PRESETS,
+        RAW,
         LinkPolicy,
         PolicyWarning,
+        Raw,
+        Tiled,
+        TopK,
+        Uniform,
         check_policy,
         policy_metadata,
         policy_of,
@@ -49,7 +53,7 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES: Final = ("policy", "codecs", "endpoint")
+_HOMES: Final = ("policy", "endpoint")
 _TORCH_HOMES: Final = ("link", "stage", "ddp")
 
 

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ckptz.errors import UnsupportedError
-from ckptz.wire.codecs import Codec, Tiled, Uniform
 from ckptz.wire.header import Direction
 from ckptz.wire.link import TensorLink, load_state, naming, state_of
-from ckptz.wire.policy import LinkPolicy
+from ckptz.wire.policy import Codec, LinkPolicy, Tiled, Uniform
 from ckptz.wire.state import Place
 
 FORWARD = Direction.FORWARD

@@ -22,10 +22,9 @@ from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType
 from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
-from ckptz.wire.codecs import KINDS, RAW, TensorPlan
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
 from ckptz.wire.payload import Check, Payload, Truth, at_once, decode_payload, encode_payload
-from ckptz.wire.policy import LinkPolicy, policy_of
+from ckptz.wire.policy import KINDS, RAW, LinkPolicy, TensorPlan, policy_of
 from ckptz.wire.state import NOTHING, End, LinkState, Memory, Place
 
 Array = Any
@@ -207,7 +206,8 @@ class Link:
         wrong = functools.reduce(operator.or_, (found for found, _ in self._found[n_before:]), False)
         received = self._accepted(plan, memory, decoded, not_finite | wrong)
         if self._verify == "step" and tensor.dtype.name in KINDS:
-            received = k.unless(wrong, self._nan(tensor.dtype, received), received)
+            nan = k.from_f32(k.zeros(1, 4, received) + 0x7FC00000, KINDS[tensor.dtype.name])
+            received = k.unless(wrong, nan, received)
         if tensor.direction is Direction.FORWARD:
             state.keep_mask(plan, place, mask)
         state.count("rx", tensor.direction, place)
@@ -265,10 +265,6 @@ class Link:
         check(words[6] != k.checksum(payload), "payload checksum: the payload was changed on its way")
         check(words[7] != k.checksum(message[: HEADER_BYTES - 8]), "header checksum: the header was changed")
         return due, plan, memory, not_finite, check
-
-    def _nan(self, dtype: DType, like: Array) -> Array:
-        k = self.state.kernels
-        return k.from_f32(k.zeros(1, 4, like) + 0x7FC00000, KINDS[dtype.name])
 
     def check(self) -> None:
         """Look at what was found on the device since the last call; a schedule's stage does so at each step.

@@ -19,7 +19,7 @@ from ckptz.errors import CorruptionError
 from ckptz.format.bits import ByteReader
 from ckptz.format.streams import decode_stream, encode_stream
 from ckptz.kernels import floats, wire_arrays
-from ckptz.wire.codecs import BLOCK, TensorPlan, Tiled, TopK, Uniform
+from ckptz.wire.policy import BLOCK, TensorPlan, Tiled, TopK, Uniform
 
 Array = Any  # of numpy, or of torch
 Truth = Any  # a bool, or an array of one where the device has not told
@@ -97,11 +97,12 @@ class _PayloadReader:
     def uniform(self, codec: Uniform) -> Array:
         """Decode uniform levels, F32 patterns [n]."""
         self.needs_mode(self.mode == PACKED or (self.mode == RANS and codec.rans))
-        n, codes = self.plan.n, self._rans_codes if self.mode == RANS else self._packed_codes
-        return self.blocks(n, self.plan.block, lambda: codes(codec.bits))
+        n, bits = self.plan.n, codec.bits
 
-    def _packed_codes(self, bits: int) -> Array:
-        return self.unpacked(bits, self.plan.n, "codes")
+        def codes() -> Array:
+            return self._rans_codes(bits) if self.mode == RANS else self.unpacked(bits, n, "codes")
+
+        return self.blocks(n, self.plan.block, codes)
 
     def _rans_codes(self, bits: int) -> Array:
         coded, self.left = self.left, self.left[:0]

@@ -1,31 +1,315 @@
-"""What a link does with its tensors: one frozen value for both ends, kept with the checkpoint.
+"""What a user asks for on a link, kept with the checkpoint, and what that means for one tensor.
 
-policy = LinkPolicy(forward=Uniform(bits=4), backward=Uniform(bits=8))
+    policy = LinkPolicy(forward=Uniform(bits=4), backward=Uniform(bits=8))
+
+Implements spec/08-wire.md#codecs. Codecs and policies are frozen values, the same at both ends; `plan_of`
+binds a codec to a dtype and a shape and fixes every size.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from ckptz.errors import ConfigError, own_numbers
+from ckptz.errors import ConfigError, own_numbers, whole
 from ckptz.format.bits import xxh64
-from ckptz.format.dtypes import DType
-from ckptz.wire.codecs import (
-    RAW,
-    Codec,
-    TensorPlan,
-    TopK,
-    Uniform,
-    codec_from_dict,
-    codec_to_dict,
-    plan_of,
-)
-from ckptz.wire.header import Direction
+from ckptz.format.dtypes import DType, n_elements
+from ckptz.format.values import KINDS as KINDS
+from ckptz.kernels import wire_arrays
+from ckptz.wire.header import HEADER_BYTES, Direction
+
+BLOCK: Final = 256  # elements of a block; 4 bytes of offset and scale are 0.016 byte an element
+MIN_ELEMENTS: Final = 4096  # a smaller tensor goes raw: its message is all latency
+RAW_SHARE: Final = 0.75  # of the raw bytes; a codec that saves less than a quarter goes raw
+RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a bitmap costs little more
+MAX_BYTES: Final = (1 << 32) - 1
+
+
+class CodecId(IntEnum):
+    """Ids of the codecs: spec/08-wire.md#codecs."""
+
+    RAW = 0
+    UNIFORM = 1
+    TOPK = 2
+    TILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """The tensor's bytes as they are."""
+
+    def __str__(self) -> str:
+        return "raw"
+
+
+RAW: Final = Raw()
+
+
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """2^bits levels between the least and the greatest value of a block.
+
+    Attributes:
+        bits: 2, 3, 4, 6 or 8.
+        scale: what shares a range: "block", "sample" (first dimension), or "tensor" as in the paper.
+        block: elements of a block.
+        rans: entropy-code the codes where that is smaller; only on transports of variable length.
+    """
+
+    bits: int = 8
+    scale: Literal["block", "sample", "tensor"] = "block"
+    block: int = BLOCK
+    rans: bool = False
+
+    def __post_init__(self) -> None:
+        own_numbers(self)
+        if self.bits not in (2, 3, 4, 6, 8):
+            raise ConfigError(f"bits must be 2, 3, 4, 6 or 8, got {self.bits}")
+        if self.scale not in ("block", "sample", "tensor"):
+            raise ConfigError(f"scale must be block, sample or tensor, got {self.scale!r}")
+        if not 8 <= self.block <= 1 << 20:
+            raise ConfigError(f"block must be 8..2^20, got {self.block}")
+
+    def __str__(self) -> str:
+        scale = f"block{self.block}" if self.scale == "block" else self.scale
+        return f"q{self.bits}-{scale}" + "-rans" * self.rans
+
+
+@dataclass(frozen=True, slots=True)
+class TopK:
+    """The `share` of greatest magnitude of each sample; all other elements arrive as zero.
+
+    Attributes:
+        share: of the elements of a sample, above 0 and at most 1; at least one element is kept.
+        values: bits of a value, 16 or 8.
+        index: "bitmap", "rice" gaps, or "auto": gaps up to 3 % where lengths may vary.
+    """
+
+    share: float = 0.1
+    values: Literal[8, 16] = 8
+    index: Literal["auto", "bitmap", "rice"] = "auto"
+
+    def __post_init__(self) -> None:
+        own_numbers(self)
+        object.__setattr__(self, "values", whole("values", self.values))
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"share must be above 0 and at most 1, got {self.share}")
+        if self.values not in (8, 16):
+            raise ConfigError(f"values must be 8 or 16 bits, got {self.values}")
+        if self.index not in ("auto", "bitmap", "rice"):
+            raise ConfigError(f"index must be auto, bitmap or rice, got {self.index!r}")
+
+    def __str__(self) -> str:
+        return f"top{self.share:g}-v{self.values}-{self.index}"
+
+    @property
+    def tries_rice(self) -> bool:
+        """Whether gaps are an option."""
+        return self.index == "rice" or (self.index == "auto" and self.share <= RICE_BELOW)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """Tiles of a row, each with its own range, and more bits for the rows whose values spread wider.
+
+    After TAH-Quant (arXiv 2506.01352). A row is the last dimension, as one token's activations, if it is
+    a multiple of the tile; else each tile is a row.
+
+    Attributes:
+        bits: mean bits of a code, 2 to 8 in steps of 1/16; a row has 2 to 8.
+        tile: elements that share a range and are rotated together: 16, 64 or 256.
+        rotate: rotate tiles by signs and a Hadamard matrix, which spreads outliers over a tile.
+    """
+
+    bits: float = 4.0
+    tile: int = 64
+    rotate: bool = True
+
+    def __post_init__(self) -> None:
+        own_numbers(self)
+        if not 2 <= self.bits <= 8 or 16 * self.bits % 1:
+            raise ConfigError(f"bits must be 2 to 8 in steps of 1/16, got {self.bits}")
+        if self.tile not in (16, 64, 256):
+            raise ConfigError(f"tile must be 16, 64 or 256, got {self.tile}")
+
+    def __str__(self) -> str:
+        return f"t{self.bits:g}-tile{self.tile}" + "-plain" * (not self.rotate)
+
+
+Codec = Raw | Uniform | TopK | Tiled
+
+
+_CLASSES: Final[Mapping[str, type[Codec]]] = {"raw": Raw, "uniform": Uniform, "topk": TopK, "tiled": Tiled}
+
+
+def codec_to_dict(codec: Codec) -> dict[str, Any]:
+    """Give a codec as JSON values."""
+    name = next(name for name, kind in _CLASSES.items() if isinstance(codec, kind))
+    return {"codec": name} | dataclasses.asdict(codec)
+
+
+def codec_from_dict(record: Mapping[str, Any]) -> Codec:
+    """Read what `codec_to_dict` gave."""
+    fields = dict(record)
+    name = str(fields.pop("codec", None))
+    if name not in _CLASSES:
+        raise ConfigError(f"codec {name!r} is not one of {', '.join(_CLASSES)}")
+    try:
+        return _CLASSES[name](**fields)
+    except TypeError as error:
+        raise ConfigError(f"codec {name}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """A codec bound to a dtype and a shape: every size of a message is fixed here."""
+
+    wanted: Codec  # what was asked for
+    codec: Codec  # the one in force: raw for integers, small tensors, and where little would be saved
+    dtype: DType
+    shape: tuple[int, ...]
+    reuse: bool = False  # TopK values at positions that the other direction sent
+
+    @property
+    def n(self) -> int:
+        """Elements of the tensor."""
+        return n_elements(self.shape)
+
+    @property
+    def n_samples(self) -> int:
+        """Size of the first dimension."""
+        return self.shape[0] if len(self.shape) > 1 and self.n else 1
+
+    @property
+    def kind(self) -> int:
+        """The kernels' number of the float type."""
+        return KINDS[self.dtype.name]
+
+    @property
+    def largest(self) -> float:
+        """Greatest finite value of the type."""
+        return wire_arrays.LARGEST_F32[self.kind]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the tensor itself."""
+        return self.dtype.n_bytes(self.shape)
+
+    @property
+    def block(self) -> int:
+        """Elements that share a range."""
+        codec = self.codec
+        if not isinstance(codec, Uniform) or codec.scale == "block":
+            return codec.block if isinstance(codec, Uniform) else BLOCK
+        return self.n if codec.scale == "tensor" else self.n // self.n_samples
+
+    @property
+    def k(self) -> int:
+        """Values that TopK keeps of each sample: the share rounded half up, at least one."""
+        assert isinstance(self.codec, TopK)
+        size = self.n // self.n_samples
+        return min(max(int(self.codec.share * size + 0.5), 1), size)
+
+    @property
+    def row(self) -> int:
+        """Elements of a row of tiles, which share a number of bits."""
+        assert isinstance(self.codec, Tiled)
+        tile = self.codec.tile
+        return tile if not self.shape or self.shape[-1] % tile else self.shape[-1]
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of tiles; the last one is filled up with zeros."""
+        return -(-self.n // self.row)
+
+    @property
+    def n_planes(self) -> int:
+        """Bits of all rows together that a message has room for."""
+        assert isinstance(self.codec, Tiled)
+        return int(self.codec.bits * self.n_rows)
+
+    @property
+    def count(self) -> int:
+        """Blocks, values of TopK, or tiles: the header's `count`."""
+        codec = self.codec
+        if isinstance(codec, Tiled):
+            return self.n_rows * self.row // codec.tile
+        if isinstance(codec, TopK):
+            return self.k * self.n_samples
+        return -(-self.n // self.block) if isinstance(codec, Uniform) else 0
+
+    @property
+    def cap(self) -> int:
+        """Greatest size of a message, header included; the exact size of one of fixed length."""
+        return HEADER_BYTES + self.payload_cap
+
+    @property
+    def payload_cap(self) -> int:
+        """Greatest size of a payload."""
+        codec = self.codec
+        if isinstance(codec, Uniform):
+            return self._blocks_bytes(self.n, self.block, codec.bits)
+        if isinstance(codec, TopK):
+            bitmap = 0 if self.reuse else _padded((self.n + 7) // 8)
+            n_values = self.k * self.n_samples
+            return bitmap + (
+                self._blocks_bytes(n_values, BLOCK, 8) if codec.values == 8 else _padded(2 * n_values)
+            )
+        if isinstance(codec, Tiled):
+            planes = self.n_planes * self.row // 8
+            return _padded(2 + self.count) + _padded((self.n_rows + 1) // 2) + _padded(planes)
+        return _padded(self.raw_bytes)
+
+    @staticmethod
+    def _blocks_bytes(n: int, block: int, bits: int) -> int:
+        return _padded(4 * math.ceil(n / block)) + _padded((n * bits + 7) // 8)
+
+    @property
+    def id(self) -> int:
+        """Hash of everything that both ends must agree on."""
+        text = f"{self.wanted}|{self.codec}|{self.dtype.name}|{list(self.shape)}|{self.reuse}"
+        return xxh64(text.encode()) & 0xFFFFFFFF
+
+    @property
+    def codec_id(self) -> CodecId:
+        """Id of the codec in force."""
+        codecs = {Uniform: CodecId.UNIFORM, TopK: CodecId.TOPK, Tiled: CodecId.TILED}
+        return codecs.get(type(self.codec), CodecId.RAW)
+
+    @property
+    def param(self) -> int:
+        """Bits of a code or a value; 1/16 bits of tiles."""
+        codec = self.codec
+        if isinstance(codec, Tiled):
+            return int(16 * codec.bits)
+        return codec.bits if isinstance(codec, Uniform) else codec.values if isinstance(codec, TopK) else 0
+
+
+def _padded(n_bytes: int) -> int:
+    return -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
+
+
+def plan_of(codec: Codec, dtype: DType, shape: tuple[int, ...], *, reuse: bool = False) -> TensorPlan:
+    """Bind a codec to a tensor.
+
+    Raises:
+        ConfigError: the message would exceed 4 GiB.
+    """
+    plan = TensorPlan(codec, codec, dtype, tuple(shape), reuse and isinstance(codec, TopK))
+    lossy = dtype.name in KINDS and plan.n >= MIN_ELEMENTS
+    if not lossy or plan.payload_cap >= RAW_SHARE * plan.raw_bytes:
+        plan = TensorPlan(codec, RAW, dtype, tuple(shape))
+    if plan.cap > MAX_BYTES:
+        raise ConfigError(f"a message of {plan.cap} bytes exceeds 4 GiB: split the tensor along dimension 0")
+    return plan
+
 
 METADATA_KEY: Final = "ckptz.wire.policy"
 Feedback = Literal["ef", "ef21", "ef-mixed", "aqsgd"]

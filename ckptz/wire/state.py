@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, WireError
 from ckptz.kernels import wire as compiled
-from ckptz.wire.codecs import KINDS, RAW, TensorPlan
 from ckptz.wire.header import Direction
-from ckptz.wire.policy import LinkPolicy
+from ckptz.wire.policy import KINDS, RAW, LinkPolicy, TensorPlan
 
 Array = Any
 TWO_SIDED = ("ef21", "aqsgd")  # the receiver has state too

@@ -82,19 +82,6 @@ class FileRecord:
     quality: Sequence[QualityRecord] = ()  # budgets that were measured on the very tensors of this file
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """Recipes, roles and guides of a file's tensors, and its record: all that decides its bytes."""
-
-    record: FileRecord
-    recipes: Mapping[str, Recipe]  # what becomes of each tensor, by name
-    roles: Mapping[str, Role] = field(default_factory=dict)  # what those are that may become lossy
-    # what planners may know of tensors, by name
-    guides: Mapping[str, SideInformation] = field(default_factory=dict)
-    earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
-    moves: Moves | None = None  # how weights are moved before they are coded
-
-
 # A chunk to encode: of which tensor, its encoding plan where it is planned already, its bounds and base.
 _Chunk = tuple[str, TensorSource, EncodingPlan | None, ChunkSources]
 
@@ -105,21 +92,42 @@ def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSour
     return base if fits else None
 
 
-class _Planning:
-    """Plans the tensors of a file; those that others depend on are planned once for both."""
+@dataclass(slots=True)
+class FilePlan:
+    """What becomes of each tensor of a file: all that decides its bytes. Each is written once.
 
-    def __init__(self, tensors: Mapping[str, TensorSource], contents: Contents) -> None:
-        self.tensors, self.notes = dict(tensors), dict[str, str]()
-        self._contents = contents
+    Tensors that others depend on are planned once for both.
+    """
+
+    tensors: dict[str, TensorSource]  # by name, in their order; those that are moved as they are coded
+    record: FileRecord
+    recipes: Mapping[str, Recipe]  # by name
+    roles: Mapping[str, Role] = field(default_factory=dict)  # of those that may become lossy
+    guides: Mapping[str, SideInformation] = field(default_factory=dict)  # what planners may know, by name
+    earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
+    moves: Moves | None = None  # how weights are moved before they are coded
+    notes: dict[str, str] = field(default_factory=dict, init=False)  # on moves, by tensor
+    _chunks: CachedChunks = field(init=False)
+    _shared: EncodingPlans = field(init=False)
+    _ahead: dict[str, EncodingPlan] = field(default_factory=dict, init=False)  # of first moments: few vectors
+    _movement: float | None = field(default=None, init=False)  # of all tensors whose plans depend on it
+
+    def __post_init__(self) -> None:
         self._chunks = CachedChunks(HELD_BYTES)
-        sources = (contents.recipes[name].context_tensor for name in tensors)
+        sources = (self.recipes[name].context_tensor for name in self.tensors)
         self._shared = EncodingPlans(name for name in sources if name is not None)
-        self._ahead: dict[str, EncodingPlan] = {}  # of first moments, which are a few vectors each
-        self._movement: float | None = None  # of all tensors whose plans depend on it
 
-    def measure(self, run: MapFunction) -> None:
+    def prepare(self, run: MapFunction) -> dict[str, FrameSource]:
+        """Move weights and measure what several plans depend on; gives the frames to copy, by name."""
+        settled = {} if self.earlier is None else self.earlier.settled(self.recipes)
+        if self.moves is not None:
+            self._move(self.moves, run)
+        self._measure(run)
+        return settled
+
+    def _measure(self, run: MapFunction) -> None:
         """Measure what the plans of several tensors depend on together."""
-        recipes = self._contents.recipes
+        recipes = self.recipes
         joint = [
             name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_patterns
         ]
@@ -129,9 +137,9 @@ class _Planning:
         n_patterns = sum(n for _, n in pairs)
         self._movement = sum(moved * n for moved, n in pairs) / n_patterns if n_patterns else None
 
-    def move(self, moves: Moves, run: MapFunction) -> None:
+    def _move(self, moves: Moves, run: MapFunction) -> None:
         """Move the weights; the first moments that this depends on are planned for it."""
-        recipes = self._contents.recipes
+        recipes = self.recipes
         names = [name for name in moves.moments if recipes[name].is_lossy]
         self._ahead = dict(zip(names, run(self._alone, names), strict=True))
         restored = {
@@ -147,8 +155,8 @@ class _Planning:
 
     def base(self, name: str) -> TensorSource | None:
         """Give what a tensor may be stored against; held where several passes will read it."""
-        base = matching_base(self.tensors[name], self._contents.record.bases.get(name))
-        recipe = self._contents.recipes[name]
+        base = matching_base(self.tensors[name], self.record.bases.get(name))
+        recipe = self.recipes[name]
         if base is None or recipe == EXACT or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
             return base
         return CachedTensor(base, f"base of {name}", self._chunks)
@@ -156,7 +164,7 @@ class _Planning:
     def alike(self, chunk: _Chunk) -> tuple[DType, bool] | None:
         """Say with which others a tensor can be encoded: by dtype and having a base; None for none."""
         name, source, encoding, sources = chunk
-        is_exact = self._contents.recipes[name] == EXACT
+        is_exact = self.recipes[name] == EXACT
         if encoding is not None or not is_exact:
             return None
         return source.dtype, sources.base is not None
@@ -179,7 +187,7 @@ class _Planning:
     def _planned(
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
     ) -> EncodingPlan:
-        recipe = self._contents.recipes[name] if self.tensors[name].n_patterns else EXACT
+        recipe = self.recipes[name] if self.tensors[name].n_patterns else EXACT
         return recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
 
     def _tensor_to_encode(
@@ -189,27 +197,27 @@ class _Planning:
         context_tensors: ContextTensors | None = None,
         run: MapFunction = map,
     ) -> TensorToEncode:
-        guide, against = self._contents.guides.get(name, NO_SIDE_INFORMATION), self._contents.record.base
+        guide, against = self.guides.get(name, NO_SIDE_INFORMATION), self.record.base
         seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
         return TensorToEncode(self.tensors[name], base, guide, context_tensors, run, seed, self._movement)
 
     def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:
         """Give the tensors that a tensor's contexts depend on, as the file restores them."""
-        wanted = self._contents.recipes[name].context_tensor
+        wanted = self.recipes[name].context_tensor
         if wanted is None:
             return context_tensors_of({})
         return context_tensors_of({wanted: CachedTensor(self._restored(wanted, run), wanted, self._chunks)})
 
 
-def _chunks(planning: _Planning, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
+def _chunks(plan: FilePlan, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
     """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
     for name in names:
-        source = planning.tensors[name]
+        source = plan.tensors[name]
         n_patterns = source.n_patterns
-        base, encoding, context_tensors = planning.base(name), None, context_tensors_of({})
+        base, encoding, context_tensors = plan.base(name), None, context_tensors_of({})
         if n_patterns > CHUNK_VALUES:
-            context_tensors = planning.context_tensors(name, workers.map)
-            encoding = planning.encoding(name, base, context_tensors, workers.map)
+            context_tensors = plan.context_tensors(name, workers.map)
+            encoding = plan.encoding(name, base, context_tensors, workers.map)
         for begin, end in chunk_bounds(n_patterns):
             yield name, source, encoding, ChunkSources(begin, end, base, context_tensors)
 
@@ -228,30 +236,30 @@ def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
         yield batch
 
 
-def _is_small(planning: _Planning, batch: Sequence[_Chunk]) -> bool:
+def _is_small(plan: FilePlan, batch: Sequence[_Chunk]) -> bool:
     """Tell whether the chunks of a batch take more Python than arithmetic, by their patterns on average."""
-    is_together = all(planning.alike(chunk) for chunk in batch)
+    is_together = all(plan.alike(chunk) for chunk in batch)
     n_patterns = sum(sources.end - sources.begin for *_, sources in batch)
     return n_patterns < len(batch) * (SMALL_VALUES_TOGETHER if is_together else SMALL_VALUES)
 
 
-def _encode_all(planning: _Planning, batch: Sequence[_Chunk]) -> list[tuple[EncodingPlan, EncodedChunk]]:
+def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[EncodingPlan, EncodedChunk]]:
     encoded: list[tuple[EncodingPlan, EncodedChunk]] = []
-    for key, run in itertools.groupby(batch, planning.alike):
+    for key, run in itertools.groupby(batch, plan.alike):
         chunks = list(run)
         if key is None:
-            encoded += [_encode(planning, chunk) for chunk in chunks]
+            encoded += [_encode(plan, chunk) for chunk in chunks]
         else:
             bases = [sources.base for *_, sources in chunks if sources.base is not None]
             encoded += plan_and_encode([source for _, source, *_ in chunks], bases)
     return encoded
 
 
-def _encode(planning: _Planning, chunk: _Chunk) -> tuple[EncodingPlan, EncodedChunk]:
+def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[EncodingPlan, EncodedChunk]:
     name, source, encoding, sources = chunk
     if encoding is None:
-        sources.context_tensors = planning.context_tensors(name)
-        encoding = planning.encoding(name, sources.base, sources.context_tensors)
+        sources.context_tensors = plan.context_tensors(name)
+        encoding = plan.encoding(name, sources.base, sources.context_tensors)
     return encoding, encode_chunk(source, encoding, sources)
 
 
@@ -296,31 +304,19 @@ def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
 
 
 def write_frames(
-    sink: BinaryIO,
-    data_offset: int,
-    tensors: Mapping[str, TensorSource],
-    contents: Contents,
-    workers: Workers,
-    progress: Progress | None,
+    sink: BinaryIO, data_offset: int, plan: FilePlan, workers: Workers, progress: Progress | None
 ) -> Iterator[tuple[TensorEntry, Plan, str]]:
     """Write all frames; yields of each its row of the index, its plan, and a note."""
-    offset = 0
-    earlier = contents.earlier
-    settled = earlier.settled(contents.recipes) if earlier is not None else {}
-    fresh = [name for name in tensors if name not in settled]
-    planning = _Planning(tensors, contents)
-    if contents.moves is not None:
-        planning.move(contents.moves, workers.map)
-    planning.measure(workers.map)
-    share = sum(tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
-    batches = _batches(_chunks(planning, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_VALUES))
-    encode, is_small = functools.partial(_encode_all, planning), functools.partial(_is_small, planning)
+    offset, settled = 0, plan.prepare(workers.map)
+    fresh = [name for name in plan.tensors if name not in settled]
+    share = sum(plan.tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
+    batches = _batches(_chunks(plan, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_VALUES))
+    encode, is_small = functools.partial(_encode_all, plan), functools.partial(_is_small, plan)
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
-    for name, source in planning.tensors.items():
+    for name, source in plan.tensors.items():
         if name in settled:
-            entry = copy_frame(sink, offset, settled[name])
-            plan = settled[name].header.plan
-            note = earlier.notes.get(name, "") if earlier is not None else ""
+            entry, frame_plan = copy_frame(sink, offset, settled[name]), settled[name].header.plan
+            note = "" if plan.earlier is None else plan.earlier.notes.get(name, "")
             if progress:
                 progress(source.n_bytes)
         else:
@@ -329,12 +325,12 @@ def write_frames(
             lossy = None
             if deviation is not None:
                 lossy = _lossy_record(
-                    contents.recipes[name], contents.roles[name], source, encoding, header, deviation
+                    plan.recipes[name], plan.roles[name], source, encoding, header, deviation
                 )
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
-            plan, note = encoding.plan, encoding.note or planning.notes.get(name, "")
-        yield entry, plan, note
+            frame_plan, note = encoding.plan, encoding.note or plan.notes.get(name, "")
+        yield entry, frame_plan, note
         offset += entry.n_bytes
 
 

@@ -33,7 +33,7 @@ from ckptz.format.sources import TensorSource
 from ckptz.format.written import blob
 from ckptz.methods.lossless import EXACT
 from ckptz.parallel import Workers
-from ckptz.write.frame_writer import Contents, FileRecord, Progress, copy_frame, write_frames
+from ckptz.write.frame_writer import FilePlan, FileRecord, Progress, copy_frame, write_frames
 from ckptz.write.writer import reserved_header_bytes
 
 Tensors = Mapping[str, TensorSource]
@@ -133,10 +133,9 @@ class _Writing:
         return msgspec.structs.replace(entry, name=name, lossy=None)
 
     def _encoded(self, tensors: Tensors) -> Iterator[TensorEntry]:
-        start, exact = self._offset, Contents(FileRecord(), dict.fromkeys(tensors, EXACT))
+        start, plan = self._offset, FilePlan(dict(tensors), FileRecord(), dict.fromkeys(tensors, EXACT))
         where = self._sink, self._reserved + start
-        frames = write_frames(*where, tensors, exact, self._workers, self._progress)
-        for entry, _, _ in frames:
+        for entry, _, _ in write_frames(*where, plan, self._workers, self._progress):
             self._offset += entry.n_bytes
             yield msgspec.structs.replace(entry, offset=start + entry.offset)
 

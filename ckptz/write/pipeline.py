@@ -18,10 +18,10 @@ from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_role
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trained
 from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method, checked
+from ckptz.methods.method import Method, Recipe, checked
 from ckptz.parallel import Workers
 from ckptz.state.roles import Role, Rule, role_of
-from ckptz.write.frame_writer import Contents, Earlier, FileRecord, Progress
+from ckptz.write.frame_writer import Earlier, FilePlan, FileRecord, Progress
 from ckptz.write.writer import write_container
 
 
@@ -59,13 +59,16 @@ class Prepared:
 
     def lossy(self, config: Method) -> list[str]:
         """Name the tensors of the file that may come back changed under a configuration."""
-        return [name for name, recipe in self.contents(config).recipes.items() if recipe.is_lossy]
+        return [name for name, recipe in self._recipes(config).items() if recipe.is_lossy]
 
-    def contents(self, config: Method, earlier: Earlier | None = None) -> Contents:
+    def plan(self, config: Method, earlier: Earlier | None = None) -> FilePlan:
         """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`."""
-        recipes = config.recipes(self.job.tensors, self.roles, self.job.trained)
         moves = None if self.job.momentum is None else self.job.momentum.moves(self.trained)
-        return Contents(self.job, recipes, self.roles, self.guides, earlier, moves)
+        tensors, recipes = dict(self.job.tensors), self._recipes(config)
+        return FilePlan(tensors, self.job, recipes, self.roles, self.guides, earlier, moves)
+
+    def _recipes(self, config: Method) -> dict[str, Recipe]:
+        return config.recipes(self.job.tensors, self.roles, self.job.trained)
 
 
 @contextlib.contextmanager
@@ -121,7 +124,7 @@ def write(sink: BinaryIO, job: Job, workers: Workers, progress: Progress | None 
         ConfigError: what is asked for is impossible; see `prepared`.
     """
     with prepared(job) as ready:
-        written = write_container(sink, job.tensors, ready.contents(job.config), workers, progress)
+        written = write_container(sink, ready.plan(job.config), workers, progress)
         if job.momentum is not None:
             job.momentum.trail.mark(ready.trained, job.momentum.step, is_restored=False)
         return replace(written, notes=(*written.notes, *ready.notes))

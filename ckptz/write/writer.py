@@ -35,7 +35,7 @@ from ckptz.format.index import (
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written, blob, check_names, promising
 from ckptz.parallel import Workers
-from ckptz.write.frame_writer import Contents, FileRecord, Progress, write_frames
+from ckptz.write.frame_writer import FilePlan, FileRecord, Progress, write_frames
 
 
 def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -59,30 +59,25 @@ def _check_shapes(tensors: Mapping[str, TensorSource]) -> None:
 
 
 def write_container(
-    sink: BinaryIO,
-    tensors: Mapping[str, TensorSource],
-    contents: Contents,
-    workers: Workers,
-    progress: Progress | None = None,
+    sink: BinaryIO, plan: FilePlan, workers: Workers, progress: Progress | None = None
 ) -> Written:
     """Write a whole file to `sink`, which is empty and must seek; `progress` gets the bytes of chunks."""
+    tensors, record = plan.tensors, plan.record
     check_names(list(tensors))
     _check_shapes(tensors)
-    features = _features(contents)
-    raw = tensor_bytes(tensors)
-    record = contents.record
+    features, raw = _features(plan), tensor_bytes(tensors)
     section = b"" if record.base_metadata is None else pack_base_metadata(record.base_metadata)
     reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
     sink.seek(reserved)
-    frames = list(write_frames(sink, reserved, tensors, contents, workers, progress))
+    frames = list(write_frames(sink, reserved, plan, workers, progress))
     entries = [entry for entry, _, _ in frames]
-    n_deltas = sum(plan.needs_base for _, plan, _ in frames)
+    n_deltas = sum(frame.needs_base for _, frame, _ in frames)
     notes = tuple((entry.name, note) for entry, _, note in frames if note)
     if record.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
         record, section = replace(record, base=None), b""
         features.remove("delta")
-    if LOW_RANK_FEATURE in features and not any(plan.is_low_rank for _, plan, _ in frames):
+    if LOW_RANK_FEATURE in features and not any(frame.is_low_rank for _, frame, _ in frames):
         features.remove(LOW_RANK_FEATURE)
     index = _index(entries, record)
     packed = pack_index(index)
@@ -142,11 +137,11 @@ def _index(entries: Sequence[TensorEntry], record: FileRecord) -> Index:
     )
 
 
-def _features(contents: Contents) -> list[str]:
-    is_lossy = any(recipe.is_lossy for recipe in contents.recipes.values())
+def _features(plan: FilePlan) -> list[str]:
+    is_lossy = any(recipe.is_lossy for recipe in plan.recipes.values())
     may_be_low = any(
-        recipe.may_be_low_rank and contents.guides.get(name, NO_SIDE_INFORMATION).reach is not None
-        for name, recipe in contents.recipes.items()
+        recipe.may_be_low_rank and plan.guides.get(name, NO_SIDE_INFORMATION).reach is not None
+        for name, recipe in plan.recipes.items()
     )
-    deltas = ["delta"] * (contents.record.base is not None)
+    deltas = ["delta"] * (plan.record.base is not None)
     return ["lossless", *deltas, *["maps"] * is_lossy, *[LOW_RANK_FEATURE] * may_be_low]

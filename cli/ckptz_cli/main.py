@@ -17,11 +17,9 @@ from typing import Any, Final, NoReturn
 import click
 
 from ckptz._version import __version__
-from ckptz_cli.errors import USAGE
 from ckptz_cli.options import session_options
-from ckptz_cli.reading import diff, inspect, log, report, verify
-from ckptz_cli.session import Session
-from ckptz_cli.writing import compress, prune, rebase, restore, warm_up
+from ckptz_cli.session import USAGE, Session
+from ckptz_cli.verbs import compress, diff, inspect, log, prune, rebase, report, restore, verify, warm_up
 
 # From a scheduler, and from a terminal that is closed; Windows has no such signal.
 STOPS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))

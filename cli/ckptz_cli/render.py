@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptz.format.index import CHANGES, STEPS_LOST, QualityRecord
-from ckptz.pages.words import printable, ratio, size
+from ckptz.pages.words import amount, moved, printable, quality_text, ratio, size
 from ckptz.run.names import step_of_folder
-from ckptz.search.budget import ALLOWED
 
 if TYPE_CHECKING:
     from ckptz.run.prune import PruneReport
@@ -47,47 +45,18 @@ def _promise(report: CompressReport) -> str:
     return "; ".join(map(quality_text, report.search.quality))
 
 
-def quality_text(record: QualityRecord) -> str:
-    """Say what was measured of a budget; an error that stands in for a quality is called a proxy."""
-    if record.promise == "rmse":
-        kept = f"{record.measured:.4g} of at most {record.max_drop:.4g}"
-        return f"no promise of quality, {printable(record.metric)} {kept}"
-    if record.metric == STEPS_LOST:
-        return f"{record.measured:.3g} steps of training lost ({record.max_drop:.3g} are allowed)"
-    if CHANGES in record.metric:
-        metric, _, unit = record.metric.rpartition(CHANGES)
-        what = f"half the mean square of the changes of {printable(metric)} by {printable(unit)}"
-        return f"{what} {record.measured:.4g} ({record.max_drop:.4g} is allowed)"
-    change = record.measured - record.exact if record.lower_is_better else record.exact - record.measured
-    change = change / abs(record.exact) if record.is_relative else change
-    allowed = f"{100 * record.max_drop:.4g}%" if record.is_relative else f"{record.max_drop:.4g}"
-    values = f"{record.measured:.6g} against {record.exact:.6g}"
-    moved = _moved(change, is_relative=record.is_relative)
-    if record.is_met and abs(change) > record.max_drop * (1 + 1e-6):  # it is rounded
-        moved += ", which too few answers tell"
-    return f"{printable(record.metric)} {values}, {moved} ({allowed} is allowed)"
-
-
 def judged_text(judged: Judgement) -> str:
     """Say how a trial stands to a budget, and whether the evaluation can tell."""
     if judged.change is None:
         return "not finite"
     is_relative = judged.is_relative
-    text = _moved(judged.change, is_relative=is_relative)
+    text = moved(judged.change, is_relative=is_relative)
     if judged.error is not None and judged.changes is not None:
-        allowed = _amount(ALLOWED * judged.allowed, is_relative=is_relative)
-        text += f" +- {_amount(judged.error, is_relative=is_relative)}"
+        allowed = amount(judged.most_changes, is_relative=is_relative)
+        text += f" +- {amount(judged.error, is_relative=is_relative)}"
         text += "" if judged.is_resolved else f", too few {printable(judged.unit)}s to tell"
-        text += f", single changes {_amount(judged.changes, is_relative=is_relative)} of {allowed}"
+        text += f", single changes {amount(judged.changes, is_relative=is_relative)} of {allowed}"
     return text
-
-
-def _moved(change: float, *, is_relative: bool) -> str:
-    return f"{_amount(abs(change), is_relative=is_relative)} {'better' if change < 0 else 'worse'}"
-
-
-def _amount(value: float, *, is_relative: bool) -> str:
-    return f"{value:.2%}" if is_relative else f"{value:.4g}"
 
 
 def total_line(reports: Sequence[CompressReport]) -> str:

@@ -314,7 +314,7 @@ def choose(given: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
 
 
 def _planned(path: Path | None) -> Method | None:
-    from ckptz.search.options import load_plan
+    from ckptz.search.budget import load_plan
 
     return None if path is None else load_plan(path)
 
@@ -371,7 +371,7 @@ def save_plan(session: Session, path: Path | None, config: Method, reports: Sequ
     """Write the settings of the last file to `path`: `config`, or what its search found."""
     if path is None or not reports:
         return
-    from ckptz.search import options as plans
+    from ckptz.search import budget as plans
 
     search = reports[-1].search
     if search is not None and search.config is None:

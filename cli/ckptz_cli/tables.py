@@ -17,11 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptz.api.describe import InspectReport, TensorReport
-from ckptz.format.index import CHANGES, STEPS_LOST, QualityRecord
-from ckptz.pages.words import cut, printable, ratio, size, times
+from ckptz.pages.words import cut, printable, quality_text, ratio, size, times
 from ckptz.verbs.diff import DiffReport, TensorDiff
 from ckptz.verbs.log import LogEntry, LogReport
-from ckptz_cli.render import judged_text, plural, quality_text
+from ckptz_cli.render import judged_text, plural
 from ckptz_cli.session import is_terminal
 
 if TYPE_CHECKING:
@@ -249,20 +248,9 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
         "?" if entry.ratio is None else times(entry.ratio),
         str(entry.depth),
         f"{entry.n_lossy} of {entry.n_tensors}" if entry.n_lossy else "-",
-        "; ".join(map(_quality_cell, entry.quality)) or "-",
+        "; ".join(map(quality_text, entry.quality)) or "-",
         entry.note or "",
     )
-
-
-def _quality_cell(record: QualityRecord) -> str:
-    if record.metric == STEPS_LOST:
-        return f"{record.measured:.3g} steps lost"
-    if CHANGES in record.metric:
-        unit = record.metric.rpartition(CHANGES)[2]
-        return f"changes by {unit} {record.measured:.3g} of {record.max_drop:.3g}"
-    limit = f"{record.max_drop:.3g}" if not record.is_relative else f"{record.max_drop:.3%}"
-    met = "met" if record.is_met else "not met"
-    return f"{record.metric} {record.exact:.5g} -> {record.measured:.5g}, budget {limit} {met}"
 
 
 def _log_total(report: LogReport) -> str:

@@ -34,7 +34,7 @@ ONES = torch.ones(2, 3)
 
 
 def test_the_package_names_come_when_asked_for() -> None:
-    assert ckptz.safe_open.__module__ == "ckptz.api.safe_open"
+    assert ckptz.safe_open.__module__ == "ckptz.api.read"
     assert {"safe_open", "LOSSLESS", "__version__"} <= set(dir(ckptz))
     with pytest.raises(AttributeError, match="nothing"):
         ckptz.nothing  # noqa: B018
@@ -58,7 +58,7 @@ print("torch" in sys.modules)
 @pytest.mark.parametrize(
     "module",
     [
-        *("api.safe_open", "verbs.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
+        *("api.read", "verbs.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
         *("numpy", "torch"),
     ],
 )

@@ -11,17 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptz.errors import ConfigError
-from ckptz.state import window
-from ckptz.state.arrays import parse_backend, parse_device, parse_framework
+from ckptz.state import arrays
+from ckptz.state.arrays import Window, WindowPart, parse_backend, parse_device, parse_framework
 from ckptz.state.torch import _select
-from ckptz.state.window import Window, WindowPart
 
 CHUNK = 7
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "CHUNK_VALUES", CHUNK)
+    monkeypatch.setattr(arrays, "CHUNK_VALUES", CHUNK)
 
 
 def gather(pieces: list[WindowPart], flat: np.ndarray, n_patterns: int) -> np.ndarray:

@@ -19,9 +19,8 @@ from ckptz.methods.method import Method
 from ckptz.numpy import load, save, save_file
 from ckptz.parallel import Workers
 from ckptz.sync import Follower, Publisher
-from ckptz.wire.codecs import Tiled, TopK, Uniform
 from ckptz.wire.endpoint import Link
-from ckptz.wire.policy import LinkPolicy, policy_of
+from ckptz.wire.policy import LinkPolicy, Tiled, TopK, Uniform, policy_of
 
 torch = pytest.importorskip("torch")
 

@@ -17,8 +17,8 @@ import pytest
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
 from ckptz.pages.words import printable
-from ckptz_cli.errors import failure_of
 from ckptz_cli.main import main
+from ckptz_cli.session import failure_of
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 
 LARGE = 400_000  # elements: several writes, and more than the limits below
@@ -130,7 +130,7 @@ def test_an_internal_error_asks_to_be_reported(chain: Chain, monkeypatch: pytest
     def fail(*_: object) -> None:
         raise ZeroDivisionError("two\nlines")
 
-    monkeypatch.setattr("ckptz.verbs.inspect.inspect", fail)
+    monkeypatch.setattr("ckptz.verbs.log.inspect", fail)
     run = ckptz("inspect", chain.full, fails=True)
     assert run.exit_code == 1
     assert "please report" in run.error
@@ -325,13 +325,13 @@ DIE = """
 import contextlib, os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell may have it ignored
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-import ckptz_cli.writing
+import ckptz_cli.verbs
 class Deadly:
     def start(self, name, n_bytes): self.left = n_bytes // 3
     def advance(self, n_bytes):
         self.left -= n_bytes
         if self.left < 0: os.kill(os.getpid(), signal.{signal})
-ckptz_cli.writing.progress_bar = lambda: contextlib.nullcontext(Deadly())
+ckptz_cli.verbs.progress_bar = lambda: contextlib.nullcontext(Deadly())
 """
 
 

@@ -12,9 +12,8 @@ import pytest
 
 from ckptz.format.index import QualityRecord
 from ckptz.kernels.cache import NOTICE
-from ckptz.pages.words import ratio, size
+from ckptz.pages.words import quality_text, ratio, size
 from ckptz.progress import SILENT
-from ckptz_cli.render import quality_text
 from ckptz_cli.session import progress_bar
 from tests.support.cli_support import ckptz, write_plain
 

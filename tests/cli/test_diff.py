@@ -21,8 +21,8 @@ from ckptz.format.sources import CHUNK_VALUES
 from ckptz.integrations.linked import DEFAULTS, ChainOptions, job_of
 from ckptz.integrations.linked import Chain as Linked
 from ckptz.verbs.diff import MAX_SHOWN, DiffReport, TensorDiff, ValueDiff
-from ckptz_cli.errors import DAMAGED, INTERNAL, INTERRUPTED, IO, MISSING, USAGE
-from ckptz_cli.reading import DIFFERENT
+from ckptz_cli.session import DAMAGED, INTERNAL, INTERRUPTED, IO, MISSING, USAGE
+from ckptz_cli.verbs import DIFFERENT
 from tests.support.cli_support import Chain, Row, a_state, bf16, ckptz, hf_folder, write_plain
 
 ALL_DTYPES = ["F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"]

@@ -364,4 +364,4 @@ def test_steps_of_training_lost_are_said_as_steps() -> None:
     lost = {"promise": "resume-gap", "metric": "steps_lost", "max_drop": 5.0, "is_relative": False}
     lost |= {"lower_is_better": True, "exact": 0.0, "measured": 2.5, "is_met": True, "date": ""}
     record = msgspec.convert(lost, QualityRecord)
-    assert words.quality_text(record) == "steps of training lost: 2.5 steps of 5 steps allowed, kept"
+    assert words.quality_text(record) == "2.5 steps of training lost (5 are allowed)"

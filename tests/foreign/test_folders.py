@@ -25,13 +25,13 @@ from ckptz.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ckptz.foreign.folders import check_sharding, copy_carried, is_file_name, write_folder, written_files
 from ckptz.foreign.inputs import Input, open_input
-from ckptz.foreign.sharding import check_sharding, copy_carried, is_file_name, write_folder, written_files
 from ckptz.format.index import Shard, Sharding
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import Workers
-from ckptz.state.unflatten import read_chunks
+from ckptz.state.flatten import read_chunks
 from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 

@@ -21,7 +21,7 @@ from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.envelope import PlainFile, plain_regions, write_plain
 from ckptz.format.publish import publish
 from ckptz.parallel import Workers
-from ckptz.state.unflatten import read_chunks
+from ckptz.state.flatten import read_chunks
 from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 

@@ -320,7 +320,7 @@ FULL_DISK = """
 import os, resource, signal, sys
 from pathlib import Path
 import torch
-from ckptz.state import unflatten as spool  # noqa: E402
+from ckptz.state import flatten as spool  # noqa: E402
 from ckptz.format.publish import publish
 from ckptz.foreign import torch_files  # noqa: E402
 from ckptz.state.flatten import flatten

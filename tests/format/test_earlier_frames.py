@@ -45,13 +45,13 @@ def training_state(drift: float = 0.0) -> dict[str, TensorSource]:
 def written(job: Job, earlier: Earlier | None = None) -> tuple[bytes, Written]:
     sink = io.BytesIO()
     with Workers(2) as workers, prepared(job) as ready:
-        report = write_container(sink, job.tensors, ready.contents(job.config, earlier), workers)
+        report = write_container(sink, ready.plan(job.config, earlier), workers)
     return sink.getvalue(), report
 
 
 def recipes_of(job: Job) -> Mapping[str, Recipe]:
     with prepared(job) as ready:
-        return ready.contents(job.config).recipes
+        return ready.plan(job.config).recipes
 
 
 def earlier_of(job: Job) -> Earlier:
@@ -115,7 +115,7 @@ def test_progress_counts_what_is_copied_as_well() -> None:
     earlier = earlier_of(job)
     done: list[int] = []
     with Workers(1) as workers, prepared(job) as ready:
-        write_container(io.BytesIO(), tensors, ready.contents(job.config, earlier), workers, done.append)
+        write_container(io.BytesIO(), ready.plan(job.config, earlier), workers, done.append)
     assert sum(done) == sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
 
 

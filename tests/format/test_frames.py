@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -277,7 +276,7 @@ def test_changed_streams_and_wrong_records_are_told_apart() -> None:
     changed[5] ^= 1
     with pytest.raises(ChecksumError, match="stored bytes were changed"):
         case.decode(header, [bytes(changed)])
-    record = replace(header.chunks[0], decoded=header.chunks[0].decoded ^ 1)
+    record = header.chunks[0]._replace(decoded=header.chunks[0].decoded ^ 1)
     wrong = FrameHeader(header.dtype, header.shape, header.plan, (record,))
     with pytest.raises(CorruptionError, match="other values than were written"):
         case.decode(wrong, [chunks[0].payload])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptz.foreign import sharding
+from ckptz.foreign import folders
 from ckptz.format import (
     bits,
     context_rules,
@@ -95,8 +95,8 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
         "elements of all outer vectors of a frame": frame.MAX_OUTER,
         "rank": plan.MAX_RANK,
         "chain depth": resolve.MAX_DEPTH,
-        "file name bytes": sharding.MAX_NAME_BYTES,
-        "file path parts": sharding.MAX_DEPTH,
+        "file name bytes": folders.MAX_NAME_BYTES,
+        "file path parts": folders.MAX_DEPTH,
     }
 
 

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch")
 from ckptz.errors import ConfigError, UnsupportedError  # noqa: E402
 from ckptz.foreign import torch_files  # noqa: E402
 from ckptz.format.sources import chunk_bounds  # noqa: E402  # torch is optional
-from ckptz.state import unflatten as spool  # noqa: E402
+from ckptz.state import flatten as spool  # noqa: E402
 from ckptz.state.flatten import Flat, flatten, geometry_of  # noqa: E402
 
 # Quantized ones are refused, and those of less than a byte torch itself cannot save.

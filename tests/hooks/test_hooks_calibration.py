@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.guidance.files import CalibrationFile
 from ckptz.hooks import Calibration
-from ckptz.hooks import covariance as covariance_module
+from ckptz.hooks import calibration as calibration_module
 from tests.support.calibration_support import Array, check_covariance, covariance_of, normal, recorded
 from tests.support.hooks_support import process_group
 
@@ -131,7 +131,7 @@ def test_convolutions_sum_what_lies_under_the_kernel(
     options: dict[str, Any],
     part: int,
 ) -> None:
-    monkeypatch.setattr(covariance_module, "PART_ELEMENTS", part)
+    monkeypatch.setattr(calibration_module, "PART_ELEMENTS", part)
     conv: Any = layer(6, 12, **{"kernel_size": 3} | options)
     batch = normal(*shape)
     calibration = recorded(conv, batch)

@@ -19,7 +19,7 @@ RUN = """
 import resource, sys, time
 from pathlib import Path
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-from ckptz.verbs.inspect import inspect
+from ckptz.verbs.log import inspect
 from ckptz.verbs.restore import restore
 from ckptz.verbs.verify import verify
 from ckptz.errors import CkptzError

@@ -43,7 +43,7 @@ from ckptz.errors import (
 from ckptz.format.reader import Container
 from ckptz.integrations import linked, versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
-from ckptz.state import plain_types
+from ckptz.state.torch import TYPE_KEY, from_plain
 from ckptz.store.resolve import open_checkpoint
 
 pytestmark = [pytest.mark.apps, pytest.mark.usefixtures("deltas_at_any_cost")]
@@ -384,7 +384,7 @@ VALUES = {
     "scalar": np.float32(0.1),
     "bool": np.bool_(True),
     "array": np.arange(6, dtype=np.int16).reshape(2, 3),
-    "own": {plain_types.TYPE_KEY: "Path", "value": "not ours"},
+    "own": {TYPE_KEY: "Path", "value": "not ours"},
     "nested": [({"deep": {Path("x")}},)],
 }
 
@@ -403,17 +403,17 @@ def test_common_types_come_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        {plain_types.TYPE_KEY: "os.system", "value": "ls"},
-        {plain_types.TYPE_KEY: ["Path"], "value": "x"},
-        {plain_types.TYPE_KEY: "complex", "value": ["a", 2]},
-        {plain_types.TYPE_KEY: "scalar", "value": ["O", b"12345678"]},
-        {plain_types.TYPE_KEY: "scalar", "value": ["<f8", b"1"]},
-        {plain_types.TYPE_KEY: "defaultdict", "value": ["eval", []]},
-        {plain_types.TYPE_KEY: "set", "value": [[]]},
-        {plain_types.TYPE_KEY: "ndarray", "value": 3},
-        {plain_types.TYPE_KEY: "Path"},
+        {TYPE_KEY: "os.system", "value": "ls"},
+        {TYPE_KEY: ["Path"], "value": "x"},
+        {TYPE_KEY: "complex", "value": ["a", 2]},
+        {TYPE_KEY: "scalar", "value": ["O", b"12345678"]},
+        {TYPE_KEY: "scalar", "value": ["<f8", b"1"]},
+        {TYPE_KEY: "defaultdict", "value": ["eval", []]},
+        {TYPE_KEY: "set", "value": [[]]},
+        {TYPE_KEY: "ndarray", "value": 3},
+        {TYPE_KEY: "Path"},
     ],
 )
 def test_a_forged_type_is_refused(value: dict[str, Any]) -> None:
     with pytest.raises(CorruptionError):
-        plain_types.from_plain([value])
+        from_plain([value])

@@ -47,9 +47,9 @@ CHECKED = {
     # as many ones in a mask as there are values
     "take": "ckptz/wire/state.py:take_mask",
     "put": "ckptz/wire/payload.py:topk",
-    "_threshold": "ckptz/wire/codecs.py:k",
-    "_find": "ckptz/wire/codecs.py:k",
-    "top_mask": "ckptz/wire/codecs.py:k",
+    "_threshold": "ckptz/wire/policy.py:k",
+    "_find": "ckptz/wire/policy.py:k",
+    "top_mask": "ckptz/wire/policy.py:k",
     # as many bytes as codes of so many bits take
     "unpack_codes": "ckptz/wire/payload.py:unpacked",
     "_unpack_tail": "ckptz/wire/payload.py:unpacked",
@@ -115,7 +115,7 @@ CALLERS = {
     "magnitudes": {
         "format/context_rules.py",
         "encode/chunk.py",
-        "methods/first_moment.py",
+        "methods/state.py",
         "encode/encoding_plan.py",
     },
     "unpack_codes": {"encode/coded.py"},

@@ -38,9 +38,7 @@ from ckptz.format.plan import Plan, Predictor, exact_plan
 from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.kernels import floats, moments
 from ckptz.methods.grid import Grid
-from ckptz.methods.second_moment import SecondMoment
-from ckptz.methods.small import RelativeRounding
-from ckptz.methods.state import Moments
+from ckptz.methods.state import Moments, RelativeRounding, SecondMoment
 from ckptz.numpy import load_file, save_file
 from ckptz.store.resolve import open_checkpoint
 from ckptz.verbs.compress import CompressReport
@@ -161,7 +159,7 @@ def test_vectors_over_the_limit_are_not_proposed(monkeypatch: pytest.MonkeyPatch
     second = state((96, 80))[SECOND]
     source = ArraySource(dtype_of("F32"), second.shape, second.reshape(-1).view(np.uint32))
     for limit, predictor in ((96 + 80, Predictor.OUTER), (96 + 79, Predictor.ZERO)):
-        monkeypatch.setattr("ckptz.methods.second_moment.MAX_OUTER", limit)
+        monkeypatch.setattr("ckptz.methods.state.MAX_OUTER", limit)
         assert SecondMoment(1.0).plan(TensorToEncode(source)).plan.predictor is predictor
 
 

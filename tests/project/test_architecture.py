@@ -48,7 +48,7 @@ OWNERS = {
     "pickle": ("ckptz.foreign.pickled", "ckptz.foreign.torch_files"),  # with stand-ins; the name of an error
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.state.torch"),
-        *("ckptz.torch", "ckptz.api.apply", "ckptz.state.plain_types"),
+        *("ckptz.torch", "ckptz.api.apply"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.stage", "ckptz.wire.ddp"),
     ),
@@ -61,7 +61,7 @@ LATE = (  # what few runs of a command need, for its start
     ("ckptz.verbs.compress", "ckptz.search.run"),
     ("ckptz.api.save", "ckptz.write.pipeline"),
     ("ckptz.guidance.side_information", "ckptz.foreign.inputs"),
-    ("ckptz.foreign.trainer_folders", "ckptz.state.plain_types"),
+    ("ckptz.foreign.trainer_folders", "ckptz.state.torch"),
 )
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
@@ -139,7 +139,7 @@ def test_a_wrong_import_is_noticed(module: str, name: str, inside: bool) -> None
 
 READERS = (
     *("ckptz.format.decode", "ckptz.format.reader", "ckptz.format.envelope", "ckptz.store.resolve"),
-    *("ckptz.api.read", "ckptz.api.safe_open", "ckptz.api.describe", "ckptz.store.patch"),
+    *("ckptz.api.read", "ckptz.api.describe", "ckptz.api.apply"),
 )
 ENCODERS = ("encode", "methods", "write", "guidance", "search")
 
@@ -220,8 +220,7 @@ DELETES = {
     "ckptz.verbs.compress": "with --resume, unfinished files of processes that have ended",
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.format.publish": "temporary files that got no name",
-    "ckptz.store.storage": "`LocalFolder.remove`, which those below call",
-    "ckptz.store.remote": "the same",
+    "ckptz.store.storage": "`remove` of a folder, which those below call",
     "ckptz.run.links": "symbolic links of its own that lead nowhere",
     "ckptz.store.lock": "its own lease; copies of what was uploaded or not saved; spools nobody holds",
     "ckptz.foreign.dcp": "a folder that this very call made, when writing it failed",
@@ -261,7 +260,7 @@ def test_one_function_makes_folders() -> None:
     }
     # A folder that nobody synced in its parent may go in a power cut; remote ones have no such thing.
     # What a power cut takes of compiled kernels is compiled again.
-    assert users == {"ckptz.format.publish", "ckptz.store.remote", "ckptz.kernels.cache"}
+    assert users == {"ckptz.format.publish", "ckptz.store.storage", "ckptz.kernels.cache"}
 
 
 @pytest.mark.parametrize("command", ["import ckptz", "from ckptz_cli.main import main; main(['--help'])"])

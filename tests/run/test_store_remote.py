@@ -15,7 +15,7 @@ from ckptz.errors import ChecksumError, ConfigError, WriteError
 from ckptz.run.folder import StepStore
 from ckptz.run.prune import prune_folder
 from ckptz.run.step_files import StepFile
-from ckptz.store import lock, remote
+from ckptz.store import lock, storage
 from tests.support.checkpointer_support import GRID, KEEP_TWO, Run, loss_after, names_in
 
 fsspec = pytest.importorskip("fsspec")
@@ -137,13 +137,13 @@ def test_runs_resume_from_there(url: str) -> None:
 
 def test_deltas_need_no_download_of_what_was_just_uploaded(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched: list[str] = []
-    real = remote.UploadFolder.download
+    real = storage.UploadFolder.download
 
-    def download(self: remote.UploadFolder, name: str, path: Path) -> None:
+    def download(self: storage.UploadFolder, name: str, path: Path) -> None:
         fetched.append(name)
         real(self, name, path)
 
-    monkeypatch.setattr(remote.UploadFolder, "download", download)
+    monkeypatch.setattr(storage.UploadFolder, "download", download)
     save_steps(url, 1, 3)
     assert not fetched
     save_steps(url, 4, 4)
@@ -153,9 +153,9 @@ def test_deltas_need_no_download_of_what_was_just_uploaded(url: str, monkeypatch
 def test_an_upload_that_fails_leaves_the_steps_before(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = save_steps(url, 1, 2)
     run = Run(seed=2)
-    real = remote.UploadFolder.upload
+    real = storage.UploadFolder.upload
 
-    def upload(self: remote.UploadFolder, path: Path, name: str) -> None:
+    def upload(self: storage.UploadFolder, path: Path, name: str) -> None:
         if name == "step-00000003.ckptz":
             raise OSError("the network is gone")
         real(self, path, name)
@@ -164,7 +164,7 @@ def test_an_upload_that_fails_leaves_the_steps_before(url: str, monkeypatch: pyt
         checkpointer.restore_latest()
         losses.append(run.step())
         with monkeypatch.context() as patched:
-            patched.setattr(remote.UploadFolder, "upload", upload)
+            patched.setattr(storage.UploadFolder, "upload", upload)
             with pytest.raises(WriteError, match="the network is gone"):
                 checkpointer.save(3)
         assert checkpointer.steps() == (1, 2)
@@ -216,13 +216,13 @@ def test_an_exact_head_is_uploaded_before_its_weights_and_comes_back(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, uploaded = Run().losses(5), []
-    real = remote.UploadFolder.upload
+    real = storage.UploadFolder.upload
 
-    def upload(self: remote.UploadFolder, path: Path, name: str) -> None:
+    def upload(self: storage.UploadFolder, path: Path, name: str) -> None:
         uploaded.append(name)
         real(self, path, name)
 
-    monkeypatch.setattr(remote.UploadFolder, "upload", upload)
+    monkeypatch.setattr(storage.UploadFolder, "upload", upload)
     assert save_steps(url, 1, 2, config=GRID) == expected[:2]
     assert [name for name in uploaded if "0002" in name and not name.startswith(".")] == [
         f"step-00000002{kind}.ckptz" for kind in (".state", ".state.exact", ".exact", "")
@@ -253,14 +253,14 @@ def failing(name: str, error: Exception) -> Any:
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         for method in ("read_range", "open"):
-            real = getattr(remote.UploadFolder, method)
+            real = getattr(storage.UploadFolder, method)
 
             def read(self: Any, asked: str, *args: Any, real: Any = real) -> Any:
                 if asked == name:
                     raise error
                 return real(self, asked, *args)
 
-            monkeypatch.setattr(remote.UploadFolder, method, read)
+            monkeypatch.setattr(storage.UploadFolder, method, read)
 
     return patch
 
@@ -290,9 +290,9 @@ def test_a_connection_that_is_cut_does_not_make_a_step_a_leftover(
     expected = Run().losses(4)
     save_steps(url, 1, 3)
     before = sizes(url)
-    real = remote.UploadFolder.read_range
+    real = storage.UploadFolder.read_range
 
-    def read_range(self: remote.UploadFolder, name: str, begin: int, end: int) -> bytes:
+    def read_range(self: storage.UploadFolder, name: str, begin: int, end: int) -> bytes:
         found = real(self, name, begin, end)
         return found[: max(0, len(found) - n_lost)]
 
@@ -301,7 +301,7 @@ def test_a_connection_that_is_cut_does_not_make_a_step_a_leftover(
         Path(local).write_bytes(data[:-n_lost] if "step-" in path else data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(remote.UploadFolder, "read_range", read_range)
+        patched.setattr(storage.UploadFolder, "read_range", read_range)
         patched.setattr(type(fsspec.core.url_to_fs(url)[0]), "get_file", get_file)
         store = StepStore(url)
         store.lock()

@@ -22,7 +22,7 @@ from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, KMeans, compress
 from ckptz.errors import ConfigError
-from ckptz.search.options import load_plan, save_plan
+from ckptz.search.budget import load_plan, save_plan
 from ckptz.search.run import SearchOptions, TrialReport
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport

@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from ckptz import Grid  # noqa: E402  # torch is optional
 from ckptz.errors import ConfigError, FormatError, UnsupportedError  # noqa: E402
-from ckptz.state.plain_types import on_device  # noqa: E402
+from ckptz.state.torch import on_device  # noqa: E402
 from ckptz.torch import load_state, save_file, save_state  # noqa: E402
 from tests.support.script_states import STATES, nanogpt  # noqa: E402
 

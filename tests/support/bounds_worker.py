@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 import ckptz
+from ckptz.api.apply import CHECKS
 from ckptz.errors import CkptzError
 from ckptz.kernels import compiled as cpu
 from ckptz.numpy import save_file
-from ckptz.store.patch import CHECKS
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import apply_, load_file
 from tests.support import second_decoder, wire_mutants

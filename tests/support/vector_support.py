@@ -16,9 +16,9 @@ from ckptz.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ckptz.foreign.sharding import check_sharding
+from ckptz.foreign.folders import check_sharding
 from ckptz.format.byte_source import MemoryBytes
-from ckptz.state.unflatten import unflatten
+from ckptz.state.flatten import unflatten
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 from tests.support.spec_files import Files, read_all
 from tests.support.spec_support import SPEC

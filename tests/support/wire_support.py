@@ -9,10 +9,9 @@ import torch
 
 from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
-from ckptz.wire.codecs import KINDS
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import Direction
-from ckptz.wire.policy import LinkPolicy
+from ckptz.wire.policy import KINDS, LinkPolicy
 from ckptz.wire.state import Place
 from tests.support import wire_reference
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ckptz.api import apply
 from ckptz.errors import MissingBaseError
 from ckptz.run.versions import versions_in
-from ckptz.store import patch
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import apply_
 from tests.support.sync_support import State, cloned, moved, same
@@ -58,16 +58,16 @@ def follow_and_be_killed(folder: Path, live: State, after: float, n_begun: int) 
     begun, said = os.pipe()
     child = os.fork()
     if child == 0:
-        real, left = patch._Edit.apply, n_begun + 1
+        real, left = apply._Edit.apply, n_begun + 1
 
-        def slowly(self: patch._Edit) -> None:
+        def slowly(self: apply._Edit) -> None:
             nonlocal left
             os.write(said, b".")
             time.sleep(600 if n_begun and not left else PAUSE)
             left -= 1
             real(self)
 
-        patch._Edit.apply = slowly  # type: ignore[method-assign]
+        apply._Edit.apply = slowly  # type: ignore[method-assign]
         try:
             Follower(folder, jobs=1).apply_to(live)
         finally:

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptz import Checkpointer
+from ckptz.api.apply import CHECKS
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.store.patch import CHECKS
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import apply_, save_file
 from ckptz.training.snapshot import Snapshot

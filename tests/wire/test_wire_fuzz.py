@@ -16,9 +16,9 @@ from ckptz.errors import WireError
 from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import wire_cpu
 from ckptz.wire import LinkPolicy, Tiled, TopK, Uniform
-from ckptz.wire.codecs import MIN_ELEMENTS
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, LinkHeader
+from ckptz.wire.policy import MIN_ELEMENTS
 from ckptz.wire.state import Place
 from tests.support import wire_reference
 from tests.support.wire_support import BACKWARD, FORWARD, f32_patterns, rng

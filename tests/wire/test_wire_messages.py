@@ -17,10 +17,10 @@ from ckptz.errors import ConfigError, WireError
 from ckptz.format.dtypes import DTYPES, dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import PRESETS, RAW, LinkPolicy, Tiled, TopK, Uniform
-from ckptz.wire.codecs import Codec, plan_of
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
 from ckptz.wire.payload import BITMAP, decode_payload, encode_payload
+from ckptz.wire.policy import Codec, plan_of
 from ckptz.wire.state import MEMORIES, Place, SampleBuffers
 from tests.support import wire_reference
 from tests.support.wire_support import (

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.wire.codecs import TensorPlan, TopK
+from ckptz.wire.policy import TensorPlan, TopK
 from ckptz.wire.state import MEMORIES, ErrorFeedback
 
 Patterns = NDArray[np.uint32]
