@@ -124,12 +124,14 @@ def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in own.items():
             if isinstance(value, torch.Tensor) and not value.ndim:
                 places.setdefault(value.dtype, []).append((own, key))
-    together = {dtype: torch.stack([own[key] for own, key in found]) for dtype, found in places.items()}
+    together = {}
     for dtype, found in places.items():
-        for (own, key), number in zip(found, together[dtype], strict=True):
-            own[key] = number
-    named = {str(dtype).removeprefix("torch."): numbers for dtype, numbers in together.items()}
-    return {**state, "optimizer": optimizer, SCALARS: named}
+        if len(found) > 1:
+            numbers = torch.stack([own[key] for own, key in found])
+            together[str(dtype).removeprefix("torch.")] = numbers
+            for (own, key), number in zip(found, numbers, strict=True):
+                own[key] = number
+    return {**state, "optimizer": optimizer, SCALARS: together}
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
