@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
+from math import inf
 from numbers import Integral, Real
 from typing import Any, ClassVar, Final
 
@@ -132,16 +133,20 @@ class naming:  # used like a function
 # --- arguments of a wrong type ------------------------------------------------------------------
 
 
-def whole(name: str, given: object) -> int:
+def whole(name: str, given: object, least: float = -inf, most: float = inf) -> int:
     """Give an argument as Python's own whole number, whatever library's it is.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or not within `least`..`most`.
     """
-    found = _plain(given)
-    if not isinstance(found, Integral):
+    plain = _plain(given)
+    if not isinstance(plain, Integral):
         raise ConfigError(f"{name} must be a whole number, got {given!r:.80}")
-    return int(found)
+    found = int(plain)
+    if not least <= found <= most:
+        bounds = f"at least {least}" if most == inf else f"{least}..{most}"
+        raise ConfigError(f"{name} must be {bounds}, got {found}")
+    return found
 
 
 def real(name: str, given: object) -> float:

@@ -9,9 +9,9 @@ nested states, as `torch.save` and `torch.load` do, without pickle.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +22,7 @@ from ckptz.api.apply import apply_
 from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, safe_open
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
-from ckptz.format.dtypes import DType
-from ckptz.format.sources import PATTERN_TYPES, ArraySource, Patterns, TensorSource, tensor_bytes
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, Patterns, TensorSource, tensor_bytes
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.parallel import Workers
 from ckptz.state.flatten import flatten, geometry_of, unflatten
@@ -438,17 +437,9 @@ def _check(tensors: Tensors) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class FetchedSource(TensorSource):
-    """A tensor on a device, uint8 [n_bytes], of which the host gets what it asks for."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    flat: torch.Tensor
-
-    def patterns(self, begin: int, end: int) -> Patterns:
-        n = self.dtype.pattern_bytes
-        return self.flat[n * begin : n * end].cpu().numpy().view(PATTERN_TYPES[n])
+def _fetched(flat: torch.Tensor, n: int, begin: int, end: int) -> Patterns:
+    """Bring patterns begin..end of `n` bytes each here, of a tensor uint8 [n_bytes] on a device."""
+    return flat[n * begin : n * end].cpu().numpy().view(PATTERN_TYPES[n])
 
 
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
@@ -461,6 +452,6 @@ def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
         return ArraySource(dtype, shape, np.empty(0, PATTERN_TYPES[dtype.pattern_bytes]))
     tensor = tensor.resolve_conj().resolve_neg()
     if lives_elsewhere(tensor):
-        return FetchedSource(dtype, shape, bytes_of(tensor))
+        return LazySource(dtype, shape, functools.partial(_fetched, bytes_of(tensor), dtype.pattern_bytes))
     patterns = bytes_of(tensor).numpy().view(PATTERN_TYPES[dtype.pattern_bytes])
     return ArraySource(dtype, shape, np.require(patterns, requirements=["A"]))

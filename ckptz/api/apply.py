@@ -206,12 +206,9 @@ def _prepare(
 
 
 def _tasks(
-    container: Container,
-    live: Mapping[str, LiveTensor],
-    stand_alone: list[str],
-    allow: Callable[[int], None],
+    container: Container, live: Mapping[str, LiveTensor], stand_alone: list[str], allow: Callable[[int], None]
 ) -> Iterator[_ChunkToEdit]:
-    """Every chunk; the names of tensors that need no base are appended to `stand_alone`."""
+    """Yield every chunk; append the names of tensors that need no base to `stand_alone`."""
     spare_bytes = 0
     for name, source in container.tensors.items():
         header = source.header
@@ -226,7 +223,7 @@ def _tasks(
             stand_alone.append(name)
         for index, (begin, end) in enumerate(chunk_bounds(header.n_patterns)):
             coders = {stream.coder for stream in header.chunks[index].streams}
-            # Else it is decoded as a whole, as an exotic sparse one may be that passes for another.
+            # What is not stored by its changes is decoded as a whole, into memory beside the tensors.
             if not source.needs_other_file or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}:
                 spare_bytes += (end - begin) * header.dtype.pattern_bytes
                 allow(spare_bytes)
@@ -234,7 +231,7 @@ def _tasks(
 
 
 def _changes(task: _ChunkToEdit) -> Changes | None:
-    """Where the chunk differs from the live tensor; None if it must be decoded."""
+    """Find where the chunk differs from the live tensor; None if the whole chunk must be decoded."""
     return task.source.changes(task.index) if task.source.needs_other_file else None
 
 
@@ -291,7 +288,7 @@ _local = threading.local()
 
 
 def _scratch(patterns: Patterns) -> Patterns:
-    """A copy of `patterns` in memory that the thread uses again for its next chunk."""
+    """Copy `patterns` to memory that this thread uses again for its next chunk."""
     buffers: dict[int, Patterns] = _local.__dict__.setdefault("buffers", {})
     if len(buffers.get(patterns.itemsize, ())) < len(patterns):
         buffers[patterns.itemsize] = np.empty(len(patterns), patterns.dtype)
@@ -348,7 +345,7 @@ def _commit(edits: Sequence[_Edit]) -> None:
 
 State = Mapping[str, torch.Tensor]
 
-# PyTorch indexes only some of its unsigned types; a pattern's bits are the same in the signed one.
+# PyTorch indexes only some of its unsigned types; patterns are viewed as signed ones of the same bits.
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -442,7 +439,7 @@ def _live(name: str, tensor: Any) -> LiveTensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements may share memory, as in what `expand` gives."""
+    """Tell whether elements may share memory, as in what `expand` gives."""
     reach = 0  # of all dimensions with smaller steps
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1 and stride <= reach:

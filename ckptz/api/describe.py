@@ -28,7 +28,7 @@ class TensorReport:
     """Size, coding and record of one stored tensor."""
 
     name: str
-    role: str  # what it is; from its record if it is lossy, else from name and shape, as below
+    role: str  # from its record if it is lossy, else from its name and shape, as is the next
     layer_type: str  # of the parameter that it is or belongs to
     dtype: str  # safetensors' code
     shape: tuple[int, ...]

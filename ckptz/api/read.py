@@ -269,7 +269,7 @@ class SafeSlice:
         return self._source.dtype.name
 
     def __getitem__(self, index: Any) -> Any:
-        """The tensor's elements that `index` picks, in a tensor of their own."""
+        """Read the elements that `index` picks into a tensor of their own."""
         opened, source = self._opened, self._source
         selection = opened.framework.select(index, source.dtype, source.shape)
         n_bytes = selection.window.n_patterns * source.dtype.pattern_bytes

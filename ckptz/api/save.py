@@ -17,7 +17,6 @@ from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
-from ckptz.format.written import check_names
 from ckptz.parallel import Workers
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
 
@@ -49,18 +48,16 @@ def check_texts(metadata: Mapping[str, str] | None) -> None:
 
 
 def check_tensor_names(tensors: Mapping[str, Any]) -> None:
-    """Refuse names that cannot be written.
+    """Refuse names that are no text; the writer refuses those that are reserved.
 
     Raises:
         TypeError: a name is no str.
         UnicodeEncodeError: a name is no valid text.
-        ConfigError: a name is reserved.
     """
     for name in tensors:
         if not isinstance(name, str):
             raise TypeError(f"a tensor name is a str, got {name!r}")
         name.encode()
-    check_names(list(tensors))
 
 
 def save_to_bytes(
@@ -119,11 +116,11 @@ def _write(
     job = Job(tensors=tensors, tree=tree, metadata=metadata)
     if tree is None:
         ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
-        # Names alone say what tensors are: nobody would see a note on those of unknown owners.
+        # Roles follow from names alone: notes on tensors of unknown owners have no reader here.
         job = replace(job, tensors=dict(ordered), roles={})
     if base is not None:
         job = replace(job, base=base_ref(base), bases=base.tensors, base_metadata=base_metadata(base))
-    if config is not None:
-        job = replace(job, config=config)
+    # Nothing guides what loses nothing.
+    job = replace(job, guides={}) if config is None else replace(job, config=config)
     with Workers(jobs) as workers:
         write(sink, job, workers)

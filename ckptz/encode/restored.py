@@ -18,7 +18,7 @@ from ckptz.encode.chunk import restored_patterns
 from ckptz.encode.encoding_plan import EncodingPlan
 from ckptz.format.caches import CachedChunks, Decoded
 from ckptz.format.reader import FrameSource
-from ckptz.format.sources import CHUNK_VALUES, ChunkSources, DerivedSource, TensorSource, ViewOf
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, ViewOf
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import Recent
 
@@ -70,9 +70,9 @@ class CachedTensor(ViewOf):
         return None if codes is None else codes[begin - first : end - first]
 
 
-def restored_source(source: TensorSource, base: TensorSource | None, encoding: EncodingPlan) -> DerivedSource:
+def restored_source(source: TensorSource, base: TensorSource | None, encoding: EncodingPlan) -> LazySource:
     """Give a tensor as the file will restore it."""
-    return DerivedSource(
+    return LazySource.of(
         source, lambda begin, end: restored_patterns(source, encoding, ChunkSources(begin, end, base))
     )
 

@@ -32,9 +32,10 @@ from ckptz.errors import (
 from ckptz.foreign.folders import is_file_name
 from ckptz.foreign.pickled import MAX_BYTES, PickledObject, Unpickler, record
 from ckptz.foreign.torch_files import MAX_DIMS, load_part, require_torch
-from ckptz.format.dtypes import DType, dtype_of
+from ckptz.format.dtypes import dtype_of
 from ckptz.format.publish import make_folder, mode_for
-from ckptz.format.sources import PATTERN_TYPES, Patterns, TensorSource
+from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
+from ckptz.kernels.floats import Bytes
 from ckptz.parallel import Recent
 from ckptz.state.flatten import CODES, Chunks, unflatten
 from ckptz.state.skeleton import MAX_DEPTH, MAX_NODES, TensorRef, is_number, pack_node
@@ -45,7 +46,7 @@ MAX_CELLS: Final = 1 << 26  # of a grid whose lines are the edges of all parts
 MAX_ELEMENTS: Final = (1 << 63) - 1
 METADATA_FILE: Final = ".metadata"
 SHARD_SUFFIX: Final = ".distcp"
-KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which other threads begin with
+KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which threads have begun
 Numbers = tuple[int, ...]
 _METADATA: Final = (
     *("metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta", "filesystem._StorageInfo"),
@@ -139,42 +140,41 @@ class _StoredPart:
             raise named(error, repr(self.name)) from None
 
 
-class DcpTensor(TensorSource):
-    """A tensor of the folder, read as a whole; `kept` are those that were read last."""
+def _source(
+    name: str, torch_type: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Patterns]
+) -> LazySource:
+    """Give a tensor of the folder, which is read as a whole; `kept` are those that were read last."""
+    if torch_type not in CODES:
+        raise UnsupportedError(
+            f"tensor {name!r} has the element type {torch_type!r}, which ckptz does not have"
+        )
+    dtype = dtype_of(CODES[torch_type])
+    paths = {part.path for part in parts}  # a missing one is told of when it is read
+    if all(map(Path.is_file, paths)) and dtype.n_bytes(shape) > sum(path.stat().st_size for path in paths):
+        raise TruncatedError(f"tensor {name!r}: the shards are smaller than it; copy the folder whole")
 
-    dtype: DType
-    shape: Numbers
+    def read() -> Patterns:
+        return _read(torch_type, shape, parts).view(PATTERN_TYPES[dtype.pattern_bytes])
 
-    def __init__(
-        self, name: str, dtype: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Patterns]
-    ) -> None:
-        if dtype not in CODES:
-            raise UnsupportedError(
-                f"tensor {name!r} has the element type {dtype!r}, which ckptz does not have"
-            )
-        self.dtype, self.shape = dtype_of(CODES[dtype]), shape
-        self._name, self._type, self._parts, self._kept = name, dtype, parts, kept
-        paths = {part.path for part in parts}  # one that is missing is said when it is read
-        if all(map(Path.is_file, paths)) and self.n_bytes > sum(path.stat().st_size for path in paths):
-            raise TruncatedError(f"tensor {name!r}: the shards are smaller than it; copy the folder whole")
+    return LazySource(dtype, shape, lambda begin, end: kept.get(name, read)[begin:end])
 
-    def patterns(self, begin: int, end: int) -> Patterns:
-        return self._kept.get(self._name, self._read)[begin:end]
 
-    def _read(self) -> Patterns:
-        import torch
+def _read(torch_type: str, shape: Numbers, parts: Sequence[_StoredPart]) -> Bytes:
+    """Read a tensor, as bytes."""
+    import torch
 
-        # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
-        target = torch.empty(self.shape, dtype=getattr(torch, self._type))
-        for part in self._parts:
-            found = part.load()
-            if type(found) is not torch.Tensor or str(found.dtype) != f"torch.{self._type}":
-                raise CorruptionError(f"{part.name!r} is of another type than {METADATA_FILE} says")
-            if tuple(found.shape) != part.shape:
-                raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
-            ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
-            target[tuple(map(slice, part.offset or (), ends))] = found.detach()
-        return target.reshape(-1).view(torch.uint8).numpy().view(PATTERN_TYPES[self.dtype.pattern_bytes])
+    # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
+    target = torch.empty(shape, dtype=getattr(torch, torch_type))
+    for part in parts:
+        found = part.load()
+        if type(found) is not torch.Tensor or str(found.dtype) != f"torch.{torch_type}":
+            raise CorruptionError(f"{part.name!r} is of another type than {METADATA_FILE} says")
+        if tuple(found.shape) != part.shape:
+            raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
+        ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
+        target[tuple(map(slice, part.offset or (), ends))] = found.detach()
+    found_bytes: Bytes = target.reshape(-1).view(torch.uint8).numpy()
+    return found_bytes
 
 
 def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
@@ -293,7 +293,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
             parts.append(_part(folder, places, name, offset, sizes))
         if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
             raise CorruptionError(f"tensor {name!r}: {problem}")
-        tensors[name] = DcpTensor(name, _dtype(found.get("properties"), name), shape, parts, kept)
+        tensors[name] = _source(name, _dtype(found.get("properties"), name), shape, parts, kept)
     return tensors, objects, top.get("planner_data")
 
 
@@ -319,7 +319,7 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 
 
 def _numbers(value: Any) -> Numbers:
-    """The numbers of a `torch.Size`."""
+    """Give the numbers of a `torch.Size`."""
     items = (
         value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
     )
@@ -341,7 +341,7 @@ def _index_of(key: Any) -> tuple[str, Numbers | None]:
 def _part(
     folder: Path, places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers
 ) -> _StoredPart:
-    """A part and where it is stored."""
+    """Find where a part is stored."""
     info = places.get((name, offset))
     if info is None:
         raise CorruptionError(f"{METADATA_FILE}: does not say where {name!r} is stored")
@@ -359,11 +359,7 @@ def _part(
 
 
 def write_dcp(
-    folder: Path,
-    tensors: Mapping[str, TensorSource],
-    tree: Any,
-    chunks: Chunks,
-    like: Iterable[Path] = (),
+    folder: Path, tensors: Mapping[str, TensorSource], tree: Any, chunks: Chunks, like: Iterable[Path] = ()
 ) -> None:
     """Write a folder with torch's own writer; inverse of `open_dcp`.
 
@@ -392,7 +388,7 @@ def write_dcp(
             warnings.simplefilter("ignore")  # that it runs in a single process
             save(state, storage_writer=writer, no_dist=True)
     except BaseException:
-        if is_new:  # else what is in it is another's
+        if is_new:  # in one that was there, files may be others'
             shutil.rmtree(folder, ignore_errors=True)
         raise
 

@@ -273,24 +273,22 @@ def open_folder(folder: Path) -> Input:
             raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
     with ExitStack() as opened:
         states, notes = _states_beside(folder, layout)
-        found = _read_shards(folder, layout, opened, states)
-        _check_places(folder, layout, found.homes)
+        shards, tensors, tree = _read_shards(folder, layout, opened, states)
         carried, left_out = _find_carried(folder, {*layout.files, layout.index_file, *states})
-        sharding = Sharding(
-            found.shards, layout.index_file, layout.index_text, tuple(name for name, _ in carried)
-        )
-        beside = {name for shard in found.shards if shard.file in states for name in shard.tensors}
+        listed = tuple(name for name, _ in carried)
+        sharding = Sharding(shards, layout.index_file, layout.index_text, listed)
+        beside = {name for shard in shards if shard.file in states for name in shard.tensors}
         close = opened.pop_all().close
-    first = found.shards[0].metadata
-    metadata = first if all(shard.metadata == first for shard in found.shards) else None
+    first = shards[0].metadata
+    metadata = first if all(shard.metadata == first for shard in shards) else None
     return Input(
         name=str(folder),
         kind="folder",
         stem=layout.stem,
-        tensors=found.tensors,
+        tensors=tensors,
         metadata=metadata,
         sharding=sharding,
-        tree=found.tree,
+        tree=tree,
         carried=tuple(carried),
         left_out=tuple(left_out),
         close=close,
@@ -402,20 +400,16 @@ def _check_places(folder: Path, layout: _Layout, homes: Mapping[str, str]) -> No
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _Shards:
-    """The tensors of all shards; `homes` is the shard of each name that its reader would find there."""
+def _read_shards(
+    folder: Path, layout: _Layout, opened: ExitStack, beside: Mapping[str, Any]
+) -> tuple[tuple[Shard, ...], Mapping[str, TensorSource], Any]:
+    """Open the shards of a layout, and put the states `beside` the model to their tensors.
 
-    shards: tuple[Shard, ...]
-    tensors: Mapping[str, TensorSource]
-    homes: Mapping[str, str]
-    tree: Any = None
-
-
-def _read_shards(folder: Path, layout: _Layout, opened: ExitStack, beside: Mapping[str, Any]) -> _Shards:
-    """Open the shards of a layout, and put the states `beside` the model to their tensors."""
+    Returns:
+        (shards, tensors by name, the tree of those that are torch files or None).
+    """
     shards, tensors = list[Shard](), dict[str, TensorSource]()
-    states, homes = dict[str, Any](), dict[str, str]()
+    states, homes = dict[str, Any](), dict[str, str]()  # homes: the shard that has a tensor of this name
     for file in layout.files:
         if file.endswith(PLAIN_SUFFIX):
             checkpoint = _open_shard(folder / file)
@@ -429,14 +423,15 @@ def _read_shards(folder: Path, layout: _Layout, opened: ExitStack, beside: Mappi
         if not isinstance(states[file], dict):
             raise FormatError(f"{folder / file}: not a dict of tensors by name")
         _claim(folder, layout, file, states[file], homes)
+    _check_places(folder, layout, homes)
     states |= beside
     if not states:
-        return _Shards(tuple(shards), tensors, homes)
+        return tuple(shards), tensors, None
     with naming(str(folder)):
         flat = flatten(states, n_outer=1, taken=tensors)
     for file in states:
         shards.append(Shard(file, tuple(name for name, outer in flat.outer.items() if outer == (file,))))
-    return _Shards(tuple(shards), {**tensors, **flat.tensors}, homes, flat.tree)
+    return tuple(shards), {**tensors, **flat.tensors}, flat.tree
 
 
 def _open_shard(path: Path) -> Checkpoint:

@@ -1,17 +1,21 @@
-"""Opens whatever can be compressed: one call for files and folders of all kinds."""
+"""What conversions read, files and folders of all kinds by one call, and where they write: names of outputs,
+and what is not overwritten.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from errno import ENOENT
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-from ckptz.errors import CkptzError, ConfigError, named
+from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.foreign.dcp import is_dcp, open_dcp
 from ckptz.foreign.folders import (
     SHARD_SUFFIXES,
@@ -22,15 +26,168 @@ from ckptz.foreign.folders import (
     packed_in,
 )
 from ckptz.foreign.folders import Input as Input
-from ckptz.foreign.targets import stem_of
 from ckptz.foreign.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
 from ckptz.format.byte_source import is_folder, is_url, local_copy, path_of
 from ckptz.format.envelope import MAX_HEADER_BYTES
 from ckptz.format.index import Shard, Sharding
+from ckptz.format.publish import is_same, make_folder
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, weights_at
 from ckptz.run.step_files import StepFile
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint
+
+PathLike: TypeAlias = str | os.PathLike[str]
+FORCE: Final = "give --force (force=True) to replace it"
+INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin", ".ckpt")
+
+
+def paths(many: Iterable[PathLike]) -> list[Path]:
+    """Make paths of what callers give."""
+    return [path_of(one) for one in many]
+
+
+def stem_of(path: Path) -> str:
+    """Give the name without a checkpoint's suffix; other dots belong to the name."""
+    # "." and a trailing slash have no name of their own.
+    name = path.name if is_url(path) else Path(os.path.abspath(path)).name
+    return name.removesuffix(Path(name).suffix) if Path(name).suffix in INPUT_SUFFIXES else name
+
+
+def beside(path: Path) -> Path:
+    """Give the folder for what is made of a file: its own, or the working folder for one behind a URL."""
+    return Path() if is_url(path) else path.parent
+
+
+def ends_as_folder(output: PathLike | None) -> bool:
+    """Tell whether an output is written as a folder, with a separator at its end, which a `Path` loses."""
+    return isinstance(output, str) and output.endswith(("/", os.sep))
+
+
+def file_path(output: PathLike) -> Path:
+    """Give the path of an output that is one file.
+
+    Raises:
+        ConfigError: it is written as a folder.
+    """
+    if ends_as_folder(output):
+        raise ConfigError(f"{output}: is written as a folder; name a file")
+    return Path(output)
+
+
+def places_for(
+    sources: Sequence[Path], given: PathLike | None, suffix: str, *, is_chain: bool = False
+) -> list[Path]:
+    """Choose where each source goes: a file; for a folder a folder, or a file if the output has the suffix.
+
+    Without an output, files go beside their sources, and folders into themselves. Those of a chain always
+    share a folder, as there may be more of them later; so do several, and one that is given a name with a
+    separator at its end. This folder is made. Where names collide in one folder, as with
+    `checkpoint-*/model.safetensors`, the name of the source's folder goes before.
+
+    Raises:
+        ConfigError: two sources would go to the same place, or several into a file.
+    """
+    output, is_folder = None if given is None else path_of(given), ends_as_folder(given)
+    is_shared = is_chain or len(sources) > 1
+    if output is None:
+        places = [s if s.is_dir() else beside(s) / f"{stem_of(s)}{suffix}" for s in sources]
+    elif not is_shared and (sources[0].is_dir() or not (is_folder or output.is_dir())):
+        places = [output]
+    elif not output.is_dir() and (output.exists() or (is_shared and output.suffix == suffix)):
+        what = "a chain needs" if is_chain else "several inputs need" if is_shared else "the name means"
+        raise ConfigError(f"{output}: {what} a folder as output, and this is a file")
+    else:
+        names = zip(sources, _distinct_stems(sources), strict=True)
+        places = [output / (stem if source.is_dir() else f"{stem}{suffix}") for source, stem in names]
+    for place, n in Counter(places).items():
+        if n > 1:
+            raise ConfigError(f"{place}: {n} inputs would be written here; name their outputs one by one")
+    if output is not None and output not in places:
+        make_folder(output, parents=False)
+    return places
+
+
+def _distinct_stems(sources: Sequence[Path]) -> list[str]:
+    stems = [stem_of(source) for source in sources]
+    taken = Counter(stems)
+    return [
+        f"{source.absolute().parent.name}-{stem}" if taken[stem] > 1 else stem
+        for source, stem in zip(sources, stems, strict=True)
+    ]
+
+
+def check_target(target: Path, read: Iterable[Path], *, force: bool, remedy: str = FORCE) -> None:
+    """Refuse an output that is one of the files to be read, or that exists, or has no folder.
+
+    Pipes and devices are never replaced, nor links to nothing. `remedy` says what lets an existing one be.
+
+    Raises:
+        ConfigError: says which.
+    """
+    for source in read:
+        if is_same(target, source):
+            raise ConfigError(f"{target}: the output would replace a file that is read; name another")
+    if target.is_dir():
+        raise ConfigError(f"{target}: is a folder; name a file")
+    if os.path.lexists(target):
+        if not target.is_file():
+            raise ConfigError(f"{target}: exists already and is not a regular file; name another output")
+        if not force:
+            raise ConfigError(f"{target}: exists already; name another output, or {remedy}")
+    if not target.parent.is_dir():
+        raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
+
+
+def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: bool) -> None:
+    """Refuse to copy (name, file) pairs over other files of `folder`.
+
+    Raises:
+        ConfigError: names the first.
+    """
+    for name, source in carried:
+        target = folder / name
+        if not os.path.lexists(target) or is_same(target, source):
+            continue
+        if not target.is_file():
+            raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
+        if not force:
+            raise ConfigError(f"{target}: exists already; name another folder, or {FORCE}")
+
+
+@contextlib.contextmanager
+def naming_output(target: Path) -> Iterator[None]:
+    """Name `target` in errors of writing that name no file, such as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
+
+
+def check_holds(folder: Path, paths: Iterable[str]) -> None:
+    """Require that a folder can hold files with these relative paths, each as a file of its own.
+
+    File systems of macOS and Windows take names for one that others tell apart, such as `A` and `a`. So the
+    file system itself is asked, with empty files.
+
+    Raises:
+        UnsupportedError: names one that would replace another.
+    """
+    with tempfile.TemporaryDirectory(dir=folder) as probe:
+        for path in paths:
+            place = Path(probe) / path
+            try:
+                make_folder(place.parent)
+                place.touch(exist_ok=False)
+            except FileExistsError:
+                raise UnsupportedError(
+                    f"{folder}: {path!r} and a file before it are one name on this disk; "
+                    "restore it on another system, or into one file with --to"
+                ) from None
+
+
+# --- what is read -------------------------------------------------------------------------------
 
 ACCEPTED: Final = (
     "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "
@@ -39,6 +196,7 @@ ACCEPTED: Final = (
 MODEL: Final = "model"  # stem of the weights in a folder of their own
 WEIGHTS, STATE = f"{MODEL}{SUFFIX}", f"state{SUFFIX}"
 _BESIDE: Final = re.compile(r"(state|rng-\d+|model_\d+)\.ckptz")  # as the Trainer and accelerate name them
+Part = tuple[tuple[Shard, ...], list[Any], list[Any]]  # of a checkpoint that is joined; see `_part_of`
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
 
@@ -69,7 +227,7 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
             flat = read(Path(copy.name))
     else:
         flat = read(path)
-    # What it is read from goes with its last tensor, so nothing stays open.
+    # The mapped file is closed with its last tensor, so that nothing is left to close.
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
 
 
@@ -129,7 +287,7 @@ def _is_torch_file(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    # Some write safetensors under other names; its first character is one that no torch file has there.
+    # A safetensors file of another name: no torch file has this character there.
     if head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES:
         return False
     if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)) or path.suffix in TORCH_SUFFIXES:
@@ -176,9 +334,9 @@ def join(model: Input, optimizer: Input) -> Input:
     parts = [_part_of(model), _part_of(optimizer)]
     if optimizer.kind == "folder":
         raise ConfigError(f"{optimizer.name}: --optimizer takes a file, and this is a folder; name the file")
-    shards = [shard for part in parts for shard in part.shards]
-    for shard in parts[1].shards:
-        if any(shard.file == other.file for other in parts[0].shards):
+    own, added = (shards for shards, _, _ in parts)
+    for shard in added:
+        if any(shard.file == other.file for other in own):
             both = f"{model.name} and {optimizer.name}"
             raise ConfigError(f"{both}: both are called {shard.file}; rename one of them")
     for name in optimizer.tensors:
@@ -192,28 +350,20 @@ def join(model: Input, optimizer: Input) -> Input:
         model,
         kind="folder",
         tensors={**model.tensors, **optimizer.tensors},
-        sharding=Sharding(tuple(shards), sharding.index_file, sharding.index_text, sharding.carried),
+        sharding=Sharding((*own, *added), sharding.index_file, sharding.index_text, sharding.carried),
         tree=_joint_tree(parts),
         checkpoint=None,
         optimizer_names=model.optimizer_names | frozenset(optimizer.tensors),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """Shards of one input; `states` are the JSON nodes of those that are torch files, by file."""
-
-    shards: tuple[Shard, ...]
-    states: list[Any]
-    storages: list[Any]
-
-
-def _part_of(opened: Input) -> _Joined:
+def _part_of(opened: Input) -> Part:
+    """Give the shards of an input, and the states [file, JSON node] and storages of torch files."""
     if opened.kind == "ckptz":
         raise ConfigError(f"{opened.name}: is a .ckptz file already; restore it first")
     tree = opened.tree or {"root": {"dict": []}, "storages": []}
     if opened.sharding is not None:
-        return _Joined(opened.sharding.shards, tree["root"]["dict"], tree["storages"])
+        return opened.sharding.shards, tree["root"]["dict"], tree["storages"]
     file = Path(opened.name).name
     if not is_shard_name(file):
         raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
@@ -221,20 +371,20 @@ def _part_of(opened: Input) -> _Joined:
         raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")
     metadata = None if opened.metadata is None else dict(opened.metadata)
     states = [] if opened.tree is None else [[file, tree["root"]]]
-    return _Joined((Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"])
+    return (Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"]
 
 
-def _joint_tree(parts: Sequence[_Joined]) -> dict[str, Any] | None:
+def _joint_tree(parts: Sequence[Part]) -> dict[str, Any] | None:
     states: list[Any] = []
     storages: list[Any] = []
-    for part in parts:
-        states += _renumbered(part.states, len(storages))
-        storages += part.storages
+    for _, own, held in parts:
+        states += _renumbered(own, len(storages))
+        storages += held
     return {"root": {"dict": states}, "storages": storages} if states else None
 
 
 def _renumbered(node: Any, n_before: int) -> Any:
-    """A node of a tree behind `n_before` storages of another one."""
+    """Copy a node of a tree with `n_before` added to the numbers of its storages."""
     if isinstance(node, list):
         return [_renumbered(item, n_before) for item in node]
     if not isinstance(node, dict):

@@ -24,14 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn, cast
 
-from ckptz.errors import (
-    ConfigError,
-    CorruptionError,
-    FormatError,
-    TruncatedError,
-    UnsupportedError,
-    naming,
-)
+from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError, UnsupportedError, naming
 from ckptz.foreign.pickled import MAX_BYTES, Unpickler
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
@@ -124,7 +117,7 @@ def _load(file: Path | BinaryIO, *, mmap: bool) -> Any:
             raise UnsupportedError(
                 f"torch does not load it without running code ({_reason(error)}); save a plain state_dict"
             ) from None
-        except Exception as error:  # torch has no type of its own for what it finds wrong
+        except Exception as error:  # torch raises many types for damaged files
             raise CorruptionError(
                 f"torch does not load it ({_reason(error)}): damaged, or not a file of torch.save"
             ) from None
@@ -165,7 +158,7 @@ def dump_state(file: BinaryIO, state: Any, path: Path) -> None:
         torch.save(state, file)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):
-            raise error.__context__ from None  # what the system said, hidden by torch's own writer
+            raise error.__context__ from None  # the system's error, which torch's writer hides
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{path}: torch cannot save this ({reason}); restore to safetensors") from None
 
@@ -263,7 +256,7 @@ def _text_bytes(text: Any, encoding: Any) -> bytes:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> object:
-    """A tensor of (storage, offset, shape, strides, requires_grad, hooks[, dtype][, flags])."""
+    """Check the arguments that torch rebuilds a tensor from; the last ones may be a dtype and flags."""
     item = next((one.itemsize for one in rest if hasattr(one, "itemsize")), getattr(storage, "item", 0))
     if not isinstance(storage, _Storage) or not type(shape) is type(strides) is tuple:
         _refuse("a tensor without a storage or a shape")
@@ -285,7 +278,7 @@ def _parameter(tensor: Any, *rest: Any) -> object:
 
 @functools.cache
 def _names() -> dict[str, Any]:
-    """What a pickle may name: dtypes, storages as the bytes of their elements, and what may be called."""
+    """Map the names that a pickle may use to dtypes, to bytes an element for storages, and to functions."""
     import torch
 
     dtypes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}

@@ -31,7 +31,7 @@ from ckptz.state.flatten import Chunks, tied_names, unflatten
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import SUFFIX
 
-# PEFT leaves out of its files what an adapter is called, and where it keeps copies of whole layers.
+# PEFT's files leave out the name of the adapter, and that of its copies of whole layers.
 _NOT_IN_ADAPTERS: Final = re.compile(
     r"\.modules_to_save\.default(?=\.)|(?<=lora_magnitude_vector)\.default\.weight$|\.default(?=\.|$)"
 )

@@ -8,6 +8,7 @@ no duplicate keys. Plain files are read piece by piece, and written streaming.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -23,7 +24,7 @@ from ckptz.errors import ChecksumError, CorruptionError, TruncatedError, named
 from ckptz.format.bits import ByteWriter, combine, xxh64
 from ckptz.format.byte_source import ByteSource
 from ckptz.format.dtypes import DType, dtype_of
-from ckptz.format.sources import PATTERN_TYPES, TensorSource
+from ckptz.format.sources import PATTERN_TYPES, LazySource, TensorSource
 
 LENGTH_BYTES: Final = 8
 MAX_JSON_VALUES: Final = 1 << 22  # spec/06-container.md#envelope
@@ -239,27 +240,6 @@ def build_header(
     return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded, b" ")
 
 
-@dataclass(frozen=True, slots=True)
-class RegionSource(TensorSource):
-    """One tensor of a plain file, read by position."""
-
-    file: PlainFile
-    region: Region
-
-    @property
-    def dtype(self) -> DType:
-        return self.region.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.region.shape
-
-    def patterns(self, begin: int, end: int) -> NDArray[Any]:
-        size = self.dtype.pattern_bytes
-        raw = self.file.read(self.region.begin + begin * size, (end - begin) * size)
-        return raw.view(PATTERN_TYPES[size])
-
-
 class PlainFile:
     """An open safetensors file; `tensors` in the order of their offsets."""
 
@@ -269,7 +249,15 @@ class PlainFile:
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         self.metadata = envelope.metadata
-        self.tensors = {region.name: RegionSource(self, region) for region in envelope.regions}
+        self.tensors = {
+            region.name: LazySource(region.dtype, region.shape, functools.partial(self._patterns, region))
+            for region in envelope.regions
+        }
+
+    def _patterns(self, region: Region, begin: int, end: int) -> NDArray[Any]:
+        size = region.dtype.pattern_bytes
+        raw = self.read(region.begin + begin * size, (end - begin) * size)
+        return raw.view(PATTERN_TYPES[size])
 
     def read(self, offset: int, n_bytes: int) -> NDArray[Any]:
         """Read bytes behind the header, uint8 [n_bytes]."""

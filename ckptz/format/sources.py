@@ -110,21 +110,6 @@ class SourceOf(TensorSource):
 
 
 @dataclass(frozen=True, slots=True)
-class DerivedSource(SourceOf):
-    """A tensor whose patterns are computed from another one, chunk by chunk.
-
-    Attributes:
-        source: a tensor of the same dtype and shape.
-        compute: gives patterns begin..end, [end - begin].
-    """
-
-    compute: Callable[[int, int], Patterns]
-
-    def patterns(self, begin: int, end: int) -> Patterns:
-        return self.compute(begin, end)
-
-
-@dataclass(frozen=True, slots=True)
 class ViewOf(SourceOf):
     """A tensor with the values and the frame of another one; subclasses say how patterns are read."""
 
@@ -155,6 +140,29 @@ class ArraySource(TensorSource):
 
     def patterns(self, begin: int, end: int) -> Patterns:
         return self.flat[begin:end]
+
+
+@dataclass(frozen=True, slots=True)
+class LazySource(TensorSource):
+    """A tensor whose patterns are read or computed when they are asked for.
+
+    Attributes:
+        dtype: of the tensor.
+        shape: of the tensor.
+        read: gives patterns begin..end, [end - begin].
+    """
+
+    dtype: DType
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Patterns]
+
+    @classmethod
+    def of(cls, source: TensorSource, compute: Callable[[int, int], Patterns]) -> LazySource:
+        """Compute patterns of a tensor that has the dtype and shape of another one."""
+        return cls(source.dtype, source.shape, compute)
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.read(begin, end)
 
 
 def tensor_bytes(tensors: Mapping[str, TensorSource]) -> int:

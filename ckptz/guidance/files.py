@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from ckptz.encode.tensor import InputCovariance
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
 from ckptz.format.byte_source import FileBytes
-from ckptz.format.envelope import Count, PlainFile, RegionSource, strict_json
+from ckptz.format.envelope import Count, PlainFile, strict_json
 from ckptz.format.index import Shape
-from ckptz.format.sources import Patterns
+from ckptz.format.sources import Patterns, TensorSource
 
 LayerKind = Literal["linear", "conv", "conv1d_t", "embedding"]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -270,7 +270,7 @@ class SideInformationFile(Recordings[Recorded]):
         except (CkptzError, msgspec.ValidationError) as error:
             raise self.error(f"damaged ({error}); record again") from None
 
-    def region(self, tensor: str, dtypes: Iterable[str]) -> RegionSource:
+    def region(self, tensor: str, dtypes: Iterable[str]) -> TensorSource:
         """Find where a tensor lies; its dtype must be one of `dtypes`."""
         region = self._file.tensors.get(tensor)
         if region is None:

@@ -23,7 +23,7 @@ from ckptz.encode.restored import HELD_BYTES, CachedTensor
 from ckptz.encode.sensitivity import floats_of
 from ckptz.encode.tensor import SideInformation
 from ckptz.format.caches import CachedChunks
-from ckptz.format.sources import DerivedSource, TensorSource
+from ckptz.format.sources import LazySource, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in
@@ -140,7 +140,7 @@ class Lost:
         """Compute the moves at the elements that `Trail` samples, float32 [n]."""
         return _at_samples(self.moment, self.moves)
 
-    def moved(self, weight: TensorSource, share: float) -> DerivedSource:
+    def moved(self, weight: TensorSource, share: float) -> LazySource:
         """Give a weight after a share of its moves; what would not be finite is left as it is."""
         kind = KINDS[weight.dtype.name]
 
@@ -151,7 +151,7 @@ class Lost:
             moved: Patterns = cpu().from_f32(values.view(np.uint32), kind)
             return np.where(np.isfinite(floats_of(moved, kind)), moved, patterns)
 
-        return DerivedSource(weight, moved_patterns)
+        return LazySource.of(weight, moved_patterns)
 
 
 class Trail:
@@ -376,9 +376,9 @@ def _master_of(
     return None
 
 
-def _rounded_from(weight: TensorSource, master: TensorSource) -> DerivedSource:
+def _rounded_from(weight: TensorSource, master: TensorSource) -> LazySource:
     """Give a weight of 16 bits, rounded from its master."""
-    return DerivedSource(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
+    return LazySource.of(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
 
 
 def _rounded(patterns: Patterns, to: TensorSource) -> Patterns:

@@ -92,7 +92,7 @@ class Patches:
         return n_vectors
 
     def _n_at_once(self, tensor: torch.Tensor) -> int:
-        """Samples whose vectors fit into a part; at least one."""
+        """Count the samples whose vectors fit into a part; at least one."""
         n_places = math.prod(
             (size + sum(padding)) // stride + 1
             for size, padding, stride in zip(tensor.shape[2:], self.padding, self.stride, strict=True)
@@ -100,7 +100,7 @@ class Patches:
         return max(1, PART_ELEMENTS // (self.n_channels * math.prod(self.kernel) * n_places))
 
     def _unfolded(self, samples: torch.Tensor) -> torch.Tensor:
-        """[n_groups, samples * places, n] of [samples, channels, ...]."""
+        """Unfold samples [samples, channels, ...] to vectors [n_groups, samples * places, n]."""
         wide = samples.to(self.dtype)
         if any(map(any, self.padding)):
             around = [n for before_after in reversed(self.padding) for n in before_after]
@@ -164,7 +164,7 @@ def _patches(module: nn.Conv1d | nn.Conv2d) -> Patches:
 
 
 def _paddings(module: nn.Conv1d | nn.Conv2d) -> Iterator[tuple[int, int]]:
-    """(before, after) of each dimension; "same" puts the odd one behind."""
+    """Give the padding (before, after) of each dimension; "same" puts the odd one behind."""
     for i, (kernel, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
         if module.padding == "same":
             both = dilation * (kernel - 1)
@@ -245,7 +245,7 @@ class Sums:
 
 
 def _sum_of(gather: Gather, tensor: torch.Tensor) -> Sum:
-    """The sum of one tensor: a plain tensor in full precision, whatever mode the model runs in."""
+    """Sum up one tensor in full precision, whatever mode the model runs in."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         total = torch.zeros(gather.shape, dtype=gather.dtype, device=tensor.device)
         return Sum(total, gather.add(tensor, total))
@@ -594,5 +594,5 @@ class Calibration:
 
 
 def _mirrored(total: torch.Tensor) -> torch.Tensor:
-    """A matrix with its upper triangle in both: matrix products are not symmetric to the last bit."""
+    """Copy the upper triangle of a matrix to the lower: products are not symmetric to the last bit."""
     return total if total.ndim == 1 else total.triu() + total.triu(1).mT

@@ -186,7 +186,7 @@ class SensitivityTracker:
 
 
 def _gradient_scale(optimizer: Optimizer) -> float | None:
-    """What the gradients are multiplied by; None if the optimizer will skip the step.
+    """Give the factor in the gradients; None if the optimizer will skip the step.
 
     Fused optimizers unscale gradients themselves: `GradScaler.step` leaves them these two attributes.
     """

@@ -24,7 +24,6 @@ from accelerate.utils import DistributedType
 from ckptz.errors import UnsupportedError
 from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, checked_options, job_of, read_newest
 from ckptz.integrations.versions import warn_untested
-from ckptz.run.linked_files import RunFiles
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
 
@@ -56,7 +55,7 @@ class Registration:
             settings = self._accelerator.project_configuration
             limit = settings.total_limit if settings.automatic_checkpoint_naming else None
             kept = None if limit is None else Kept(last=max(1, limit))
-            self._chains[i] = Chain(self.options, RunFiles(kept))
+            self._chains[i] = Chain(self.options, kept)
         return self._chains[i]
 
     def save(self, models: Sequence[Any], weights: list[dict[str, Any]], output_dir: str) -> None:

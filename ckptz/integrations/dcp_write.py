@@ -53,11 +53,10 @@ from ckptz.integrations.linked import (
     Chain,
     ChainOptions,
     checked_options,
-    drop_unneeded,
     warn_of_no_gain,
 )
 from ckptz.run.exact import residuals_of
-from ckptz.run.linked_files import RunFiles
+from ckptz.run.linked_files import drop_unneeded
 from ckptz.run.names import step_of_folder
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
@@ -105,24 +104,23 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             raise ConfigError(
                 "shards cannot be stored against one file of weights; leave base out of the options"
             )
-        self._options = options if keep_last is not None else replace(options, exact=0)
+        options = self._options = options if keep_last is not None else replace(options, exact=0)
         self._folder = None if path is None else Path(path)
         self._base, self._keep_last = None if base is None else Path(base), keep_last
-        self._rank, self._group, self._files = 0, group, RunFiles()
+        self._rank, self._group, kept = 0, group, None
         if keep_last is not None:
-            self._keep_last = whole("keep_last", keep_last)
-            if self._keep_last < 1:
-                raise ConfigError(f"keep_last must be at least 1, got {keep_last}")
+            self._keep_last = whole("keep_last", keep_last, 1)
             if base is not None:
                 raise ConfigError("with keep_last, steps are stored against the newest one; leave base out")
             kept = Kept(last=self._keep_last)
-            self._files = RunFiles(kept)
             warn_of_no_gain(options, kept)
         self._trail = Trail() if options.config.loses_state else None
         if options.config.fits_whole_tensors:
-            options.config.of_parts()
+            # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
+            options = replace(options, config=options.config.of_parts())
         if options.config.fits_whole_tensors or self._trail is not None:
             self._group = group or own_group(timeout)
+        self._chain = Chain(options, kept)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -194,7 +192,11 @@ class CkptzStorageWriter(InFolder, StorageWriter):
                 momentum = Momentum(self._trail, step_of_folder(self.folder), trained, pool=pool)
                 job = replace(job, roles=roles or None, momentum=momentum)
             if gathered.tensors:
-                self._chain(orders).write(self.folder / file, job)
+                base = orders.base
+                before = None if base is None else read_index(base).file_of(self._rank)
+                self._chain.go_on_from(None if base is None or before is None else base / before)
+                self._chain.write(self.folder / file, job)
+                self._chain.forget()  # ranks share the memory of a machine
         done: Future[list[WriteResult]] = Future()
         done.set_result([gathered.result(item, self._rank, file) for item in plan.items])
         return done
@@ -203,18 +205,6 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         """Let the next save know the weights that a load has left, in a state by torch's flat names."""
         if self._trail is not None:
             self._trail.mark(sampled(state), step, is_restored=True)
-
-    def _chain(self, orders: Orders) -> Chain:
-        options = self._options
-        if options.config.fits_whole_tensors:
-            # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
-            options = replace(options, config=options.config.of_parts())
-        chain = Chain(options, self._files)
-        if orders.base is not None:
-            name = read_index(orders.base).file_of(self._rank)
-            if name is not None:
-                chain.go_on_from(orders.base / name)
-        return chain
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the folder a checkpoint, and delete older steps; called on the coordinator, last."""

@@ -83,7 +83,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes for the user on the checkpoint that was written last."""
-        return self._chain.notes
+        return tuple(self._chain.notes)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None

@@ -41,7 +41,6 @@ from ckptz.integrations.linked import (
     warn_of_no_gain,
 )
 from ckptz.integrations.versions import warn_untested
-from ckptz.run.linked_files import RunFiles
 from ckptz.run.step_files import FROZEN_KEY, Kept
 from ckptz.state.roles import Rule
 from ckptz.store.resolve import SUFFIX, open_checkpoint
@@ -119,8 +118,8 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         kept = _kept(self.args)
         warn_of_no_gain(ckptz, kept)
         self._ckptz_chains = {
-            MODEL_NAME: Chain(ckptz, RunFiles(kept)),
-            STATE_NAME: Chain(replace(ckptz, base=None), RunFiles(kept)),
+            MODEL_NAME: Chain(ckptz, kept),
+            STATE_NAME: Chain(replace(ckptz, base=None), kept),
         }
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:

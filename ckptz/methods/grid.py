@@ -53,6 +53,7 @@ from ckptz.format.context_rules import (
 )
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits, write_tables
+from ckptz.format.index import LossyRecord
 from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
 from ckptz.kernels import rounding
@@ -69,7 +70,6 @@ from ckptz.methods.method import (
     Method,
     Option,
     Recipe,
-    Record,
     Setting,
     is_large_weight,
     register,
@@ -177,7 +177,7 @@ class UniformGrid(Recipe):
             return replace(plan_lossless(source, base, run), note=fault)
         if found.residual_power >= found.power:
             base = None
-        # A base that is no such grid, as the weights that a fine-tune began from, is that of a full file.
+        # Against weights on no grid, as those that a fine-tune began from, the step is that of full files.
         begins = base is None or base.stored is None or base.stored.method != self.name
         step = self.full_step if begins and self.full_step is not None else self.step
         wanted = replace(self, step=step)
@@ -356,7 +356,7 @@ class Grid(Method):
             )
         return replace(self, step=step, moments=moments)
 
-    def recorded(self, records: Sequence[Record]) -> Self | None:
+    def recorded(self, records: Sequence[LossyRecord]) -> Self | None:
         """Find the multiplier that most weights have."""
         step = usual_setting([record for record in records if record.method == self.name], "step")
         found = None if step is None else settings_of(type(self), {"step": step})
@@ -372,7 +372,7 @@ def _middle(source: TensorSource) -> Bounds:
 def _row_steps(
     source: TensorSource, step: float, guide: SideInformation, found: TensorStatistics
 ) -> RowSteps:
-    """Steps of the rows; one for all of them where rows are too short or too many for labels."""
+    """Choose the steps of the rows; one for all where rows are too short or too many for labels."""
     n_rows = n_rows_of(tuple(source.shape))
     row_patterns = found.n_patterns // n_rows
     sensitivity = None if found.row_sums is None else found.row_sums / row_patterns
@@ -421,7 +421,7 @@ class _GridTensor(OnGrid):
         return n if n * self.rows.n_contexts <= MAX_CONTEXTS else 1
 
     def whole_residual(self) -> NDArray[np.float32]:
-        """All patterns less the base, [rows, patterns of a row]."""
+        """Give the values less those of the base, float32 [rows, patterns of a row]."""
         source, base = self.source, self.base
         whole = np.empty(source.n_patterns, np.float32)
         for begin, end in source.chunk_bounds():
@@ -459,7 +459,7 @@ class _GridTensor(OnGrid):
         return replace(self, key=key, rows=replace(self.rows, steps=self.rows.steps * share))
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
-        """The largest magnitude that has codes, and what codes stand for."""
+        """Fit the largest magnitude that has a code, and the levels that codes stand for."""
         merged = _merged(counted.found, self.n_base_codes)
         by_row = np.zeros((self.rows.n_contexts, 256), np.int64)
         by_row[merged.contexts] = merged.counts
@@ -476,7 +476,7 @@ class _GridTensor(OnGrid):
         return summed(run, self.count, self.source)
 
     def count(self, bounds: Bounds) -> _Counted:
-        """Codes of one chunk by row context and code of the base."""
+        """Count the codes of one chunk by row context and code of the base."""
         patterns = self.source.patterns(*bounds)
         codes = self.codes(*bounds, patterns)
         sums = np.zeros((self.rows.n_contexts, 256))
@@ -511,7 +511,7 @@ class _Layer:
 
     @classmethod
     def of(cls, grid: _GridTensor, guide: SideInformation) -> _Layer | None:
-        """With the moments of inputs [n, n], or by group [n_groups, n, n]; None where they are not known."""
+        """Make it from covariances of inputs [n, n], or [n_groups, n, n]; None where they are not known."""
         moments = None if guide.inputs is None else guide.inputs.read()
         if guide.inputs is None or moments is None or moments.ndim < 2:
             return None
@@ -520,7 +520,7 @@ class _Layer:
         return cls(grid, grid.whole_residual(), guide.inputs.axis == 0, feedbacks)
 
     def fit(self) -> tuple[int, LinearTable]:
-        """The largest magnitude that has codes, and what codes stand for, from a sample of the outputs.
+        """Fit the largest magnitude that has a code, and the levels, to a sample of the outputs.
 
         What takes a code is a value with the errors of columns before it. Centroids of these lie further
         out than those of the values alone, which would shrink what is restored, with 4.3 % more bits and
@@ -538,7 +538,7 @@ class _Layer:
         return most, levels
 
     def rounded(self, most: int, levels: LinearTable) -> NDArray[np.uint8]:
-        """Codes of the whole tensor."""
+        """Round the whole tensor: codes, uint8 [n_patterns]."""
         codes = np.empty(self.residual.shape, np.uint8)
         by_output = codes.T if self.is_transposed else codes
         for feedback, columns, part in self._parts():
@@ -546,7 +546,7 @@ class _Layer:
         return codes.reshape(-1)
 
     def _parts(self, most: int | None = None) -> Iterator[tuple[Feedback, NDArray[np.float32], Outputs]]:
-        """Columns [n, n_outputs] of each group, and of which outputs: all, or at most so many."""
+        """Yield the columns [n, n_outputs] of each group and the numbers of their outputs, at most `most`."""
         by_output = self.residual.T if self.is_transposed else self.residual
         size = len(by_output) // len(self.feedbacks)
         for i, feedback in enumerate(self.feedbacks):
@@ -588,14 +588,14 @@ Candidate = tuple[tuple[ContextRule, ...], ContextCounts]
 
 
 def _candidates(grid: _GridTensor, by_row: ContextCounts, by_both: ContextCounts) -> Iterator[Candidate]:
-    """Context rules that may pay, with the codes counted by them; steps need the rows in any case."""
+    """Yield the context rules that may pay, with the codes counted by them; steps need the rows anyway."""
     yield grid.rules(1), by_row
     if grid.n_base_codes > 1:
         yield grid.rules(grid.n_base_codes), by_both
 
 
 def _coded_bytes(candidate: Candidate) -> float:
-    """Bytes of the codes and of their tables."""
+    """Count the bytes of the codes and of their tables."""
     rules, found = candidate
     if not rules:
         return entropy_bits(found.total) / 8
@@ -607,13 +607,13 @@ def _coded_bytes(candidate: Candidate) -> float:
 
 
 def _merged(found: ContextCounts, n: int) -> ContextCounts:
-    """Counts of runs of `n` contexts taken together."""
+    """Add up the counts of each `n` contexts that follow one another."""
     contexts, first = np.unique(found.contexts // n, return_index=True)
     return ContextCounts(contexts, np.add.reduceat(found.counts, first, axis=0))
 
 
 def _clipped(found: ContextCounts, last: int) -> ContextCounts:
-    """Counts with the codes from `last` on as one."""
+    """Count all codes from `last` on as code `last`."""
     counts = found.counts.copy()
     counts[:, last] = counts[:, last:].sum(axis=1)
     counts[:, last + 1 :] = 0

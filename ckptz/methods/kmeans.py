@@ -27,6 +27,7 @@ from ckptz.errors import ConfigError, real
 from ckptz.format.context_rules import BaseCode
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits
+from ckptz.format.index import LossyRecord
 from ckptz.format.plan import Domain, Plan, QuantizationMap
 from ckptz.format.sources import Patterns, TensorSource
 from ckptz.format.values import KINDS
@@ -42,7 +43,6 @@ from ckptz.methods.method import (
     Method,
     Option,
     Recipe,
-    Record,
     Setting,
     is_large_weight,
     register,
@@ -396,7 +396,7 @@ class KMeans(Method):
         own = {name: getattr(self, name) for name in self.axes}
         return own | {"embedding_levels": self.embedding_levels or self.levels}
 
-    def recorded(self, records: Sequence[Record]) -> Self | None:
+    def recorded(self, records: Sequence[LossyRecord]) -> Self | None:
         """Find the settings that most tensors have."""
         found = [record for record in records if record.method == self.name]
         if not found:
@@ -462,7 +462,7 @@ def rank(
 def _fit(
     source: TensorSource, histogram: Histogram, wanted: Partitions, ranked: Ranked | None, run: MapFunction
 ) -> tuple[QuantizationMap, Quantizer]:
-    """The map; for what sensitivity leaves, it takes one more pass."""
+    """Fit the map; where sensitivity takes some values out, count the others in one more pass."""
     if ranked is None:
         return fit_partitions(histogram, wanted.by_magnitude())
     cut = Cut.of(wanted, histogram, ranked.histogram)

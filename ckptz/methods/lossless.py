@@ -131,7 +131,7 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CONTEXTS) for plane in total)
     plan = planes_plan(mode, (Magnitude(),), tables)
-    # The counts of a tensor of one chunk are those that its encoding needs again.
+    # A tensor of one chunk is counted once: its encoding uses these counts.
     return EncodingPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
 
 

@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeAlias, TypeVar
 
 import msgspec
 
@@ -18,6 +18,7 @@ from ckptz.encode.encoding_plan import EncodingPlan
 from ckptz.encode.tensor import TensorToEncode
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.format.dtypes import DType
+from ckptz.format.index import LossyRecord
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
 from ckptz.state.roles import Role
@@ -108,19 +109,6 @@ class Option:
     def field(self) -> str:
         """The field of the method."""
         return self.name or self.keyword
-
-
-class Record(Protocol):
-    """The record of a lossy tensor in a file; see `ckptz.format.index.LossyRecord`."""
-
-    @property
-    def method(self) -> str: ...
-
-    @property
-    def layer_type(self) -> str: ...
-
-    @property
-    def settings(self) -> Mapping[str, Setting]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +232,7 @@ class Method:
         """Give the values that these settings have along `axes`, by name."""
         return {name: getattr(self, name) for name in self.axes}
 
-    def recorded(self, records: Sequence[Record]) -> Self | None:
+    def recorded(self, records: Sequence[LossyRecord]) -> Self | None:
         """Give the settings that a file was written with, from what it says of its lossy tensors.
 
         The receiver is the template: what no record tells. None if the file is of another method.
@@ -278,7 +266,7 @@ class Cube:
 
 
 def _last(values: Sequence[float], wanted: float) -> int:
-    """Index of the last of values that rise or fall that is not beyond `wanted`; 0 if all are."""
+    """Find the last of `values`, which rise or fall, that is not beyond `wanted`; 0 if all are beyond it."""
     rises = values[-1] > values[0]
     fits = [value <= wanted if rises else value >= wanted for value in values]
     return max(sum(fits) - 1, 0)
@@ -298,7 +286,7 @@ def is_large_weight(
     return is_weight and len(shape) >= 2 and dtype.n_patterns(shape) >= min_elements
 
 
-def usual_setting(records: Sequence[Record], name: str) -> Setting | None:
+def usual_setting(records: Sequence[LossyRecord], name: str) -> Setting | None:
     """Find the value that a setting has in most records; None if none has it."""
     values = [record.settings[name] for record in records if name in record.settings]
     return Counter(values).most_common(1)[0][0] if values else None

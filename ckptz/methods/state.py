@@ -66,7 +66,7 @@ from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, la
 from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
 from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Domain, ExplicitTable, LowRank, Outer, Plan, Predictor, QuantizationMap
-from ckptz.format.sources import CHUNK_VALUES, DerivedSource, TensorSource, n_rows_of
+from ckptz.format.sources import CHUNK_VALUES, LazySource, TensorSource, n_rows_of
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, floats, moments, rounding
 from ckptz.kernels.floats import NEAREST, Patterns
@@ -93,7 +93,7 @@ BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and 
 
 
 def _fault_of_second(histogram: Histogram) -> str:
-    """Why a tensor is no second moment, or nothing."""
+    """Say why a tensor is no second moment, or nothing."""
     if not histogram.is_finite:
         return "holds NaN or infinity"
     if histogram.counts[len(histogram.counts) // 2 :].any():
@@ -179,7 +179,7 @@ class _Sample:
         return cls(source, (begin, end), stride, source.patterns(begin, end)[::stride], codes, n_codes)
 
     def candidate(self, prediction: Prediction, step: int) -> _Candidate:
-        """A prediction with the levels that fit it best, alone or with contexts by the base's codes."""
+        """Fit levels to a prediction, alone or with contexts by the base's codes, whichever is smaller."""
         is_live = self.patterns != 0
         distances = floats.order(self.patterns[is_live]).astype(np.float64)
         predicted = prediction.patterns(*self.bounds)[:: self.stride]
@@ -356,7 +356,7 @@ def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 
 
 def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
-    """A step for each row, in proportion to its root mean square; rows share steps by half octaves."""
+    """Give each row a step in proportion to its root mean square; rows of a half octave share one."""
     n_patterns, n_rows = source.dtype.n_patterns(source.shape), n_rows_of(tuple(source.shape))
     row_patterns = max(n_patterns // n_rows, 1)
     is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES
@@ -463,7 +463,7 @@ class FineRounding(Recipe):
         if tensor.base is not None:
             chosen = replace(chosen, key=chosen._key_after(source, tensor.seed))
         kind = KINDS[source.dtype.name]
-        restored = DerivedSource(
+        restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
         )
         found = {"size": chosen.size} if chosen.size else {}
@@ -553,7 +553,7 @@ def state_recipes(
 def _of_state(
     role: Role, shape: tuple[int, ...], moments: Moments, second: Mapping[tuple[str, tuple[int, ...]], str]
 ) -> Recipe | None:
-    """The recipe of optimizer state; None for other tensors."""
+    """Choose the recipe of optimizer state; None for other tensors."""
     if role.role == "exp_avg_sq":
         return SecondMoment(moments.second_step)
     if role.role in ("exp_avg", "momentum"):

@@ -161,16 +161,17 @@ def base_of_next(
 
 
 def files_of_kind(
-    kind: FileKind, kept: Kept, listing: Listing, facts: Mapping[StepFile, FileFacts]
+    kind: FileKind, kept: Kept, listing: Listing, facts: Mapping[StepFile, FileFacts | Exception]
 ) -> dict[StepFile, ChainFile[StepFile]]:
-    """Describe the files of a kind, of which there is a newest one; `facts` are of those that can be read."""
+    """Describe the files of a kind, of which there is a newest one; `facts` may be errors of reading them."""
     steps = listing.steps_of(kind)
     stays = dict(zip(steps, kept.stays(steps), strict=True))
     found: dict[StepFile, ChainFile[StepFile]] = {}
     for file, n_bytes in sorted(listing.sizes.items()):
         if file.kind != kind or file.is_exact or file.step > steps[-1]:
             continue
-        fact = facts.get(file)
+        said = facts.get(file)
+        fact = said if isinstance(said, FileFacts) else None
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base.file)
         base = named if named in found else None
         # A position is a claim: a base may be gone, and files may have been copied from elsewhere. What is

@@ -23,12 +23,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from ckptz.errors import (
-    CkptzError,
     ConfigError,
     CorruptionError,
     FormatError,
@@ -39,8 +38,9 @@ from ckptz.format.caches import LastChunks
 from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, make_folder, publish_together
 from ckptz.format.written import Written, amend_metadata
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
-from ckptz.run.links import link_origin
+from ckptz.run.links import Origin
 from ckptz.run.step_files import (
+    ABANDONED_SECONDS,
     EXACT_OF_KEY,
     KINDS,
     OWNER,
@@ -52,11 +52,11 @@ from ckptz.run.step_files import (
     Listing,
     StepFile,
 )
+from ckptz.run.writer import UNREAD, reopened, write_against
 from ckptz.store.lock import Lock, Spool, acquire
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder, UploadFolder, place_of
 
-ABANDONED_SECONDS: Final = 3600.0
 MOVED: Final = (
     "the folder was renamed or removed since the step before, so this one begins another of the old name: "
     "move the files together, or go on in the renamed one",
@@ -80,31 +80,6 @@ class Encoder(Protocol):
         """Write the residual of a file of a kind, with some metadata."""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenStep:
-    """The files of a step that was written, and what the user should know."""
-
-    weights: Written
-    state: Written
-    exact: tuple[Written, ...]  # the residuals of those that lose something
-    notes: tuple[str, ...]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all files."""
-        return self.weights.stored_bytes + self.state.stored_bytes + self.exact_bytes
-
-    @property
-    def exact_bytes(self) -> int:
-        """Bytes of the residuals."""
-        return sum(written.stored_bytes for written in self.exact)
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return self.weights.original_bytes + self.state.original_bytes
-
-
 class StepStore:
     """A folder of steps, on this machine or behind an fsspec URL.
 
@@ -119,8 +94,7 @@ class StepStore:
     def __init__(
         self, folder_or_url: Path_, origin: Path | None = None, last: LastChunks | None = None
     ) -> None:
-        self._origin, self._last = origin, last
-        self._origin_id: str | None = None
+        self._origin, self._last = None if origin is None else Origin(origin), last
         self._place = place_of(folder_or_url)
         self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
@@ -141,23 +115,16 @@ class StepStore:
         return listing if self._folder is not None else self._less_cut_off(listing)
 
     def _less_cut_off(self, listing: Listing) -> Listing:
-        """The listing with an upload that was cut off among the leftovers, where the store shows such."""
+        """The listing with an upload that was cut off among the leftovers, where the store shows such.
+
+        It is certainly shorter than it says: what cannot be read now may be whole.
+        """
         newest = max((file.step for file in listing.sizes), default=None)
-        lossy = {file for file in listing.sizes if file.step == newest and not file.is_exact}
-        cut = {file for file in lossy if self._ends_early(file, listing)}
+        lossy = {f: n for f, n in listing.sizes.items() if f.step == newest and not f.is_exact}
+        cut = {file for file, found in self.read_facts(lossy).items() if isinstance(found, TruncatedError)}
         cut |= {file.exact for file in cut} & set(listing.sizes)
         found = listing.without(cut)
         return replace(found, leftovers=(*found.leftovers, *(file.name for file in sorted(cut))))
-
-    def _ends_early(self, file: StepFile, listing: Listing) -> bool:
-        """Whether a file is certainly shorter than it says: what cannot be read now may be whole."""
-        try:
-            self.facts(file, listing.sizes[file])
-        except TruncatedError:
-            return True
-        except Exception:  # stores behind URLs have errors of their own
-            return False
-        return False
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
         """Read the index of a file, of `n_bytes` as listed, for its facts.
@@ -166,18 +133,26 @@ class StepStore:
             FormatError: it is damaged.
         """
         known = self._facts.get(file)
-        if known is None or known[0] != n_bytes:
-            known = self._facts[file] = n_bytes, self._read_facts(file, n_bytes)
-        return known[1]
-
-    def _read_facts(self, file: StepFile, n_bytes: int) -> FileFacts:
+        if known is not None and known[0] == n_bytes:
+            return known[1]
         source = self._place.peek(file.name, n_bytes)
         facts = FileFacts.read(source)
         if facts is None:
             raise FormatError(f"{source.name}: not a .ckptz file")
         if facts.step not in (file.step, None):
             raise CorruptionError(f"{source.name}: holds step {facts.step}; it was renamed")
+        self._facts[file] = n_bytes, facts
         return facts
+
+    def read_facts(self, sizes: Mapping[StepFile, int]) -> dict[StepFile, FileFacts | Exception]:
+        """Read the facts of files, of sizes as listed, or why they cannot be read."""
+        found: dict[StepFile, FileFacts | Exception] = {}
+        for file, n_bytes in sizes.items():
+            try:
+                found[file] = self.facts(file, n_bytes)
+            except Exception as error:  # stores behind URLs have errors of their own
+                found[file] = error
+        return found
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -191,7 +166,7 @@ class StepStore:
             FormatError: a file of it is damaged.
         """
         self._fetch(file)
-        elsewhere = () if self._origin is None else (self._origin.parent,)
+        elsewhere = () if self._origin is None else (self._origin.path.parent,)
         with contextlib.closing(open_checkpoint(self.local_folder / file.name, elsewhere)) as checkpoint:
             yield checkpoint
 
@@ -289,22 +264,25 @@ class StepStore:
         step: int,
         encoder: Encoder,
         rule: ChainRule,
+        notes: list[str],
         *,
         with_exact: bool,
-    ) -> WrittenStep:
+    ) -> dict[StepFile, Written]:
         """Write the files of a step; all appear, the weights last, or the step is not there.
 
         Args:
             step: after all that are there.
             encoder: writes them.
             rule: what they are stored against.
+            notes: are told what the user should know.
             with_exact: write residuals, too, of those files that lose something.
 
         Raises:
             OSError: the disk is full or fails; all that was there stays.
             FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
         """
-        notes, self._moved = [*self._moved], ()
+        notes += self._moved
+        self._moved = ()
         weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
         for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
             self._place.remove(file.marker)
@@ -317,7 +295,7 @@ class StepStore:
                 with files.file(folder / state_file.name) as state_sink:
                     state = self._encode("state", state_sink, encoder.state, rule, notes)
                 written = Path(state_sink.name)
-                with self._written_file(written) if state.n_lossy else nullcontext() as restored:
+                with reopened(written, self._last) if state.n_lossy else nullcontext() as restored:
                     encode = functools.partial(encoder.weights, restored)
                     weights = self._encode("weights", weights_sink, encode, rule, notes)
                 weights_sink.flush()
@@ -330,12 +308,12 @@ class StepStore:
                         metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
                         with (
                             files.file(folder / file.exact.name) as sink,
-                            self._written_file(path) as opened,
+                            reopened(path, self._last) as opened,
                         ):
                             exact[file.exact] = encoder.exact(file.kind, sink, opened, metadata)
             self.check_lock()
         self._upload(state_file, *exact, weights_file)
-        return WrittenStep(weights, state, tuple(exact.values()), tuple(notes))
+        return {weights_file: weights, state_file: state, **exact}
 
     def _encode(
         self,
@@ -345,63 +323,41 @@ class StepStore:
         rule: ChainRule,
         notes: list[str],
     ) -> Written:
-        with self.base(kind, rule, notes) as (base, position):
-            try:
-                written = encode(sink, base, position)
-                for path in () if base is None else base.paths:
-                    path.stat()  # others may have deleted it meanwhile
-                if position and base is not None and base.container is not None:
-                    position -= FileFacts.of(base.container).position
-                self._written[kind].append((position, written.stored_bytes))
-                return written
-            except (CkptzError, OSError) as error:  # of the base: what is saved is in memory
-                if base is None:
-                    raise
-                notes.append(f"{kind}: stored as a full file, because the base cannot be read: {error}")
-        sink.seek(0)
-        sink.truncate()
-        return encode(sink, None, 0)
+        def write(found: tuple[Checkpoint, int] | None) -> Written:
+            sink.seek(0)
+            sink.truncate()
+            base, position = (None, 0) if found is None else found
+            written = encode(sink, base, position)
+            for path in () if base is None else base.paths:
+                path.stat()  # others may have deleted it meanwhile
+            if position and base is not None and base.container is not None:
+                position -= FileFacts.of(base.container).position
+            self._written[kind].append((position, written.stored_bytes))
+            return written
 
-    @contextlib.contextmanager
-    def _written_file(self, path: Path) -> Iterator[Checkpoint]:
-        """Open a file that has just been written."""
-        with contextlib.closing(open_checkpoint(path)) as opened:
-            opened.hold(self._last)
-            yield opened
+        find = functools.partial(self.open_base, kind, rule)
+        return write_against(find, write, notes, f"{kind}: {UNREAD}")
 
-    @contextlib.contextmanager
-    def base(
-        self, kind: FileKind, rule: ChainRule, notes: list[str]
-    ) -> Iterator[tuple[Checkpoint | None, int]]:
-        """Open what the next file of a kind is stored against, None for a full file; give its position too.
+    def open_base(
+        self, kind: FileKind, rule: ChainRule, held: contextlib.ExitStack
+    ) -> tuple[Checkpoint, int] | None:
+        """Open what the next file of a kind is stored against, to be closed with `held`; give its position.
 
-        `notes` is told why, if it is a full file because the base cannot be read.
-        """
-        base, position = None, 0
-        with contextlib.ExitStack() as held:
-            try:
-                found, position = self._base_file(kind, rule)
-                if found is not None:
-                    base = held.enter_context(self.opened(found))
-                    base.hold(self._last)
-                elif self._origin is not None and kind == "weights":
-                    linked = self._linked(self._origin)
-                    base = held.enter_context(contextlib.closing(open_checkpoint(linked)))
-            except Exception as error:  # whatever is in the folder, what is in memory is saved
-                base, position = None, 0
-                notes.append(f"{kind}: stored as a full file, because the base cannot be read: {error}")
-            yield base, position
-
-    def _linked(self, origin: Path) -> Path:
-        """Give what training began from a name in the folder that no other weights have.
+        Returns:
+            None for a full file; position 0 behind what training began from.
 
         Raises:
-            MissingBaseError: the file system cannot do that.
+            CkptzError, OSError: it cannot be read; what stores behind URLs raise.
         """
-        if self._origin_id is None:
-            with contextlib.closing(open_checkpoint(origin)) as opened:
-                self._origin_id = opened.content_id()
-        return link_origin(origin, self._origin_id, self.local_folder)
+        found, position = self._base_file(kind, rule)
+        if found is not None:
+            base = held.enter_context(self.opened(found))
+            base.hold(self._last)
+            return base, position
+        if self._origin is not None and kind == "weights":
+            origin = self._origin.open_in(self.local_folder)
+            return held.enter_context(contextlib.closing(origin)), 0
+        return None
 
     def next_is_full(self, kind: FileKind, rule: ChainRule) -> bool:
         """Tell whether the next file of a kind certainly needs no other: nothing is there, or by the rule."""
@@ -420,19 +376,14 @@ class StepStore:
         newest = StepFile(steps[-1], kind)
         plain = self.facts(newest, listing.sizes[newest]).tensor_bytes
         kept = Kept() if rule.kept is None else rule.kept[kind]
-        files = files_of_kind(kind, kept, listing, self._known(listing))
+        facts = {
+            f: found for f, found in self.read_facts(listing.sizes).items() if isinstance(found, FileFacts)
+        }
+        files = files_of_kind(kind, kept, listing, facts)
         rest = sum(n for file, n in listing.sizes.items() if file.kind == kind and file.is_exact)
         sizes = self._written[kind], plain, rest
         base = base_of_next(files, rule, None if rule.kept is None else kept, steps, sizes)
         return base, 0 if base is None else files[newest].position + 1
-
-    def _known(self, listing: Listing) -> dict[StepFile, FileFacts]:
-        """What those files say of themselves that can be read."""
-        known = {}
-        for file, n_bytes in listing.sizes.items():
-            with contextlib.suppress(Exception):  # stores behind URLs have errors of their own
-                known[file] = self.facts(file, n_bytes)
-        return known
 
     def _upload(self, *files: StepFile) -> None:
         """Bring finished files to a remote store, and keep here only what the next step is stored against."""
@@ -482,17 +433,17 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
     """
     found = []
     with contextlib.closing(StepStore(str(folder))) as store:
-        sizes = store.listing().sizes
-        for file, n_bytes in sorted(sizes.items()):
-            of = StepFile(file.step, file.kind if file.is_exact else "weights")
-            with contextlib.suppress(CkptzError, OSError, KeyError):  # what it belongs to may be gone
-                facts, wanted = store.facts(file, n_bytes), store.facts(of, sizes[of]).content_id
-                if facts.metadata.get(EXACT_OF_KEY if file.is_exact else WEIGHTS_KEY) not in (None, wanted):
-                    path, remedy = folder / file.name, "resume from another step"
-                    remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
-                    what = "values" if file.is_exact else "weights"
-                    error = CorruptionError(f"{path}: belongs to other {what} than {of.name} holds; {remedy}")
-                    found.append((path, error))
+        read = store.read_facts(store.listing().sizes)
+    known = {file: facts for file, facts in sorted(read.items()) if isinstance(facts, FileFacts)}
+    for file, facts in known.items():
+        of = StepFile(file.step, file.kind if file.is_exact else "weights")
+        said = facts.metadata.get(EXACT_OF_KEY if file.is_exact else WEIGHTS_KEY)
+        if of in known and said not in (None, known[of].content_id):  # what it belongs to may be gone
+            path, remedy = folder / file.name, "resume from another step"
+            remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
+            what = "values" if file.is_exact else "weights"
+            error = CorruptionError(f"{path}: belongs to other {what} than {of.name} holds; {remedy}")
+            found.append((path, error))
     return found
 
 

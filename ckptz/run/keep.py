@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from ckptz.errors import ConfigError, own_numbers
+from ckptz.errors import ConfigError, own_numbers, whole
 from ckptz.run.step_files import FileKind, Kept
 
 
@@ -36,10 +36,8 @@ class KeepRules:
         own_numbers(self)
         if self.last is not None and self.last < 1:
             raise ConfigError(f"last must be at least 1, or None to keep all, got {self.last}")
-        if self.every is not None and self.every < 1:
-            raise ConfigError(f"every must be at least 1, got {self.every}")
-        if self.best < 0:
-            raise ConfigError(f"best must be 0 or more, got {self.best}")
+        whole("every", 1 if self.every is None else self.every, 1)
+        whole("best", self.best, 0)
 
     def kept(self, steps: Iterable[int], metrics: Mapping[int, float]) -> set[int]:
         """Choose those of `steps` that are kept.

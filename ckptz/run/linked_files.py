@@ -1,76 +1,174 @@
-"""The linked files of a run, and the choice of which of them the next one is stored against.
+"""Files stored against one another that survive whoever deletes folders and files.
 
-Frameworks delete files as they like, so what is still there is looked up at each save.
+    checkpoint-200/model.ckptz                         a delta
+    checkpoint-200/base-4f1c0a9b7d2e6853.ckptz         a second name of checkpoint-100/model.ckptz
+    checkpoint-200/model.exact-9be27a01c35d8f64.ckptz  a residual: the same without loss, if that is lossy
 
-A file is known by its inode, whatever names it has and had. Knows no framework.
+Every file that a delta needs gets a second name, a hard link, in the delta's own folder. So a folder is
+complete by itself, its bases take no room twice, and the file system frees them with the last folder
+that needs them: frameworks delete old checkpoints as they like, so what is still there is looked up at each
+save. Where the file system has no hard links, or the base lies on another one, the file is stored as a full
+file. A file is known by its inode, whatever names it has and had.
+
+The newest lossy files come back exactly by their residuals. A residual is
+named by the digest of the very file that it belongs to, so one that is replaced is exact at every moment. It
+goes when a later step is complete and can be opened: what is cut off before leaves the step before it exact.
+Knows no framework.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
+import time
 from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
+from ckptz.errors import CkptzError, ConfigError, MissingBaseError
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.envelope import LENGTH_BYTES
+from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
-from ckptz.run.names import Inode, inode_of
-from ckptz.run.step_files import ChainRule, Kept
-from ckptz.store.resolve import Checkpoint
+from ckptz.run.exact import residual_of, unlink_residuals
+from ckptz.run.keep import what_stays
+from ckptz.run.links import BASE_PREFIX, Origin, link_chain
+from ckptz.run.names import LIGHTNING_SUFFIX, Inode, inode_of
+from ckptz.run.step_files import ABANDONED_SECONDS, ChainRule, FileFacts, Kept
+from ckptz.store.resolve import SUFFIX, Checkpoint, open_checkpoint
+
+N_SETTLED: Final = 8  # newest files whose residuals are looked for
+TORCH_MAGIC: Final = b"PK\x03\x04"  # begins files of torch
 
 
-class RunFiles:
-    """The files of a run.
+class LinkedFiles:
+    """The files of a run: what the next is stored against, and what may be deleted.
+
+    Threads may share it; files are written one at a time. Nothing is deleted while one is written, and where
+    another thread than the one that writes asks for it, the newest file stays until the next is whole.
 
     Args:
         kept: how long files stay; None if that is not known. Then all are taken to stay until one is gone,
             and from then on as many as there are.
+        exact: so many newest files keep their residuals when their steps are complete, at least one.
+        full_every: at least every so many files needs no other of the run.
+        origin: what training began from; files that would need no other are stored against it.
+
+    Attributes:
+        notes: what the user should know of the file that was written last, and of what was removed since.
     """
 
-    def __init__(self, kept: Kept | None = None) -> None:
-        self._kept = kept
+    def __init__(
+        self, kept: Kept | None = None, exact: int = 1, full_every: int = 16, origin: Path | None = None
+    ) -> None:
+        self._kept, self._n_exact, self._full_every = kept, max(1, exact), full_every
+        self._origin = None if origin is None else Origin(origin)
         self._files: dict[Inode, ChainFile[Inode]] = {}  # bases before what is stored against them
         self._saved: dict[Path, Inode] = {}  # oldest first
-        self._written: deque[tuple[int, int]] = deque(maxlen=N_REMEMBERED)
+        self._sizes: deque[tuple[int, int]] = deque(maxlen=N_REMEMBERED)
         self._is_any_gone = False
+        self.notes: list[str] = []
+        self._unwanted: list[Path] = []  # to be deleted
+        self._writer: int | None = None  # the thread that wrote last
+        self._is_writing = False
+        self._writing, self._tidying = threading.Lock(), threading.Lock()
 
-    def base_of_next(self, path: Path, newest: Checkpoint, full_every: int) -> int | None:
-        """Choose what the next file, which will be at `path`, is stored against.
+    # --- writing --------------------------------------------------------------------------------
 
-        `newest` is the newest file that is still there, open.
+    def go_on_from(self, path: Path | None) -> None:
+        """Store the next file against this one; with None, against none that is there now."""
+        with self._writing, contextlib.suppress(FileNotFoundError):  # deleted; then against an older one
+            if path is None:
+                self._saved.clear()
+            else:
+                self._saved.pop(path.absolute(), None)
+                self._saved[path.absolute()] = inode_of(path)
+
+    @contextlib.contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Write a file, one at a time: nothing is deleted meanwhile, and then what may go."""
+        with self._writing:
+            with self._tidying:
+                self._is_writing, self._writer = True, threading.get_ident()
+            self.notes = []
+            try:
+                yield
+            finally:
+                self._is_writing = False
+            with self._tidying:  # what was asked for before is not meant for this file
+                self._unwanted = [other for other in self._unwanted if other != path.absolute()]
+            try:
+                unlink_residuals(path, with_own=False)
+                self._tidy()
+            except OSError as error:
+                self.notes.append(f"what is not wanted any more stays: {error}")
+
+    def open_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, str, bool] | None:
+        """Open what takes the least disk in the end, and give it a name in the folder of the next file.
+
+        Args:
+            path: where that file will be.
+            held: closes it.
 
         Returns:
-            The index in the newest file's chain; None for a full file.
+            It, its name there, and whether it is of the run and not its origin. None for a full file; `notes`
+            say why if it cannot be linked.
 
         Raises:
-            OSError: a file of the chain is not there any more.
+            FormatError, MissingBaseError: the newest file or one that it needs is damaged or not there.
+            OSError: a file is not there any more, or cannot be read.
         """
-        chain = self._learn(newest)
-        self._saved.setdefault(Path(newest.files[0].name), chain[0])  # of a process before this one
-        files, kept = self._there(path.absolute(), chain[0])
-        plain = sum(source.n_bytes for source in newest.tensors.values())
-        rule = ChainRule(full_every, is_forked=False)
-        base = base_of_next(files, rule, kept, (), (self._written, plain, 0))
-        return None if base is None else chain.index(base)
+        if (base := self._chosen(path.absolute(), held)) is not None:
+            if names := link_chain(base, path.parent):
+                return base, names[0], True
+            what = f"stored as a full file, because {base.name} cannot be linked into {path.parent}"
+            self.notes.append(what)
+        if self._origin is None:
+            return None
+        opened = held.enter_context(contextlib.closing(self._origin.open_in(path.parent)))
+        return opened, opened.paths[0].name, False
 
-    def _reach(self, file: ChainFile[Inode]) -> int:
-        return 0 if file.base is None else file.position - self._files[file.base].position
+    def _chosen(self, path: Path, held: contextlib.ExitStack) -> Checkpoint | None:
+        """Open what the next file is stored against by the rule."""
+        for candidate in reversed(self._saved):
+            with contextlib.suppress(FileNotFoundError):  # the framework deleted it
+                if candidate != path:  # that is about to be replaced
+                    newest = held.enter_context(contextlib.closing(open_checkpoint(candidate)))
+                    break
+        else:
+            return None
+        chain = self._learn(newest)
+        files, kept = self._there(path, chain[0])
+        plain = sum(source.n_bytes for source in newest.tensors.values())
+        rule = ChainRule(self._full_every, is_forked=False)
+        found = base_of_next(files, rule, kept, (), (self._sizes, plain, 0))
+        if found is None or newest.depth - chain.index(found) + 1 >= self._full_every:
+            return None
+        if found == chain[0]:
+            return newest
+        name = newest.files[chain.index(found)].name
+        return held.enter_context(contextlib.closing(open_checkpoint(name)))
 
     def add(self, path: Path, written: Written, base: Checkpoint | None) -> None:
         """Take note of a file that was written, and of what it is stored against, None for a full file."""
         path = path.absolute()
         newest = next(reversed(self._saved.values()), None)
         self._is_any_gone |= self._saved.pop(path, None) is not None
-        against = None if base is None else self._learn(base)[0]
-        position = 0
-        if against is not None:
+        against, position, reach = None, 0, 0
+        if base is not None:
+            against = self._learn(base)[0]
             before = self._files.get(newest) if newest is not None else None
             position = 1 + max(self._files[against].position, 0 if before is None else before.position)
-        file = ChainFile(written.stored_bytes, position, against, 0)
+            reach = position - self._files[against].position
         inode = inode_of(path)
         self._files.pop(inode, None)  # of a file that is gone
-        self._files[inode] = file
+        self._files[inode] = ChainFile(written.stored_bytes, position, against, 0)
         self._saved[path] = inode
-        self._written.append((self._reach(file), file.n_bytes))
+        self._sizes.append((reach, written.stored_bytes))
 
     def _learn(self, opened: Checkpoint) -> list[Inode]:
         """Take note of the files of a chain, nearest first."""
@@ -99,9 +197,107 @@ class RunFiles:
         order = sorted(self._files, key=lambda inode: inode == newest)
         return {inode: replace(self._files[inode], stays=stays.get(inode, 0)) for inode in order}, kept
 
+    # --- deleting -------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Delete the residuals of all but the newest files, whose steps are complete now.
+
+        Nothing goes where one of the newest cannot be opened with all that it needs; see `notes`.
+        """
+        saved = [*self._saved][-N_SETTLED:]
+        newest, older = saved[-self._n_exact :], saved[: -self._n_exact]
+        try:
+            for path in newest if older else ():
+                residual = residual_of(path)
+                open_checkpoint(residual if residual.exists() else path).close()
+            for path in older:
+                unlink_residuals(path)
+        except (OSError, CkptzError) as error:
+            self.notes.append(f"older files stay exact until the next save: {error}")
+
+    def remove(self, path: Path) -> None:
+        """Delete a file, and those bases of its folder that no file there needs any more.
+
+        Raises:
+            OSError: the file cannot be deleted.
+        """
+        with self._tidying:
+            self._unwanted.append(path.absolute())
+        if threading.get_ident() == self._writer:
+            self._tidy()
+        else:  # the next file may not have been begun
+            self._tidy(spared=[*self._saved][-1:])
+
+    def _tidy(self, spared: Sequence[Path] = ()) -> None:
+        """Delete what is unwanted, and then what only that needed; while a file is written, nothing."""
+        with self._tidying:
+            if self._is_writing:
+                return
+            gone = [path for path in self._unwanted if path not in spared]
+            self._unwanted = [path for path in self._unwanted if path in spared]
+            for path in gone:
+                unlink_residuals(path)
+                path.unlink(missing_ok=True)
+            for folder in dict.fromkeys(path.parent for path in gone):
+                self.notes += drop_unneeded(folder)
+
 
 def _is_there(path: Path, inode: Inode) -> bool:
     try:
         return inode_of(path) == inode
     except OSError:
         return False
+
+
+def drop_unneeded(folder: Path) -> tuple[str, ...]:
+    """Delete the bases in a folder that none of its other files is stored against.
+
+    Returns:
+        What the user should know: which files cannot be read, so that all bases stay.
+
+    Raises:
+        OSError: one cannot be deleted.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            files = {folder / entry.name for entry in entries if not entry.is_dir()}
+    except FileNotFoundError:
+        return ()
+    bases = {path for path in files if path.name.startswith(BASE_PREFIX) and path.name.endswith(SUFFIX)}
+    if not bases:
+        return ()
+    stays = what_stays(bases, files - bases, lambda path: _bases_of(path, files), lambda _: bases)
+    for path in stays.may_go:
+        path.unlink(missing_ok=True)
+    return stays.notes
+
+
+def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
+    """The file that another is stored against; raises if this cannot be told, or it is not in `files`."""
+    try:
+        facts = FileFacts.read(FileBytes(path))
+    except (OSError, CkptzError):
+        if _is_no_checkpoint(path):
+            return ()
+        raise
+    if facts is None or facts.base is None:
+        return ()
+    base = path.parent / facts.base.file
+    if base not in files:
+        raise MissingBaseError(f"its base {facts.base.title} is not here")
+    return (base,)
+
+
+def _is_no_checkpoint(path: Path) -> bool:
+    """Whether what cannot be read as a checkpoint is certainly none of ours."""
+    try:
+        if path.name.endswith(TEMPORARY_SUFFIX):  # somebody writes it, or was killed while doing so
+            return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
+        with contextlib.closing(FileBytes(path)) as file:
+            head = file.read(0, min(file.size, LENGTH_BYTES + 1)).tobytes()
+    except ConfigError:  # a pipe or a device
+        return True
+    except FileNotFoundError:  # deleted meanwhile; a link may lead to where nothing is mounted
+        return path.resolve().parent == path.parent.resolve()
+    is_named = path.name.endswith((SUFFIX, LIGHTNING_SUFFIX))
+    return head.startswith(TORCH_MAGIC) or not (is_named or head[LENGTH_BYTES:] == b"{")

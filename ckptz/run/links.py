@@ -16,36 +16,43 @@ from ckptz.format.byte_source import open_bytes
 from ckptz.format.envelope import read_envelope
 from ckptz.format.index import KEY_DIGEST
 from ckptz.format.reader import Container
-from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name
+from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name, open_checkpoint
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
 N_DIGITS: Final = 16  # of the index's digest, in such a name
 N_TOLD: Final = 8  # of a content id, where the name of the file stands beside
 
 
-def link_origin(origin: Path, content_id: str, folder: Path) -> Path:
-    """Give the weights that training began from a second name in a folder, a symbolic one where it must be.
+class Origin:
+    """The file of weights that training began from: what would be full files may be stored against it."""
 
-    Returns:
-        The name, which no other weights have.
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._content_id: str | None = None
 
-    Raises:
-        ConfigError: no reader would accept the name.
-        MissingBaseError: the file system cannot do that.
-    """
-    path = folder / base_file_name(Path(f"{BASE_PREFIX}{content_id[:N_TOLD]}-{origin.name}"))
-    if path.exists():
-        return path
-    try:
-        if path.is_symlink():  # it leads nowhere
-            path.unlink(missing_ok=True)
+    def open_in(self, folder: Path) -> Checkpoint:
+        """Open the file by a second name in a folder, which no other weights have.
+
+        Raises:
+            ConfigError: no reader would accept the name.
+            MissingBaseError: the file system cannot do that.
+        """
+        if self._content_id is None:
+            with contextlib.closing(open_checkpoint(self.path)) as opened:
+                self._content_id = opened.content_id()  # a plain file is read whole for it
+        name = f"{BASE_PREFIX}{self._content_id[:N_TOLD]}-{self.path.name}"
+        linked = folder / base_file_name(Path(name))
         try:
-            os.link(origin.resolve(), path)
-        except OSError:
-            path.symlink_to(origin.resolve())
-    except OSError as error:
-        raise MissingBaseError(f"{origin}: cannot be linked into {folder}: {error}") from error
-    return path
+            if linked.is_symlink() and not linked.exists():  # it leads nowhere
+                linked.unlink(missing_ok=True)
+            if not linked.exists():
+                try:
+                    os.link(self.path.resolve(), linked)
+                except OSError:
+                    linked.symlink_to(self.path.resolve())
+        except OSError as error:
+            raise MissingBaseError(f"{self.path}: cannot be linked into {folder}: {error}") from error
+        return open_checkpoint(linked)
 
 
 def digest_of(path: Path) -> str:

@@ -1,10 +1,11 @@
-"""Prunes the folder of a Checkpointer: from the steps that are kept to the fewest files. Rewrites none.
+"""Prunes the folder of a run: from the steps that are kept to the fewest files. Rewrites none.
 
 A file that no rule keeps is deleted, unless a kept one is stored against it, at whatever distance: then
-it is hidden, and goes when the last that needs it goes. Files are deleted from the newest step to the
-oldest, so at no moment does one lack its base, and a prune that was killed is finished by the next. The
-newest weights stay under every rule, whether they have a state or not, and without rules all do. A step
-of which a file cannot be read, or its base not be found, keeps every older step as it is; see keep.py.
+it stays, hidden in the folder of a Checkpointer, and goes when the last that needs it goes. Files are deleted
+from the newest step to the oldest, so at no moment does one lack its base, and a prune that was killed is
+finished by the next. The newest weights stay under every rule, whether they have a state or not, and without
+rules all do. A step of which a file cannot be read, or its base not be found, keeps every older step as it
+is, and of frameworks, whose files may need any other, every step; see keep.py.
 
 A residual makes a lossy file of a kept step exact. It is never hidden, and goes before all others.
 
@@ -15,17 +16,27 @@ as many of state; every further step that `every` or `best` keeps adds at most A
 from __future__ import annotations
 
 import contextlib
+import shutil
 import time
-from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
 
-from ckptz.errors import ConfigError, MissingBaseError
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
+from ckptz.format.byte_source import open_bytes
+from ckptz.format.index import BaseRef
+from ckptz.format.publish import abandoned
 from ckptz.pages.words import Report
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.links import BASE_PREFIX
-from ckptz.run.step_files import FileFacts, Listing, StepFile
+from ckptz.run.names import EXACT, Inode, inode_of, is_base_name, run_files, step_of
+from ckptz.run.step_files import FileFacts, FileKind, Listing, StepFile
 from ckptz.store.resolve import Path_
+
+# Files that are written into a step's folder last: without them it was not written to its end.
+LAST_FILES: Final = ("ckptz-index.json", "trainer_state.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,190 @@ class PruneReport(Report):
     notes: tuple[str, ...] = ()
 
 
+# --- the rule -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Unit:
+    """A file of a run, or a folder that is called after a step: it stays or goes as a whole."""
+
+    name: str  # within the run
+    step: int | None  # its step, or None
+    kind: FileKind | None = None  # what it holds of its step; None for all of it
+    is_residual: bool = False  # it makes another file exact
+    is_aside: bool = False  # it is there only for others: hidden, or a second name of a base
+    sizes: Mapping[Any, int] = field(default_factory=dict)  # of its files, each under one key in all units
+    ids: frozenset[str] = frozenset()  # content ids of what it holds
+    bases: tuple[BaseRef, ...] = ()  # what it is stored against and does not hold itself
+    places: frozenset[Path] = frozenset()  # where its files are, whatever links lead there
+    metric: float | None = None  # as it was recorded, or None
+    error: Exception | None = None  # why it cannot be read, or None
+
+
+Units = Sequence[Unit]
+
+
+def decide(
+    name: str, units: Units, policy: KeepPolicy, after: int | None = None
+) -> tuple[set[Unit], Units, Units, tuple[str, ...]]:
+    """Tell what stays of a run.
+
+    Args:
+        name: of the folder, for messages.
+        units: what there is.
+        policy: what is kept.
+        after: every step after this one goes.
+
+    Returns:
+        What the rules keep; what stays only because that is stored against it, by step; what goes, in this
+        order; and notes on what cannot be read.
+
+    Raises:
+        ConfigError: no step that can be read would be left before those after `after`.
+    """
+    later = {u for u in units if after is not None and u.step is not None and u.step > after}
+    rest = [u for u in units if u not in later]
+    seen = [u for u in rest if not u.is_residual and not u.is_aside]
+    weights_steps = {u.step for u in seen if u.kind != "state" and u.step is not None}
+    full_steps = weights_steps & {u.step for u in seen if u.kind != "weights"}
+    if later:
+        _check_goes_back(name, rest, weights_steps)
+    metrics = {u.step: u.metric for u in rest if u.step is not None and u.metric is not None}
+    full = policy.kept(full_steps, metrics)
+    # Without rules for weights, those that go on after the newest whole step are steps of their own: all of a
+    # folder that holds no state, what `compress` added to a run, or half of a save that was killed.
+    newest = -1 if policy.weights is not None or policy.keeps_all else max(full_steps, default=-1)
+    alone = (step for step in weights_steps if step > newest)
+    weights = full | (policy.weights or policy).kept(alone, metrics)
+    heads = policy.heads(full if full and policy.exact is not None else weights)
+    kept = {
+        u
+        for u in rest
+        if not u.is_aside
+        and (u.step is None or u.step in (heads if u.is_residual else full if u.kind == "state" else weights))
+    }
+    if policy.keeps_all:
+        kept.update(seen)
+    stays = what_stays(
+        units,
+        {*kept, *(u for u in rest if u.error and not u.is_residual)},  # residuals are dropped unread
+        _Bases(units).of,
+        # Without a step's metric or base, no older one may go.
+        lambda unit: [u for u in rest if unit.kind is None or (u.step or 0) <= (unit.step or 0)],
+    )
+    kept |= {u for u in stays.doubtful if not u.is_aside}
+
+    def order(u: Unit) -> tuple[bool, bool, int, bool, bool, bool]:
+        # Later steps go whole, the newest first, so that the newest that is left is exact at any moment. Of
+        # each step its weights go first, so that half of it is no step; and before all that go by rules,
+        # residuals.
+        is_later, step = u in later, u.step or 0
+        by_step = -step, u.is_residual, u.kind != "weights", u.is_aside
+        return not is_later, not is_later and not u.is_residual, *by_step
+
+    needed = sorted({*units} - kept - stays.may_go, key=lambda u: (u.step or 0, u.kind or "", u.name))
+    return kept, needed, sorted(stays.may_go, key=order), stays.notes
+
+
+def _check_goes_back(name: str, rest: Collection[Unit], steps: Collection[int]) -> None:
+    """Refuse to remove later steps unless there is one to go on from, which can be read."""
+    if not steps:
+        raise ConfigError(f"{name}: no step would be left to go on from; name one that is there")
+    newest = max(steps)
+    for unit in rest:
+        if unit.error is not None and unit.step == newest and not unit.is_residual:
+            raise ConfigError(
+                f"{name}: {unit.name} cannot be read, so the steps after {newest} stay; try again, or go "
+                f"back further: {unit.error}"
+            )
+
+
+class _Bases:
+    """Finds what units are stored against."""
+
+    def __init__(self, units: Units) -> None:
+        self._names = {unit.name: unit for unit in units}
+        self._is_any_unread = any(unit.error for unit in units)
+        self._holders: dict[str, list[Unit]] = {}
+        self._at: dict[Path, list[Unit]] = {}
+        for unit in units:
+            for content_id in unit.ids:
+                self._holders.setdefault(content_id, []).append(unit)
+            for place in unit.places:
+                self._at.setdefault(place, []).append(unit)
+
+    def of(self, unit: Unit) -> list[Unit]:
+        """List what a unit is a link to, and all that holds what one of its bases holds.
+
+        Raises if that cannot be told.
+        """
+        if unit.error is not None:
+            raise unit.error
+        found = [other for place in unit.places for other in self._at[place]]
+        for base in unit.bases:
+            named = self._names.get(base.file)
+            # Readers, too, look first for the name, and then for the content under any other.
+            if named is not None and (named.error or base.content_id in named.ids):
+                found.append(named)
+                continue
+            holders = [other for other in self._holders.get(base.content_id, ()) if other is not unit]
+            # What frameworks' runs are stored against may lie elsewhere; what a run began from is no step.
+            is_elsewhere = base.file.startswith(BASE_PREFIX) if unit.kind else not self._is_any_unread
+            if not holders and not is_elsewhere:
+                raise MissingBaseError(f"its base {base.file} is not here")
+            found += holders
+        return [other for other in found if other is not unit]
+
+
+def _check_best(name: str, policy: KeepPolicy, units: Units) -> None:
+    """Refuse to keep the best of steps that say nothing of it, as that would remove them all."""
+    if policy.best and all(unit.metric is None for unit in units):
+        raise ConfigError(f"{name}: no step here records a metric, so none is the best; keep steps otherwise")
+
+
+def _carry_out(
+    name: str,
+    units: Units,
+    policy: KeepPolicy,
+    after: int | None,
+    remove: Callable[[Unit], None] | None,
+    hide: Callable[[Unit], None] = lambda unit: None,
+) -> PruneReport:
+    """Delete and hide what a policy does not keep, unless `remove` is None, and report."""
+    start = time.perf_counter()
+    kept, needed, removed, notes = decide(name, units, policy, after)
+    if remove is not None:
+        for unit in removed:
+            remove(unit)
+        for unit in reversed(needed):
+            if not unit.is_aside:
+                hide(unit)
+    there = [(u, u.step) for u in kept if u.step is not None]
+    exact = {step for u, step in there if u.is_residual}
+    states, weights = (
+        {step for u, step in there if u.kind in (kind, None) and not u.is_residual}
+        for kind in ("state", "weights")
+    )
+    stays = {file: n for u in (*kept, *needed) for file, n in u.sizes.items()}
+    goes = {file: n for u in removed for file, n in u.sizes.items() if file not in stays}
+    return PruneReport(
+        folder=name,
+        steps=tuple(sorted(weights & states)),
+        weights_only=tuple(sorted(weights - states)),
+        exact=tuple(sorted(exact & weights & states)),
+        hidden=tuple(u.name for u in needed),
+        removed=tuple(u.name for u in removed),
+        kept_bytes=sum(stays.values()),
+        removed_bytes=sum(goes.values()),
+        dry_run=remove is None,
+        seconds=time.perf_counter() - start,
+        notes=notes,
+    )
+
+
+# --- the folder of a Checkpointer ---------------------------------------------------------------
+
+
 def prune(
     store: StepStore, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
@@ -74,149 +269,47 @@ def prune(
         ConfigError: no step that can be read would be left before those after `after`.
         OSError: the folder cannot be listed, or a file not be deleted; what is older than that stays.
     """
-    start = time.perf_counter()
     listing = store.listing()
-    later = {file for file in listing.sizes if after is not None and file.step > after}
-    rest = listing.without(later)
-    facts, unread = _facts_of(store, rest)
-    if later:
-        _check_goes_back(store.name, rest, unread)
-    kept, hidden, notes = _decide(rest, facts, unread, policy)
-    unneeded = {*later, *rest.sizes} - kept - hidden
-    # Later steps go whole, the newest first, so that the newest that is left is exact at any moment. Of each
-    # step its weights go first, so that half of it is no step; and before all that go by rules, residuals.
-    removed = sorted(later, key=lambda file: (-file.step, file.is_exact, file.kind != "weights"))
-    removed += sorted(
-        unneeded - later, key=lambda file: (not file.is_exact, -file.step, file.kind != "weights")
-    )
-    if not dry_run:
-        _carry_out(store, removed, hidden - listing.hidden, len(later))
-    states = {file.step for file in kept if file.kind == "state" and not file.is_exact}
-    weights = {file.step for file in kept if file.kind == "weights" and not file.is_exact}
-    removed_bytes = sum(listing.sizes[file] for file in removed)
-    return PruneReport(
-        folder=store.name,
-        steps=tuple(sorted(weights & states)),
-        weights_only=tuple(sorted(weights - states)),
-        exact=tuple(sorted({file.step for file in kept if file.is_exact} & weights & states)),
-        hidden=tuple(file.name for file in sorted(hidden)),
-        removed=tuple(file.name for file in removed),
-        kept_bytes=sum(listing.sizes.values()) - removed_bytes,
-        removed_bytes=removed_bytes,
-        dry_run=dry_run,
-        seconds=time.perf_counter() - start,
-        notes=notes,
-    )
-
-
-def _carry_out(
-    store: StepStore, removed: Sequence[StepFile], newly_hidden: Set[StepFile], n_later: int
-) -> None:
+    files = {file.name: file for file in listing.sizes}
+    units = _units_of(store, listing, after)
+    if dry_run:
+        return _carry_out(store.name, units, policy, after, None)
     store.check_lock()
-    n_before = n_later + sum(file.is_exact for file in removed[n_later:])
-    for file in removed[:n_before]:
-        store.remove(file)
-    for file in sorted(newly_hidden, reverse=True):
-        store.hide(file)
-    for file in removed[n_before:]:
-        store.remove(file)
-
-
-Facts = Mapping[StepFile, FileFacts]
-Unread = Mapping[StepFile, Exception]
-
-
-def _facts_of(store: StepStore, listing: Listing) -> tuple[Facts, Unread]:
-    """Read what each file says of itself, or why it cannot be read."""
-    facts: dict[StepFile, FileFacts] = {}
-    unread: dict[StepFile, Exception] = {}
-    for file, n_bytes in sorted(listing.sizes.items()):
-        try:
-            facts[file] = store.facts(file, n_bytes)
-        except Exception as error:  # stores behind URLs have errors of their own
-            unread[file] = error
-    return facts, unread
-
-
-def _check_goes_back(name: str, rest: Listing, unread: Unread) -> None:
-    """Refuse to remove later steps unless there is one to go on from, which can be read."""
-    if not rest.weights_steps:
-        raise ConfigError(f"{name}: no step would be left to go on from; name one that is there")
-    newest = rest.weights_steps[-1]
-    for file, error in unread.items():
-        if file.step == newest and not file.is_exact:
-            raise ConfigError(
-                f"{name}: {file.name} cannot be read, so the steps after {newest} stay; try again, or go "
-                f"back further: {error}"
-            )
-
-
-def _decide(
-    listing: Listing, facts: Facts, unread: Unread, policy: KeepPolicy
-) -> tuple[set[StepFile], set[StepFile], tuple[str, ...]]:
-    """(files that stay, files that stay only because those need them, notes)."""
-    metrics = {file.step: fact.metric for file, fact in facts.items() if fact.metric is not None}
-    full = policy.kept(listing.full_steps, metrics)
-    weights = full | _weights_kept(listing, metrics, policy)
-    kept = {StepFile(step, "state") for step in full} | {StepFile(step, "weights") for step in weights}
-    if policy.keeps_all:
-        kept |= {file for file in listing.sizes if not file.is_exact} - listing.hidden
-    heads = policy.heads(full if full and policy.exact is not None else weights)
-    kept |= {file for file in listing.sizes if file.is_exact and file.step in heads}
-    holders: dict[str, list[StepFile]] = {}
-    for file, fact in facts.items():
-        if not file.is_exact:
-            holders.setdefault(fact.content_id, []).append(file)
-    stays = what_stays(
-        listing.sizes,
-        {*kept, *(file for file in unread if not file.is_exact)},  # residuals are dropped unread
-        lambda file: _bases_of(file, facts, holders, unread),
-        # Without a step's metric or base, no older one may go.
-        lambda file: {other for other in listing.sizes if other.step <= file.step},
+    return _carry_out(
+        store.name,
+        units,
+        policy,
+        after,
+        remove=lambda unit: store.remove(files[unit.name]),
+        hide=lambda unit: store.hide(files[unit.name]),
     )
-    kept |= stays.doubtful - listing.hidden
-    return kept, set(listing.sizes) - kept - stays.may_go, stays.notes
 
 
-def _weights_kept(listing: Listing, metrics: Mapping[int, float], policy: KeepPolicy) -> set[int]:
-    """Steps of which the weights stay, state or not.
-
-    Without rules for weights, those that go on after the newest whole step are steps of their own: all of a
-    folder that holds no state, what `compress` added to a run, or half of a save that was killed.
-    """
-    if policy.weights is not None:
-        return policy.weights.kept(listing.weights_steps, metrics)
-    newest = -1 if policy.keeps_all else max(listing.full_steps, default=-1)
-    return policy.kept((step for step in listing.weights_steps if step > newest), metrics)
+def _units_of(store: StepStore, listing: Listing, after: int | None) -> list[Unit]:
+    """Read what each file says of itself, or why it cannot be read; those that go are not looked at."""
+    found = store.read_facts({f: n for f, n in listing.sizes.items() if after is None or f.step <= after})
+    return [
+        unit_of(file, n_bytes, found.get(file), is_hidden=file in listing.hidden)
+        for file, n_bytes in sorted(listing.sizes.items())
+    ]
 
 
-def _bases_of(
-    file: StepFile, facts: Facts, holders: Mapping[str, list[StepFile]], unread: Unread
-) -> list[StepFile]:
-    """List the files that one may be stored against: all holders of the content that its base has."""
-    if file in unread:
-        raise unread[file]
-    fact = facts[file]
-    if fact.base is None or fact.base.file.startswith(BASE_PREFIX):  # what the run began from is no step
-        return []
-    named = StepFile.parse(fact.base.file)
-    if named is not None and named in unread:
-        return [named]
-    # Readers, too, look first for the name, and then for the content under any other.
-    found = [other for other in holders.get(fact.base.content_id, ()) if other != file]
-    if not found:
-        raise MissingBaseError(f"its base {fact.base.file} is not here")
-    return [named] if named is not None and named in found else found
-
-
-def check_best(name: str, policy: KeepPolicy, metrics: Collection[object]) -> None:
-    """Refuse to keep the best of steps that say nothing of it, as that would remove them all.
-
-    Raises:
-        ConfigError: names the folder.
-    """
-    if policy.best and not metrics:
-        raise ConfigError(f"{name}: no step here records a metric, so none is the best; keep steps otherwise")
+def unit_of(file: StepFile, n_bytes: int, found: FileFacts | Exception | None, *, is_hidden: bool) -> Unit:
+    """Describe a file of a step by what it says of itself, or the error of reading that."""
+    facts = found if isinstance(found, FileFacts) else None
+    return Unit(
+        name=file.name,
+        step=file.step,
+        kind=file.kind,
+        is_residual=file.is_exact,
+        is_aside=is_hidden,
+        sizes={file.name: n_bytes},
+        # Nothing is stored against a residual, whose values other files may have, too.
+        ids=frozenset() if facts is None or file.is_exact else frozenset({facts.content_id}),
+        bases=() if facts is None or facts.base is None else (facts.base,),
+        metric=None if facts is None else facts.metric,
+        error=found if isinstance(found, Exception) else None,
+    )
 
 
 def prune_folder(
@@ -233,7 +326,78 @@ def prune_folder(
             raise ConfigError(f"{store.name}: holds no steps of a Checkpointer; name the run's own folder")
         if not dry_run:
             store.lock()
-        if policy.best:
-            facts, _ = _facts_of(store, listing)
-            check_best(store.name, policy, {fact.metric for fact in facts.values()} - {None})
+        _check_best(store.name, policy, _units_of(store, listing, None))
         return prune(store, policy, after=after, dry_run=dry_run)
+
+
+# --- runs of frameworks, and of `compress` ------------------------------------------------------
+
+
+def prune_run(folder: Path, policy: KeepPolicy, *, after: int | None, dry_run: bool) -> PruneReport:
+    """Apply a policy to a run of the Trainer or Lightning, or to what `compress` made of several files.
+
+    Raises:
+        ConfigError: it holds no steps, or none with a metric for `best`, or none would be left; or there are
+            rules for weights alone.
+    """
+    units = _units_in(folder)
+    if policy.weights is not None:
+        raise ConfigError(f"{folder}: its files are whole checkpoints; leave out the rules for weights alone")
+    if not any(u.step is not None and not u.is_residual and not u.is_aside for u in units):
+        raise ConfigError(f"{folder}: holds no steps; name the run's own folder")
+    _check_best(str(folder), policy, [u for u in units if after is None or (u.step or 0) <= after])
+
+    def remove(unit: Unit) -> None:
+        path = folder / unit.name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:  # of a link, the link
+            path.unlink(missing_ok=True)
+
+    return _carry_out(str(folder), units, policy, after, None if dry_run else remove)
+
+
+def _units_in(folder: Path) -> list[Unit]:
+    """The checkpoints of a folder, and what is there for their sake."""
+    files: dict[Path, list[Path]] = {}
+    for path in run_files(folder, with_links=True):
+        files.setdefault(path if path.parent == folder else path.parent, []).append(path)
+    units = [_unit_at(path, found) for path, found in files.items()]
+    steps = {path.name: path for path, found in files.items() if path != found[0]}
+    for name in LAST_FILES:
+        is_whole = {step: (path / name).exists() for step, path in steps.items()}
+        if any(is_whole.values()):  # as other steps of the run have it
+            error = CorruptionError(f"has no {name}, as of a save that was cut off")
+            units = [unit if is_whole.get(unit.name, True) else replace(unit, error=error) for unit in units]
+    left = [path for where in (folder, *steps.values()) for path in abandoned(where)]
+    names = {path: path.relative_to(folder).as_posix() for path in left}
+    return units + [Unit(name=names[path], step=None, is_aside=True, sizes=_sizes([path])) for path in left]
+
+
+def _sizes(files: Sequence[Path]) -> dict[Inode, int]:
+    return {inode_of(file): file.stat().st_size for file in files}
+
+
+def _unit_at(path: Path, files: Sequence[Path]) -> Unit:
+    """Describe a file, or the folder of several."""
+    unit = Unit(
+        name=path.name,
+        step=step_of(files[0]),
+        is_residual=EXACT in path.name,
+        is_aside=is_base_name(path),
+        sizes=_sizes(files),
+        places=frozenset(file.resolve() for file in files),
+    )
+    try:
+        facts = [(file, found) for file in files if (found := FileFacts.read(open_bytes(file))) is not None]
+    except (CkptzError, OSError) as error:
+        return replace(unit, error=error)
+    ids = frozenset(found.content_id for _, found in facts)
+    steps = (step_of(file, found.step, found.metadata) for file, found in facts)
+    return replace(
+        unit,
+        step=next((step for step in steps if step is not None), None),
+        ids=ids,
+        bases=tuple(f.base for _, f in facts if f.base is not None and f.base.content_id not in ids),
+        metric=next((found.metric for _, found in facts if found.metric is not None), None),
+    )

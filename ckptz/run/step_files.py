@@ -21,6 +21,7 @@ from ckptz.store.resolve import open_file
 FileKind = Literal["weights", "state"]
 KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
 OWNER: Final = "step-"  # begins the names of temporary files
+ABANDONED_SECONDS: Final = 3600.0  # after which nobody writes to an unfinished file any more
 METRIC_KEY: Final = "metric"  # in the metadata of weights: the metric that `save` was given
 POSITION_KEY: Final = "since_anchor"  # in the metadata of both
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with

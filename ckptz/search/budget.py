@@ -47,10 +47,9 @@ SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
 _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
 ALLOWED: Final = 2.0  # of the budget, for half the mean square: see docs/search.md
 RESOLVED: Final = 0.5  # of the budget: with a larger standard error the mean does not decide
-HEALED: Final = (
-    2  # restarts, which lose at least what ten do together: training undoes most; see docs/search.md
-)
-SURE: Final = 3.0  # standard errors: what is beyond the budget by more is no chance, however few the answers
+# Restarts that share a budget at most: training undoes most of a loss before the next; see docs/search.md.
+HEALED: Final = 2
+SURE: Final = 3.0  # standard errors: a change beyond the budget by more is no chance, however few the answers
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -135,31 +135,27 @@ def measure(
     return tuple(budget.read(results[id(budget.quality)]) for budget in budgets)
 
 
-# --- files that are measured ------------------------------------------------------------------------
+@contextlib.contextmanager
+def opened_trial(
+    path: Path, base_paths: Sequence[Path], search_path: Sequence[Path]
+) -> Iterator[Mapping[str, TensorSource]]:
+    """Open a file that was just written, for its tensors by name.
 
-
-@dataclass(frozen=True, slots=True)
-class TrialFile:
-    """A written file that is to be measured."""
-
-    path: Path  # the file
-    # what its deltas are made from; of several files, each has other tensors
-    base_paths: tuple[Path, ...] = ()
-    search_path: tuple[Path, ...] = ()  # folders to look for the base's own bases in
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Mapping[str, TensorSource]]:
-        """Open the file, for its tensors by name."""
-        with contextlib.ExitStack() as held:
-            file = held.enter_context(contextlib.closing(open_file(FileBytes(self.path))))
-            # It was written against these very bases, which need not be read to know that they are the ones.
-            if isinstance(file, Container) and file.index.base is not None:
-                bases: dict[str, TensorSource] = {}
-                for path in self.base_paths:
-                    base = held.enter_context(contextlib.closing(open_checkpoint(path, self.search_path)))
-                    bases |= base.tensors
-                file.bases = bases
-            yield file.tensors
+    Args:
+        path: the file.
+        base_paths: what its deltas are made from; of several files, each has other tensors.
+        search_path: folders to look for the bases of these in.
+    """
+    with contextlib.ExitStack() as held:
+        file = held.enter_context(contextlib.closing(open_file(FileBytes(path))))
+        # It was written against these very bases, which need not be read to know that they are the ones.
+        if isinstance(file, Container) and file.index.base is not None:
+            bases: dict[str, TensorSource] = {}
+            for base_path in base_paths:
+                base = held.enter_context(contextlib.closing(open_checkpoint(base_path, search_path)))
+                bases |= base.tensors
+            file.bases = bases
+        yield file.tensors
 
 
 # --- the judge -----------------------------------------------------------------------------------
@@ -251,7 +247,7 @@ class Judge:
     """Says what a trial used of its budgets."""
 
     yardsticks: tuple[Yardstick, ...]  # one for each budget, at least one
-    measure: Callable[[TrialFile], Readings]
+    measure: Callable[[Mapping[str, TensorSource]], Readings]  # of decoded tensors, by name
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:
@@ -322,12 +318,7 @@ def judge_of(
     )
     if repeats:
         _check_repeats(ready, yardsticks, scope, tensors, run)
-
-    def read(file: TrialFile) -> Readings:
-        with file.opened() as decoded:
-            return measure(ready, scope, decoded, run)
-
-    return Judge(yardsticks, read)
+    return Judge(yardsticks, lambda decoded: measure(ready, scope, decoded, run))
 
 
 def _check_repeats(

@@ -239,7 +239,7 @@ def _log_shares(logits: Logits) -> Reals:
 
 
 def _divergence(exact: Reals, found: Reals) -> float:
-    """Sum over positions; entries that the exact model excludes count nothing."""
+    """Sum the divergence over positions; entries that the exact model excludes count nothing."""
     shares = np.exp(exact)
     apart = np.subtract(exact, found, out=np.zeros_like(exact), where=shares > 0)
     return float(np.vdot(shares, apart))

@@ -33,6 +33,7 @@ from ckptz.methods.method import Method, Recipe
 from ckptz.state.roles import Role
 
 FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables
+Parts = tuple[Counts, Counts, Counts]  # occurrences [n_base_codes, n_buckets]: free, pruned, kept
 CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
 
 
@@ -49,20 +50,20 @@ class Profile:
     below: Counts  # occurrences in all bands before one [n_base_codes, n_bands + 1, n_buckets]
     pattern_bytes: int  # width of a unit
     # those that were asked for before
-    cuts: dict[Partitions, tuple[Cut, _Parts]] = field(default_factory=dict)
+    cuts: dict[Partitions, tuple[Cut, Parts]] = field(default_factory=dict)
 
     def n_bytes(self, wanted: Partitions) -> float:
         """Predict the size of the tensor's frame in bytes."""
         if self.ranked is None:
             wanted = wanted.by_magnitude()
         cut, parts = self._cut(wanted)
-        left = parts.free.sum(axis=0)
+        left = parts[0].sum(axis=0)
         levels = fit_levels(self.values[left > 0], left[left > 0], wanted, cut)
         counts, kept = self._coded(parts, levels, cut)
         n_bytes = _code_bytes(counts) + 4 * len(levels) + CHUNK_BYTES * n_chunks_of(self.histogram.n_values)
         return n_bytes + self._kept_bytes(kept, wanted)
 
-    def _cut(self, wanted: Partitions) -> tuple[Cut, _Parts]:
+    def _cut(self, wanted: Partitions) -> tuple[Cut, Parts]:
         """Find the thresholds that cut the tensor, and count its parts, whatever the number of levels."""
         shares = replace(wanted, levels=0)
         if shares not in self.cuts:
@@ -70,8 +71,8 @@ class Profile:
             self.cuts[shares] = cut, self._parts(cut)
         return self.cuts[shares]
 
-    def _parts(self, cut: Cut) -> _Parts:
-        """Count what sensitivity prunes, keeps and leaves; its thresholds are ends of bands."""
+    def _parts(self, cut: Cut) -> Parts:
+        """Count what sensitivity leaves to values, what it prunes and keeps; its thresholds end bands."""
         by_sensitivity = cut.by_sensitivity
         n_pruned = int(np.searchsorted(self.bands, by_sensitivity.floor, side="right"))
         first_kept = 1 + int(np.searchsorted(self.bands, by_sensitivity.ceiling, side="left"))
@@ -82,23 +83,24 @@ class Profile:
             at_zero = self.below[:, np.searchsorted(self.bands, 0.0, side="right")]
             stays = at_zero * (np.abs(self.values) > by_sensitivity.floor_at_zero)
             free, pruned = free + stays, pruned - stays
-        return _Parts(free, pruned, kept)
+        return free, pruned, kept
 
-    def _coded(self, parts: _Parts, levels: NDArray[np.float64], cut: Cut) -> tuple[Counts, Counts]:
-        """Occurrences of each code [n_base_codes, 256], and of each bucket that is protected."""
+    def _coded(self, parts: Parts, levels: NDArray[np.float64], cut: Cut) -> tuple[Counts, Counts]:
+        """Count each code [n_base_codes, 256], and each bucket that is protected [n_buckets]."""
         cuts, codes = region_cuts(levels, cut)
         ends = np.append(np.searchsorted(self.values, cuts, side="left"), len(self.values))
         counts = np.zeros((len(self.below), 256), np.int64)
-        kept, escape, zero = parts.kept.sum(axis=0), len(levels), int(np.searchsorted(levels, 0.0))
+        all_free, all_pruned, all_kept = parts
+        kept, escape, zero = all_kept.sum(axis=0), len(levels), int(np.searchsorted(levels, 0.0))
         for code, begin, end in zip(codes, np.append(0, ends), ends, strict=False):
-            free, pruned = parts.free[:, begin:end], parts.pruned[:, begin:end]
+            free, pruned = all_free[:, begin:end], all_pruned[:, begin:end]
             counts[:, code] += free.sum(axis=1)
             counts[:, escape if code == escape else zero] += pruned.sum(axis=1)
             if code == escape:  # protecting goes before pruning
                 kept[begin:end] += (free + pruned).sum(axis=0)
-        counts[:, escape] += parts.kept.sum(axis=1)
+        counts[:, escape] += all_kept.sum(axis=1)
         for cut_at, end, lower, upper in zip(cuts, ends.tolist(), codes, codes[1:], strict=False):
-            self._split(counts, parts.free, (cut_at, end), (lower, upper))
+            self._split(counts, all_free, (cut_at, end), (lower, upper))
         return counts, kept
 
     def _split(self, counts: Counts, free: Counts, cut: tuple[float, int], codes: tuple[int, int]) -> None:
@@ -121,30 +123,21 @@ class Profile:
                 counts[:, other] += moved
 
     def _kept_bytes(self, kept: Counts, wanted: Partitions) -> float:
-        """Size of protected values: the planes that a bucket tells, and those below it as they are."""
+        """Predict the bytes of protected values: the planes of their buckets, and those below as they are."""
         planes = (self.buckets >> 8, self.buckets & 0xFF)
         n_bytes = sum(_plane_bytes(np.bincount(plane, kept, 256).astype(np.int64)) for plane in planes)
         n_raw = 0 if wanted.protect_as_bf16 else self.pattern_bytes - 2
         return n_bytes + n_raw * int(kept.sum())
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
-    """Occurrences [n_base_codes, n_buckets] of what is left to values, and of what sensitivity takes."""
-
-    free: Counts
-    pruned: Counts
-    kept: Counts
-
-
 def _plane_bytes(counts: Counts) -> float:
-    """Size of a small stream with a table of its own, or as it is."""
+    """Predict the bytes of a small stream, with a table of its own or as it is."""
     n = int(counts.sum())
     return min(entropy_bits(counts[None]) / 8 + len(pack_table(normalise(counts))), n) if n else 0.0
 
 
 def _code_bytes(counts: Counts) -> float:
-    """Size of codes with tables by context of the base, or with one table, as the planner would choose."""
+    """Predict the bytes of codes, with tables by context of the base or with one, as the planner would."""
     used = np.flatnonzero(counts.any(axis=1))
     found = ContextCounts(used, counts[used])
     if len(counts) > 1 and entropy_bits(found.counts) < entropy_bits(found.total[None]):
@@ -178,7 +171,7 @@ def predicted_sizes(
 
 
 def _sizes_of(tensor: TensorToEncode, role: Role, configs: Sequence[Method]) -> NDArray[np.float64]:
-    """Size of one tensor's frame for each configuration."""
+    """Predict the bytes of one tensor's frame for each configuration."""
     source = tensor.source
     recipes = [config.recipe(role, source.dtype, source.shape) for config in configs]
     profile = _profile(tensor, {wanted for recipe in recipes if (wanted := recipe.partitions) is not None})
@@ -192,7 +185,7 @@ def _sizes_of(tensor: TensorToEncode, role: Role, configs: Sequence[Method]) -> 
 
 
 def _encoded_bytes(tensor: TensorToEncode, recipe: Recipe) -> float:
-    """Size of a frame of which the first chunk is encoded; the others are taken to be as large."""
+    """Encode the first chunk of a tensor, and take the others to be as large."""
     source, n_patterns = tensor.source, tensor.source.n_patterns
     if not n_patterns:
         return 0.0

@@ -27,14 +27,7 @@ from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in
-from ckptz.search.evaluation import (
-    Judge,
-    Readings,
-    Scope,
-    TrialFile,
-    is_of_training,
-    judge_of,
-)
+from ckptz.search.evaluation import Judge, Readings, Scope, is_of_training, judge_of, opened_trial
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     CLOSE_LATER,
@@ -303,7 +296,8 @@ class Searcher:
         """Write a configuration and measure it; keep it if it is the best so far."""
         start = time.perf_counter()
         trial, written = self._write(config), time.perf_counter()
-        readings = self.judge.measure(TrialFile(trial.path, self.run.base_paths, self.run.search_path))
+        with opened_trial(trial.path, self.run.base_paths, self.run.search_path) as decoded:
+            readings = self.judge.measure(decoded)
         evaluation_seconds = time.perf_counter() - written
         judgements = self.judge.judgements(readings)
         used = max(math.inf if one.used is None else one.used for one in judgements)

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol, Self
+from typing import Final, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,18 +39,9 @@ Predict = Callable[[Method], float]
 Try = Callable[[Method, str], Outcome]
 
 
-class Strategy(Protocol):
-    """Decides what to try next; `name` is reported with each trial."""
-
-    @property
-    def name(self) -> str: ...
-
-    def propose(self, history: History) -> Method | None:
-        """Propose what to try next, or None if nothing is left to learn.
-
-        `history` is what was tried, in order, by other strategies too.
-        """
-        ...
+# Each has a name, which is reported with a trial, and `propose(history)`: what to try next after all that was
+# tried, in order, by other strategies too; None if nothing is left to learn.
+Strategy: TypeAlias = "Guided | Neighbourhood | OneKnob"
 
 
 def best_of(history: History) -> Outcome | None:
@@ -186,7 +177,7 @@ def _beside(points: _Points, history: History, best: Outcome) -> Method | None:
 
 
 def _middle(points: _Points, left: NDArray[np.int64]) -> int:
-    """The point that excludes most whichever way it turns out; of several the smallest."""
+    """Find the point that excludes most whichever way it turns out; of several the smallest."""
     if_broken = points.is_beyond[np.ix_(left, left)].sum(axis=0)
     sizes = points.sizes[left]
     if_kept = len(left) - np.searchsorted(np.sort(sizes), sizes, side="left")

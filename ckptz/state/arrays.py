@@ -15,7 +15,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
@@ -170,7 +170,7 @@ def _window(bounds: Sequence[tuple[int, int, int, bool]], shape: Shape) -> tuple
 
 
 def _items(index: Any, n_dims: int) -> list[Any]:
-    """One item a dimension, as far as the index goes; its ellipsis is spelled out."""
+    """Give one item for each dimension that the index names; slices stand in for an ellipsis."""
     if isinstance(index, list):
         if index:
             raise CkptzError("Non empty lists are not implemented; take a slice, an int or an ellipsis")
@@ -192,7 +192,7 @@ def _as_int(item: Any) -> int | None:
 
 
 def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
-    """An index from the start, or a slice's numbers; bounds are not compared to the size yet."""
+    """Read one item as an index counted from the start, or as start, stop and step of a slice."""
     if not isinstance(item, slice):
         number = _as_int(item)
         if number is None:
@@ -227,7 +227,7 @@ def _spelled(pick: int | _Bounds) -> str:
 
 
 def _in_range(pick: int | _Bounds, dim: int, size: int, spelled: str) -> tuple[int, int, int, bool]:
-    """(start, stop, step, whether the dimension stays)."""
+    """Give (start, stop, step, whether the dimension stays) of an item, and refuse what is out of range."""
     start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
     start, stop = start or 0, size if stop is None else stop
     if start >= size or stop > size:
@@ -270,26 +270,6 @@ class Selection:
     then: Callable[[Any], Any] | None = None
 
 
-class Framework(Protocol):
-    """Makes tensors of one framework."""
-
-    def shape_of(self, dtype: DType, shape: Shape) -> Shape:
-        """Give the shape of the framework's tensor; another one where it packs several elements into one."""
-
-    def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Patterns]:
-        """Make a tensor of this (framework's) shape that holds nothing yet, and its patterns to be written.
-
-        Raises:
-            DTypeError: the framework has no such dtype.
-        """
-
-    def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
-        """Tell what `index` picks from a tensor, with the errors of the framework for what it refuses."""
-
-    def finish(self, tensor: Any) -> Any:
-        """Bring the tensor where the caller wants it."""
-
-
 def patterns_per_element(dtype: DType) -> int:
     """Count the patterns in one element; the framework packs types smaller than a byte into patterns."""
     return max(dtype.bits // (8 * dtype.pattern_bytes), 1)
@@ -314,22 +294,32 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
         ) from None
 
 
-@dataclass(frozen=True, slots=True)
-class NumpyArrays:
-    """Makes numpy arrays; see `Framework`."""
+class Framework:
+    """Makes numpy arrays; a subclass makes the tensors of another framework."""
+
+    __slots__ = ()
 
     def shape_of(self, dtype: DType, shape: Shape) -> Shape:
+        """Give the shape of the framework's tensor; another one where it packs several elements into one."""
+        del dtype
         return shape
 
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Patterns]:
+        """Make a tensor of this (framework's) shape that holds nothing yet, and its patterns to be written.
+
+        Raises:
+            DTypeError: the framework has no such dtype.
+        """
         array = np.empty(shape, numpy_dtype(dtype))
         return array, array.reshape(-1).view(PATTERN_TYPES[dtype.pattern_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
+        """Tell what `index` picks from a tensor, with the errors of the framework for what it refuses."""
         window, kept = select(index, shape)
         return Selection(window.widened(patterns_per_element(dtype)), kept)
 
     def finish(self, tensor: Any) -> Any:
+        """Bring the tensor where the caller wants it."""
         return tensor
 
 
@@ -414,6 +404,6 @@ def framework(name: str, device: str | int, backend: str) -> Framework:
             f"framework {name!r}: ckptz makes PyTorch tensors and numpy arrays; open with 'np' and convert"
         )
     if name == "numpy":
-        return NumpyArrays()  # they live on the CPU, and both backends slice alike
+        return Framework()  # they live on the CPU, and both backends slice alike
     made: Framework = importlib.import_module("ckptz.state.torch").TorchTensors(device, backend == "pread")
     return made

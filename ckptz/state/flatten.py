@@ -10,6 +10,7 @@ there, and the memory that the process needs of its own does not grow with the c
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import mmap
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
 from ckptz.format.dtypes import DTYPE_NAMES, DTYPES, DType
 from ckptz.format.index import RESERVED_PREFIX
-from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, TensorSource
 from ckptz.kernels.floats import Patterns
 from ckptz.state.arrays import c_strides
 from ckptz.state.skeleton import (
@@ -111,21 +112,6 @@ class Geometry:
 
 
 @dataclass(frozen=True, slots=True)
-class StridedSource(TensorSource):
-    """A tensor whose elements do not lie in C order; `items` are its bit patterns, one integer each."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    items: NDArray[Any]
-
-    def patterns(self, begin: int, end: int) -> NDArray[Any]:
-        n_per_item = self.items.itemsize // self.dtype.pattern_bytes
-        first, last = begin // n_per_item, -(-end // n_per_item)
-        patterns = self.items.flat[first:last].view(PATTERN_TYPES[self.dtype.pattern_bytes])
-        return patterns[begin - first * n_per_item : end - first * n_per_item]
-
-
-@dataclass(frozen=True, slots=True)
 class Flat:
     """A nested state taken apart."""
 
@@ -151,11 +137,7 @@ class _Leaf:
         return self.tensor.requires_grad, type(self.tensor).__name__ == "Parameter"
 
 
-def flatten(
-    state: Any,
-    n_outer: int = 0,
-    taken: Collection[str] = (),
-) -> Flat:
+def flatten(state: Any, n_outer: int = 0, taken: Collection[str] = ()) -> Flat:
     """Take a nested state apart; the tensors share its memory.
 
     Args:
@@ -189,7 +171,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _checked_tensor(value: Any, path: TreePath) -> Tensor:
-    # Only exact types: a subclass means what its code says it means.
+    # Only exact types: what a subclass means is in its code.
     if type_name(value) not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         refuse_leaf(value, path)
     tensor: Tensor = value
@@ -346,7 +328,15 @@ def _source(each: _Leaf) -> TensorSource:
         return ArraySource.from_buffer(dtype, g.shape, memory[g.begin : g.end])
     strides = tuple(stride * g.item_bytes for stride in g.strides)
     items: NDArray[Any] = np.ndarray(g.shape, PATTERN_TYPES[g.item_bytes], memory, g.begin, strides)
-    return StridedSource(dtype, g.shape, items)
+    return LazySource(dtype, g.shape, functools.partial(_in_order, items, dtype.pattern_bytes))
+
+
+def _in_order(items: NDArray[Any], pattern_bytes: int, begin: int, end: int) -> NDArray[Any]:
+    """Read patterns begin..end of elements that do not lie in C order, one integer each."""
+    n_per_item = items.itemsize // pattern_bytes
+    first, last = begin // n_per_item, -(-end // n_per_item)
+    patterns = items.flat[first:last].view(PATTERN_TYPES[pattern_bytes])
+    return patterns[begin - first * n_per_item : end - first * n_per_item]
 
 
 def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
@@ -522,8 +512,8 @@ class _MappedStorages:
 
         if key not in self._storages:
             at, n_bytes = self._regions[key]
-            # An empty region has the address of the next one, and torch.save takes those of one address
-            # for one memory; an empty tensor of its own has none.
+            # torch.save takes storages of one address for one. An empty region has the address of the next
+            # region, and an empty tensor of its own has none.
             region = (
                 torch.from_numpy(self._memory[at : at + n_bytes])
                 if n_bytes

@@ -33,7 +33,7 @@ MAX_NUMBER: Final = (1 << 63) - 1
 TreePath = tuple[str, ...]
 Leaf = Callable[[Any, TreePath], dict[str, Any]]
 _FLAGS: Final = frozenset({"requires_grad", "parameter"})
-# The kind of a node is the first field of these that it has: its required and optional fields.
+# Required and optional fields by kind of node. A node is of the first kind here that is one of its fields.
 _FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
     "view": (frozenset({"view", "dtype", "shape", "strides", "offset"}), _FLAGS),
     **{kind: (frozenset({kind}), frozenset()) for kind in (*KEY_KINDS, "tuple", "dict")},
@@ -221,7 +221,7 @@ class _Packer:
         return {"tuple": self.sequence(values, path)}
 
     def items(self, mapping: Mapping[Any, Any], path: TreePath) -> list[Any]:
-        # The key goes first: a label is only made of one that was found to be bounded.
+        # The key is checked first: to spell out one without bounds as a label could take for ever.
         seen = SeenKeys()
         return [
             [self.key(key, path, seen), self.node(value, (*path, label(key)))]

@@ -27,7 +27,7 @@ import torch
 from ckptz.errors import CorruptionError, DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, Patterns
-from ckptz.state.arrays import Selection, Shape, Window, patterns_per_element
+from ckptz.state.arrays import Framework, Selection, Shape, Window, patterns_per_element
 from ckptz.state.arrays import select as strict_select
 
 # numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
@@ -66,7 +66,7 @@ def stored_type(name: str, tensor: torch.Tensor) -> tuple[DType, Shape]:
 
 
 def _empty(dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """A CPU tensor, whatever the default device; a large one in numpy's memory, which has huge pages."""
+    """Make a CPU tensor, whatever the default device; a large one in numpy's memory, which has huge pages."""
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes < HUGE_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -76,8 +76,8 @@ def _empty(dtype: torch.dtype, shape: Shape) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class TorchTensors:
-    """Makes PyTorch tensors; see `ckptz.state.arrays.Framework`.
+class TorchTensors(Framework):
+    """Makes PyTorch tensors.
 
     Attributes:
         device: where they end up.
@@ -125,7 +125,7 @@ class TorchTensors:
 
 
 def _select(index: Any, shape: Shape) -> Selection:
-    # What an index says is asked of tensors on the CPU, wherever those end up that it picks from.
+    # The index is tried on tensors on the CPU, wherever the decoded tensor will be.
     index = tuple(map(_on_cpu, index)) if isinstance(index, tuple) else _on_cpu(index)
     items = index if isinstance(index, tuple) else (index,)
     if all(isinstance(item, _BASIC_ITEMS) and not isinstance(item, bool) for item in items):
@@ -133,7 +133,7 @@ def _select(index: Any, shape: Shape) -> Selection:
         return Selection(
             Window(int(view.storage_offset()), tuple(view.shape), view.stride()), tuple(view.shape)
         )
-    # PyTorch refuses what it refuses, at the cost of one byte per element of the result.
+    # PyTorch itself refuses a wrong index here, which takes one byte for each element of the result.
     torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
     return Selection(Window.whole(shape), shape, lambda tensor: tensor[index])
 
@@ -306,7 +306,7 @@ class Mover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # With each the one that it was made of, whose address nobody else has as long as it is there.
+        # The original is kept beside its copy, so that no other one gets its address meanwhile.
         self._memories: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

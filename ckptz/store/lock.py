@@ -117,7 +117,7 @@ class FileLock:
             if isinstance(error, BlockingIOError):
                 raise _refused(str(folder), text) from None
             raise
-        if os.fstat(self._descriptor).st_nlink == 1:  # another name of it may be of something else
+        if os.fstat(self._descriptor).st_nlink == 1:  # a file with several names may be the user's
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, Holder.this_process().pack(), 0)
         _held.add(self)
@@ -228,7 +228,7 @@ class Lease:
                 raise _refused(self._place.name, now)
 
     def _read(self) -> bytes | None:
-        """The lease; one without sense may be half of one that is held, and is waited for like any."""
+        """Read the lease. One that cannot be parsed may be half written, and counts as held."""
         try:
             with contextlib.closing(self._place.open(LEASE_NAME)) as file:
                 return file.read(0, file.size).tobytes()
@@ -328,8 +328,8 @@ class Spool:
 
 def _remove_abandoned(parent: Path) -> None:
     for folder in parent.glob(f"{PREFIX}*"):
-        # Another may be about to lock one that it just made: it has no lock file yet.
-        # Others write into the folder of temporary files, too: what is not ours is not touched.
+        # One without a lock file may have been made by a process that is just about to lock it. The folder
+        # of temporary files is shared, so that only folders of this user are removed.
         with contextlib.suppress(OSError, ConfigError):
             if not (folder / LOCK_NAME).exists():
                 continue

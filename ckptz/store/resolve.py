@@ -165,7 +165,7 @@ def missing_base(delta: str, ref: BaseRef, unusable: Sequence[str] = ()) -> Miss
 
 
 def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[Path]:
-    """Files that may be the base, the likely ones first."""
+    """Yield the files that may be the base, the likely ones first."""
     yield from (hinted for folder in folders if (hinted := folder / ref.file).is_file())
     for suffix in (SUFFIX, PLAIN_SUFFIX):
         for folder in folders:
@@ -176,7 +176,7 @@ def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[Path]:
 def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> bool:
     if isinstance(file, Container):
         return file.index.content_id == ref.content_id and file.index.depth < ref.depth
-    # A plain file says nothing of its values: read it all, but only if its tensors fit.
+    # A plain file records no content id: all of it is read, but only if its tensors fit.
     return fits(file, delta) and content_id_of(file.tensors) == ref.content_id
 
 
@@ -186,7 +186,7 @@ def fits(file: PlainFile, delta: Container) -> bool:
         found = file.tensors.get(name)
         if found is not None and (found.dtype, found.shape) == (source.dtype, source.shape):
             continue
-        with contextlib.suppress(CkptzError):  # a damaged frame is for whoever reads it
+        with contextlib.suppress(CkptzError):  # whoever reads a damaged frame is told
             if source.header.plan.needs_base:
                 return False
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptz.api.apply import State, live_tensors
 from ckptz.api.save import check_tensor_names, check_texts
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError, whole
+from ckptz.errors import ConfigError, CorruptionError, whole
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
@@ -24,7 +24,8 @@ from ckptz.parallel import Workers, jobs_of
 from ckptz.run.keep import KeepRules, what_stays
 from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
-from ckptz.store.resolve import MAX_DEPTH, open_checkpoint, open_file
+from ckptz.run.writer import write_against
+from ckptz.store.resolve import MAX_DEPTH, base_ref, open_checkpoint, open_file
 from ckptz.store.storage import place_of
 from ckptz.write.pipeline import Job, write
 
@@ -62,6 +63,7 @@ class _Last:
     step: int
     ref: BaseRef
     tensors: Mapping[str, TensorSource]
+    spare: Mapping[str, TensorSource]  # an older copy, whose memory may be written to
 
 
 class Publisher:
@@ -108,19 +110,13 @@ class Publisher:
         smallest: bool = False,
         jobs: int | None = None,
     ) -> None:
-        full_every = whole("full_every", full_every)
-        keep_full = None if keep_full is None else whole("keep_full", keep_full)
-        if not 1 <= full_every <= MAX_DEPTH:
-            raise ConfigError(f"full_every must be 1..{MAX_DEPTH}, got {full_every}")
-        if keep_full is not None and keep_full < 1:
-            raise ConfigError(f"keep_full must be at least 1, or None to keep all, got {keep_full}")
+        full_every = whole("full_every", full_every, 1, MAX_DEPTH)
+        keep_full = None if keep_full is None else whole("keep_full (or None for all)", keep_full, 1)
         self._place = place_of(folder_or_url)
         self._rule, self._keep_full = ChainRule(full_every, is_forked=False), keep_full
         self._config: Method = LOSSLESS if smallest else SPARSE
         self._jobs = jobs_of(jobs)
         self._base: _Last | None = None
-        self._snapshot: Snapshot = {}
-        self._spare: Snapshot = {}
 
     @property
     def step(self) -> int | None:
@@ -146,20 +142,17 @@ class Publisher:
         check_texts(metadata)
         versions = versions_in(self._place.sizes())
         step = self._checked_step(step, versions)
-        with Workers(self._jobs) as workers, self._base_in(versions) as (base, note):
-            snapshot = _copied(state_dict, self._spare, workers)
-            if base is not None and _layout(base.tensors) != _layout(snapshot):
-                base, note = None, "other tensors than in the step before, so this is a full file"
+        notes: list[str] = []
+        with Workers(self._jobs) as workers:
+            snapshot = _copied(state_dict, {} if self._base is None else self._base.spare, workers)
             job = Job(tensors=snapshot, metadata=metadata, step=step)
-            try:
-                written = self._write(job, base, self._is_full_due(base, versions), workers)
-            except (FormatError, MissingBaseError) as error:  # of the base: what is published is in memory
-                if base is None:
-                    raise
-                note, base = _not_led_on(base.step, error), None
-                written = self._write(job, None, True, workers)
-        self._advance(step, snapshot, written, base)
-        notes = (note, *self._retire())
+            written = write_against(
+                lambda held: self._open_base(snapshot, versions, notes, held),
+                lambda base: self._write(job, base, versions, workers),
+                notes,
+                f"step {newest_step(versions)} cannot be led on from, so this is a full file",
+            )
+        notes += self._retire()
         first = next(iter(written.values()))
         return Published(
             step=step,
@@ -168,7 +161,7 @@ class Publisher:
             tensor_bytes=first.original_bytes,
             content_id=first.content_id,
             seconds=time.perf_counter() - start,
-            note="; ".join(filter(None, notes)),
+            note="; ".join(notes),
         )
 
     def _checked_step(self, step: int | None, versions: list[Version]) -> int:
@@ -188,34 +181,23 @@ class Publisher:
             )
         return step
 
-    @contextlib.contextmanager
-    def _base_in(self, versions: list[Version]) -> Iterator[tuple[_Last | None, str]]:
-        """Find the base of the next delta, None for a full file, and a note for the user or an empty text."""
+    def _open_base(
+        self, snapshot: Snapshot, versions: list[Version], notes: list[str], held: contextlib.ExitStack
+    ) -> _Last | None:
+        """Give the base of the next delta; None for a full file. `notes` say why if it has other tensors."""
         newest = newest_step(versions)
         if newest is None:
-            yield None, ""
-            return
-        if self._base is not None and self._base.step == newest:
-            yield self._base, ""
-            return
-        with contextlib.ExitStack() as held:
-            base, note = None, ""
-            try:
-                base = held.enter_context(self._resumed(versions, newest))
-            except (CkptzError, OSError) as error:
-                note = _not_led_on(newest, error)
-            yield base, note
-
-    @contextlib.contextmanager
-    def _resumed(self, versions: list[Version], newest: int) -> Iterator[_Last]:
-        """Read back from the folder what an earlier publisher published last."""
-        files = route(versions, None, newest, self._place.name)
-        with (
-            self._place.fetched([version.name for version in files]) as folder,
-            contextlib.closing(open_checkpoint(folder / files[-1].name)) as checkpoint,
-        ):
-            ref = BaseRef(content_id=checkpoint.content_id(), file=files[-1].name, depth=checkpoint.depth + 1)
-            yield _Last(newest, ref, checkpoint.tensors)
+            return None
+        base = self._base
+        if base is None or base.step != newest:  # what an earlier publisher published last is read back
+            files = route(versions, None, newest, self._place.name)
+            folder = held.enter_context(self._place.fetched([version.name for version in files]))
+            opened = held.enter_context(contextlib.closing(open_checkpoint(folder / files[-1].name)))
+            base = _Last(newest, base_ref(opened), opened.tensors, {})
+        if _layout(base.tensors) == _layout(snapshot):
+            return base
+        notes.append("other tensors than in the step before, so this is a full file")
+        return None
 
     def _is_full_due(self, base: _Last | None, versions: list[Version]) -> bool:
         full_files = full_files_of(versions)
@@ -225,12 +207,12 @@ class Publisher:
         return self._rule.base_of(n_since + 1) is None
 
     def _write(
-        self, job: Job, base: _Last | None, with_full: bool, workers: Workers
+        self, job: Job, base: _Last | None, versions: list[Version], workers: Workers
     ) -> dict[Version, Written]:
         """Write the files of one step; they appear when all of them are written."""
         assert job.step is not None
         wanted: dict[Version, Job] = {}
-        if with_full:
+        if self._is_full_due(base, versions):
             wanted[Version(job.step, None)] = job
         if base is not None and base.ref.depth <= MAX_DEPTH:
             wanted[Version(job.step, base.step)] = replace(
@@ -247,16 +229,12 @@ class Publisher:
                 with contextlib.suppress(Exception):
                     self._place.remove(version.name)
             raise
+        # The next delta leads on from what was just published: from the full file if there is one.
+        version, first = next(iter(written.items()))
+        depth = base.ref.depth if base is not None and version.base is not None and first.n_deltas else 0
+        ref = BaseRef(first.content_id, version.name, depth + 1)
+        self._base = _Last(job.step, ref, job.tensors, {} if self._base is None else self._base.tensors)
         return written
-
-    def _advance(
-        self, step: int, snapshot: Snapshot, written: dict[Version, Written], base: _Last | None
-    ) -> None:
-        """The next delta leads on from what was just published: from the full file if there is one."""
-        version, one = next(iter(written.items()))
-        depth = base.ref.depth if base is not None and version.base is not None and one.n_deltas else 0
-        self._base = _Last(step, BaseRef(one.content_id, version.name, depth + 1), snapshot)
-        self._spare, self._snapshot = self._snapshot, snapshot
 
     def _retire(self) -> tuple[str, ...]:
         """Remove what is older than the full files to be kept, as far as these can be read; notes.
@@ -289,10 +267,6 @@ class Publisher:
             return ()
 
 
-def _not_led_on(step: int, error: Exception) -> str:
-    return f"step {step} cannot be led on from, so this is a full file: {error}"
-
-
 def _before(full: Version, versions: Sequence[Version]) -> list[Version]:
     """List the files that a follower needs only if it does not start from this full file."""
     return [one for one in versions if (one.step, one.base is None) < (full.step, True)]
@@ -302,13 +276,13 @@ def _layout(tensors: Mapping[str, TensorSource]) -> dict[str, tuple[str, tuple[i
     return {name: (source.dtype.name, tuple(source.shape)) for name, source in tensors.items()}
 
 
-def _copied(state: State, spare: Snapshot, workers: Workers) -> Snapshot:
+def _copied(state: State, spare: Mapping[str, TensorSource], workers: Workers) -> Snapshot:
     """A copy of a state in host memory, in that of an older copy where it fits."""
     live = live_tensors(state)
     snapshot = {}
     for name, source in live.items():
         shape, old = tuple(source.shape), spare.get(name)
-        if old is None or (old.dtype, old.shape) != (source.dtype, shape):
+        if not isinstance(old, ArraySource) or (old.dtype, old.shape) != (source.dtype, shape):
             n_patterns = source.dtype.n_patterns(shape)
             old = ArraySource(
                 source.dtype, shape, np.empty(n_patterns, PATTERN_TYPES[source.dtype.pattern_bytes])

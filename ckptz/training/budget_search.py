@@ -9,6 +9,7 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -21,6 +22,7 @@ from ckptz.methods.method import CALIBRATION, Method
 from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import OWNER, ChainRule, FileKind, StepFile
+from ckptz.run.writer import found_base
 from ckptz.search.budget import Budget, config_of, recorded_in
 from ckptz.search.evaluation import is_of_training
 from ckptz.search.run import SearchOptions, SearchReport, SearchRun, search_and_write
@@ -139,7 +141,8 @@ class BudgetSearch:
             ConfigError: an evaluation fails, or the snapshot has no quality to measure a drop from.
         """
         with contextlib.ExitStack() as held:
-            bases = {kind: held.enter_context(store.base(kind, rule, []))[0] for kind in self._kinds}
+            found = {kind: found_base(partial(store.open_base, kind, rule), held, []) for kind in self._kinds}
+            bases = {kind: None if one is None else one[0] for kind, one in found.items()}
             target = store.local_folder / file.name
             try:
                 report = self._search(state, calibration, target, bases, jobs)

@@ -19,12 +19,13 @@ from ckptz.encode.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
+from ckptz.format.written import Written
 from ckptz.guidance.trail import Trail
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import USUAL_RESTORES, Method, checked
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
-from ckptz.run.folder import StepStore, WrittenStep
+from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
 from ckptz.run.prune import prune
 from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
@@ -97,10 +98,6 @@ class SaveReport(Report):
     tensor_bytes: int
     notes: tuple[str, ...] = ()
     search: SearchReport | None = None
-
-
-def _notes(search: SearchReport) -> tuple[str, ...]:
-    return (*search.notes, *((NOTHING_KEPT,) * (not search.is_met)))
 
 
 class Checkpointer:
@@ -201,15 +198,9 @@ class Checkpointer:
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(keep, KeepPolicy):
             raise ConfigError(f"keep must be a KeepPolicy, got {keep!r}")
-        every = None if every is None else whole("every", every)
-        full_every = whole("full_every", full_every)
-        restores = None if restores is None else whole("restores", restores)
-        if every is not None and every < 1:
-            raise ConfigError(f"every must be at least 1, got {every}")
-        if not 1 <= full_every <= MAX_DEPTH:
-            raise ConfigError(f"full_every must be 1..{MAX_DEPTH}, got {full_every}")
-        if restores is not None and restores < 0:
-            raise ConfigError(f"restores must be at least 0, got {restores}")
+        every = None if every is None else whole("every", every, 1)
+        full_every = whole("full_every", full_every, 1, MAX_DEPTH)
+        restores = None if restores is None else whole("restores", restores, 0)
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
         self._extra_weights = (extra_weights,) if isinstance(extra_weights, str) else tuple(extra_weights)
@@ -223,8 +214,7 @@ class Checkpointer:
         self._frozen = FrozenId() if trainable_only else None
         self._calibration = calibration
         check_calibration(calibration, config if self._search is None else self._search.template)
-        self._every, self._is_background = every, background
-        self._on_save = on_save
+        self._every, self._is_background, self._on_save = every, background, on_save
         # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
         is_lossless = not config.is_lossy and budget is None
         self._rule = ChainRule(full_every, is_forked=is_lossless, kept=keep.by_kind)
@@ -290,10 +280,12 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
-            notes=() if search is None else _notes(search),
+            notes=() if search is None else (*search.notes, *((NOTHING_KEPT,) * (not search.is_met))),
             search=search,
         )
-        self._writer.start(f"step {step}", functools.partial(self._write, taken, method, metric, begun))
+        self._writer.start(
+            f"{self._store.name}: step {step}", functools.partial(self._write, taken, method, metric, begun)
+        )
         if not self._is_background:
             report = self._wait() or begun
             self._last = replace(report, stall_seconds=time.perf_counter() - start)
@@ -350,7 +342,7 @@ class Checkpointer:
             self._last, writer.result = writer.result, None
             self._at = self._last.step
         if (error := writer.error) is not None:
-            loss = _about(error, f"{self._store.name}: {writer.label} was not saved")
+            loss = _about(error, f"{writer.label} was not saved")
             self._at = writer.error = None
             raise loss from error
         return self._last
@@ -429,18 +421,19 @@ class Checkpointer:
         """Encode and write a snapshot; on the writer's thread."""
         start = time.perf_counter()
         self._snapshot.synchronize()
-        written = self._written(taken, method, metric, begun.step)
+        notes = [*begun.notes]
+        written = self._written(taken, method, metric, begun.step, notes)
         try:
-            pruned = prune(self._store, self._keep).notes
+            notes += prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
-            pruned = (f"older steps stay until the next save, because one cannot be removed: {error}",)
+            notes.append(f"older steps stay until the next save, because one cannot be removed: {error}")
         report = replace(
             begun,
             write_seconds=time.perf_counter() - start,
-            stored_bytes=written.stored_bytes,
-            exact_bytes=written.exact_bytes,
-            tensor_bytes=written.tensor_bytes,
-            notes=(*begun.notes, *written.notes, *pruned, *self._note_on_keep),
+            stored_bytes=sum(one.stored_bytes for one in written.values()),
+            exact_bytes=sum(one.stored_bytes for file, one in written.items() if file.is_exact),
+            tensor_bytes=sum(one.original_bytes for file, one in written.items() if not file.is_exact),
+            notes=(*notes, *self._note_on_keep),
         )
         if self._is_background:  # else training has waited longer when this has returned
             self._tell(report)
@@ -457,12 +450,14 @@ class Checkpointer:
             warnings.warn(what, RuntimeWarning, stacklevel=2)
 
     def _written(
-        self, state: StepState, method: LossSettings, metric: float | None, step: int
-    ) -> WrittenStep:
-        def write(jobs: int) -> WrittenStep:
+        self, state: StepState, method: LossSettings, metric: float | None, step: int, notes: list[str]
+    ) -> dict[StepFile, Written]:
+        def write(jobs: int) -> dict[StepFile, Written]:
             encoder = StepEncoder(state, step, metric, method, jobs, self._trail)
-            written = self._store.write(step, encoder, self._rule, with_exact=self._keep.exact != 0)
-            return replace(written, notes=(*written.notes, *encoder.notes))
+            is_exact = self._keep.exact != 0
+            written = self._store.write(step, encoder, self._rule, notes, with_exact=is_exact)
+            notes.extend(encoder.notes)
+            return written
 
         try:
             return write(self._jobs)

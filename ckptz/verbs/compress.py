@@ -14,13 +14,16 @@ from typing import Final
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
 from ckptz.foreign.folders import check_sharding, copy_carried, torch_names
-from ckptz.foreign.inputs import Input, checked_kind, join, open_input
-from ckptz.foreign.targets import (
+from ckptz.foreign.inputs import (
     FORCE,
+    Input,
     PathLike,
     check_carried,
     check_target,
+    checked_kind,
+    join,
     naming_output,
+    open_input,
     paths,
     places_for,
     stem_of,
@@ -170,6 +173,7 @@ def compress(
         found = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
         raise ConfigError(f"there are {found}; name a file for each input, in the same order")
     is_dry, steps = search is not None and search.is_dry_run, _steps_of(sources)
+    optimizer_of = dict(zip(sources, optimizers, strict=False))
     if chain and _has_steps(sources, steps):  # else they stay in the given order
         sources.sort(key=lambda source: steps[source])
     _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
@@ -186,7 +190,7 @@ def compress(
             force=force,
             search_path=paths(search_path),
             role_rules=role_rules,
-            optimizers=dict(zip(sources, optimizers, strict=False)),
+            optimizer_of=optimizer_of,
             param_names=_path(param_names),
             guide_files=guides,
             search=search,
@@ -364,7 +368,7 @@ class _Compression:
     force: bool
     search_path: list[Path]
     role_rules: Sequence[Rule]
-    optimizers: Mapping[Path, Path]  # by input
+    optimizer_of: Mapping[Path, Path]  # by input
     param_names: Path | None
     guide_files: SideInformationFiles
     search: SearchOptions | None
@@ -405,7 +409,7 @@ class _Compression:
         with contextlib.ExitStack() as held:
             opened = held.enter_context(contextlib.closing(open_input(source, self.search_path)))
             sources = _files_of(opened, source)
-            optimizer = self.optimizers.get(source)
+            optimizer = self.optimizer_of.get(source)
             if optimizer is not None and not any(is_same(optimizer, file) for file in sources):
                 beside = held.enter_context(contextlib.closing(open_input(optimizer)))
                 sources += _files_of(beside, optimizer)
@@ -415,7 +419,7 @@ class _Compression:
             read = {**own, **(base.files if base else {})}
             is_inside = source.is_dir() and place.suffix != SUFFIX  # the output is a folder, as the input is
             target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
-            for left in abandoned(target.parent) if self.resume else ():  # by one that was killed
+            for left in abandoned(target.parent) if self.resume else ():  # by a process that was killed
                 left.unlink(missing_ok=True)
             if self.resume and target.exists():
                 _check_made_from(opened, target, own)

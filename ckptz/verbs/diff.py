@@ -14,11 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, whole
-from ckptz.foreign.inputs import MODEL, Input, open_whole
-from ckptz.foreign.targets import PathLike, paths
+from ckptz.foreign.inputs import MODEL, Input, PathLike, open_whole, paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
-from ckptz.format.plan import Predictor
 from ckptz.format.reader import FrameSource, check_empty
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.kernels.clock import working_seconds
@@ -31,7 +29,6 @@ from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
-Codes = NDArray[np.uint8]
 Tensors = Mapping[str, TensorSource]
 MAX_SHOWN: Final = 80  # characters of a value
 _OURS: Final = (SUFFIX, PLAIN_SUFFIX)
@@ -46,7 +43,7 @@ class TensorDiff:
 
     name: str
     kind: Difference  # "retyped" has another dtype and the same shape
-    dtype_a: str | None = None  # safetensors' code in A; None for what is no tensor there
+    dtype_a: str | None = None  # safetensors' code in A; None where A has no such tensor
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
     shape_b: tuple[int, ...] | None = None
@@ -57,8 +54,6 @@ class TensorDiff:
     relative_change: float | None = None  # the same by the root mean square of A
     # infinities and NaN on either side, which changes leave out; not counted in equal tensors
     n_not_finite: int = 0
-    # share of the codes of a quantization map that differ, if both sides have one and no predictor
-    codes_moved: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +85,7 @@ class DiffReport(Report):
     changed_share: float | None  # share of bit patterns that differ, of all that could be compared
     max_change: float | None  # largest absolute difference
     relative_change: float | None  # rms change by rms, over the tensors that changed and have numbers
-    tensors: tuple[TensorDiff, ...]  # those that changed most first
+    tensors: tuple[TensorDiff, ...]  # of both; those that changed most come first
     n_values: int  # plain values of both together
     n_values_changed: int  # those that differ
     values: tuple[ValueDiff, ...]  # one for each of these
@@ -196,7 +191,7 @@ def _not_read(path: Path, inputs: Sequence[Input]) -> Iterator[str]:
 
 
 def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Paths of plain values, and what they are; tensors are left out."""
+    """Yield the path and the text of each plain value; tensors are left out."""
     if isinstance(node, dict | list | tuple) and node:
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _values(value, (*path, label(key)))
@@ -246,8 +241,6 @@ class _Totals:
     largest: float = 0.0
     error: float = 0.0
     power: float = 0.0
-    n_codes: int = 0
-    n_codes_moved: int = 0
 
     def add(self, other: _Totals) -> None:
         """Add the sums of other chunks."""
@@ -280,10 +273,7 @@ def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> di
 def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
     """Compare patterns begin..end of a pair."""
     pair, begin, end = chunk
-    sums, codes = _Totals(n_patterns=end - begin), _both_codes(*chunk)
-    if codes is not None:
-        sums.n_codes, sums.n_codes_moved = len(codes[0]), int(np.count_nonzero(codes[0] != codes[1]))
-    a, b = _both_patterns(*chunk)
+    sums, (a, b) = _Totals(n_patterns=end - begin), _both_patterns(*chunk)
     has_numbers = pair.a.dtype.name in NUMBERS and pair.b.dtype.name in NUMBERS
     if pair.is_same_type and a is not b:
         sums.n_changed = int(np.count_nonzero(a != b))
@@ -293,38 +283,19 @@ def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
 
 
 def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Patterns]:
-    """The patterns of both sides; the same array twice if the checksums say that they are equal."""
-    a, b = pair.a, pair.b
-    if not pair.is_same_type:
-        return a.patterns(begin, end), b.patterns(begin, end)
-    in_a, in_b = _recorded(a, begin), _recorded(b, begin)
-    if in_a is None and in_b is None:
-        return a.patterns(begin, end), b.patterns(begin, end)
-    if in_a is not None and in_b is not None:
-        patterns = a.patterns(begin, end)
-        return patterns, patterns if in_a == in_b else b.patterns(begin, end)
-    plain, coded = (a, b) if in_a is None else (b, a)
-    patterns = plain.patterns(begin, end)
-    other = patterns if xxh64(patterns) == (in_b if in_a is None else in_a) else coded.patterns(begin, end)
-    return (patterns, other) if in_a is None else (other, patterns)
+    """Read the patterns of both sides; the same array twice if the checksums say that they are equal."""
+    in_a, in_b = _recorded(pair.a, begin), _recorded(pair.b, begin)
+    if in_a is not None and in_b is None:  # what is not encoded is read first, and may spare the other
+        return _both_patterns(_Pair(pair.name, pair.b, pair.a), begin, end)[::-1]
+    patterns = pair.a.patterns(begin, end)
+    if pair.is_same_type and in_b is not None and in_b == (xxh64(patterns) if in_a is None else in_a):
+        return patterns, patterns
+    return patterns, pair.b.patterns(begin, end)
 
 
 def _recorded(source: TensorSource, begin: int) -> int | None:
-    """The checksum that a frame records of the chunk that begins here."""
+    """Give the checksum that a frame records of the chunk that begins here; None without a frame."""
     return source.header.chunks[begin // CHUNK_VALUES].decoded if isinstance(source, FrameSource) else None
-
-
-def _both_codes(pair: _Pair, begin: int, end: int) -> tuple[Codes, Codes] | None:
-    """Give the codes of both sides, if both have a quantization map and no predictor."""
-    if not (pair.is_same_type and isinstance(pair.a, FrameSource) and isinstance(pair.b, FrameSource)):
-        return None
-    plans = (pair.a.header.plan, pair.b.header.plan)
-    if any(plan.quant_map is None or plan.predictor is not Predictor.ZERO for plan in plans):
-        return None
-    a, b = pair.a.codes(begin, end), pair.b.codes(begin, end)
-    assert a is not None
-    assert b is not None
-    return a, b
 
 
 def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
@@ -343,7 +314,7 @@ def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -
 
 
 def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
-    """Absolute differences; those of integers are exact before they become doubles."""
+    """Give absolute differences; those of integers are exact before they become doubles."""
     if a.dtype == b.dtype and a.dtype.kind in "iu":
         unsigned = np.dtype(f"<u{a.itemsize}")
         return (np.maximum(a, b) - np.minimum(a, b)).view(unsigned).astype(np.float64)
@@ -351,7 +322,7 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _e4m3() -> NDArray[np.float32]:
-    """Value of each byte of F8_E4M3: no infinities, NaN where all bits but the sign are set."""
+    """Give the value of each byte of F8_E4M3: no infinities, NaN where all bits but the sign are set."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     size = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -403,12 +374,11 @@ def _tensor_diff(pair: _Pair, sums: _Totals) -> TensorDiff:
         rms_change=_finite(math.sqrt(sums.error / sums.n_numbers)) if has_numbers else None,
         relative_change=_relative(sums) if has_numbers else None,
         n_not_finite=0 if kind == "equal" else sums.n_not_finite,
-        codes_moved=sums.n_codes_moved / sums.n_codes if sums.n_codes else None,
     )
 
 
 def _finite(value: float) -> float | None:
-    """None for what exceeds a double."""
+    """Give None for what exceeds a double."""
     return value if math.isfinite(value) else None
 
 

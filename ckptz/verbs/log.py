@@ -11,8 +11,7 @@ from typing import Literal
 
 from ckptz.api.describe import InspectReport, described
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.foreign.inputs import checked_kind
-from ckptz.foreign.targets import PathLike, paths
+from ckptz.foreign.inputs import PathLike, checked_kind, paths
 from ckptz.format.byte_source import is_folder, naming_urls, open_bytes, path_of
 from ckptz.format.envelope import PlainFile
 from ckptz.format.index import BaseRef, QualityRecord
@@ -87,7 +86,7 @@ class LogEntry:
     quality: tuple[QualityRecord, ...] = ()  # what was promised and measured when it was written
     metric: float | None = None  # of its step, as given to the `save` of a Checkpointer
     note: str | None = None  # what is wrong or uncertain, or None
-    # whether it is here for others alone: no keep rule holds its step, or the step is beside it as a whole
+    # whether only other files need it: no keep rule holds its step, or the whole step stands beside it
     is_hidden: bool = False
 
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from ckptz.api.read import decoded_chunks
 from ckptz.encode.restored import CachedTensor
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.foreign.inputs import checked_kind
-from ckptz.foreign.targets import PathLike, check_target, file_path, naming_output, paths
+from ckptz.foreign.inputs import PathLike, check_target, checked_kind, file_path, naming_output, paths
 from ckptz.format.byte_source import FileBytes, path_of
 from ckptz.format.publish import publish
 from ckptz.format.reader import Container, FrameSource

@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 
 from ckptz.api.describe import InspectReport
 from ckptz.errors import CkptzError, ConfigError, FormatError
-from ckptz.foreign.inputs import open_input
-from ckptz.foreign.targets import PathLike, check_target, file_path, naming_output, paths
+from ckptz.foreign.inputs import PathLike, check_target, file_path, naming_output, open_input, paths
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.pages.page import MARK, page
@@ -167,7 +166,7 @@ def _check_output(output: Path, read: Sequence[Path], force: bool) -> None:
 
 
 def _by_kind(given: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]:
-    """Folders, files of tensors, and documents."""
+    """Sort paths into folders, files of tensors, and documents."""
     for path in given:
         path.stat()  # says so where nothing is there
     folders = [path for path in given if path.is_dir()]

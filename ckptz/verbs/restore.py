@@ -15,14 +15,17 @@ from ckptz.errors import ConfigError, LimitError, WriteError, real
 from ckptz.foreign import torch_files
 from ckptz.foreign.dcp import write_dcp
 from ckptz.foreign.folders import packed_in, write_folder, written_files
-from ckptz.foreign.inputs import Input, beside_weights, is_trainer_folder, open_input
-from ckptz.foreign.targets import (
+from ckptz.foreign.inputs import (
+    Input,
     PathLike,
     beside,
+    beside_weights,
     check_carried,
     check_holds,
     check_target,
+    is_trainer_folder,
     naming_output,
+    open_input,
     paths,
     places_for,
     stem_of,
@@ -153,7 +156,7 @@ def _of_trainer(
     *,
     force: bool,
 ) -> _Restoration:
-    """A checkpoint of our Trainer, which becomes the folder that the plain one writes."""
+    """Plan a checkpoint of our Trainer, which becomes the folder that the plain one writes."""
     if output is None or to is not None:
         raise ConfigError(
             f"{path}: becomes a folder that the plain Trainer resumes from; name it with -o, without --to"
@@ -179,7 +182,7 @@ def _of_input(
     *,
     force: bool,
 ) -> _Restoration:
-    """One file, or the folder that was packed to it."""
+    """Plan one file, or the folder that was packed to it."""
     if weights is not None and output is None:
         raise ConfigError(f"{path}: name an output (-o) for a step of a run, whose folder stays as it is")
     if weights is None and is_folder(path):

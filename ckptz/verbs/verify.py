@@ -11,8 +11,7 @@ from functools import partial
 import numpy as np
 
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.foreign.inputs import Input, checked_kind, open_input
-from ckptz.foreign.targets import PathLike, paths
+from ckptz.foreign.inputs import Input, PathLike, checked_kind, open_input, paths
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.index import Sharding
 from ckptz.format.reader import Container, FrameSource, check_empty
@@ -146,7 +145,7 @@ def _check_deviation(where: str, kind: int, patterns: Patterns, original: Patter
     differs = patterns != original
     exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (original, patterns))
     largest, squares, _ = map(float, planning().deviation(exact, restored))
-    off = largest if math.isfinite(squares) else squares  # the largest passes over what is not a number
+    off = largest if math.isfinite(squares) else squares  # the largest leaves out NaN, the squares do not
     if not off <= recorded:
         raise CorruptionError(f"{where} is {off:.6g} off the original, the file records {recorded:.6g}")
 

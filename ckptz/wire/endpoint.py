@@ -168,7 +168,7 @@ class Link:
             memory.fill(self.state.kernels, self.state.kernels.to_f32(patterns, plan.kind))
 
     def _finished(self, plan: TensorPlan, memory: Memory, decoded: Array) -> Array:
-        """The receiver's tensor, as patterns of its dtype."""
+        """Give the receiver's tensor, as patterns of its dtype."""
         k = self.state.kernels
         patterns = memory.received(k, decoded)
         if plan.kind != floats.F32 and memory is not NOTHING:
@@ -236,7 +236,7 @@ class Link:
         return header, plan, memory
 
     def _due(self, tensor: _Message) -> tuple[LinkHeader, TensorPlan, Memory]:
-        """The header of the message that is due, as a message of fixed size has it."""
+        """Make the header that the next message must have, with the size of a full payload."""
         self._check_shape(tensor)
         memory, plan = self.state.memory("rx", tensor.direction, self._plan(tensor), tensor.place)
         due = self._header("rx", tensor, plan, memory, 0)
@@ -342,7 +342,7 @@ class Link:
         return self.policy.plan(tensor.direction, tensor.dtype, tensor.shape, raw=raw)
 
     def _header(self, end: End, tensor: _Message, plan: TensorPlan, memory: Memory, mode: int) -> LinkHeader:
-        """The header of a message of finite values, without size and checksums."""
+        """Make the header of a message of finite values, without size and checksums."""
         direction, place = tensor.direction, tensor.place
         flags = Flag.BACKWARD * direction | Flag.REUSE * plan.reuse | Flag.DELTA * (memory is not NOTHING)
         flags |= Flag.EVAL * place.is_eval

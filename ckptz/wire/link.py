@@ -264,7 +264,7 @@ class Simulation:
     def __call__(
         self, activation: Tensor, *, sample_ids: Tensor | None = None, is_eval: bool = False
     ) -> Tensor:
-        """The tensor as the other end gets it; differentiable. AQ-SGD needs the ids of the microbatch."""
+        """Give the tensor as the other end gets it; differentiable. AQ-SGD needs the ids of samples."""
         ids = sample_ids_of(sample_ids)
         if is_eval:
             place = Place(self._n_evals, sample_ids=ids, is_eval=True)

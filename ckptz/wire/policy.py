@@ -491,7 +491,7 @@ def check_policy(
 
 
 def _mismatch(trained: LinkPolicy, used: LinkPolicy) -> str | None:
-    """Why a model should not run under a policy, or None."""
+    """Say why a model should not run under a policy; None if it may."""
     compressed = used.compresses_eval and used.codec(Direction.FORWARD) != RAW
     feedback = trained.feedback_of(Direction.FORWARD)
     if feedback in ("ef21", "aqsgd"):

@@ -28,7 +28,7 @@ from ckptz.format.sources import (
     CHUNK_VALUES,
     ChunkSources,
     ContextTensors,
-    DerivedSource,
+    LazySource,
     TensorSource,
     chunk_bounds,
     context_tensors_of,
@@ -94,7 +94,7 @@ def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSour
 
 @dataclass(slots=True)
 class FilePlan:
-    """What becomes of each tensor of a file: all that decides its bytes. Each is written once.
+    """A file to write once: what becomes of each of its tensors, and so all that decides its bytes.
 
     Tensors that others depend on are planned once for both.
     """
@@ -178,7 +178,7 @@ class FilePlan:
         make = functools.partial(self._planned, name, base, context_tensors, run)
         return self._shared.encoding(name, make) if name in self._shared else make()
 
-    def _restored(self, name: str, run: MapFunction) -> DerivedSource:
+    def _restored(self, name: str, run: MapFunction) -> LazySource:
         base = self.base(name)
         return restored_source(
             self.tensors[name], base, self.encoding(name, base, context_tensors_of({}), run)

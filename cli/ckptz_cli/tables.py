@@ -277,17 +277,15 @@ def diffed_text(report: DiffReport) -> str:
 
 
 def _changes_table(shown: Sequence[TensorDiff]) -> str:
-    has_codes = any(diff.codes_moved is not None for diff in shown)
     headings = ("tensor", "what", "dtype", "shape", "changed", "rms change / rms", "rms change", "largest")
-    table = table_of(*headings, *(("codes moved",) if has_codes else ()))
+    table = table_of(*headings)
     for diff in shown:
         what = f"{diff.kind}, {diff.n_not_finite} not finite" if diff.n_not_finite else diff.kind
         dtypes = dict.fromkeys(filter(None, (diff.dtype_a, diff.dtype_b)))
         shapes = dict.fromkeys(_shape(shape) for shape in (diff.shape_a, diff.shape_b) if shape is not None)
         shares = (_share(diff.changed_share), _share(diff.relative_change))
         numbers = (_number(diff.rms_change), _number(diff.max_change))
-        codes = (_share(diff.codes_moved),) if has_codes else ()
-        add_row(table, diff.name, what, " -> ".join(dtypes), " -> ".join(shapes), *shares, *numbers, *codes)
+        add_row(table, diff.name, what, " -> ".join(dtypes), " -> ".join(shapes), *shares, *numbers)
     return drawn(table)
 
 

@@ -26,7 +26,7 @@ from ckptz_cli.search_options import NAMES, choose, require_budgets, save_plan, 
 from ckptz_cli.session import Session, progress_bar
 
 if TYPE_CHECKING:
-    from ckptz.foreign.targets import PathLike
+    from ckptz.foreign.inputs import PathLike
     from ckptz.state.roles import Rule
     from ckptz.verbs.compress import CompressReport
     from ckptz.verbs.restore import OutputKind
@@ -333,12 +333,7 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 @writing_options
 @click.pass_obj
 def compress(
-    session: Session,
-    /,
-    inputs: tuple[Path, ...],
-    output: PathLike | None,
-    roles: Path | None,
-    **given: Any,
+    session: Session, /, inputs: tuple[Path, ...], output: PathLike | None, roles: Path | None, **given: Any
 ) -> None:
     """Compress checkpoints. Nothing is lost unless you name a method or a budget.
 

@@ -135,6 +135,20 @@ def test_two_safetensors_files_and_a_folder_of_shards(tmp_path: Path) -> None:
     assert all((restored[n] >= 0).all() for n in restored if n.endswith("_sq"))
 
 
+def test_inputs_of_a_chain_keep_their_optimizer_state_in_any_order(tmp_path: Path) -> None:
+    models, states = [], []
+    for step in (3, 1, 2):
+        models.append(tmp_path / f"step-{step}.pt")
+        states.append(tmp_path / f"optimizer-{step}.pt")
+        torch.save({"w": torch.full((4, 4), float(step))}, models[-1])
+        torch.save({"state": {0: {"exp_avg": torch.full((4, 4), 10.0 * step)}}}, states[-1])
+    reports = compress(models, tmp_path / "run", chain=True, optimizer=states)
+    assert [report.step for report in reports] == [1, 2, 3]
+    for report in reports:
+        found = load_file(report.output)
+        assert found["state.0.exp_avg"].unique().tolist() == [10 * found["w"][0, 0].item()]
+
+
 def test_files_that_cannot_stand_together_are_refused(tmp_path: Path) -> None:
     model, optimizer = written(tmp_path, model="model.safetensors")
     (tmp_path / "other").mkdir()

@@ -120,7 +120,7 @@ def test_others_may_be_exact_or_none(tmp_path: Path, exact: int) -> None:
         chain.settle()
     found = [same(read_newest(tmp_path / f"{step}.ckpt"), a_state(step)) for step in range(4)]
     assert found == ([False] * 4 if not exact else [False, False, True, True])
-    with pytest.raises(ConfigError, match="exact must be 0 or more"):
+    with pytest.raises(ConfigError, match="exact must be at least 0"):
         ChainOptions(exact=-1)
 
 

@@ -18,9 +18,10 @@ from ckptz.encode.quantizer import Quantizer
 from ckptz.encode.tensor import TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.format.dtypes import DType
+from ckptz.format.index import LossyRecord
 from ckptz.format.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.methods.lossless import EXACT
-from ckptz.methods.method import Method, Option, Recipe, Record, Setting, checked, is_large_weight
+from ckptz.methods.method import Method, Option, Recipe, Setting, checked, is_large_weight
 from ckptz.methods.table import METHODS, method_named
 from ckptz.numpy import load_file, save_file
 from ckptz.state.roles import Role
@@ -74,7 +75,7 @@ class Sign(Method):
     def scaled(self, multiplier: float) -> Self:
         return replace(self, gain=multiplier)
 
-    def recorded(self, records: Sequence[Record]) -> Self | None:
+    def recorded(self, records: Sequence[LossyRecord]) -> Self | None:
         found = [record.settings["gain"] for record in records if record.method == self.name]
         return replace(self, gain=float(found[0])) if found else None
 

@@ -15,7 +15,7 @@ import pytest
 
 from ckptz import log
 from ckptz.errors import CkptzError, MissingBaseError
-from ckptz.format.envelope import RegionSource
+from ckptz.format.envelope import PlainFile
 from ckptz.format.index import QualityRecord
 from ckptz.format.reader import FrameSource
 from ckptz.store.resolve import open_checkpoint
@@ -73,7 +73,7 @@ def test_no_frame_and_no_value_is_read(run: Path, monkeypatch: pytest.MonkeyPatc
         raise AssertionError
 
     monkeypatch.setattr(FrameSource, "payload", untouched)
-    monkeypatch.setattr(RegionSource, "patterns", untouched)
+    monkeypatch.setattr(PlainFile, "read", untouched)
     write_plain(run / "other.safetensors", a_state(n=5000))
     (run / "z.ckptz").unlink()
     assert logged(run)[0].n_files == 3

@@ -8,7 +8,7 @@ import pytest
 
 from ckptz import compress, inspect, restore
 from ckptz.errors import ConfigError, MissingBaseError
-from ckptz.foreign.targets import places_for, stem_of
+from ckptz.foreign.inputs import places_for, stem_of
 from ckptz.verbs.compress import MAX_WRITTEN_DEPTH
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, write_plain
 

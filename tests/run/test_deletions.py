@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 import ckptz
 from ckptz import KeepPolicy
 from ckptz.errors import CkptzError, WriteError
-from ckptz.integrations import linked as linked_files
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.dcp_index import INDEX_FILE
 from ckptz.integrations.dcp_run import delete_old
-from ckptz.integrations.linked import Chain, ChainOptions, drop_unneeded, job_of
-from ckptz.run import links
+from ckptz.integrations.linked import Chain, ChainOptions, job_of
+from ckptz.run import linked_files, links
+from ckptz.run.linked_files import drop_unneeded
 from ckptz.run.versions import versions_in
 from ckptz.store.resolve import open_checkpoint
 from ckptz.sync import Follower, Publisher

@@ -234,6 +234,9 @@ def test_prunes_that_are_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     with pytest.raises(ConfigError, match="holds no steps"):
         prune(tmp_path / "none")
+    (run / "step-10.ckptz").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"step-10.ckptz cannot be read, so the steps after 10 stay"):
+        prune(run, after=10)
     assert len(names(run)) == 4
 
 

@@ -183,4 +183,4 @@ def test_a_program_that_ends_says_what_was_lost(tmp_path: Path) -> None:
     )
     done = run_script(tmp_path, jobs=1, more=more)
     assert done.returncode == 0
-    assert "ckptz: step 2 was lost: division by zero" in done.stderr
+    assert f"ckptz: {tmp_path}: step 2 was lost: division by zero" in done.stderr
