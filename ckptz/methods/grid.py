@@ -573,7 +573,7 @@ def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: Linear
     if has_escape:
         levels = with_escape(levels)
     quant_map = QuantizationMap(levels, row_of_context, escape_code=2 * most + 1 if has_escape else None)
-    is_counted = grid.source.dtype.n_patterns(grid.source.shape) <= CHUNK_VALUES and rules
+    is_counted = grid.source.n_patterns <= CHUNK_VALUES and rules
     plan = Plan(
         quant_map=quant_map,
         domain=Domain.LINEAR,

@@ -119,13 +119,12 @@ class SecondMoment(Recipe):
     def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of second moments."""
         source = tensor.source
-        n_patterns, kind = source.dtype.n_patterns(source.shape), KINDS[source.dtype.name]
-        if n_patterns < MIN_LOSSY_VALUES:
+        if source.n_patterns < MIN_LOSSY_VALUES:
             return plan_lossless(source, tensor.base, tensor.run)
         if fault := _fault_of_second(histogram_of(source, tensor.run)):
             return exact_with_note(tensor, fault)
         sample = _Sample.of(source, tensor.base)
-        step = log_level_step(self.step, kind)
+        step = log_level_step(self.step, KINDS[source.dtype.name])
         best = min(
             (sample.candidate(prediction, step) for prediction in _predictions(tensor)),
             key=lambda candidate: candidate.predicted_bits,
@@ -169,9 +168,8 @@ class _Sample:
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None) -> _Sample:
-        n_patterns = source.dtype.n_patterns(source.shape)
-        begin = n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
-        end = min(begin + CHUNK_VALUES, n_patterns)
+        begin = source.n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
+        end = min(begin + CHUNK_VALUES, source.n_patterns)
         stride = -(-(end - begin) // SAMPLE_VALUES)
         n_codes = None if base is None else base.n_codes
         codes = base.codes(begin, end) if base is not None and n_codes else None
@@ -186,7 +184,7 @@ class _Sample:
         zero = float(1 << (8 * self.patterns.itemsize - 1))
         distances -= floats.order(predicted[is_live]) if len(predicted) else zero
         log_levels = best_log_levels(distances, step) if len(distances) else LogLevels(step)
-        scale = self.source.dtype.n_patterns(self.source.shape) / len(self.patterns)
+        scale = self.source.n_patterns / len(self.patterns)
         bits = bits_of(log_levels.counts(distances)) * scale if len(distances) else 0.0
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
         in_contexts = self._bits_in_contexts(log_levels, distances, is_live) * scale
@@ -206,11 +204,10 @@ class _Sample:
 
 def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
     source, base, run = tensor.source, tensor.base, tensor.run
-    n_patterns = source.dtype.n_patterns(source.shape)
     prediction, n_contexts = chosen.prediction, chosen.n_base_codes or 1
     quantizer = LogLevelQuantizer(prediction, chosen.log_levels)
     found: LogLevelSums = sums_by(quantizer, source, run)
-    if found.n_exceptions > MAX_EXCEPTIONS * n_patterns:
+    if found.n_exceptions > MAX_EXCEPTIONS * source.n_patterns:
         return plan_lossless(source, base, run)
     level_range = found.level_range()
     quantizer = replace(quantizer, level_range=level_range)
@@ -261,14 +258,10 @@ class FirstMoment(Recipe):
 
     def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of first moments or momenta; levels gain nothing from a base."""
-        source, run = tensor.source, tensor.run
-        second = (
-            None
-            if self.source is None or tensor.context_tensors is None
-            else tensor.context_tensors(self.source)
-        )
-        n_patterns = source.dtype.n_patterns(source.shape)
-        if n_patterns < MIN_LOSSY_VALUES:
+        source, run, second = tensor.source, tensor.run, None
+        if self.source is not None and tensor.context_tensors is not None:
+            second = tensor.context_tensors(self.source)
+        if source.n_patterns < MIN_LOSSY_VALUES:
             return plan_lossless(source, tensor.base, run)
         if not histogram_of(source, run).is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")
@@ -280,7 +273,7 @@ class FirstMoment(Recipe):
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         candidates = [_by_second(second, wanted)]
-        if n_patterns < MIN_CONTEXT_VALUES:
+        if source.n_patterns < MIN_CONTEXT_VALUES:
             candidates.append(_as_one(second, wanted, run))
         sized = [_first_plan(tensor, self._quantizer(source, contexts)) for contexts in candidates]
         return min(sized, key=lambda plan: plan[1])[0]
@@ -357,7 +350,7 @@ def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 
 def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
     """Give each row a step in proportion to its root mean square; rows of a half octave share one."""
-    n_patterns, n_rows = source.dtype.n_patterns(source.shape), n_rows_of(tuple(source.shape))
+    n_patterns, n_rows = source.n_patterns, n_rows_of(tuple(source.shape))
     row_patterns = max(n_patterns // n_rows, 1)
     is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES
     n_rows, row_patterns = (n_rows, row_patterns) if is_cut else (1, n_patterns)

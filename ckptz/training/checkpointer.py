@@ -310,19 +310,16 @@ class Checkpointer:
 
     def _look(self, step: int) -> None:
         """Be the folder's one writer from the first step on, and know where that has left the weights."""
-        self._lock()
-        if self._trail is not None and not self._trail.is_marked and self._writer.is_idle:
+        if not self._writer.is_idle:  # it has unfinished files there
+            return
+        self._store.lock()
+        if self._trail is not None and not self._trail.is_marked:
             self._mark(self._trail, step, is_restored=False)
 
     def _mark(self, trail: Trail, step: int, *, is_restored: bool) -> None:
         weights = sampled_weights(model_state(self.model))
         trained = trained_weights(optimizer_state(self.model, self._optimizers), weights)
         trail.mark(trained, step, is_restored=is_restored)
-
-    def _lock(self) -> None:
-        """Let a second writer be noticed at the first step; a save under way has unfinished files there."""
-        if self._writer.is_idle:
-            self._store.lock()
 
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way.
