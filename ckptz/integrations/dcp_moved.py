@@ -120,10 +120,12 @@ class RankPool:
 
     Args:
         group: of the ranks; None if there is one.
+        n_ranks: that save. Where they are not those of the group, each counts for itself.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, n_ranks: int) -> None:
+        is_whole = group is not None and dist.get_world_size(group) == n_ranks
+        self._group = group if is_whole else None
         self._pooled: dict[str, Products] | None = None
 
     def __call__(self, own: dict[str, Products]) -> dict[str, Products]:
