@@ -16,6 +16,7 @@ from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
+from ckptz.run.exact import unlink_residuals
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.names import EXACT, step_of_folder
 from ckptz.store.resolve import SUFFIX
@@ -76,8 +77,7 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         steps = rules.kept({step for step, _ in whole}, {})
         kept = [(step, path) for step, path in whole if step in steps]
         for path in (path for step, path in kept if step not in rules.heads(steps)):
-            for residual in path.glob(f"*{EXACT}*{SUFFIX}"):
-                residual.unlink(missing_ok=True)
+            unlink_residuals(path.glob(f"*{EXACT}*{SUFFIX}"))
         older = folders[: folders.index(kept[-1][1])] if kept else []
         stays = what_stays(
             older, [path for _, path in kept], _checked, lambda path: folders[: folders.index(path)]

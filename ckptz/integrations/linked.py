@@ -21,6 +21,7 @@ from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.exact import as_exactly_as_may_be, residual_of
 from ckptz.run.linked_files import LinkedFiles
+from ckptz.run.names import Inode
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
 from ckptz.run.writer import reopened, write_against
 from ckptz.state.flatten import flatten
@@ -122,8 +123,8 @@ class Chain(LinkedFiles):
             try:
                 make_folder(path.parent)
                 find = functools.partial(self.open_base, path)
-                written, of_run = write_against(find, functools.partial(self._publish, path, job), self.notes)
-                self.add(path, written, of_run)
+                written, base = write_against(find, functools.partial(self._publish, path, job), self.notes)
+                self.add(path, written, base)
                 for above in path.absolute().parents[1:3]:  # in which the framework may have made the folder
                     sync_folder(above)
             except OSError as error:
@@ -133,11 +134,11 @@ class Chain(LinkedFiles):
         return written
 
     def _publish(
-        self, path: Path, job: Job, found: tuple[Checkpoint, str, bool] | None
-    ) -> tuple[Written, Checkpoint | None]:
+        self, path: Path, job: Job, found: tuple[Checkpoint, str, Inode | None] | None
+    ) -> tuple[Written, Inode | None]:
         """Write a file and its residual; give the file of the run that it is stored against, too."""
-        base, name, is_of_run = (None, None, False) if found is None else found
-        if base is not None and is_of_run:
+        base, name, inode = (None, None, None) if found is None else found
+        if base is not None and inode is not None:
             base.hold(self._last)
         with (
             Workers(self.options.jobs) as workers,
@@ -151,9 +152,9 @@ class Chain(LinkedFiles):
                 metadata = {**(job.metadata or {}), EXACT_OF_KEY: written.content_id}
                 with files.file(place) as exact, reopened(temporary, self._last) as lossy:
                     write(exact, residual_job(job, lossy, path.name, metadata), workers)
-        if base is not None and not is_of_run and not written.n_deltas:
+        if base is not None and inode is None and not written.n_deltas:
             self.notes.append(f"no tensor gains from {self.options.base}; the file stands alone")
-        return written, base if is_of_run else None
+        return written, inode
 
 
 def on_host(state: Any) -> Any:

@@ -261,8 +261,9 @@ class Grid(Method):
         full_step: the step of files without a base, which is what a fine-tune never makes good again; by
             default `step`.
         moments: how optimizer state becomes lossy; None keeps it exactly.
-        min_elements: smaller weights, and those of one dimension, are kept to a relative 2^-10 if there
-            are moments, exactly if not.
+        min_elements: smaller weights, and those of one dimension, are kept exactly if there are no moments;
+            else to a quarter of the step that their second moments allow, to at most a quarter of their
+            standard deviation, and to a relative 2^-10 where that is coarser or nothing is known.
         purpose: "resume" keeps what training has moved, however often it restarts from such files; "ship"
             makes the smallest file for an evaluation. "auto" is resume for files with optimizer state or
             with a base, and ship for weights alone.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import glob
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -38,14 +38,15 @@ def residuals_of(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
 
 
-def unlink_residuals(path: Path, *, with_own: bool = True) -> None:
-    """Delete residuals; their folder keeps its time, by which the Trainer tells old folders from new."""
-    gone = [residual for residual in residuals_of(path) if with_own or residual != residual_of(path)]
+def unlink_residuals(residuals: Iterable[Path]) -> None:
+    """Delete residuals of one folder, which keeps its time: by it the Trainer tells old folders from new."""
+    gone = list(residuals)
     if gone:
-        before = path.parent.stat()
+        folder = gone[0].parent
+        before = folder.stat()
         for residual in gone:
             residual.unlink(missing_ok=True)
-        os.utime(path.parent, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def exact_of(file: Path) -> Path:

@@ -34,7 +34,7 @@ from ckptz.format.envelope import LENGTH_BYTES
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
-from ckptz.run.exact import residual_of, unlink_residuals
+from ckptz.run.exact import residual_of, residuals_of, unlink_residuals
 from ckptz.run.keep import what_stays
 from ckptz.run.links import BASE_PREFIX, Origin, link_chain
 from ckptz.run.names import LIGHTNING_SUFFIX, Inode, inode_of
@@ -102,12 +102,14 @@ class LinkedFiles:
             with self._tidying:  # what was asked for before is not meant for this file
                 self._unwanted = [other for other in self._unwanted if other != path.absolute()]
             try:
-                unlink_residuals(path, with_own=False)
+                unlink_residuals(old for old in residuals_of(path) if old != residual_of(path))
                 self._tidy()
             except OSError as error:
                 self.notes.append(f"what is not wanted any more stays: {error}")
 
-    def open_base(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, str, bool] | None:
+    def open_base(
+        self, path: Path, held: contextlib.ExitStack
+    ) -> tuple[Checkpoint, str, Inode | None] | None:
         """Open what takes the least disk in the end, and give it a name in the folder of the next file.
 
         Args:
@@ -115,24 +117,25 @@ class LinkedFiles:
             held: closes it.
 
         Returns:
-            It, its name there, and whether it is of the run and not its origin. None for a full file; `notes`
-            say why if it cannot be linked.
+            It, its name there, and which file of the run it is, None for what training began from. None for a
+            full file; `notes` say why if it cannot be linked.
 
         Raises:
             FormatError, MissingBaseError: the newest file or one that it needs is damaged or not there.
             OSError: a file is not there any more, or cannot be read.
         """
-        if (base := self._chosen(path.absolute(), held)) is not None:
+        if (chosen := self._chosen(path.absolute(), held)) is not None:
+            base, inode = chosen
             if names := link_chain(base, path.parent):
-                return base, names[0], True
+                return base, names[0], inode
             what = f"stored as a full file, because {base.name} cannot be linked into {path.parent}"
             self.notes.append(what)
         if self._origin is None:
             return None
         opened = held.enter_context(contextlib.closing(self._origin.open_in(path.parent)))
-        return opened, opened.paths[0].name, False
+        return opened, opened.paths[0].name, None
 
-    def _chosen(self, path: Path, held: contextlib.ExitStack) -> Checkpoint | None:
+    def _chosen(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, Inode] | None:
         """Open what the next file is stored against by the rule."""
         for candidate in reversed(self._saved):
             with contextlib.suppress(FileNotFoundError):  # the framework deleted it
@@ -149,24 +152,23 @@ class LinkedFiles:
         if found is None or newest.depth - chain.index(found) + 1 >= self._full_every:
             return None
         if found == chain[0]:
-            return newest
+            return newest, found
         name = newest.files[chain.index(found)].name
-        return held.enter_context(contextlib.closing(open_checkpoint(name)))
+        return held.enter_context(contextlib.closing(open_checkpoint(name))), found
 
-    def add(self, path: Path, written: Written, base: Checkpoint | None) -> None:
+    def add(self, path: Path, written: Written, base: Inode | None) -> None:
         """Take note of a file that was written, and of what it is stored against, None for a full file."""
         path = path.absolute()
         newest = next(reversed(self._saved.values()), None)
         self._is_any_gone |= self._saved.pop(path, None) is not None
-        against, position, reach = None, 0, 0
+        position = reach = 0
         if base is not None:
-            against = self._learn(base)[0]
             before = self._files.get(newest) if newest is not None else None
-            position = 1 + max(self._files[against].position, 0 if before is None else before.position)
-            reach = position - self._files[against].position
+            position = 1 + max(self._files[base].position, 0 if before is None else before.position)
+            reach = position - self._files[base].position
         inode = inode_of(path)
         self._files.pop(inode, None)  # of a file that is gone
-        self._files[inode] = ChainFile(written.stored_bytes, position, against, 0)
+        self._files[inode] = ChainFile(written.stored_bytes, position, base, 0)
         self._saved[path] = inode
         self._sizes.append((reach, written.stored_bytes))
 
@@ -211,7 +213,7 @@ class LinkedFiles:
                 residual = residual_of(path)
                 open_checkpoint(residual if residual.exists() else path).close()
             for path in older:
-                unlink_residuals(path)
+                unlink_residuals(residuals_of(path))
         except (OSError, CkptzError) as error:
             self.notes.append(f"older files stay exact until the next save: {error}")
 
@@ -236,7 +238,7 @@ class LinkedFiles:
             gone = [path for path in self._unwanted if path not in spared]
             self._unwanted = [path for path in self._unwanted if path in spared]
             for path in gone:
-                unlink_residuals(path)
+                unlink_residuals(residuals_of(path))
                 path.unlink(missing_ok=True)
             for folder in dict.fromkeys(path.parent for path in gone):
                 self.notes += drop_unneeded(folder)

@@ -38,6 +38,7 @@ def write_against(
     write: Callable[[B | None], T],
     notes: list[str],
     why: str = UNREAD,
+    of_base: tuple[type[Exception], ...] = (CkptzError, OSError),
 ) -> T:
     """Write what belongs to a step against its base; without, where that turns out to be unreadable.
 
@@ -46,6 +47,7 @@ def write_against(
         write: is given the base, or None; is called again with None if it fails with a base.
         notes: are told why there is a full file in place of a delta.
         why: begins such a note.
+        of_base: what a base may raise that cannot be read; what else is raised ends the writing.
 
     Raises:
         CkptzError, OSError: what is written cannot be, with a base or without.
@@ -54,7 +56,7 @@ def write_against(
         base = found_base(find, held, notes, why)
         try:
             return write(base)
-        except (CkptzError, OSError) as error:
+        except of_base as error:
             if base is None:
                 raise
             notes.append(f"{why}: {error}")

@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptz.api.apply import State, live_tensors
 from ckptz.api.save import check_tensor_names, check_texts
-from ckptz.errors import ConfigError, CorruptionError, whole
+from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError, whole
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
@@ -151,6 +151,7 @@ class Publisher:
                 lambda base: self._write(job, base, versions, workers),
                 notes,
                 f"step {newest_step(versions)} cannot be led on from, so this is a full file",
+                of_base=(FormatError, MissingBaseError),  # an upload that fails does so with a full file, too
             )
         notes += self._retire()
         first = next(iter(written.values()))

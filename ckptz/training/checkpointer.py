@@ -63,6 +63,7 @@ from ckptz.training.state import (
     sampled_weights,
     set_random_state,
     trained_weights,
+    with_scalars_together,
 )
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
@@ -309,19 +310,16 @@ class Checkpointer:
 
     def _look(self, step: int) -> None:
         """Be the folder's one writer from the first step on, and know where that has left the weights."""
-        self._lock()
-        if self._trail is not None and not self._trail.is_marked and self._writer.is_idle:
+        if not self._writer.is_idle:  # it has unfinished files there
+            return
+        self._store.lock()
+        if self._trail is not None and not self._trail.is_marked:
             self._mark(self._trail, step, is_restored=False)
 
     def _mark(self, trail: Trail, step: int, *, is_restored: bool) -> None:
         weights = sampled_weights(model_state(self.model))
         trained = trained_weights(optimizer_state(self.model, self._optimizers), weights)
         trail.mark(trained, step, is_restored=is_restored)
-
-    def _lock(self) -> None:
-        """Let a second writer be noticed at the first step; a save under way has unfinished files there."""
-        if self._writer.is_idle:
-            self._store.lock()
 
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way.
@@ -394,7 +392,10 @@ class Checkpointer:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         frozen_id = None if self._frozen is None else self._frozen.of(frozen)
-        return StepState(self._snapshot.take(state), coded, frozen_id, extra_weights=self._extra_weights)
+        taken = self._snapshot.take(state)
+        if self._trail is not None:
+            taken = with_scalars_together(taken)
+        return StepState(taken, coded, frozen_id, extra_weights=self._extra_weights)
 
     def _state(self) -> dict[str, Any]:
         return {

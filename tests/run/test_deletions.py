@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import ckptz
 from ckptz import KeepPolicy
 from ckptz.errors import CkptzError, WriteError
+from ckptz.format.byte_source import FileBytes
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.dcp_index import INDEX_FILE
 from ckptz.integrations.dcp_run import delete_old
@@ -117,6 +118,44 @@ def test_a_base_that_goes_while_it_is_looked_at_makes_a_full_file(
         assert written.depth == 0
     if where != "open_checkpoint":  # then there simply is none
         assert "stored as a full file, because" in chain.notes[0]
+
+
+@each_error
+def test_a_base_that_cannot_be_read_while_a_file_is_written_makes_a_full_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Error
+) -> None:
+    chain, real_link, real_read = Chain(OPTIONS), linked_files.link_chain, FileBytes.read
+    write(chain, tmp_path, 0)
+
+    def link_and_fail(*given: Any) -> Any:
+        def read(file: FileBytes, offset: int, n_bytes: int) -> Any:
+            if file.path == tmp_path / "0.ckpt":
+                raise error()
+            return real_read(file, offset, n_bytes)
+
+        names = real_link(*given)
+        monkeypatch.setattr(FileBytes, "read", read)
+        return names
+
+    monkeypatch.setattr(linked_files, "link_chain", link_and_fail)
+    write(chain, tmp_path, 1)
+    monkeypatch.undo()
+    assert "stored as a full file, because the base cannot be read" in chain.notes[0]
+    check_chain(tmp_path, {0, 1})
+    with contextlib.closing(open_checkpoint(tmp_path / "1.ckpt")) as written:
+        assert written.depth == 0
+
+
+def test_a_load_waits_for_the_file_that_is_written(tmp_path: Path) -> None:
+    chain = Chain(OPTIONS)
+    write(chain, tmp_path, 0)
+    loading = threading.Thread(target=chain.go_on_from, args=(tmp_path / "0.ckpt",))
+    with chain.writing(tmp_path / "1.ckpt"):
+        loading.start()
+        loading.join(0.1)
+        assert loading.is_alive()
+    loading.join(10)
+    assert not loading.is_alive()
 
 
 def test_bases_go_beside_files_of_others(linked: Path) -> None:

@@ -270,10 +270,11 @@ def test_an_upload_that_fails_publishes_nothing(url: str, monkeypatch: pytest.Mo
     publisher.publish(state)
     memory = fsspec.filesystem("memory")
     before = memory.ls(url, detail=False)
-    put = type(memory).put_file
+    put, tried = type(memory).put_file, []
 
     def failing(self: Any, path: str, target: str, **options: Any) -> None:
         if target.endswith("step-000001.ckptz"):
+            tried.append(target)
             raise OSError(28, "No space left on device")
         put(self, path, target, **options)
 
@@ -281,6 +282,7 @@ def test_an_upload_that_fails_publishes_nothing(url: str, monkeypatch: pytest.Mo
         patched.setattr(type(memory), "put_file", failing)
         with pytest.raises(OSError, match="No space left"):
             publisher.publish(state, 1)
+    assert len(tried) == 1
     assert memory.ls(url, detail=False) == before
     publisher.publish(state, 1)
 
