@@ -88,6 +88,7 @@ OWN = {
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
     *("add_products", "add_transposed_products"),
     *("_rotate", "tile_peaks", "_tile_codes", "pack_rows"),
+    "_scale_runs",
 }
 # Who calls kernels that index by numbers from data. A new caller comes with its check, and with a name here.
 CALLERS = {
@@ -108,6 +109,7 @@ CALLERS = {
         "encode/chunk.py",
         "methods/state.py",
         "encode/encoding_plan.py",
+        "encode/run_contexts.py",
     },
     "unpack_codes": {"encode/coded.py"},
     "unpack": {"wire/payload.py", "wire/state.py"},
