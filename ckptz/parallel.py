@@ -1,4 +1,6 @@
-"""What threads share: ordered work with a bounded number of results in flight, and a bounded memory."""
+"""What long work shares: threads with ordered work, a bounded number of results in flight and a bounded
+memory, and how it tells what it has done so far.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Final, Generic, Self, TypeVar
+from typing import Final, Generic, Protocol, Self, TypeVar
 
 from ckptz.errors import ConfigError, whole
 
@@ -163,3 +165,29 @@ class Recent(Generic[V]):
         with self._lock:
             self._held.clear()
             self.weight = 0
+
+
+# --- how work tells what is done ----------------------------------------------------------------
+
+
+class Progress(Protocol):
+    """Told in tensor bytes, from the caller's own thread."""
+
+    def start(self, name: str, n_bytes: int) -> None:
+        """Say that a file of this many bytes comes next."""
+        ...
+
+    def advance(self, n_bytes: int) -> None:
+        """Say that so many more bytes are done."""
+        ...
+
+
+class _Silent:
+    def start(self, name: str, n_bytes: int) -> None:
+        """Say nothing."""
+
+    def advance(self, n_bytes: int) -> None:
+        """Say nothing."""
+
+
+SILENT: Final[Progress] = _Silent()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -128,9 +128,9 @@ def patch(
     container: Container,
     live: Mapping[str, LiveTensor],
     *,
-    check: Check = "base",
+    check: Check,
     workers: Workers,
-    allow: Callable[[int], None] = lambda n_bytes: None,
+    max_decoded_bytes: int | None = None,
 ) -> Patched:
     """Write the checkpoint in `container` over `live`.
 
@@ -140,24 +140,30 @@ def patch(
         check: "base" holds every present value against checksums; "stored" trusts them, and reads and
             writes only what changes.
         workers: threads.
-        allow: is told how many bytes beside the tensors are needed so far; raises if that is too much.
+        max_decoded_bytes: most memory beside the tensors; by default, what is free.
 
     Raises:
         ConfigError: `live` lacks a tensor, or has another dtype or shape.
         MissingBaseError: `live` is not the checkpoint that the delta was made from.
         FormatError: the file is damaged.
+        LimitError: it takes more memory than is allowed.
     """
     for tensor in live.values():
         tensor.forget()
     _check_fit(container, live)
     if container.outer_base is not None:
         container.bases = live
+    prepare, index = _edit_of_checked if check == "base" else _edit_of_trusted, container.index
+    stand_alone: list[str] = []
     try:
-        edits = _prepare(container, live, check, workers, allow)
+        tasks = _tasks(container, live, stand_alone, max_decoded_bytes)
+        edits = [edit for edit in workers.map(prepare, tasks) if edit is not None]
+        # Tensors that are stored whole restore from any base, so they say nothing of this one.
+        if check == "base" and stand_alone and _is_applied(container, live):
+            raise MissingBaseError("")
     except MissingBaseError as error:
         raise _wrong_base(container, live, error) from None
     _commit(edits)
-    index = container.index
     return Patched(
         content_id=index.content_id,
         base=None if index.base is None else index.base.content_id,
@@ -185,28 +191,11 @@ def _check_fit(container: Container, live: Mapping[str, LiveTensor]) -> None:
             )
 
 
-def _prepare(
+def _tasks(
     container: Container,
     live: Mapping[str, LiveTensor],
-    check: Check,
-    workers: Workers,
-    allow: Callable[[int], None],
-) -> list[_Edit]:
-    prepare = _edit_of_checked if check == "base" else _edit_of_trusted
-    stand_alone: list[str] = []
-    tasks = _tasks(container, live, stand_alone, allow)
-    edits = [edit for edit in workers.map(prepare, tasks) if edit is not None]
-    base = container.index.base
-    new_id = container.index.content_id
-    # Tensors that are stored whole restore from any base, so they say nothing of this one.
-    is_in_doubt = check == "base" and base is not None and stand_alone and base.content_id != new_id
-    if is_in_doubt and _live_content_id(container, live) == new_id:
-        raise _wrong_base(container, live, MissingBaseError(""))
-    return edits
-
-
-def _tasks(
-    container: Container, live: Mapping[str, LiveTensor], stand_alone: list[str], allow: Callable[[int], None]
+    stand_alone: list[str],
+    max_decoded_bytes: int | None,
 ) -> Iterator[_ChunkToEdit]:
     """Yield every chunk; append the names of tensors that need no base to `stand_alone`."""
     spare_bytes = 0
@@ -226,7 +215,7 @@ def _tasks(
             # What is not stored by its changes is decoded as a whole, into memory beside the tensors.
             if not source.needs_other_file or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}:
                 spare_bytes += (end - begin) * header.dtype.pattern_bytes
-                allow(spare_bytes)
+                check_limit(spare_bytes, max_decoded_bytes, container.name)
             yield _ChunkToEdit(source, live[name], index, begin, end, header.chunks[index].decoded)
 
 
@@ -308,15 +297,18 @@ def other_values(source: FrameSource) -> MissingBaseError:
     return MissingBaseError(f"tensor {source.entry.name!r} holds other values")
 
 
-def _live_content_id(container: Container, live: Mapping[str, LiveTensor]) -> str:
-    return content_id_of({name: live[name] for name in container.tensors})
+def _is_applied(container: Container, live: Mapping[str, LiveTensor]) -> bool:
+    """Tell whether live tensors have the values of a delta, and not those of its base."""
+    base, new_id = container.index.base, container.index.content_id
+    is_change = base is not None and base.content_id != new_id
+    return is_change and content_id_of({name: live[name] for name in container.tensors}) == new_id
 
 
 def _wrong_base(container: Container, live: Mapping[str, LiveTensor], error: MissingBaseError) -> CkptzError:
     base = container.index.base
     if base is None:
         return error
-    if _live_content_id(container, live) == container.index.content_id:
+    if _is_applied(container, live):
         return MissingBaseError(
             f"{container.name}: its values are in the state already; it was applied before"
         )
@@ -398,12 +390,8 @@ def apply_(
     with contextlib.closing(open_file(source)) as file:
         if not isinstance(file, Container):
             raise FormatError(f"{file.name}: not a .ckptz file; load it with load_file")
-
-        def allow(n_bytes: int) -> None:
-            check_limit(n_bytes, max_decoded_bytes, file.name)
-
         with Workers(jobs) as workers:
-            return patch(file, live, check=check, workers=workers, allow=allow)
+            return patch(file, live, check=check, workers=workers, max_decoded_bytes=max_decoded_bytes)
 
 
 def live_tensors(state_dict: State) -> dict[str, LiveTensor]:

@@ -24,8 +24,7 @@ from ckptz.format.dtypes import DType
 from ckptz.format.reader import FrameSource, check_empty
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.kernels.floats import Patterns
-from ckptz.parallel import SMALL_VALUES, Workers, jobs_of
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, jobs_of
 from ckptz.state.arrays import (
     Framework,
     Selection,

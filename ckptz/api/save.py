@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from ckptz.api.read import PathLike
+from ckptz.api.read import PathLike, checked_path
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
@@ -91,7 +91,7 @@ def save_to_file(
     with contextlib.ExitStack() as held:
         opened = None
         if base is not None:
-            opened = held.enter_context(contextlib.closing(open_checkpoint(Path(base))))
+            opened = held.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
             if any(is_same(file, Path(path)) for file in opened.paths):
                 what = "a delta cannot take the place of its base, nor of what that is stored against"
                 raise ConfigError(f"{path}: {what}; save under another name")

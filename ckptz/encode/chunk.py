@@ -162,44 +162,61 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
 def encode_chunk(source: TensorSource, encoding: EncodingPlan, sources: ChunkSources) -> EncodedChunk:
     """Encode one chunk of a tensor by its encoding plan; `sources` has its bounds, and its base if needed."""
     plan = encoding.plan
+    encode = _encode_planes if plan.quant_map is None else _encode_map
     header = FrameHeader(source.dtype, source.shape, plan, ())
-    is_lossless = plan.quant_map is None and encoding.rounding is None
-    exact = unmoved(source).patterns(sources.begin, sources.end)
-    patterns = exact if is_lossless else source.patterns(sources.begin, sources.end)
-    by_runs = bool(encoding.by_table)
-    runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns) if by_runs else None
-    labels = labels_of(plan.rules, sources, header.row_patterns) if plan.rules and runs is None else None
-    deviation, decoded = None, patterns
-    if plan.quant_map is None:
-        if encoding.rounding is not None:
-            kind = KINDS[source.dtype.name]
-            decoded = encoding.rounding.rounded(patterns, kind, sources.begin)
-            deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
-        base = sources.base_patterns() if plan.predictor is Predictor.BASE else decoded
-        changed = encode_changes(decoded, base, plan, source.dtype) if encoding.is_sparse else None
-        if changed is None:
-            mode = kernel_mode(plan.mode, source.dtype)
-            if labels is not None:
-                changed = _encode_codes(cpu().transform(decoded, base, mode), encoding, labels)
-            elif runs is not None:
-                by_table = encoding.by_table[sources.begin // CHUNK_VALUES]
-                changed = encode_by_runs(cpu().split_planes(decoded, base, mode), runs, plan.tables, by_table)
-            else:
-                changed = encode_streams(cpu().split_planes(decoded, base, mode))
-        streams = changed
-    else:
-        quantized = _quantize(header, encoding.quantizer, patterns, sources, labels)
-        streams, (codes, decoded, _) = _encode_quantized(encoding, quantized, labels), quantized
-        if isinstance(encoding.quantizer, CodedQuantizer):  # its errors were measured where its values are
-            deviation = Deviation(*encoding.quantizer.errors(sources.begin), cpu().histogram(codes))
-        else:
-            counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)
-            deviation = _deviation(header.value_table.kind, exact, decoded, counts)
+    streams, decoded, deviation = encode(header, source, encoding, sources)
     base_codes = None
     if plan.reads_base_codes:
         found = sources.base_codes()
         base_codes = 0 if found is None else xxh64(found)
     return encoded_chunk(streams, decoded, base_codes, deviation)
+
+
+# Streams, the patterns that they decode to, and what was lost of the tensor itself.
+_Coded = tuple[list[Stream], Patterns, Deviation | None]
+
+
+def _encode_planes(
+    header: FrameHeader, source: TensorSource, encoding: EncodingPlan, sources: ChunkSources
+) -> _Coded:
+    """Code the byte planes of patterns, or of what they are rounded to."""
+    plan, kind = header.plan, KINDS.get(source.dtype.name, 0)
+    exact, deviation = unmoved(source).patterns(sources.begin, sources.end), None
+    decoded = exact
+    if encoding.rounding is not None:
+        patterns = source.patterns(sources.begin, sources.end)
+        decoded = encoding.rounding.rounded(patterns, kind, sources.begin)
+        deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
+    base = sources.base_patterns() if plan.predictor is Predictor.BASE else decoded
+    if encoding.is_sparse and (changes := encode_changes(decoded, base, plan, source.dtype)) is not None:
+        return changes, decoded, deviation
+    mode = kernel_mode(plan.mode, source.dtype)
+    if not plan.rules:
+        streams = encode_streams(cpu().split_planes(decoded, base, mode))
+    elif not encoding.by_table:
+        labels = labels_of(plan.rules, sources, header.row_patterns)
+        streams = _encode_codes(cpu().transform(decoded, base, mode), encoding, labels)
+    else:
+        runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns)
+        assert runs is not None  # they were counted
+        by_table = encoding.by_table[sources.begin // CHUNK_VALUES]
+        streams = encode_by_runs(cpu().split_planes(decoded, base, mode), runs, plan.tables, by_table)
+    return streams, decoded, deviation
+
+
+def _encode_map(
+    header: FrameHeader, source: TensorSource, encoding: EncodingPlan, sources: ChunkSources
+) -> _Coded:
+    """Code the codes of a quantization map, and what escapes it."""
+    plan, begin, end = header.plan, sources.begin, sources.end
+    labels = labels_of(plan.rules, sources, header.row_patterns) if plan.rules else None
+    quantized = _quantize(header, encoding.quantizer, source.patterns(begin, end), sources, labels)
+    streams, (codes, decoded, _) = _encode_quantized(encoding, quantized, labels), quantized
+    if isinstance(encoding.quantizer, CodedQuantizer):  # its errors were measured where its values are
+        return streams, decoded, Deviation(*encoding.quantizer.errors(begin), cpu().histogram(codes))
+    counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)
+    exact = unmoved(source).patterns(begin, end)
+    return streams, decoded, _deviation(header.value_table.kind, exact, decoded, counts)
 
 
 def encoded_chunk(

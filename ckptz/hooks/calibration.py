@@ -206,7 +206,7 @@ class Sum:
 
 @dataclass(slots=True)
 class _Open:
-    """A sum that further layers may turn out to share, while its tensor lives."""
+    """A sum that further layers may come to share, as long as its tensor lives."""
 
     tensor: weakref.ref[torch.Tensor]
     users: list[str]

@@ -48,6 +48,7 @@ from ckptz.torch import load_state
 from ckptz.training.files import lossy_tensors, moment_roles
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.state import (
+    SCALARS,
     check_optimizers_fit,
     check_training,
     load_optimizers,
@@ -56,6 +57,7 @@ from ckptz.training.state import (
     sampled_weights,
     set_random_state,
     trained_weights,
+    with_scalars_together,
 )
 from ckptz.write.pipeline import Job
 
@@ -77,7 +79,8 @@ _OVERRIDDEN: Final = (
     *("_load_rng_state", "_issue_warnings_after_load"),
 )
 # What is neither a weight nor a moment stays exact whatever the configuration.
-_EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in ("groups", "scheduler", "scaler", "rng"))
+_PARTS: Final = ("groups", "scheduler", "scaler", "rng", SCALARS)  # which are neither weights nor moments
+_EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in _PARTS)
 
 
 class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
@@ -322,6 +325,8 @@ def _training_job(trainer: Any) -> Job:
         "scheduler": trainer.lr_scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
     }
+    if trainer._ckptz.config.loses_state:
+        state = with_scalars_together(state)
     job = job_of(state, trainer.state.global_step, _EXACT)
     return replace(job, roles=dict(moment_roles(state["optimizer"], job.tensors)))
 

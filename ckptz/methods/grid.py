@@ -261,8 +261,9 @@ class Grid(Method):
         full_step: the step of files without a base, which is what a fine-tune never makes good again; by
             default `step`.
         moments: how optimizer state becomes lossy; None keeps it exactly.
-        min_elements: smaller weights, and those of one dimension, are kept to a relative 2^-10 if there
-            are moments, exactly if not.
+        min_elements: smaller weights, and those of one dimension, are kept exactly if there are no moments;
+            else to a quarter of the step that their second moments allow, to at most a quarter of their
+            standard deviation, and to a relative 2^-10 where that is coarser or nothing is known.
         purpose: "resume" keeps what training has moved, however often it restarts from such files; "ship"
             makes the smallest file for an evaluation. "auto" is resume for files with optimizer state or
             with a base, and ship for weights alone.
@@ -572,7 +573,7 @@ def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: Linear
     if has_escape:
         levels = with_escape(levels)
     quant_map = QuantizationMap(levels, row_of_context, escape_code=2 * most + 1 if has_escape else None)
-    is_counted = grid.source.dtype.n_patterns(grid.source.shape) <= CHUNK_VALUES and rules
+    is_counted = grid.source.n_patterns <= CHUNK_VALUES and rules
     plan = Plan(
         quant_map=quant_map,
         domain=Domain.LINEAR,

@@ -15,8 +15,9 @@ count as much as large ones, and they are codes. The context of an element is th
 moment that the same file restores, so that steps follow its root. Without second moments it is a label of the
 row, by the row's spread.
 
-Small tensors are byte planes of values rounded to a relative precision: a map of that many levels would
-outweigh a tensor of a few hundred elements.
+Small tensors are byte planes of rounded values: a map of that many levels would outweigh a tensor of a few
+hundred elements. They are rounded finely, by steps of a quarter of what large ones have beside their second
+moments: so few elements cost few bytes, and their errors next to nothing.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, stream_tables
+from ckptz.encode.grid import row_steps
 from ckptz.encode.histogram import Histogram
 from ckptz.encode.low_rank import low_rank
 from ckptz.encode.moment_codes import (
@@ -58,7 +60,7 @@ from ckptz.encode.moments import (
     second_map,
 )
 from ckptz.encode.quantizer import Quantizer, key_of
-from ckptz.encode.tensor import MapFunction, TensorToEncode, summed
+from ckptz.encode.tensor import MapFunction, TensorStatistics, TensorToEncode, reals, summed
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, labels_of_rows
 from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
@@ -84,6 +86,9 @@ Bounds = tuple[int, int]
 MIN_LOSSY_VALUES: Final = 32  # a map takes about as many bytes as this many elements
 MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
 SAMPLE_VALUES: Final = 1 << 16  # decides between predictions
+FINE: Final = 1 / 4  # of the step of grids, for small tensors
+MOST_OF_SPREAD: Final = 1 / 4  # of the standard deviation of a small tensor, that a step may be
+LEAST_SIZE: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
 BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
 
 
@@ -114,13 +119,12 @@ class SecondMoment(Recipe):
     def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of second moments."""
         source = tensor.source
-        n_patterns, kind = source.dtype.n_patterns(source.shape), KINDS[source.dtype.name]
-        if n_patterns < MIN_LOSSY_VALUES:
+        if source.n_patterns < MIN_LOSSY_VALUES:
             return plan_lossless(source, tensor.base, tensor.run)
         if fault := _fault_of_second(histogram_of(source, tensor.run)):
             return exact_with_note(tensor, fault)
         sample = _Sample.of(source, tensor.base)
-        step = log_level_step(self.step, kind)
+        step = log_level_step(self.step, KINDS[source.dtype.name])
         best = min(
             (sample.candidate(prediction, step) for prediction in _predictions(tensor)),
             key=lambda candidate: candidate.predicted_bits,
@@ -164,9 +168,8 @@ class _Sample:
 
     @classmethod
     def of(cls, source: TensorSource, base: TensorSource | None) -> _Sample:
-        n_patterns = source.dtype.n_patterns(source.shape)
-        begin = n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
-        end = min(begin + CHUNK_VALUES, n_patterns)
+        begin = source.n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
+        end = min(begin + CHUNK_VALUES, source.n_patterns)
         stride = -(-(end - begin) // SAMPLE_VALUES)
         n_codes = None if base is None else base.n_codes
         codes = base.codes(begin, end) if base is not None and n_codes else None
@@ -181,7 +184,7 @@ class _Sample:
         zero = float(1 << (8 * self.patterns.itemsize - 1))
         distances -= floats.order(predicted[is_live]) if len(predicted) else zero
         log_levels = best_log_levels(distances, step) if len(distances) else LogLevels(step)
-        scale = self.source.dtype.n_patterns(self.source.shape) / len(self.patterns)
+        scale = self.source.n_patterns / len(self.patterns)
         bits = bits_of(log_levels.counts(distances)) * scale if len(distances) else 0.0
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
         in_contexts = self._bits_in_contexts(log_levels, distances, is_live) * scale
@@ -201,11 +204,10 @@ class _Sample:
 
 def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
     source, base, run = tensor.source, tensor.base, tensor.run
-    n_patterns = source.dtype.n_patterns(source.shape)
     prediction, n_contexts = chosen.prediction, chosen.n_base_codes or 1
     quantizer = LogLevelQuantizer(prediction, chosen.log_levels)
     found: LogLevelSums = sums_by(quantizer, source, run)
-    if found.n_exceptions > MAX_EXCEPTIONS * n_patterns:
+    if found.n_exceptions > MAX_EXCEPTIONS * source.n_patterns:
         return plan_lossless(source, base, run)
     level_range = found.level_range()
     quantizer = replace(quantizer, level_range=level_range)
@@ -256,14 +258,10 @@ class FirstMoment(Recipe):
 
     def plan(self, tensor: TensorToEncode) -> EncodingPlan:
         """Plan a tensor of first moments or momenta; levels gain nothing from a base."""
-        source, run = tensor.source, tensor.run
-        second = (
-            None
-            if self.source is None or tensor.context_tensors is None
-            else tensor.context_tensors(self.source)
-        )
-        n_patterns = source.dtype.n_patterns(source.shape)
-        if n_patterns < MIN_LOSSY_VALUES:
+        source, run, second = tensor.source, tensor.run, None
+        if self.source is not None and tensor.context_tensors is not None:
+            second = tensor.context_tensors(self.source)
+        if source.n_patterns < MIN_LOSSY_VALUES:
             return plan_lossless(source, tensor.base, run)
         if not histogram_of(source, run).is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")
@@ -275,7 +273,7 @@ class FirstMoment(Recipe):
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         candidates = [_by_second(second, wanted)]
-        if n_patterns < MIN_CONTEXT_VALUES:
+        if source.n_patterns < MIN_CONTEXT_VALUES:
             candidates.append(_as_one(second, wanted, run))
         sized = [_first_plan(tensor, self._quantizer(source, contexts)) for contexts in candidates]
         return min(sized, key=lambda plan: plan[1])[0]
@@ -352,7 +350,7 @@ def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 
 def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
     """Give each row a step in proportion to its root mean square; rows of a half octave share one."""
-    n_patterns, n_rows = source.dtype.n_patterns(source.shape), n_rows_of(tuple(source.shape))
+    n_patterns, n_rows = source.n_patterns, n_rows_of(tuple(source.shape))
     row_patterns = max(n_patterns // n_rows, 1)
     is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES
     n_rows, row_patterns = (n_rows, row_patterns) if is_cut else (1, n_patterns)
@@ -405,16 +403,20 @@ def _codes_by_context(found: LevelSums, level_range: LevelRange) -> ContextCount
 
 
 @dataclass(frozen=True, slots=True)
-class RelativeRounding(Recipe):
-    """A small tensor that is kept to a relative precision.
+class FineRounding(Recipe):
+    """A small tensor that is kept to a precision whose errors hardly count beside those of large ones.
 
     Attributes:
-        bits: a restored element is within 2^-bits of itself, relatively; twice that by stochastic
-            rounding, by which what training has moved since a restore stays on average.
+        bits: a restored element is within 2^-bits of itself, relatively, or within half of `size`; twice that
+            by stochastic rounding, by which what training has moved since a restore stays on average.
+        step: multiple of the step that a large weight would have on a grid; None for bits alone.
+        size: a power of two, of which elements become multiples; 0 where it is not known.
         key: of stochastic rounding, or NEAREST.
     """
 
     bits: int = 10
+    step: float | None = None
+    size: float = 0.0
     key: int = NEAREST
     name: ClassVar[str] = "rounding"
 
@@ -427,15 +429,20 @@ class RelativeRounding(Recipe):
         if n_dropped <= 0:
             return patterns
         mask = patterns.dtype.type((1 << n_dropped) - 1)
-        if self.key == NEAREST:
-            added: Any = patterns.dtype.type(1 << (n_dropped - 1))
-        else:
+        thresholds: Any = np.float32(0.5)
+        if self.key != NEAREST:
             thresholds = rounding().thresholds(self.key, begin, len(patterns))
-            added = (thresholds * np.float32(1 << n_dropped)).astype(patterns.dtype)
-        rounded = (patterns + added) & ~mask
+        rounded = (patterns + (thresholds * np.float32(1 << n_dropped)).astype(patterns.dtype)) & ~mask
         exponents = patterns.dtype.type(exponent_mask(kind))
         is_kept = ((rounded & exponents) == exponents) | ((patterns & exponents) == 0)
-        return np.where(is_kept, patterns, rounded)
+        rounded = np.where(is_kept, patterns, rounded)
+        if not self.size:
+            return rounded
+        values, size = patterns.view(np.float32), np.float32(self.size)
+        with np.errstate(over="ignore"):
+            multiples = np.floor(values / size + thresholds) * size
+        is_small = np.abs(values) < size * np.float32(2 ** (self.bits - 1))  # what `bits` keep is finer there
+        return np.where(is_small, multiples.view(np.uint32), rounded)
 
     def _n_dropped(self, kind: int) -> int:
         return MANTISSA_BITS[kind] + 1 - self.bits
@@ -445,12 +452,29 @@ class RelativeRounding(Recipe):
         source, run = tensor.source, tensor.run
         if not histogram_of(source, run).is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")
-        chosen = self if tensor.base is None else replace(self, key=self._key_after(source, tensor.seed))
+        chosen = replace(self, size=self._size_for(tensor))
+        if tensor.base is not None:
+            chosen = replace(chosen, key=chosen._key_after(source, tensor.seed))
         kind = KINDS[source.dtype.name]
         restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
         )
-        return replace(plan_lossless(restored, tensor.base, run), rounding=chosen)
+        found = {"size": chosen.size} if chosen.size else {}
+        return replace(plan_lossless(restored, tensor.base, run), rounding=chosen, found=found)
+
+    def _size_for(self, tensor: TensorToEncode) -> float:
+        """Choose the size by what errors cost; 0 where nothing tells that."""
+        source, guide = tensor.source, tensor.guide
+        if self.step is None or guide.energy is None or source.dtype.name != "F32":
+            return 0.0
+        found = TensorStatistics.whole(source, None, guide, tensor.run)
+        if found.row_sums is None or not found.power or found.fault(source.dtype):
+            return 0.0
+        sensitivity = np.array([found.row_sums.sum() / found.n_patterns])
+        step = row_steps(self.step, found.spread, sensitivity, guide.energy).steps[0]
+        mean = summed(tensor.run, lambda b: reals(source, *b).sum(), source) / found.n_patterns
+        step = min(step, MOST_OF_SPREAD * math.sqrt(max(found.spread**2 - mean**2, 0.0)))
+        return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0
 
     def _key_after(self, source: TensorSource, new: int) -> int:
         """Choose the thresholds by the first chunk; the base's file does not tell its own."""
@@ -459,6 +483,8 @@ class RelativeRounding(Recipe):
             return NEAREST
         patterns = source.patterns(0, min(CHUNK_VALUES, source.n_patterns))
         low = (patterns & patterns.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
+        if self.size:
+            low = np.modf(patterns.view(np.float32).astype(np.float64) / self.size)[0]
         return key_of(low, None, NEAREST, new)
 
 
@@ -511,7 +537,7 @@ def state_recipes(
         if source.dtype.name in KINDS:
             # What is not trained stays exact: buffers may be the frequencies of a positional code.
             if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
-                recipe = RelativeRounding()
+                recipe = FineRounding(step=FINE * weights.multiplier)
             recipe = _of_state(role, shape, moments, second) or recipe
         chosen[name] = recipe
     return chosen
@@ -527,4 +553,4 @@ def _of_state(
         # RMSprop's momentum is divided by the root already.
         source = second.get((role.parameter, shape)) if role.role == "exp_avg" else None
         return FirstMoment(moments.first_step, moments.first_dead_zone, source)
-    return RelativeRounding() if role.role == "factor" else None
+    return FineRounding() if role.role == "factor" else None

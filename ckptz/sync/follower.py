@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptz.api.apply import CHECKS, Check, LiveTensor, Patched, State, live_tensors, patch
-from ckptz.api.read import check_limit
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
 from ckptz.format.index import content_id_of
 from ckptz.format.reader import Container
@@ -162,13 +161,7 @@ class Follower:
                     f"{container.name}: leads on from other values than step {self.step} has here, "
                     f"{base.title}; is it another run? reset() starts afresh"
                 )
-            patched = patch(
-                container,
-                live,
-                check=self._check,
-                workers=workers,
-                allow=lambda n_bytes: check_limit(n_bytes, None, container.name),
-            )
+            patched = patch(container, live, check=self._check, workers=workers)
         self.step, self._content_id = version.step, patched.content_id
         return patched
 

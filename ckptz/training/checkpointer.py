@@ -63,6 +63,7 @@ from ckptz.training.state import (
     sampled_weights,
     set_random_state,
     trained_weights,
+    with_scalars_together,
 )
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
@@ -391,7 +392,10 @@ class Checkpointer:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         frozen_id = None if self._frozen is None else self._frozen.of(frozen)
-        return StepState(self._snapshot.take(state), coded, frozen_id, extra_weights=self._extra_weights)
+        taken = self._snapshot.take(state)
+        if self._trail is not None:
+            taken = with_scalars_together(taken)
+        return StepState(taken, coded, frozen_id, extra_weights=self._extra_weights)
 
     def _state(self) -> dict[str, Any]:
         return {

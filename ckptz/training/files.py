@@ -34,11 +34,11 @@ from ckptz.run.step_files import (
 )
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import BASES, Role, Rule, role_of
-from ckptz.state.skeleton import DTypeName, Size, TensorRef, parse_tree
+from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree
 from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.training.copies import copied, named_in
-from ckptz.training.state import trained_weights
+from ckptz.training.state import SCALARS, trained_weights
 from ckptz.write.pipeline import Job, write
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -48,7 +48,9 @@ _HOST: Final = TorchTensors("cpu", False)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum", "factor")
 
 # What is neither a weight nor a moment stays exact whatever the configuration.
-_EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in ("rng", "extra", "groups", "classes"))
+_EXACT: Final = tuple(
+    Rule(f"{name}.*", role="other") for name in ("rng", "extra", "groups", "classes", SCALARS)
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,15 +428,23 @@ class StepReader:
             if odd := [name for name in tensors if not name.startswith(prefix)]:
                 raise CorruptionError(f"{self.name}: tensor {odd[0]!r} was not saved by a Checkpointer")
             return {MODEL: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}}
-        parse_tree(tree).check_names(tensors)
-        root = parse_tree(tree, lambda leaf: self._leaf(leaf, tensors)).root
+        parsed = parse_tree(tree)
+        parsed.check_names(tensors)
+        root = parse_tree(tree, lambda leaf: self._leaf(leaf, tensors, parsed.storages)).root
         if not isinstance(root, dict):
             raise CorruptionError(f"{self.name}: its tree is not one that a Checkpointer writes")
         return root
 
-    def _leaf(self, leaf: object, tensors: Mapping[str, torch.Tensor]) -> Any:
+    def _leaf(
+        self, leaf: object, tensors: Mapping[str, torch.Tensor], storages: Sequence[Sequence[str]]
+    ) -> Any:
         if isinstance(leaf, TensorRef):
             return tensors[leaf.name]
+        if isinstance(leaf, View) and len(storages[leaf.storage]) == 1:  # see `with_scalars_together`
+            numbers = tensors[storages[leaf.storage][0]]
+            is_one = leaf.shape == () and numbers.ndim == 1 and leaf.offset < len(numbers)
+            if str(numbers.dtype) == f"torch.{leaf.dtype}" and (is_one or leaf.shape == numbers.shape):
+                return numbers[leaf.offset] if is_one else numbers
         if isinstance(leaf, Size):
             return torch.Size(leaf.dims)
         if isinstance(leaf, DTypeName) and isinstance(getattr(torch, leaf.name, None), torch.dtype):

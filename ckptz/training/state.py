@@ -13,7 +13,7 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]
+SCALARS: Final = "scalars"  # in a state that is saved: see `with_scalars_together`
 
 
 @runtime_checkable
@@ -110,6 +111,27 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
         "classes": [type(optimizer).__name__ for optimizer in optimizers],
         "groups": [{key: _plain(value) for key, value in group.items()} for group in found["param_groups"]],
     }
+
+
+def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Let tensors of one number in the state of optimizers share memory, as parts of one under `SCALARS`.
+
+    A file then has one tensor for them, where each count of steps would take some 200 bytes by itself.
+    """
+    optimizer = {parameter: dict(own) for parameter, own in state["optimizer"].items()}
+    places: dict[torch.dtype, list[tuple[dict[str, Any], str]]] = {}
+    for own in optimizer.values():
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor) and not value.ndim:
+                places.setdefault(value.dtype, []).append((own, key))
+    together = {}
+    for dtype, found in places.items():
+        if len(found) > 1:
+            numbers = torch.stack([own[key] for own, key in found])
+            together[str(dtype).removeprefix("torch.")] = numbers
+            for (own, key), number in zip(found, numbers, strict=True):
+                own[key] = number
+    return {**state, "optimizer": optimizer, SCALARS: together}
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -220,7 +242,10 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Ma
     if not optimizers:
         return
     # PyTorch takes a state without any name for one that is keyed by numbers; no parameter is called "".
-    by_name = {"": {}, **saved["optimizer"]}
+    by_name: dict[str, Any] = {"": {}}
+    for name, own in saved["optimizer"].items():
+        numbers = {k: v.clone() for k, v in own.items() if isinstance(v, torch.Tensor) and not v.ndim}
+        by_name[name] = {**own, **numbers}  # whose memory is theirs alone from here on
     state: Any = {"state": by_name, "param_groups": [dict(group) for group in saved["groups"]]}
     with _unstepped(optimizers):
         # Parameters that never had a gradient have no state; PyTorch calls that not strict.

@@ -41,8 +41,7 @@ from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method, checked
 from ckptz.methods.table import REFERENCE
 from ckptz.pages.words import Report
-from ckptz.parallel import Workers
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step
@@ -416,7 +415,6 @@ class _Compression:
                 opened = join(opened, beside)
             _check_restorable(opened)
             own = _stamps(sources)
-            read = {**own, **(base.files if base else {})}
             is_inside = source.is_dir() and place.suffix != SUFFIX  # the output is a folder, as the input is
             target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
             for left in abandoned(target.parent) if self.resume else ():  # by a process that was killed
@@ -426,9 +424,9 @@ class _Compression:
                 if base is not None and self.chain:
                     base.close()
                 return None, _open_base(target, self.search_path) if self.chain else base
-            notes = self._prepare(opened, target, place, read)
+            notes = self._prepare(opened, target, place, [*own, *(base.files if base else ())])
             usable = _usable(base, target, notes, is_folder=target != place)
-            report = self._write(opened, target, usable, notes, (read, sources))
+            report = self._write(opened, target, usable, notes, own)
             if not self.chain:
                 return report, base
             if base is not None:
@@ -466,19 +464,14 @@ class _Compression:
         return notes
 
     def _write(
-        self,
-        opened: Input,
-        target: Path,
-        base: _Base | None,
-        notes: list[str],
-        read: tuple[Mapping[Path, Stamp], Sequence[Path]],
+        self, opened: Input, target: Path, base: _Base | None, notes: list[str], own: Mapping[Path, Stamp]
     ) -> CompressReport:
-        """Write one file; `read` has the stamps of all files it is made from, and the files of the input."""
+        """Write one file; `own` has the stamps of the files of the input."""
         start, job = working_seconds(), self._job(opened, base)
         self.progress.start(opened.name, tensor_bytes(opened.tensors))
         try:
             with naming_output(target):
-                written, search = self._written(target, job, base, *read)
+                written, search = self._written(target, job, base, own)
         except (ConfigError, UnsupportedError) as error:
             raise named(error, opened.name) from error.__cause__
         if base is not None and not written.n_deltas:
@@ -530,9 +523,10 @@ class _Compression:
         return replace(job, base=base.ref, bases=base.tensors, base_metadata=base.metadata)
 
     def _written(
-        self, target: Path, job: Job, base: _Base | None, stamps: Mapping[Path, Stamp], like: Sequence[Path]
+        self, target: Path, job: Job, base: _Base | None, own: Mapping[Path, Stamp]
     ) -> tuple[Written, SearchReport | None]:
         """Write a file by itself, or the best that a search finds; its inputs must not have changed since."""
+        stamps, like = {**own, **(base.files if base else {})}, list(own)
         if self.search is None:
             with publish(target, like) as sink:
                 written = write(sink, job, self.workers, self.progress.advance)

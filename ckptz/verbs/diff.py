@@ -22,8 +22,7 @@ from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.pages.words import Report
-from ckptz.parallel import Workers
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.names import EXACT
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
@@ -251,13 +250,12 @@ class _Totals:
 
 def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> dict[str, _Totals]:
     """Compare pairs of tensors, chunk by chunk; what is found by name."""
-    sums = {pair.name: _Totals() for pair in pairs}
-    for pair in pairs:
-        if not pair.is_read:
-            sums[pair.name].n_patterns = pair.a.n_patterns if pair.is_same_type else 0
+    sums = {}
     for pair in pairs:
         check_empty(pair.a)
         check_empty(pair.b)
+        n_known = pair.a.n_patterns if pair.is_same_type and not pair.is_read else 0
+        sums[pair.name] = _Totals(n_patterns=n_known)
     chunks = (
         (pair, begin, end) for pair in pairs if pair.is_read for begin, end in chunk_bounds(pair.a.n_patterns)
     )

@@ -137,13 +137,9 @@ def log(
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
     elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
     own = [_marked(_look(path, path.relative_to(folder).as_posix(), tell)) for path in run_files(folder)]
-    others = [
-        _look(path, str(path), lambda error: None) for where in elsewhere for path in _files(where, SUFFIX)
-    ]
+    others = [_look(path, str(path)) for where in elsewhere for path in _files(where, SUFFIX)]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
-    named = [
-        _look(path, path.name if path.parent == folder else str(path), lambda error: None) for path in plain
-    ]
+    named = [_look(path, path.name if path.parent == folder else str(path)) for path in plain]
     others += [found for found in named if found.entry.content_id is not None]  # .ckptz by another name
     return _report(folder, own, _BaseTree(folder, [*own, *others], plain, tell).of(own))
 
@@ -171,7 +167,7 @@ def _report(folder: Path, own: Iterable[_LoggedFile], entries: tuple[LogEntry, .
 # --- one file -----------------------------------------------------------------------------------
 
 
-def _look(path: Path, name: str, tell: Tell) -> _LoggedFile:
+def _look(path: Path, name: str, tell: Tell = lambda error: None) -> _LoggedFile:
     try:
         with contextlib.closing(open_file(open_bytes(path))) as file:
             return _describe(path, name, file)
@@ -182,7 +178,7 @@ def _look(path: Path, name: str, tell: Tell) -> _LoggedFile:
 
 
 def _marked(found: _LoggedFile) -> _LoggedFile:
-    """Tell of a file whether it is here for others: by a marker, by its name, or beside all of its step."""
+    """Mark a file that only others need: by a marker, by its name, or as its whole step is beside it."""
     path, file = found.path, StepFile.parse(found.path.name)
     is_hidden = is_base_name(path) or (file is not None and (path.parent / file.marker).exists())
     for version in versions_in({path.name: 0}):  # a delta for followers of a step that is published whole
@@ -266,7 +262,7 @@ class _BaseTree:
         return tuple(entries)
 
     def _sorted(self, parent: str | None) -> list[str]:
-        """Entries of one parent, the last to be shown first: by step, by name; those without a step last."""
+        """Sort the entries of one parent by step and name, the last to be shown first."""
 
         def order(name: str) -> tuple[bool, int, str]:
             step = self._shown[name].step
@@ -280,7 +276,7 @@ class _BaseTree:
         return entry.file
 
     def _show(self, found: _LoggedFile) -> str:
-        """Add a checkpoint and those that it is stored against; its name."""
+        """Add a checkpoint and those that it is stored against; give its name."""
         name = found.entry.file
         if name in self._shown:
             return name
@@ -288,7 +284,7 @@ class _BaseTree:
         return self._add(replace(found.entry, parent=parent))
 
     def _base(self, delta: _LoggedFile, ref: BaseRef) -> str:
-        """Add what a delta is stored against, looked for as reading does; its name."""
+        """Add what a delta is stored against, looked for as reading does; give its name."""
         usable = [
             found
             for found in self._found

@@ -21,7 +21,7 @@ from ckptz.foreign.inputs import PathLike, check_target, file_path, naming_outpu
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.pages.page import MARK, page
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, Progress
 from ckptz.search.budget import SearchReport
 from ckptz.store.resolve import SUFFIX
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
@@ -237,7 +237,7 @@ def _finite_values(source: TensorSource) -> Iterator[NDArray[np.float64]]:
 
 
 class _Document(msgspec.Struct):
-    """What `ckptz compress --json` prints."""
+    """The JSON that `ckptz compress --json` prints."""
 
     files: tuple[SearchedFile, ...] = ()
 

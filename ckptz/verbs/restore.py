@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
-from ckptz.api.read import decoded_chunks
-from ckptz.errors import ConfigError, LimitError, WriteError, real
+from ckptz.api.read import check_limit, decoded_chunks
+from ckptz.errors import ConfigError, WriteError
 from ckptz.foreign import torch_files
 from ckptz.foreign.dcp import write_dcp
 from ckptz.foreign.folders import packed_in, write_folder, written_files
@@ -37,8 +37,7 @@ from ckptz.format.publish import make_folder, publish
 from ckptz.format.sources import tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.pages.words import Report
-from ckptz.parallel import Workers
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, weights_at
 from ckptz.run.step_files import StepFile
@@ -137,7 +136,7 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class _Restoration:
-    """What is read and what writes it: `write` is given what decodes tensors."""
+    """The open inputs and the function that writes them, which is given what decodes tensors."""
 
     name: str
     inputs: Sequence[Input]
@@ -248,11 +247,8 @@ def _target_of(
 
 def _check_size(job: _Restoration, n_bytes: int, max_decoded_bytes: int | None) -> None:
     """Refuse what is too large before the first byte is written: a small file may decode to terabytes."""
-    if max_decoded_bytes is not None and n_bytes > real("max_decoded_bytes", max_decoded_bytes):
-        raise LimitError(
-            f"{job.name}: decodes to {n_bytes} bytes, and {max_decoded_bytes} are allowed; "
-            "allow more if you trust the file"
-        )
+    if max_decoded_bytes is not None:  # else the free disk is the limit, and not the free memory
+        check_limit(n_bytes, max_decoded_bytes, job.name)
     folder = job.target if job.kind == "folder" else job.target.absolute().parent
     # What becomes torch files is decoded to an unnamed file first.
     is_twice = job.kind in ("pt", "dcp") or (job.kind == "folder" and any(one.tree for one in job.inputs))

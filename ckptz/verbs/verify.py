@@ -21,8 +21,7 @@ from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.pages.words import Report
-from ckptz.parallel import Workers
-from ckptz.progress import SILENT, Progress
+from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
 from ckptz.run.names import weights_at
 from ckptz.store.resolve import Checkpoint, open_checkpoint
@@ -123,7 +122,7 @@ def _checks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[Callable[[],
 
 
 def _recorded_error(source: TensorSource) -> float | None:
-    """Largest absolute error that the file records of a lossy tensor."""
+    """Give the largest absolute error that the file records of a lossy tensor; None of others."""
     lossy = source.entry.lossy if isinstance(source, FrameSource) else None
     return None if lossy is None else lossy.max_abs_error
 

@@ -93,7 +93,7 @@ def _written(path: Path, job: Job) -> contextlib.closing[Checkpoint]:
 
 
 def _state(step: int) -> Iterator[tuple[str, TensorSource]]:
-    """Weights and Adam's moments of each dtype, which move a little with the step."""
+    """Yield weights and Adam's moments of each dtype, which move a little with the step."""
     for dtype in map(dtype_of, DTYPES):
         for name in ("model.{}", "model.{}.bias", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq"):
             rng, shape = np.random.default_rng(len(name)), SHAPE[: 1 if "bias" in name else 2]

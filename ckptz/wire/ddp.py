@@ -170,7 +170,7 @@ def loco_hook(
 
 
 class _ReduceScatter:
-    """What `FSDPModule.set_custom_reduce_scatter` takes; the sum or mean of this rank's part."""
+    """Reduces gradients for `FSDPModule.set_custom_reduce_scatter` to the sum or mean of this rank's part."""
 
     def __init__(self, state: LoCo, tensor: int) -> None:
         self._state, self._tensor = state, tensor

@@ -356,7 +356,7 @@ class Link:
         )
 
     def _seed(self, tensor: _Message) -> int:
-        """64 bits that belong to this message alone; spec/08-wire.md#rounding."""
+        """Mix 64 bits that belong to this message alone; spec/08-wire.md#rounding."""
         place, seed = tensor.place, self.policy.seed & MASK_64
         where = (self.src, self.dst, tensor.direction, place.tensor, place.step, place.microbatch)
         for number in (*where, place.is_eval):

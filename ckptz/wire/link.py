@@ -81,7 +81,7 @@ class TensorLink:
         self.link = Link(src, dst, policy, **options)
 
     def _patterns(self, tensor: Tensor) -> Any:
-        """Bit patterns of a tensor, flat; shares its memory where it is contiguous."""
+        """Give the bit patterns of a tensor, flat; they share its memory where it is contiguous."""
         dtype = dtype_named(tensor.dtype)
         flat = tensor.detach().contiguous().view(-1)
         if not len(flat):
@@ -90,7 +90,7 @@ class TensorLink:
         return patterns if self._use_torch else patterns.numpy().view(f"<u{dtype.pattern_bytes}")
 
     def _tensor(self, patterns: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Inverse of `_patterns`; shares the patterns' memory."""
+        """Make the tensor of bit patterns, in their memory; inverse of `_patterns`."""
         if not self._use_torch:
             signed = PATTERN_TYPES[dtype_named(dtype).pattern_bytes]
             patterns = torch.from_numpy(patterns.view(f"<i{patterns.itemsize}")).view(signed)
@@ -293,7 +293,7 @@ class Simulation:
 
 
 def simulate(policy: LinkPolicy | str, **options: Any) -> Simulation:
-    """Make a `Simulation` of a link; takes what that takes."""
+    """Make a `Simulation` of a link, by the same arguments."""
     return Simulation(policy, **options)
 
 

@@ -192,7 +192,7 @@ def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> 
 def _encode_blocks(
     k: Any, values: Array, block: int, bits: int, seed: int | None, largest: float
 ) -> tuple[Array, Array, Callable[[], Array], Truth]:
-    """(offsets and scales, codes, what makes the decoded values, whether something was not finite)."""
+    """Quantize to (ranges, codes, what makes the decoded values, whether something was not finite)."""
     offsets, scales, codes = k.quantize(values, block, bits, seed)
     ranges = _join(k, [k.as_bytes(offsets), k.as_bytes(scales)], values)
     return ranges, codes, lambda: k.dequantize(offsets, scales, codes, block, largest), _has_nan(scales)
@@ -219,7 +219,7 @@ def _encode_uniform(
 
 
 def _value_kind(plan: TensorPlan) -> int:
-    """16-bit values: F16 where the tensor is, else BF16, which reaches as far as F32."""
+    """Choose the type of 16-bit values: F16 where the tensor is, else BF16, which reaches as far as F32."""
     return floats.F16 if plan.kind == floats.F16 else floats.BF16
 
 
@@ -251,7 +251,7 @@ def _encode_mask(k: Any, codec: TopK, mask: Array, n_values: int, vary: bool) ->
 
 
 def _encode_rice(k: Any, mask: Array, n_values: int) -> tuple[int, list[Array]]:
-    """(r, parts): quotients by 2^r in unary, then remainders, low and high bytes apart; made on the host."""
+    """Code gaps on the host as (r, parts): quotients by 2^r in unary, low and high bytes of the rest."""
     gaps = np.diff(np.flatnonzero(k.host_bytes(mask)), prepend=-1) - 1
     guess = int(math.log2(max(len(mask) / n_values * math.log(2), 1)))
     choices = range(max(guess - 1, 0), min(guess + 1, MAX_RICE) + 1)

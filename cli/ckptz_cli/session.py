@@ -31,7 +31,7 @@ from ckptz.pages.words import printable
 if TYPE_CHECKING:
     import rich.progress
 
-    from ckptz.progress import Progress
+    from ckptz.parallel import Progress
 
 INTERNAL, USAGE, DAMAGED, MISSING, IO, INTERRUPTED = 1, 2, 3, 5, 7, 130
 
@@ -108,7 +108,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 class _Bar:
-    """A `ckptz.progress.Progress` that rich draws."""
+    """A `ckptz.parallel.Progress` that rich draws."""
 
     def __init__(self, display: rich.progress.Progress, room: int) -> None:
         self._display, self._room = display, room
@@ -131,7 +131,7 @@ class _Bar:
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
     """Draw a bar on stderr if that is a terminal, and unless -q was given."""
-    from ckptz.progress import SILENT
+    from ckptz.parallel import SILENT
 
     if is_quiet() or not is_terminal(sys.stderr):
         yield SILENT

@@ -13,7 +13,7 @@ import pytest
 from ckptz.format.index import QualityRecord
 from ckptz.kernels.cache import NOTICE
 from ckptz.pages.words import quality_text, ratio, size
-from ckptz.progress import SILENT
+from ckptz.parallel import SILENT
 from ckptz_cli.session import progress_bar
 from tests.support.cli_support import ckptz, write_plain
 

@@ -38,7 +38,7 @@ from ckptz.format.plan import Plan, Predictor, exact_plan
 from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.kernels import floats, moments
 from ckptz.methods.grid import Grid
-from ckptz.methods.state import Moments, RelativeRounding, SecondMoment
+from ckptz.methods.state import FineRounding, Moments, SecondMoment
 from ckptz.numpy import load_file, save_file
 from ckptz.store.resolve import open_checkpoint
 from ckptz.verbs.compress import CompressReport
@@ -350,15 +350,49 @@ def test_small_trained_weights_are_rounded_and_the_rest_is_exact(tmp_path: Path)
     assert all(restored[name].tobytes() == tensors[name].tobytes() for name in tensors)
 
 
+@pytest.mark.parametrize(("root", "is_limited"), [(1e-3, False), (1e-7, True)])
+def test_small_weights_are_as_fine_as_their_second_moments_ask(
+    tmp_path: Path, root: float, is_limited: bool
+) -> None:
+    rng = np.random.default_rng(0)
+    matrix, bias = rng.standard_normal((64, 64)) / 8, 1 + rng.standard_normal(600) / 8
+    tensors = {"model.a.weight": matrix, "model.a.bias": bias}
+    tensors |= {
+        f"optimizer.a.{name}.exp_avg": tensors[f"model.a.{name}"] * 1e-5 for name in ("weight", "bias")
+    }
+    tensors["optimizer.a.weight.exp_avg_sq"] = np.full(matrix.shape, 1e-6)
+    tensors["optimizer.a.bias.exp_avg_sq"] = np.full(bias.shape, root**2)
+    tensors = {name: values.astype(np.float32) for name, values in tensors.items()}
+    save_file(tensors, tmp_path / "a.ckptz", config=Grid())
+    [record] = [t.lossy for t in inspect(tmp_path / "a.ckptz").tensors if t.name == "model.a.bias"]
+    assert record is not None
+    size = float(record.settings["size"])
+    wanted = min(0.25 * 0.4 * (1e-3 / 8) / root, 0.25 / 8)  # a step of equal cost; a share of the spread
+    assert wanted / 2 * 0.95 < size < wanted * 1.05
+    assert (wanted == 0.25 / 8) == is_limited
+    exact, got = tensors["model.a.bias"], load_file(tmp_path / "a.ckptz")["model.a.bias"]
+    assert np.abs(got - exact).max() <= size / 2
+    assert not np.modf(got / size)[0].any()
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0**-9])
+def test_small_weights_keep_what_training_moves_on_average(size: float) -> None:
+    values = np.full(1 << 16, 0.7, np.float32)
+    moved = values + np.float32(1e-4)
+    rounded = FineRounding(size=size, key=11).rounded(moved.view(np.uint32), floats.F32, 0).view(np.float32)
+    assert len(np.unique(rounded)) == 2
+    assert rounded.astype(np.float64).mean() == pytest.approx(0.7001, abs=2e-5)
+
+
 @pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
 def test_rounding_twice_changes_nothing_more(kind: int) -> None:
     pattern = np.uint32 if kind == floats.F32 else np.uint16
     patterns = (
         np.random.default_rng(0).integers(0, np.iinfo(pattern).max, 10000, endpoint=True).astype(pattern)
     )
-    once = RelativeRounding().rounded(patterns, kind, 0)
-    np.testing.assert_array_equal(RelativeRounding().rounded(once, kind, 0), once)
-    np.testing.assert_array_equal(RelativeRounding(key=7).rounded(once, kind, 0), once)
+    once = FineRounding().rounded(patterns, kind, 0)
+    np.testing.assert_array_equal(FineRounding().rounded(once, kind, 0), once)
+    np.testing.assert_array_equal(FineRounding(key=7).rounded(once, kind, 0), once)
     is_finite = ~np.isnan(floats.to_f32(patterns, kind).view(np.float32))
     exact, got = (
         floats.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (patterns, once)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 # Lowest floor first. Imports go strictly downwards; neighbours on a floor never import each other.
 FLOORS = (
-    ("_version", "errors", "progress", "kernels"),
+    ("_version", "errors", "kernels"),
     ("parallel", "pages"),
     ("format",),
     ("encode", "state", "store", "wire"),

@@ -377,8 +377,8 @@ def test_what_names_a_step_gives_exact_values_and_a_path_those_of_its_file(
         ckptz("restore", text, "-o", tmp_path / "out.safetensors", "--force")
         assert same(load_file(tmp_path / "out.safetensors"), wanted)
         ckptz("verify", text, "--against", tmp_path / "out.safetensors")
-    saved_run(tmp_path / "lossless", N_SAVED)
-    there, here = f"{tmp_path / 'lossless'}@4", f"{folder}@4"
+    saved_run(tmp_path / "again", N_SAVED, config=GRID)
+    there, here = f"{tmp_path / 'again'}@4", f"{folder}@4"
     assert diff(there, here).is_equal
     for name in HEAD:
         (folder / name).unlink()

@@ -19,6 +19,7 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.trail import Lost, Trail, Trained
+from ckptz.methods.lossless import LOSSLESS
 from ckptz.torch import load_file
 from ckptz.training.state import model_state, optimizer_state, trained_weights
 from tests.support.checkpointer_support import LOSSY
@@ -504,3 +505,25 @@ def test_parameters_without_elements_are_left_alone(tmp_path: Path) -> None:
     saved(tmp_path, run)
     assert moves_recorded(tmp_path, 65)["nothing"] is None
     assert moves_recorded(tmp_path, 65)["weight"] is not None
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam"])
+def test_numbers_of_optimizers_are_one_tensor_of_a_lossy_file_and_come_back_apart(
+    tmp_path: Path, name: str
+) -> None:
+    run = Run(OPTIMIZERS[name], size=128)
+    saver = saved(tmp_path / "lossy", run)
+    saved(tmp_path / "exact", run, (1,), config=LOSSLESS)
+    names = {t.name for t in inspect(tmp_path / "lossy" / "step-00000065.state.ckptz").tensors}
+    assert "scalars.float32" in names
+    assert not any(name.endswith((".step", ".mu_product")) for name in names)
+    names = {t.name for t in inspect(tmp_path / "exact" / "step-00000001.state.ckptz").tensors}
+    assert "optimizer.weight.step" in names
+    run.train(5)
+    with saver:
+        saver.restore(65)
+    counts = [own["step"] for own in run.optimizer.state.values()]
+    assert [count.item() for count in counts] == [65.0, 65.0]
+    assert all(count.untyped_storage().nbytes() == 4 for count in counts)
+    run.train(1)
+    assert [count.item() for count in counts] == [66.0, 66.0]
