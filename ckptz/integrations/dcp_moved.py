@@ -20,7 +20,7 @@ from ckptz.format.sources import TensorSource
 from ckptz.guidance.moves import Products, total
 from ckptz.guidance.trail import Trained
 from ckptz.state.roles import BASES, Role, role_of
-from ckptz.training.state import sampled_weights
+from ckptz.training.state import as_number, sampled_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +91,13 @@ def _optimizers_in(state: Mapping[str, Any]) -> dict[str, _Kept]:
         for name, value in state.items():
             if name.startswith(f"{begin}param_groups."):
                 group, _, key = name.removeprefix(f"{begin}param_groups.").rpartition(".")
-                groups.setdefault(group, {})[key] = _number(value)
+                groups.setdefault(group, {})[key] = as_number(value)
         own = {p: _Kept(group) for name, group in groups.items() for p in group.pop("params", [name])}
         for name, value in state.items():
             if name.startswith(f"{begin}state."):
                 parameter, _, key = name.removeprefix(f"{begin}state.").rpartition(".")
                 if parameter in own and isinstance(value, torch.Tensor):
-                    number = _number(value)
+                    number = as_number(value)
                     own[parameter].state[key] = name if number is value else number
         ambiguous |= found.keys() & own.keys()
         found |= own
@@ -115,20 +115,17 @@ def _weights_of(names: Iterator[str], kept: Mapping[str, _Kept]) -> dict[str, st
     return found
 
 
-def _number(value: Any) -> Any:
-    """Turn a tensor of one number into that number; everything else stays as it is."""
-    return value.item() if isinstance(value, torch.Tensor) and not value.ndim else value
-
-
 class RankPool:
     """Adds up what the ranks of a save have measured. All ranks take part once, whatever becomes of them.
 
     Args:
         group: of the ranks; None if there is one.
+        n_ranks: that save. Where they are not those of the group, each counts for itself.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup | None, n_ranks: int) -> None:
+        is_whole = group is not None and dist.get_world_size(group) == n_ranks
+        self._group = group if is_whole else None
         self._pooled: dict[str, Products] | None = None
 
     def __call__(self, own: dict[str, Products]) -> dict[str, Products]:

@@ -177,7 +177,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         """Write this rank's file; called on all ranks."""
         orders: Orders = plan.storage_data
         file = f"{SHARD_PREFIX}{self._rank:05d}-{orders.token}{SUFFIX}"
-        pool = RankPool(None if self._trail is None else self._group)
+        pool = RankPool(None if self._trail is None else self._group, orders.n_ranks)
         with pool.taking_part():
             try:
                 gathered = Gathered(plan.items, planner)

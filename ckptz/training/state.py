@@ -386,11 +386,11 @@ def trained_weights(
     found = {}
     is_adamw = set(state["classes"]) == {"AdamW"}
     for group in state["groups"]:
-        settings = {key: _number(value) for key, value in group.items() if key != "params"}
+        settings = {key: as_number(value) for key, value in group.items() if key != "params"}
         for parameter in group["params"]:
             if parameter not in weights:
                 continue
-            own = {key: _number(value) for key, value in state["optimizer"].get(parameter, {}).items()}
+            own = {key: as_number(value) for key, value in state["optimizer"].get(parameter, {}).items()}
             names = {key: f"optimizer.{parameter}.{key}" for key in own if isinstance(own[key], torch.Tensor)}
             own |= {key: tensors[name] for key, name in names.items() if name in tensors}
             found[parameter] = Trained(
@@ -417,7 +417,7 @@ def sampled_weights(model: Mapping[str, Any]) -> dict[str, TensorSource]:
     return found
 
 
-def _number(value: Any) -> Any:
+def as_number(value: Any) -> Any:
     """Turn a tensor of one number into that number; everything else stays as it is."""
     is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta"
     return value.item() if is_number else value

@@ -321,7 +321,10 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
     assert 0 < changes.measured <= changes.max_drop
     what = "half the mean square of the changes of loss by token"
-    assert words.metric_name(changes) == what  # on the page of a report
+    assert words.metric_name(changes) == what
+    ckptz("report", output, "-o", folder / "page.html")
+    page = (folder / "page.html").read_text()
+    assert all(words.quality_text(record) in page for record in (mean, changes))
     said = f"{what} {changes.measured:.4g} ("
     assert said in run.stdout
     assert said in ckptz("inspect", output).stdout
