@@ -1,7 +1,5 @@
 """Files of frameworks that lose something, and come back exactly while they are the newest."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from pathlib import Path
