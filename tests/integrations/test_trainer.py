@@ -44,6 +44,19 @@ def uninterrupted(n_steps: int = N_SAVES) -> dict[str, Any]:
     return final(run)
 
 
+def test_a_disk_that_fails_where_training_goes_on_takes_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The Trainer takes its own state for missing then, and would begin at step 0 with what it has loaded."""
+    trainer(tmp_path, max_steps=2).train()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.ckptz")}
+    isfile = os.path.isfile
+    monkeypatch.setattr(os.path, "isfile", lambda path: "trainer_state" not in str(path) and isfile(path))
+    with pytest.raises(OSError, match="could not be read when training was to go on"):
+        trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.ckptz")} == before
+
+
 def test_every_kept_folder_resumes_bit_for_bit(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     run.train()

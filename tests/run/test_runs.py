@@ -308,6 +308,10 @@ def test_what_killed_writers_left_in_a_run_goes_with_prune(tmp_path: Path) -> No
     assert sorted(report.removed) == sorted(path.relative_to(tmp_path).as_posix() for path in left)
     assert report.removed_bytes == sum(path.stat().st_size for path in left) > 0
     assert temporaries(tmp_path) == left
+    damaged, content = paths[-1], paths[-1].read_bytes()
+    damaged.write_bytes(b"damaged")
+    assert prune(tmp_path, KeepPolicy(last=1), dry_run=True).removed == report.removed
+    damaged.write_bytes(content)
     with publish(tmp_path / "y.ckptz"):  # somebody's who still writes
         prune(tmp_path)
         assert len(temporaries(tmp_path)) == 1
