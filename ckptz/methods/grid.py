@@ -118,6 +118,7 @@ MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
+UNGUIDED_SHARE: Final = 0.5  # of the usual step, for weights of SGD; from bench/studies/restarts, image
 FULL_SHARE: Final = 0.35  # of the step of deltas, for full files of runs that restart
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
@@ -329,13 +330,14 @@ class Grid(Method):
         purpose = "resume" if restarts and self.purpose == "auto" else self.purpose
         return replace(self, moments=self.moments if trains else None, purpose=purpose)
 
-    def expecting(self, restores: int) -> Self:
+    def expecting(self, restores: int, *, is_guided: bool = True) -> Self:
         """Give finer steps the more restores there will be: what each costs grows with the step.
 
         Full files are finer still: the error of the first stays in the run, however often it restarts.
+        Weights have finer steps, too, where nothing says which of them matter.
         """
         share = min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
-        finer = self._with_step(self.step * share, share)
+        finer = self._with_step(self.step * share * (1.0 if is_guided else UNGUIDED_SHARE), share)
         return replace(finer, full_step=self.full_step or finer.step * FULL_SHARE)
 
     @property

@@ -143,9 +143,14 @@ class Method:
         """Whether optimizer state may come back changed."""
         return False
 
-    def expecting(self, restores: int) -> Self:
-        """Give the method for a run that will restart so often, 1 or more, from what its files lose."""
-        del restores
+    def expecting(self, restores: int, *, is_guided: bool = True) -> Self:
+        """Give the method for a run that will restart so often, 1 or more, from what its files lose.
+
+        Args:
+            restores: how often.
+            is_guided: whether the optimizer keeps second moments, which tell what weights are worth.
+        """
+        del restores, is_guided
         return self
 
     @property

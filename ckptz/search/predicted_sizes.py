@@ -156,7 +156,7 @@ def predicted_sizes(
     """Predict the bytes of the file that each of some configurations gives.
 
     Args:
-        subjects: tensors with what the writer knows of each, by name.
+        tensors_to_encode: with what the writer knows of each, by name.
         roles: what each of them is.
         configs: what is asked for.
         run: maps a function over tensors; what one takes is let go before the next.

@@ -13,7 +13,7 @@ from typing import Any, Final, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ckptz.encode.coded import CodedSource
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
@@ -361,7 +361,8 @@ class Checkpointer:
             return self._config
         while expected < self._n_restores:
             expected *= 2
-        return self._config.expecting(expected)
+        is_guided = not self._optimizers or not all(isinstance(one, SGD) for one in self._optimizers)
+        return self._config.expecting(expected, is_guided=is_guided)
 
     def _searched(
         self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int

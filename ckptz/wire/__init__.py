@@ -53,12 +53,11 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES: Final = ("policy", "endpoint")
-_TORCH_HOMES: Final = ("link", "stage", "ddp")
+_HOMES: Final = ("policy", "endpoint", "link", "stage", "ddp")  # the last three need torch
 
 
 def __getattr__(name: str) -> Any:
-    for home in (*_HOMES, *_TORCH_HOMES) if name in __all__ else ():
+    for home in _HOMES if name in __all__ else ():
         module = importlib.import_module(f"ckptz.wire.{home}")
         if hasattr(module, name):
             return getattr(module, name)

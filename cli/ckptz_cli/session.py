@@ -20,7 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -50,15 +50,15 @@ _REMEDIES: Final = {
 class Failure:
     """The line that the command line prints for an error, and its exit code."""
 
-    exit_code: int
     kind: str
     message: str
+    exit_code: int
 
 
 def failure_of(error: BaseException) -> Failure:
     """Give the exit code and one line of text for any error."""
     code, message = _explain(error)
-    return Failure(code, type(error).__name__, printable(message))
+    return Failure(type(error).__name__, printable(message), code)
 
 
 def _explain(error: BaseException) -> tuple[int, str]:
@@ -220,13 +220,13 @@ class Session:
         failure = replace(failure, message=self._named(failure.message))
         _tell(f"ckptz: {failure.message}")
         self.exit_code = self.exit_code or failure.exit_code
-        self._document.setdefault("error", _fields(failure))
+        self._document.setdefault("error", asdict(failure))
         return failure
 
     def add_failure(self, file: str, error: BaseException) -> None:
         """Print the error of one of several files, and go on with the others."""
         failure = self.fail(error)
-        self._document.setdefault("files", []).append({"file": file, "error": _fields(failure)})
+        self._document.setdefault("files", []).append({"file": file, "error": asdict(failure)})
 
     def finish(self) -> int:
         """Print what is left, and give the exit code."""
@@ -272,10 +272,6 @@ def _silence_stdout() -> None:
     """Point stdout at /dev/null, so that the rest of its buffer cannot fail when the interpreter ends."""
     with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or not one of the system
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fields(failure: Failure) -> dict[str, Any]:
-    return {"kind": failure.kind, "message": failure.message, "exit_code": failure.exit_code}
 
 
 def _builtins(report: Any) -> Any:

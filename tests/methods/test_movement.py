@@ -363,6 +363,9 @@ def test_more_restores_than_usual_want_finer_steps() -> None:
     assert many.moments.second_step == given.moments.second_step / 4
     assert many.moments.first_step == given.moments.first_step / 4
     assert replace(given, full_step=1.0).expecting(40).full_step == 1.0
+    unguided = given.expecting(10, is_guided=False)
+    assert (unguided.step, unguided.full_step) == (0.25, 0.25 * FULL_SHARE)
+    assert unguided.moments == given.moments
 
 
 def load_steps(path: Path) -> float:

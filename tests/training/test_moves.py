@@ -19,6 +19,7 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.trail import Lost, Trail, Trained
+from ckptz.methods.grid import FULL_SHARE
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.torch import load_file
 from ckptz.training.state import model_state, optimizer_state, trained_weights
@@ -527,3 +528,11 @@ def test_numbers_of_optimizers_are_one_tensor_of_a_lossy_file_and_come_back_apar
     assert all(count.untyped_storage().nbytes() == 4 for count in counts)
     run.train(1)
     assert [count.item() for count in counts] == [66.0, 66.0]
+
+
+@pytest.mark.parametrize(("name", "step"), [("SGD", 0.5), ("AdamW", 1.0)])
+def test_weights_of_sgd_have_half_of_the_step(tmp_path: Path, name: str, step: float) -> None:
+    saved(tmp_path, Run(OPTIMIZERS[name]), steps=(50,))
+    entries = inspect(tmp_path / "step-00000050.ckptz").tensors
+    steps = {one.lossy.settings["step"] for one in entries if one.lossy and one.lossy.method == "grid"}
+    assert steps == {step * FULL_SHARE}
