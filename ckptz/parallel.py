@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Final, Generic, Protocol, Self, TypeVar
 
-from ckptz.errors import ConfigError, whole
+from ckptz.errors import whole
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -25,22 +25,16 @@ MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads
 SMALL_VALUES: Final = 1 << 15  # of a chunk that takes more Python than arithmetic, measured on two cores
 
 
-def default_jobs() -> int:
-    """Count the cores this process may use, at most 16."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, MAX_DEFAULT_JOBS)
-
-
 def jobs_of(jobs: int | None) -> int:
-    """Count the threads that an argument `jobs` asks for, all cores by default.
+    """Count the threads that an argument `jobs` asks for, by default all cores that this process may use.
 
     Raises:
         ConfigError: it is no whole number from 1.
     """
-    n_jobs = default_jobs() if jobs is None else whole("jobs", jobs)
-    if n_jobs < 1:
-        raise ConfigError(f"jobs must be at least 1, or None for all cores, got {jobs}")
-    return n_jobs
+    if jobs is not None:
+        return whole("jobs (or None for all cores)", jobs, 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, MAX_DEFAULT_JOBS)
 
 
 class Workers:

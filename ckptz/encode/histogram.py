@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ckptz.kernels import cpu, floats
 
 RELATIVE_ERROR: Final = 2.0**-8  # largest |value - middle of its bucket| / |value|
-_SIGN, _INFINITY = 0x8000, 0x7F80
+_INFINITY = 0x7F80
 
 
 @functools.cache

@@ -265,7 +265,7 @@ def first_map(found: LevelSums, level_range: LevelRange, steps: Floats, kind: in
 
     Args:
         found: of the whole tensor.
-        levels: which levels have codes.
+        level_range: which levels have codes.
         steps: of each context [n_contexts].
         kind: of the patterns.
     """

@@ -55,9 +55,8 @@ from ckptz.integrations.linked import (
     checked_options,
     warn_of_no_gain,
 )
-from ckptz.run.exact import residuals_of
 from ckptz.run.linked_files import drop_unneeded
-from ckptz.run.names import step_of_folder
+from ckptz.run.names import EXACT, step_of_folder
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
 
@@ -230,10 +229,10 @@ def _fits(layout: Mapping[int, set[PieceLayout]], base: Path | None) -> bool:
 def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
     """Delete the shards of a checkpoint that was in the folder before; the new one is whole. Notes."""
     try:
-        kept = {residual.name for name in listed for residual in residuals_of(folder / name)} | set(listed)
-        for path in folder.glob(f"{SHARD_PREFIX}*{SUFFIX}"):
-            if path.name not in kept:
-                path.unlink(missing_ok=True)
+        for name in os.listdir(folder):
+            own = name.partition(EXACT)[0].removesuffix(SUFFIX) + SUFFIX  # what a residual belongs to
+            if name.startswith(SHARD_PREFIX) and name.endswith(SUFFIX) and own not in listed:
+                (folder / name).unlink(missing_ok=True)
         return drop_unneeded(folder)
     except OSError as error:
         return (f"files of the checkpoint that was here before stay: {error}",)

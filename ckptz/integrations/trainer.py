@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
 import os
 import warnings
@@ -74,6 +75,7 @@ __all__ = ["ChainOptions", "CkptzTrainerMixin"]
 
 MODEL_NAME: Final = f"model{SUFFIX}"
 STATE_NAME: Final = f"state{SUFFIX}"
+TRAINER_STATE: Final = "trainer_state.json"  # which the Trainer writes last
 _OVERRIDDEN: Final = (
     *("save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"),
     *("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_load_scaler"),
@@ -207,6 +209,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if path is None or not path.is_file():
             super()._load_optimizer_and_scheduler(checkpoint)
             return
+        _check_resumed(path.with_name(TRAINER_STATE), self.state.global_step)
         state = read_newest(path, self._ckptz.jobs)
         check_training(state, str(path))
         model, optimizers = _unwrapped(self), [_bare(self.optimizer)]
@@ -233,6 +236,15 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         set_random_state(load_state(path, jobs=1).get("rng"))
 
 
+def _check_resumed(path: Path, step: int) -> None:
+    """Refuse to go on from weights and optimizer of a step, but from another one in the Trainer's own state.
+
+    It takes a disk that fails for a file that is missing, begins at step 0, and writes over what it saved.
+    """
+    if path.exists() and json.loads(path.read_bytes())["global_step"] != step:
+        raise OSError(errno.EIO, "could not be read when training was to go on from it; try again", str(path))
+
+
 def _newest_complete(folder: Path) -> str | bool | None:
     """Find the newest checkpoint that is whole: the Trainer writes its own state last.
 
@@ -242,7 +254,7 @@ def _newest_complete(folder: Path) -> str | bool | None:
     steps = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdecimal()}
     for _, path in sorted(steps.items(), reverse=True):
         try:
-            json.loads((path / "trainer_state.json").read_bytes())
+            json.loads((path / TRAINER_STATE).read_bytes())
         except (FileNotFoundError, ValueError):
             what = f"{path}: is passed over, because it was not written to its end"
             warnings.warn(what, RuntimeWarning, stacklevel=3)
@@ -260,7 +272,7 @@ def _put_times_right(folder: Path) -> None:
     for path in folder.glob("checkpoint-*"):
         if path.name.rpartition("-")[2].isdecimal():
             with contextlib.suppress(OSError):  # it only matters after such a failure
-                state = path / "trainer_state.json"
+                state = path / TRAINER_STATE
                 complete = state.stat().st_mtime_ns if state.exists() else 0
                 os.utime(path, ns=(complete, complete))
 

@@ -23,7 +23,7 @@ from ckptz.encode.tensor import (
     sensitivities_of,
     summed,
 )
-from ckptz.errors import ConfigError, real
+from ckptz.errors import ConfigError, real, whole
 from ckptz.format.context_rules import BaseCode
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits
@@ -319,8 +319,8 @@ class KMeans(Method):
         Method.__post_init__(self)
         object.__setattr__(self, "layer_prune", _by_layer(self.layer_prune))
         for levels in (self.levels, self.embedding_levels):
-            if levels is not None and not 2 <= levels <= 255:
-                raise ConfigError(f"levels must be 2..255, got {levels}")
+            if levels is not None:
+                whole("levels", levels, 2, 255)
         for name, share in (("prune", self.prune), ("protect", self.protect), *self.layer_prune):
             if not 0 <= share < 1:
                 raise ConfigError(f"{name} must be a share from 0 to below 1, got {share}")

@@ -138,21 +138,27 @@ def decide(
         units,
         {*kept, *(u for u in rest if u.error and not u.is_residual)},  # residuals are dropped unread
         _Bases(units).of,
-        # Without a step's metric or base, no older one may go.
-        lambda unit: [u for u in rest if unit.kind is None or (u.step or 0) <= (unit.step or 0)],
+        lambda unit: _may_need(unit, rest),
     )
     kept |= {u for u in stays.doubtful if not u.is_aside}
 
-    def order(u: Unit) -> tuple[bool, bool, int, bool, bool, bool]:
+    def order(u: Unit) -> tuple[bool, bool, int, bool, bool, bool, str]:
         # Later steps go whole, the newest first, so that the newest that is left is exact at any moment. Of
         # each step its weights go first, so that half of it is no step; and before all that go by rules,
         # residuals.
         is_later, step = u in later, u.step or 0
-        by_step = -step, u.is_residual, u.kind != "weights", u.is_aside
+        by_step = -step, u.is_residual, u.kind != "weights", u.is_aside, u.name
         return not is_later, not is_later and not u.is_residual, *by_step
 
     needed = sorted({*units} - kept - stays.may_go, key=lambda u: (u.step or 0, u.kind or "", u.name))
     return kept, needed, sorted(stays.may_go, key=order), stays.notes
+
+
+def _may_need(unit: Unit, rest: Units) -> Units:
+    """List what a unit may need that cannot be read: without its metric or base, no older one may go."""
+    if unit.kind is None:  # of frameworks, any; what is unfinished is nowhere
+        return [u for u in rest if u.places]
+    return [u for u in rest if (u.step or 0) <= (unit.step or 0)]
 
 
 def _check_goes_back(name: str, rest: Collection[Unit], steps: Collection[int]) -> None:

@@ -31,7 +31,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-from ckptz.errors import CkptzError, ConfigError, own_numbers
+from ckptz.errors import CkptzError, ConfigError, own_numbers, whole
 from ckptz.format.envelope import strict_json
 from ckptz.format.index import QualityRecord
 from ckptz.format.publish import publish
@@ -413,10 +413,9 @@ class SearchOptions:
             raise ConfigError(f"a search for {template.name} cannot begin at settings of {parent.name}")
         if set(self.cubes) - set(known := self.template.cube_names):
             raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
-        if self.restores < 0:
-            raise ConfigError(f"restores must be at least 0, got {self.restores}")
-        if self.max_evaluations is not None and self.max_evaluations < 0:
-            raise ConfigError(f"max_evaluations must be at least 0, got {self.max_evaluations}")
+        whole("restores", self.restores, 0)
+        if self.max_evaluations is not None:
+            whole("max_evaluations", self.max_evaluations, 0)
 
     def _check_kinds(self) -> None:
         for name, kind in (("budgets", Budget), ("cubes", str)):

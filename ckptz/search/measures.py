@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import ConfigError, own_numbers
+from ckptz.errors import ConfigError, own_numbers, whole
 from ckptz.kernels.floats import Reals
 
 State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, the callee's to change
@@ -293,8 +293,7 @@ class ResumeProbe:
         if not callable(self.resume):
             raise ConfigError(f"a resume probe needs a function, got {self.resume!r}")
         own_numbers(self)
-        if self.n_steps < 1:
-            raise ConfigError(f"a resume probe trains for at least 1 step, got {self.n_steps}")
+        whole("n_steps", self.n_steps, 1)
         if self.noise_floor is not None and not self.noise_floor >= 0:
             raise ConfigError(f"a noise floor must be a number from 0, got {self.noise_floor}")
 

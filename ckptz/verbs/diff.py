@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import ConfigError, whole
+from ckptz.errors import whole
 from ckptz.foreign.inputs import MODEL, Input, PathLike, open_whole, paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
@@ -132,8 +132,7 @@ def diff(
         (ValueDiff(name='lr', value_a='0.1', value_b='0.05'),)
     """
     start = working_seconds()
-    if top is not None and (top := whole("top", top)) < 0:
-        raise ConfigError(f"top must be at least 0, or None for all, got {top}")
+    top = None if top is None else whole("top (or None for all)", top, 0)
     with contextlib.ExitStack() as held:
         a, b = (_side(path_of(one), paths(search_path), held) for one in (first, second))
         workers = held.enter_context(Workers(jobs))

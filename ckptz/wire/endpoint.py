@@ -81,9 +81,7 @@ class Link:
         same_shape: bool = True,
         samples: tuple[Path, int] | None = None,
     ) -> None:
-        src, dst = whole("src", src), whole("dst", dst)
-        if not (0 <= src < 1 << 16 and 0 <= dst < 1 << 16):
-            raise ConfigError(f"stages are numbered 0..65535, got {src} and {dst}")
+        src, dst = whole("src", src, 0, (1 << 16) - 1), whole("dst", dst, 0, (1 << 16) - 1)
         self.src, self.dst, self.policy = src, dst, policy_of(policy)
         like = np.zeros(0, np.uint8) if like is None else like
         self.state = LinkState(f"{src}-{dst}", self.policy, kernels, like, samples)

@@ -74,8 +74,7 @@ class Uniform:
             raise ConfigError(f"bits must be 2, 3, 4, 6 or 8, got {self.bits}")
         if self.scale not in ("block", "sample", "tensor"):
             raise ConfigError(f"scale must be block, sample or tensor, got {self.scale!r}")
-        if not 8 <= self.block <= 1 << 20:
-            raise ConfigError(f"block must be 8..2^20, got {self.block}")
+        whole("block", self.block, 8, 1 << 20)
 
     def __str__(self) -> str:
         scale = f"block{self.block}" if self.scale == "block" else self.scale

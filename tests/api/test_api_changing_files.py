@@ -1,7 +1,5 @@
 """Files that are replaced, deleted or written to while a handle has them open."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the loading API of ckptz has beyond safetensors, and where it differs on purpose."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import re
@@ -17,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 import ckptz
-from ckptz.errors import ConfigError, DTypeError, UnsupportedError, WriteError
+from ckptz.errors import ConfigError, DTypeError, UnsupportedError
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import publish
@@ -215,22 +213,6 @@ def test_a_dtype_error_is_caught_as_any_that_safetensors_raises() -> None:
     for kind in (SafetensorError, TypeError, AttributeError, KeyError):
         assert issubclass(DTypeError, kind)
     assert str(DTypeError("no such dtype")) == "no such dtype"
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    CKPTZ.torch.save_file({"x": ONES}, tmp_path / "x")
-    before = (tmp_path / "x").read_bytes()
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(WriteError, match="No space left") as caught:
-        CKPTZ.torch.save_file({"y": ONES}, tmp_path / "x")
-    assert isinstance(caught.value, OSError)
-    assert caught.value.errno == 28
-    assert [p.name for p in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x").read_bytes() == before
 
 
 def test_the_page_of_differences_lists_at_most_five() -> None:

@@ -1,7 +1,5 @@
 """`safe_open` as safetensors has it: the same cases, the same assertions, for both libraries."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref
@@ -22,6 +20,7 @@ from tests.support.api_support import (
     Library,
     agrees,
     every_dtype,
+    named,
     outcome,
     run_python,
     same,
@@ -29,6 +28,7 @@ from tests.support.api_support import (
 )
 
 METADATA = {"format": "pt", "note": "naïve ☃", "": "empty key"}
+SORTED_METADATA = dict(sorted(METADATA.items()))
 FILE = "shapes.file"
 
 
@@ -76,49 +76,40 @@ def closed(action: Callable[[Any], Any]) -> Callable[[Library, Path], Any]:
 
 
 NAMES = sorted(shapes())
+
+
+def frameworks(expected: Any, *names: Any) -> list[Case]:
+    return [Case(f"framework {name!r}", opens(name), expected) for name in names]
+
+
+def devices(expected: Any, *names: Any, of: str = "pt") -> list[Case]:
+    return [Case(f"device {name!r} for {of}", opens(of, name), expected) for name in names]
+
+
+def backends(expected: Any, *names: Any) -> list[Case]:
+    return [Case(f"backend {name!r}", opens(backend=name), expected) for name in names]
+
+
+BY_KEYWORD = {"framework": "pt", "device": "cpu", "backend": "pread"}
 OPENING = [
-    *(Case(f"framework {name}", opens(name), NAMES) for name in ("pt", "torch", "pytorch", "np", "numpy")),
-    *(Case(f"framework {name!r}", opens(name), SafetensorError) for name in ("PT", "xx", "", "pt ", "onnx")),
-    *(Case(f"framework {name!r}", opens(name), TypeError) for name in (None, 3, b"pt", ["pt"])),
-    *(
-        Case(f"device {device!r}", opens("pt", device), NAMES)
-        for device in ("cpu", None, "cuda", "cuda:0", "cuda:7", "cuda:+1", "cuda:01", "mps", "mps:0")
-    ),
-    *(
-        Case(f"device {device!r}", opens("pt", device), NAMES)
-        for device in ("npu", "npu:1", "xpu:1", "xla", "mlu:3", "musa", "hpu", 0, 3, True, np.int64(1))
-    ),
-    *(
-        Case(f"device {device!r}", opens("pt", device), SafetensorError)
-        for device in ("cpu:0", "CPU", "", "meta", "auto", "cuda:0:1", "mps:1", "privateuseone", -1, 1 << 70)
-    ),
-    *(
-        Case(f"device {device!r}", opens("pt", device), SafetensorError)
-        for device in (1.5, b"cpu", [], torch.device("cpu"), torch.device("cuda", 0))
-    ),
-    *(
-        Case(f"device {device!r}", opens("pt", device), ValueError)
-        for device in ("cuda:", "cuda:x", "cuda:-1", "cuda: 1", "npu:x", "mps:", "cuda:99999999999999999999")
-    ),
-    *(
-        Case(f"device {device!r} for numpy", opens("np", device), SafetensorError)
-        for device in ("cuda", "cuda:1", "mps", "xpu", 0)
-    ),
-    Case("device None for numpy", opens("np", None), NAMES),
-    *(Case(f"backend {backend}", opens(backend=backend), NAMES) for backend in ("mmap", "pread")),
-    *(Case(f"backend {backend!r}", opens(backend=backend), SafetensorError) for backend in ("MMAP", "", "x")),
-    *(Case(f"backend {backend!r}", opens(backend=backend), TypeError) for backend in (None, 1)),
+    *frameworks(NAMES, "pt", "torch", "pytorch", "np", "numpy"),
+    *frameworks(SafetensorError, "PT", "xx", "", "pt ", "onnx"),
+    *frameworks(TypeError, None, 3, b"pt", ["pt"]),
+    *devices(NAMES, "cpu", None, "cuda", "cuda:0", "cuda:7", "cuda:+1", "cuda:01", "mps", "mps:0"),
+    *devices(NAMES, "npu", "npu:1", "xpu:1", "xla", "mlu:3", "musa", "hpu", 0, 3, True, np.int64(1)),
+    *devices(SafetensorError, "cpu:0", "CPU", "", "meta", "auto", "cuda:0:1", "mps:1", "privateuseone"),
+    *devices(SafetensorError, -1, 1 << 70, 1.5, b"cpu", [], torch.device("cpu"), torch.device("cuda", 0)),
+    *devices(ValueError, "cuda:", "cuda:x", "cuda:-1", "cuda: 1", "npu:x", "mps:", f"cuda:{10**20 - 1}"),
+    *devices(SafetensorError, "cuda", "cuda:1", "mps", "xpu", 0, of="np"),
+    *devices(NAMES, None, of="np"),
+    *backends(NAMES, "mmap", "pread"),
+    *backends(SafetensorError, "MMAP", "", "x"),
+    *backends(TypeError, None, 1),
     Case("backend by position", lambda lib, at: lib.safe_open(at / FILE, "pt", "cpu", "mmap"), TypeError),
     Case("unknown option", lambda lib, at: lib.safe_open(at / FILE, "pt", foo=1), TypeError),
     Case("no framework", lambda lib, at: lib.safe_open(at / FILE), TypeError),
     Case("no arguments", lambda lib, at: lib.safe_open(), TypeError),
-    Case(
-        "all by keyword",
-        lambda lib, at: lib.safe_open(
-            filename=at / FILE, framework="pt", device="cpu", backend="pread"
-        ).keys(),
-        NAMES,
-    ),
+    Case("all by keyword", lambda lib, at: lib.safe_open(filename=at / FILE, **BY_KEYWORD).keys(), NAMES),
     Case("path as str", lambda lib, at: lib.safe_open(str(at / FILE), "pt").keys(), NAMES),
     *(
         Case(f"path {path!r}", lambda lib, at, path=path: lib.safe_open(path, "pt"), TypeError)
@@ -146,15 +137,10 @@ READING = [
     Case("metadata absent", reads(lambda f: f.metadata()), None),
     Case("metadata empty", reads(lambda f: f.metadata(), file="no-texts.file"), {}),
     Case(
-        "metadata",
-        reads(lambda f: sorted(f.metadata().items()), file="dtypes.file"),
-        sorted(METADATA.items()),
+        "metadata", reads(lambda f: dict(sorted(f.metadata().items())), file="dtypes.file"), SORTED_METADATA
     ),
-    Case(
-        "no tensors",
-        reads(lambda f: (f.keys(), f.offset_keys(), f.get_tensors()), file="no-tensors.file"),
-        ([], [], {}),
-    ),
+    Case("no tensors", reads(lambda f: (f.keys(), f.offset_keys()), file="no-tensors.file"), ([], [])),
+    Case("of none", reads(lambda f: f.get_tensors(), file="no-tensors.file"), {}),
     *(Case(f"tensor {name}", reads(lambda f, n=name: f.get_tensor(n)), shapes()[name]) for name in NAMES),
     *(
         Case(f"array {name}", reads(lambda f, n=name: f.get_tensor(n), "np"), shapes()[name].numpy())
@@ -259,11 +245,6 @@ DEVICES = [
     Case("missing tensor on cuda", reads(lambda f: f.get_tensor("zz"), device="cuda"), SafetensorError),
     Case("shape on cuda", reads(lambda f: f.get_slice("line").get_shape(), device="cuda"), [20]),
 ]  # fmt: skip
-
-
-def named(cases: list[Case]) -> Any:
-    assert len({case.name for case in cases}) == len(cases)
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 @named(OPENING)

@@ -1,7 +1,5 @@
 """What a handle decodes and keeps: only the chunks an index touches, within a bound, safe for threads."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

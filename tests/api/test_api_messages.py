@@ -1,7 +1,5 @@
 """The words of errors that callers of safetensors look for are safetensors' own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

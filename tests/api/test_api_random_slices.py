@@ -1,7 +1,5 @@
 """Random index expressions: safetensors and ckptz give the same bytes, or errors of the same class."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -121,57 +119,23 @@ def agree(theirs: Any, ours: Any) -> bool:
     return same(theirs, ours)
 
 
-def check(handles: dict[tuple[str, str], Any], how: str, expression: tuple[str, Any]) -> None:
-    name, index = expression
-    theirs = picked(handles, SAFETENSORS, how, name, index)
-    ours = picked(handles, CKPTZ, how, name, index)
-    event(f"{how}: {type(theirs).__name__}")
-    assert agree(theirs, ours), f"{theirs!r}\n{ours!r}"
+@pytest.mark.parametrize("how", ["pt", "np", "pt pread"])
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
+def test_random_slices(handles: dict[tuple[str, str], Any], how: str, times: int) -> None:
+    is_strict = how != "pt"
 
-
-def random_slices(n_examples: int) -> Any:
-    return settings(
-        max_examples=n_examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
+    @settings(
+        max_examples=(40 if is_strict else 120) * times, deadline=None, database=None, derandomize=True,
         suppress_health_check=list(HealthCheck),
-    )
+    )  # fmt: skip
+    @given(expression=expressions(is_strict=is_strict))
+    @example(expression=("blocks", (slice(None), [3, -1], slice(None, None, 999))))
+    def check(expression: tuple[str, Any]) -> None:
+        name, index = expression
+        assume(not (is_strict and crashes_safetensors(index)))
+        theirs = picked(handles, SAFETENSORS, how, name, index)
+        ours = picked(handles, CKPTZ, how, name, index)
+        event(f"{how}: {type(theirs).__name__}")
+        assert agree(theirs, ours), f"{theirs!r}\n{ours!r}"
 
-
-any_how = pytest.mark.parametrize("how", ["np", "pt pread"])
-
-
-@random_slices(120)
-@given(expression=expressions(is_strict=False))
-@example(expression=("blocks", (slice(None), [3, -1], slice(None, None, 999))))
-def test_random_slices(handles: dict[tuple[str, str], Any], expression: tuple[str, Any]) -> None:
-    check(handles, "pt", expression)
-
-
-@any_how
-@random_slices(40)
-@given(expression=expressions(is_strict=True))
-def test_random_strict_slices(
-    handles: dict[tuple[str, str], Any], how: str, expression: tuple[str, Any]
-) -> None:
-    assume(not crashes_safetensors(expression[1]))
-    check(handles, how, expression)
-
-
-@pytest.mark.slow
-@random_slices(1200)
-@given(expression=expressions(is_strict=False))
-def test_many_random_slices(handles: dict[tuple[str, str], Any], expression: tuple[str, Any]) -> None:
-    check(handles, "pt", expression)
-
-
-@pytest.mark.slow
-@any_how
-@random_slices(400)
-@given(expression=expressions(is_strict=True))
-def test_many_random_strict_slices(
-    handles: dict[tuple[str, str], Any], how: str, expression: tuple[str, Any]
-) -> None:
-    assume(not crashes_safetensors(expression[1]))
-    check(handles, how, expression)
+    check()

@@ -1,7 +1,5 @@
 """save, save_file, load, load_file, save_model and load_model as safetensors has them."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import inspect
@@ -22,6 +20,7 @@ from tests.support.api_support import (
     agrees,
     every_dtype,
     make,
+    named,
     outcome,
     run_python,
     same,
@@ -36,7 +35,7 @@ BIG_ENDIAN = GRID.astype(">f8")
 @pytest.fixture(params=LIBRARIES, ids=str)
 def library(request: Any) -> Library:
     """The library under test."""
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 def sorted_same(left: dict[str, Any], right: dict[str, Any]) -> bool:
@@ -186,11 +185,7 @@ def loads(name: str, data: Any) -> Iterator[Case]:
     """What both modules make of bytes."""
     for kind in ("torch", "numpy"):
         expected = TypeError if not isinstance(data, bytes) else SafetensorError
-        yield Case(
-            f"{kind}.load({name})",
-            lambda lib, at, kind=kind: getattr(lib, kind).load(data),
-            expected,
-        )
+        yield Case(f"{kind}.load({name})", lambda lib, at, kind=kind: getattr(lib, kind).load(data), expected)
 
 
 NO_FILES = {
@@ -206,11 +201,6 @@ LOADING = [
     Case("load_file, odd backend", lambda lib, at: lib.torch.load_file(at, backend="x"), SafetensorError),
     Case("load_file, odd device", lambda lib, at: lib.torch.load_file(at / "no", "meta"), SafetensorError),
 ]
-
-
-def named(cases: list[Case]) -> Any:
-    assert len({case.name for case in cases}) == len(cases)
-    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 @named([*TENSORS, *TEXTS, *ARRAYS, *LOADING])

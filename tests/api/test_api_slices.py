@@ -1,7 +1,5 @@
 """`get_slice(...)[index]` as safetensors has it: PyTorch's rules, or its own stricter ones."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,61 +25,45 @@ from tests.support.api_support import (
 S = slice
 LARGE = make(torch.bfloat16, 3, 700, 1000)  # three chunks, whose ends fall into rows
 
+
+def each(outcome: type[Exception] | None, *indexes: Any) -> list[tuple[Any, type[Exception] | None]]:
+    return [(index, outcome) for index in indexes]
+
+
 # (index, what safetensors' own rules make of it for a tensor of shape [2, 3, 4]); None: the elements
 # that numpy picks.
-INDEXES: list[tuple[Any, type[Exception] | None]] = [
-    *((index, None) for index in (0, 1, -1, -2, np.int64(1), np.uint8(1), np.array(1), torch.tensor(1))),
-    *((index, SafetensorError) for index in (2, -3, 99, 1 << 31, -(1 << 31) - 1, 10**30)),
-    *(
-        (index, SafetensorError)
-        for index in (1.0, "a", b"a", np.float32(1), np.bool_(True), {0}, {}, range(2))
-    ),
-    *((index, None) for index in (S(None), S(1, None), S(None, 1), S(0, 2), S(0, 0), S(1, 1), S(0, 2, 2))),
-    *(
-        (index, None)
-        for index in (S(None, None, 2), S(None, None, 5), S(0, 1, 1 << 40), S(np.int64(1), None))
-    ),
-    *((index, SafetensorError) for index in (S(None, None, 0), S(None, None, -1), S(5, 9), S(2, None))),
-    *((index, SafetensorError) for index in (S(2, 2), S(0, 3), S(0, 99), S(0, (1 << 64) - 1))),
-    *((index, OverflowError) for index in (S(-1, None), S(None, -1), S(-9, None), S(None, -9), S(-2, -1))),
-    *((index, OverflowError) for index in (S(0, 10**30), S(-(10**30), None), S(None, None, 10**30))),
-    *((index, TypeError) for index in (S("a", None), S(None, "a"), S(1.0, None), S(None, None, "a"))),
-    *((index, None) for index in ((), ..., (0,), (0, 1), (0, 1, 2), (1, -1, -1), (0, ...), (..., 0))),
-    *((index, None) for index in ((0, ..., 1), (0, 0, 0, ...), (..., 0, 0, 0), (S(None), 1), (S(1, 2), 0))),
-    *((index, None) for index in ((S(None), S(1, 3), S(None, None, 2)), (0, 0, S(0, 1)), (S(None),) * 3)),
-    *((index, None) for index in ((S(None, None, 3), S(None, None, 2), S(None, None, 3)), (S(0, 0), 0))),
-    *((index, None) for index in ((S(None), S(None), S(0, 0)), (..., S(1, 3)), (S(1, 1), S(1, 1)))),
-    *(
-        (index, SafetensorError)
-        for index in ((0, 5), (0, -9), (0, 1, 2, 0), (S(None),) * 4, (..., 0, 0, 0, 0))
-    ),
-    *(
-        (index, SafetensorError)
-        for index in ((..., ...), (0, ..., ...), (..., S(5, None)), (S(0, 1), S(0, 9)))
-    ),
-    *(
-        (index, SafetensorError)
-        for index in ((S(None), S(None, None, -1)), (0, 0, 0, -1), (0, 0, 0, S(0, 5)))
-    ),
-    *((index, SafetensorError) for index in (None, (None, 0), (0, None), (S(None), None, ...), (..., None))),
-    *((index, SafetensorError) for index in ([0], [0, 1], [True, False], [0, 5], [[0, 1]], [None], [...])),
-    *((index, SafetensorError) for index in (([0, 1], 0), (0, [0, 1]), ([],), ((0, 1),), ((0, 1), 0))),
-    *((index, SafetensorError) for index in ([S(0, 1)], [0, S(0, 1)], ([0, 1], S(None), [0, 1]))),
-    *((index, SafetensorError) for index in (torch.tensor([0, 1]), torch.tensor([]), torch.tensor([0, 7]))),
-    *((index, SafetensorError) for index in (torch.tensor([True, False]), torch.tensor([0.0, 1.0]))),
-    *(
-        (index, SafetensorError)
-        for index in (torch.ones(2, 3, 4, dtype=torch.bool), torch.tensor([True] * 3))
-    ),
-    *((index, SafetensorError) for index in (torch.tensor([-1, -2]), torch.tensor([[0], [1]]))),
-    *((index, SafetensorError) for index in (torch.tensor([0, 1], dtype=torch.int32), np.array([1, 0]))),
-    *((index, SafetensorError) for index in (np.array([True, False]), (torch.tensor([0, 1]), S(None), 0))),
-    *((index, SafetensorError) for index in ((S(0, 1), [2, 0]), (S(None), ..., torch.tensor([0, 1])))),
-    *((index, OverflowError) for index in ((5, S(-1, None)), (0, 0, 0, S(-1, None)), (S(-1, None), None))),
-    *(
-        (index, SafetensorError)
-        for index in ((-9, S(-1, None)), (None, S(-1, None)), (S(-1, None), ..., ...))
-    ),
+INDEXES = [
+    *each(None, 0, 1, -1, -2, np.int64(1), np.uint8(1), np.array(1), torch.tensor(1)),
+    *each(SafetensorError, 2, -3, 99, 1 << 31, -(1 << 31) - 1, 10**30),
+    *each(SafetensorError, 1.0, "a", b"a", np.float32(1), np.bool_(True), {0}, {}, range(2)),
+    *each(None, S(None), S(1, None), S(None, 1), S(0, 2), S(0, 0), S(1, 1), S(0, 2, 2)),
+    *each(None, S(None, None, 2), S(None, None, 5), S(0, 1, 1 << 40), S(np.int64(1), None)),
+    *each(SafetensorError, S(None, None, 0), S(None, None, -1), S(5, 9), S(2, None)),
+    *each(SafetensorError, S(2, 2), S(0, 3), S(0, 99), S(0, (1 << 64) - 1)),
+    *each(OverflowError, S(-1, None), S(None, -1), S(-9, None), S(None, -9), S(-2, -1)),
+    *each(OverflowError, S(0, 10**30), S(-(10**30), None), S(None, None, 10**30)),
+    *each(TypeError, S("a", None), S(None, "a"), S(1.0, None), S(None, None, "a")),
+    *each(None, (), ..., (0,), (0, 1), (0, 1, 2), (1, -1, -1), (0, ...), (..., 0)),
+    *each(None, (0, ..., 1), (0, 0, 0, ...), (..., 0, 0, 0), (S(None), 1), (S(1, 2), 0)),
+    *each(None, (S(None), S(1, 3), S(None, None, 2)), (0, 0, S(0, 1)), (S(None),) * 3),
+    *each(None, (S(None, None, 3), S(None, None, 2), S(None, None, 3)), (S(0, 0), 0)),
+    *each(None, (S(None), S(None), S(0, 0)), (..., S(1, 3)), (S(1, 1), S(1, 1))),
+    *each(SafetensorError, (0, 5), (0, -9), (0, 1, 2, 0), (S(None),) * 4, (..., 0, 0, 0, 0)),
+    *each(SafetensorError, (..., ...), (0, ..., ...), (..., S(5, None)), (S(0, 1), S(0, 9))),
+    *each(SafetensorError, (S(None), S(None, None, -1)), (0, 0, 0, -1), (0, 0, 0, S(0, 5))),
+    *each(SafetensorError, None, (None, 0), (0, None), (S(None), None, ...), (..., None)),
+    *each(SafetensorError, [0], [0, 1], [True, False], [0, 5], [[0, 1]], [None], [...]),
+    *each(SafetensorError, ([0, 1], 0), (0, [0, 1]), ([],), ((0, 1),), ((0, 1), 0)),
+    *each(SafetensorError, [S(0, 1)], [0, S(0, 1)], ([0, 1], S(None), [0, 1])),
+    *each(SafetensorError, torch.tensor([0, 1]), torch.tensor([]), torch.tensor([0, 7])),
+    *each(SafetensorError, torch.tensor([True, False]), torch.tensor([0.0, 1.0])),
+    *each(SafetensorError, torch.ones(2, 3, 4, dtype=torch.bool), torch.tensor([True] * 3)),
+    *each(SafetensorError, torch.tensor([-1, -2]), torch.tensor([[0], [1]])),
+    *each(SafetensorError, torch.tensor([0, 1], dtype=torch.int32), np.array([1, 0])),
+    *each(SafetensorError, np.array([True, False]), (torch.tensor([0, 1]), S(None), 0)),
+    *each(SafetensorError, (S(0, 1), [2, 0]), (S(None), ..., torch.tensor([0, 1]))),
+    *each(OverflowError, (5, S(-1, None)), (0, 0, 0, S(-1, None)), (S(-1, None), None)),
+    *each(SafetensorError, (-9, S(-1, None)), (None, S(-1, None)), (S(-1, None), ..., ...)),
 ]
 # Booleans are positions under its own rules and masks in PyTorch's.
 BOOLEANS: list[Any] = [True, False, (True, 0), (0, True), (True, False)]

@@ -1,7 +1,5 @@
 """Windows: every index becomes pieces that lie in one chunk each and cover exactly what it picks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -82,12 +80,7 @@ def test_nothing_has_no_pieces() -> None:
 @pytest.mark.parametrize(
     ("device", "parsed"),
     [
-        (None, "cpu"),
-        ("cuda", "cuda:0"),
-        ("cuda:+3", "cuda:3"),
-        ("mps:0", "mps"),
-        (True, 1),
-        (7, 7),
+        *((None, "cpu"), ("cuda", "cuda:0"), ("cuda:+3", "cuda:3"), ("mps:0", "mps"), (True, 1), (7, 7)),
         ("hpu", "hpu:0"),
     ],
 )

@@ -1,7 +1,5 @@
 """Small tensors that are encoded together get the bytes that each gets by itself, deltas perhaps fewer."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

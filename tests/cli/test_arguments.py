@@ -1,7 +1,5 @@
 """Arguments of a wrong type are refused by name, and numbers of other libraries are taken as Python's own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import astuple, field, make_dataclass
@@ -25,7 +23,6 @@ from ckptz.wire.policy import LinkPolicy, Tiled, TopK, Uniform, policy_of
 torch = pytest.importorskip("torch")
 
 WEIGHTS = {"weight": np.random.default_rng(0).standard_normal((96, 96), np.float32)}
-HUGE = 10**400  # beyond what a float holds
 
 
 def quality(state: Any) -> float:
@@ -115,107 +112,90 @@ def loaded(**settings: Any) -> object:
     return load(save(WEIGHTS), **settings)
 
 
-WRONG: list[tuple[Callable[..., object], dict[str, Any]]] = [
-    (ckptz.KeepPolicy, {"last": "5"}),
-    (ckptz.KeepPolicy, {"last": 2.0}),
-    (ckptz.KeepPolicy, {"exact": 1.0}),
-    (ckptz.KeepPolicy, {"every": "5"}),
-    (ckptz.KeepPolicy, {"best": None}),
-    (ckptz.KeepPolicy, {"weights": 5}),
-    (ckptz.KeepRules, {"lower_is_better": "no"}),
-    (ckptz.Lossless, {"sparse": "no"}),
-    (ckptz.Grid, {"step": "1"}),
-    (ckptz.Grid, {"step": None}),
-    (ckptz.Grid, {"step": 1j}),
-    (ckptz.Grid, {"step": np.str_("1")}),
-    (ckptz.Grid, {"step": np.array([1.0, 2.0])}),
-    (ckptz.Grid, {"dead_zone": "0"}),
-    (ckptz.Grid, {"min_elements": 10.5}),
-    (ckptz.Grid, {"moments": {"second_step": 1}}),
-    (ckptz.KMeans, {"levels": "16"}),
-    (ckptz.KMeans, {"levels": 16.0}),
-    (ckptz.KMeans, {"embedding_levels": "16"}),
-    (ckptz.KMeans, {"prune": "0.1"}),
-    (ckptz.KMeans, {"layer_prune": {"head": 0.0}}),
-    (ckptz.KMeans, {"layer_prune": "head"}),
-    (ckptz.KMeans, {"sigma": None}),
-    (ckptz.Moments, {"first_step": "1"}),
-    (lambda **settings: ckptz.Budget(quality, **settings), {"max_drop": "1%"}),
-    (lambda **settings: ckptz.Budget(quality, **settings), {"relative": "no"}),
-    (lambda **settings: ckptz.ResumeProbe(quality, **settings), {"n_steps": 2.5}),
-    (lambda **settings: ckptz.ResumeProbe(quality, **settings), {"noise_floor": "0"}),
-    (ckptz.Agreement, {"logits": "evaluate.py:logits"}),
-    (search, {"max_evaluations": 2.5}),
-    (search, {"budgets": 0.01}),
-    (search, {"budgets": (0.01,)}),
-    (search, {"cubes": 5}),
-    (search, {"template": "grid"}),
-    (search, {"parent": {"step": 1}}),
-    (checkpointer, {"every": "5"}),
-    (checkpointer, {"every": 5.0}),
-    (checkpointer, {"full_every": "16"}),
-    (checkpointer, {"restores": 1.5}),
-    (checkpointer, {"jobs": 0}),
-    (checkpointer, {"jobs": "2"}),
-    (chain, {"options": {"exact": 1}}),
-    (written_by_dcp, {"options": {"exact": 1}}),
-    (written_by_dcp, {"keep_last": "3"}),
-    (accelerated, {"options": {"exact": 1}}),
-    (chain_options, {"exact": 1.0}),
-    (chain_options, {"full_every": "16"}),
-    (chain_options, {"jobs": 0}),
-    (calibration, {"memory_cap": "1 GB"}),
-    (sensitivity, {"beta": "0.9"}),
-    (compress, {"step": "5"}),
-    (compress, {"step": 5.0}),
-    (compress, {"budget": 0.01}),
-    (compress, {"search": "grid"}),
-    (prune, {"keep": {"last": 2}}),
-    (prune, {"after": "1"}),
-    (restore, {"max_decoded_bytes": "1 GB"}),
-    (diff, {"top": "2"}),
-    (diff, {"top": -1}),
-    (saved, {"jobs": "2"}),
-    (saved, {"jobs": 0}),
-    (saved, {"jobs": -1}),
-    (loaded, {"jobs": 2.0}),
-    (loaded, {"jobs": 0}),
-    (loaded, {"max_decoded_bytes": "1 GB"}),
-    (applied, {"max_decoded_bytes": "1 GB"}),
-    (ckptz.warm_up, {"jobs": 0}),
-    (lambda **settings: Publisher("published", **settings), {"full_every": "10"}),
-    (lambda **settings: Publisher("published", **settings), {"keep_full": 2.0}),
-    (lambda **settings: Publisher("published", **settings), {"jobs": "2"}),
-    (lambda **settings: Follower("published", **settings), {"jobs": 0}),
-    (followed, {"step": "1"}),
-    (Uniform, {"bits": "8"}),
-    (Uniform, {"bits": 8.0}),
-    (Uniform, {"block": 256.0}),
-    (Uniform, {"rans": "no"}),
-    (TopK, {"share": "0.1"}),
-    (TopK, {"values": 8.0}),
-    (Tiled, {"bits": "4"}),
-    (Tiled, {"tile": 64.0}),
-    (LinkPolicy, {"forward": "q8"}),
-    (LinkPolicy, {"warmup_steps": "3"}),
-    (LinkPolicy, {"seed": 0.5}),
-    (LinkPolicy, {"ef_decay": "0.5"}),
-    (LinkPolicy, {"feedback": ("ef",)}),
-    (policy_of, {"policy": {"forward": "q8"}}),
-    (lambda **settings: Link(dst=1, policy="safe", **settings), {"src": "0"}),
+def budget(**settings: Any) -> object:
+    return ckptz.Budget(quality, **settings)
+
+
+def probe(**settings: Any) -> object:
+    return ckptz.ResumeProbe(quality, **settings)
+
+
+def publisher(**settings: Any) -> object:
+    return Publisher("published", **settings)
+
+
+def follower(**settings: Any) -> object:
+    return Follower("published", **settings)
+
+
+def link(**settings: Any) -> object:
+    return Link(dst=1, policy="safe", **settings)
+
+
+# What each call is given under a name, one wrong value after another.
+WRONG: list[tuple[Callable[..., object], dict[str, tuple[Any, ...]]]] = [
+    (
+        ckptz.KeepPolicy,
+        {"last": ("5", 2.0), "exact": (1.0,), "every": ("5",), "best": (None,), "weights": (5,)},
+    ),
+    (ckptz.KeepRules, {"lower_is_better": ("no",)}),
+    (ckptz.Lossless, {"sparse": ("no",)}),
+    (ckptz.Grid, {"step": ("1", None, 1j, np.str_("1"), np.array([1.0, 2.0])), "dead_zone": ("0",)}),
+    (ckptz.Grid, {"min_elements": (10.5,), "moments": ({"second_step": 1},)}),
+    (
+        ckptz.KMeans,
+        {"levels": ("16", 16.0), "embedding_levels": ("16",), "prune": ("0.1",), "sigma": (None,)},
+    ),
+    (ckptz.KMeans, {"layer_prune": ({"head": 0.0}, "head")}),
+    (ckptz.Moments, {"first_step": ("1",)}),
+    (budget, {"max_drop": ("1%",), "relative": ("no",)}),
+    (probe, {"n_steps": (2.5,), "noise_floor": ("0",)}),
+    (ckptz.Agreement, {"logits": ("evaluate.py:logits",)}),
+    (search, {"max_evaluations": (2.5,), "budgets": (0.01, (0.01,)), "cubes": (5,), "template": ("grid",)}),
+    (search, {"parent": ({"step": 1},)}),
+    (checkpointer, {"every": ("5", 5.0), "full_every": ("16",), "restores": (1.5,), "jobs": (0, "2")}),
+    (chain, {"options": ({"exact": 1},)}),
+    (written_by_dcp, {"options": ({"exact": 1},), "keep_last": ("3",)}),
+    (accelerated, {"options": ({"exact": 1},)}),
+    (chain_options, {"exact": (1.0,), "full_every": ("16",), "jobs": (0,)}),
+    (calibration, {"memory_cap": ("1 GB",)}),
+    (sensitivity, {"beta": ("0.9",)}),
+    (compress, {"step": ("5", 5.0), "budget": (0.01,), "search": ("grid",)}),
+    (prune, {"keep": ({"last": 2},), "after": ("1",)}),
+    (restore, {"max_decoded_bytes": ("1 GB",)}),
+    (diff, {"top": ("2", -1)}),
+    (saved, {"jobs": ("2", 0, -1)}),
+    (loaded, {"jobs": (2.0, 0), "max_decoded_bytes": ("1 GB",)}),
+    (applied, {"max_decoded_bytes": ("1 GB",)}),
+    (ckptz.warm_up, {"jobs": (0,)}),
+    (publisher, {"full_every": ("10",), "keep_full": (2.0,), "jobs": ("2",)}),
+    (follower, {"jobs": (0,)}),
+    (followed, {"step": ("1",)}),
+    (Uniform, {"bits": ("8", 8.0), "block": (256.0,), "rans": ("no",)}),
+    (TopK, {"share": ("0.1",), "values": (8.0,)}),
+    (Tiled, {"bits": ("4",), "tile": (64.0,)}),
+    (LinkPolicy, {"forward": ("q8",), "warmup_steps": ("3",), "seed": (0.5,), "ef_decay": ("0.5",)}),
+    (LinkPolicy, {"feedback": (("ef",),)}),
+    (policy_of, {"policy": ({"forward": "q8"},)}),
+    (link, {"src": ("0",)}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("call", "wrong"), WRONG, ids=[f"{call.__name__}-{str(wrong)[:60]}" for call, wrong in WRONG]
+    ("call", "name", "value"),
+    [
+        pytest.param(call, name, value, id=f"{call.__name__}-{name}-{str(value)[:60]}")
+        for call, wrong in WRONG
+        for name, values in wrong.items()
+        for value in values
+    ],
 )
 def test_a_wrong_type_is_refused_by_its_name(
-    call: Callable[..., object], wrong: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: Callable[..., object], name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
-        call(**wrong)
-    [(name, value)] = wrong.items()
+        call(**{name: value})
     assert re.search(rf"\b{name.replace('_', '[_ ]')}", str(caught.value))
     assert repr(value)[:40] in str(caught.value)
 
@@ -224,18 +204,12 @@ def test_a_folder_stays_as_it_is_under_rules_that_mean_nothing(tmp_path: Path) -
     """As a float for a count once made each prune a warning, and steps piled up."""
     save_file(WEIGHTS, tmp_path / "step-1.ckptz")
     with pytest.raises(ConfigError, match="exact must be a whole number"):
-        ckptz.prune(tmp_path, ckptz.KeepPolicy(last=1, exact=1.0))  # type: ignore[arg-type]
+        ckptz.prune(tmp_path, ckptz.KeepPolicy(last=1, exact=1.0))
     assert [path.name for path in tmp_path.iterdir()] == ["step-1.ckptz"]
 
 
 SCALARS: list[Callable[[float], Any]] = [
-    np.float16,
-    np.float32,
-    np.float64,
-    np.longdouble,
-    np.array,
-    Fraction,
-    torch.tensor,
+    *(np.float16, np.float32, np.float64, np.longdouble, np.array, Fraction, torch.tensor),
     lambda value: torch.tensor(value, dtype=torch.bfloat16),
 ]
 COUNTS: list[Callable[[int], Any]] = [np.uint8, np.int64, np.array, torch.tensor]
@@ -256,7 +230,7 @@ def test_a_file_does_not_depend_on_the_type_of_a_number(scalar: Callable[[float]
 
 @pytest.mark.parametrize("scalar", COUNTS)
 def test_a_file_does_not_depend_on_the_type_of_a_count(scalar: Callable[[int], Any], tmp_path: Path) -> None:
-    given = ckptz.KMeans(levels=scalar(6), min_elements=scalar(64), layer_prune=[("head", scalar(0))])  # type: ignore[arg-type]
+    given = ckptz.KMeans(levels=scalar(6), min_elements=scalar(64), layer_prune=[("head", scalar(0))])
     usual = ckptz.KMeans(levels=6, min_elements=64, layer_prune=(("head", 0),))
     assert given == usual
     assert save(WEIGHTS, config=given) == save(WEIGHTS, config=usual)
@@ -274,15 +248,15 @@ def test_whole_numbers_for_others_stay_whole() -> None:
     assert type(ckptz.Grid(step=2).step) is int
     assert type(ckptz.Grid(step=np.int64(2)).step) is int
     assert type(ckptz.Grid(step=np.float64(2)).step) is float
-    assert ckptz.Lossless(sparse=np.True_) == ckptz.Lossless(sparse=True)  # type: ignore[arg-type]
-    assert type(ckptz.Lossless(sparse=np.True_).sparse) is bool  # type: ignore[arg-type]
+    assert ckptz.Lossless(sparse=np.True_) == ckptz.Lossless(sparse=True)
+    assert type(ckptz.Lossless(sparse=np.True_).sparse) is bool
     assert (whole("n", True), real("n", False)) == (1, 0)
     assert not any(isinstance(one, bool) for one in (whole("n", True), real("n", False)))
 
 
 def test_a_limit_of_bytes_may_be_written_as_a_float() -> None:
     for limit in (1e9, float("inf"), np.int64(1 << 30)):
-        assert load(save(WEIGHTS), max_decoded_bytes=limit).keys() == WEIGHTS.keys()  # type: ignore[arg-type]
+        assert load(save(WEIGHTS), max_decoded_bytes=limit).keys() == WEIGHTS.keys()
 
 
 def test_methods_from_elsewhere_are_checked_alike() -> None:

@@ -1,7 +1,5 @@
 """How the command line fails: one line, an exit code by cause, old files whole, nothing left behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import resource
@@ -17,7 +15,6 @@ import pytest
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
 from ckptz.pages.words import printable
-from ckptz_cli.main import main
 from ckptz_cli.session import failure_of
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 
@@ -61,12 +58,8 @@ def test_a_path_of_bytes_and_what_does_not_print_are_shown() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["compress"],
-        ["compress", "--jobs", "0", "a"],
-        ["compress", "--unknown", "a"],
-        ["restore", "a", "--to", "pickle"],
-        ["fly"],
-        ["--json"],
+        *(["compress"], ["compress", "--jobs", "0", "a"], ["compress", "--unknown", "a"]),
+        *(["restore", "a", "--to", "pickle"], ["fly"], ["--json"]),
     ],
 )
 def test_a_wrong_command_line_is_one_line(arguments: list[str]) -> None:
@@ -116,10 +109,7 @@ def test_a_folder_in_the_place_of_a_file_is_told_as_one(tmp_path: Path) -> None:
 
 
 def test_a_traceback_is_shown_if_asked_for_before_or_after_the_verb(tmp_path: Path) -> None:
-    for arguments in (
-        ["--debug", "inspect", tmp_path / "gone"],
-        ["inspect", tmp_path / "gone", "--debug"],
-    ):
+    for arguments in (["--debug", "inspect", tmp_path / "gone"], ["inspect", tmp_path / "gone", "--debug"]):
         run = ckptz(*arguments, fails=True)
         assert "Traceback" in run.stderr
         assert run.stderr.splitlines()[-1].startswith("ckptz: ")
@@ -162,10 +152,7 @@ def test_a_reader_that_goes_away_is_no_error(chain: Chain) -> None:
 
 
 def test_an_existing_output_is_kept_unless_forced(chain: Chain) -> None:
-    for verb, source, target in (
-        ("compress", chain.first, chain.full),
-        ("restore", chain.full, chain.first),
-    ):
+    for verb, source, target in (("compress", chain.first, chain.full), ("restore", chain.full, chain.first)):
         old = target.read_bytes()
         run = ckptz(verb, source, fails=True)
         assert run.exit_code == 2
@@ -372,7 +359,3 @@ def test_the_leftovers_of_a_kill_are_not_taken_for_bases(chain: Chain) -> None:
     left = chain.folder / ".step-1.ckptz.0badcafe.ckptz-tmp"
     left.write_bytes(b"half")
     assert content_of(chain.delta) == content_of(chain.second)
-
-
-def test_the_program_is_click_group() -> None:
-    assert set(main.commands) >= {"compress", "restore", "inspect", "verify"}

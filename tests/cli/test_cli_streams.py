@@ -1,7 +1,5 @@
 """What the command line does where its output cannot go, and with arguments that are hardly there."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -151,14 +149,9 @@ def test_a_folder_of_steps_is_a_usage_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["inspect", ""],
-        ["compress", ""],
-        ["compress", "FILE", ""],
-        ["compress", "FILE", "-o", ""],
-        ["compress", "FILE", "--base", ""],
-        ["restore", "FILE", "-o", ""],
-        ["verify", "FILE", "--against", ""],
-        ["verify", "FILE", "--search-path", ""],
+        *(["inspect", ""], ["compress", ""], ["compress", "FILE", ""], ["compress", "FILE", "-o", ""]),
+        *(["compress", "FILE", "--base", ""], ["restore", "FILE", "-o", ""]),
+        *(["verify", "FILE", "--against", ""], ["verify", "FILE", "--search-path", ""]),
     ],
 )
 def test_an_empty_path_is_not_the_working_folder(

@@ -1,7 +1,5 @@
 """The four verbs on good input: what they write, say and promise."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -31,7 +29,6 @@ from tests.support.cli_support import (
     ckptz,
     content_of,
     plain_bytes,
-    temporaries,
     write_plain,
 )
 
@@ -107,18 +104,15 @@ def test_a_file_with_spaces_in_its_header_keeps_its_tensors_and_their_order(tmp_
     assert content_of(tmp_path / "back.safetensors") == content_of(path)
 
 
-def test_restoring_takes_any_number_of_threads_and_gives_the_same(chain: Chain) -> None:
+def test_any_number_of_threads_gives_the_same(chain: Chain) -> None:
+    made = set()
     for jobs in (1, 3):
-        out = chain.folder / f"out-{jobs}.safetensors"
-        ckptz("restore", chain.delta, "-o", out, "--jobs", jobs)
-        assert out.read_bytes() == chain.second.read_bytes()
-
-
-def test_compressing_takes_any_number_of_threads_and_gives_the_same(chain: Chain) -> None:
-    outs = [chain.folder / f"out-{jobs}.ckptz" for jobs in (1, 3)]
-    for out, jobs in zip(outs, (1, 3), strict=True):
+        out, back = chain.folder / f"out-{jobs}.ckptz", chain.folder / f"back-{jobs}.safetensors"
         ckptz("compress", chain.second, "-o", out, "--base", chain.full, "--jobs", jobs)
-    assert outs[0].read_bytes() == outs[1].read_bytes()
+        ckptz("restore", chain.delta, "-o", back, "--jobs", jobs)
+        assert back.read_bytes() == chain.second.read_bytes()
+        made.add(out.read_bytes())
+    assert len(made) == 1
 
 
 def test_a_torch_file_comes_back_as_one(tmp_path: Path) -> None:
@@ -377,9 +371,3 @@ def _children_seconds() -> float:
     """Processor time of the processes that have ended: a busy machine does not add to it."""
     used = os.times()
     return used.children_user + used.children_system
-
-
-def test_nothing_temporary_is_left(chain: Chain) -> None:
-    ckptz("restore", chain.delta, "-o", chain.folder / "out.safetensors")
-    ckptz("restore", chain.delta, "-o", chain.folder / "out.safetensors", fails=True)
-    assert temporaries(chain.folder) == []

@@ -1,7 +1,5 @@
 """`ckptz report`: the page has the numbers of the other verbs, and nothing of a file becomes markup."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json
@@ -195,7 +193,6 @@ def test_other_formats_are_only_compared(run: Path, tmp_path: Path) -> None:
     made = ckptz.report([plain, run / "step-00000200.ckptz"], histograms=["model.layers.0.mlp.up.weight"])
     with pytest.raises(FileNotFoundError):
         ckptz.report([plain, tmp_path / "nowhere.ckptz"])
-    assert made.diff is not None
     assert made.diff.n_changed > 0
     assert len(made.histograms) == 2
     assert "What changed" in made.html
@@ -233,7 +230,6 @@ def test_a_search_is_shown_from_what_compress_printed(run: Path, tmp_path: Path)
     printed = json.loads(msgspec.json.encode(report.search))
     assert json.loads(msgspec.json.encode(made.searches[0].search)) == printed
     said = marks(charts(made.html)["Size against quality"])
-    assert report.search is not None
     assert len(said) == len(report.search.trials) == 5
     assert f"bytes: {report.search.trials[0].n_bytes / 1000:.6g}k;" in said[0]
 
@@ -329,7 +325,6 @@ def test_a_store_shows_weights_state_and_what_makes_its_head_exact(tmp_path: Pat
     raw = sum(e.tensor_bytes for e in files if e.kind != "exact")
     whole = raw / sum(e.stored_bytes for e in files)
     said = re.search("step: 2; times smaller: ([0-9.]+); part: whole step", "\n".join(ratios))
-    assert said is not None
     assert float(said[1]) == pytest.approx(whole, rel=1e-4)
     assert marks(drawn["Metric of each save"]) == ["step: 1; metric: 3", "step: 2; metric: 1.5"]
     assert [h.tensor for h in made.histograms] == ["model.0.weight"]  # by the model's own name

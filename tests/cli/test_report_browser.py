@@ -1,7 +1,5 @@
 """Pages of `ckptz report` in a browser: what is drawn, tables, hints, phones, and a silent console."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

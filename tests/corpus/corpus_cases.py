@@ -4,8 +4,6 @@ A case writes into its own folder `here`, from the inputs in the folder `given`.
 other software's files, is listed.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

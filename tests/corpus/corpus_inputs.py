@@ -1,7 +1,5 @@
 """The inputs of the corpus: the same bytes on every machine, from integers and single float operations."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

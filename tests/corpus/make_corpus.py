@@ -8,8 +8,6 @@ Files are hashed as they are, but for fields that differ from one moment to the 
 measured quality, the random token in the names of DCP shards, and the checksum of the index that names these.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import hashlib

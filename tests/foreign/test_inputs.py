@@ -1,7 +1,5 @@
 """One call opens every kind of input, by its content; what is none is refused with a remedy."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess
@@ -62,7 +60,6 @@ def test_a_ckptz_file_brings_its_tree_and_chain(plain: Path, tmp_path: Path) -> 
     check_weights(tmp_path / "m.ckptz", "ckptz")
     opened = open_input(tmp_path / "m.ckptz")
     assert (opened.tree, opened.metadata, opened.stem) == (tree, {"a": "b"}, "m")
-    assert opened.checkpoint is not None
     assert opened.checkpoint.depth == 0
     opened.close()
 

@@ -1,7 +1,5 @@
 """A model and its optimizer in one file: both come back, moments find their weights, training goes on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +49,7 @@ def train(net: Net, optimizer: torch.optim.Optimizer, n_steps: int, seed: int) -
         x = torch.randn(64, 48, generator=generator)
         loss = (net(x) - x @ TARGET).square().mean()
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+        loss.backward()  # torch's own
         optimizer.step()
         losses.append(loss.item())
     return losses
@@ -73,7 +71,7 @@ def written(folder: Path, factory: Factory = adamw, model: str = "model.pt") -> 
     """Files of a trained model and its optimizer."""
     net, optimizer = trained(factory)
     save = save_plain if model.endswith(".safetensors") else torch.save
-    save(net.state_dict(), folder / model)  # type: ignore[operator]  # either takes a state and a path
+    save(net.state_dict(), folder / model)  # either takes a state and a path
     torch.save(optimizer.state_dict(), folder / "optimizer.pt")
     return folder / model, folder / "optimizer.pt"
 
@@ -431,7 +429,7 @@ class Lion(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": 3e-4})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is needed here
+    def step(self, closure: None = None) -> None:  # no closure is needed here
         for group in self.param_groups:
             for p in group["params"]:
                 momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))

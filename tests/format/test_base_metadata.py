@@ -1,7 +1,5 @@
 """A delta of a plain safetensors file knows the metadata that its base had."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files written and read through the container alone: what a writer refuses, keeps, copies and amends."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -164,7 +162,6 @@ def test_chunks_say_where_they_differ_unless_too_much_does() -> None:
     container = opened(data, bases)
     source = container.tensors["w"]
     first = source.changes(0)
-    assert first is not None
     assert first.positions.tolist() == [7, CHUNK_VALUES - 1]
     assert first.patterns(old[first.positions]).tolist() == [1, 1]
     assert MAX_SPARSE_SHARE * 100 < 99
@@ -213,7 +210,6 @@ def test_a_sparse_stream_that_was_changed_is_told_from_one_that_was_written_so()
     stream = sparse_stream(b"\0\2", b"\5\5")
     data = delta_file(SPARSE, stream)
     found = opened_delta(data).changes(0)
-    assert found is not None
     assert found.positions.tolist() == [0, 3]
     assert data.count(stream) == 1
     changed = opened_delta(data.replace(stream, sparse_stream(b"\0\x09", b"\5\5")))
@@ -268,7 +264,6 @@ def test_a_lossy_delta_comes_back_within_its_record(wrap: Callable[[FrameSource]
     assert container.tensors["w"].header.plan.reads_base_codes == has_codes
     assert (written.n_lossy, written.n_deltas) == (1, has_codes)
     (entry,) = container.index.tensors
-    assert entry.lossy is not None
     found = patterns_of(container.tensors["w"]).view(np.float32)
     assert 0 < np.abs(found - NEW.reshape(-1)).max() <= entry.lossy.max_abs_error
     assert entry.lossy.n_pruned == np.count_nonzero(found == 0) > 0.25 * NEW.size
@@ -310,7 +305,6 @@ def check_moments(tensors: Mapping[str, ArraySource], jobs: int) -> Container:
     for entry in container.index.tensors:
         exact = tensors[entry.name].flat.view(np.float32).astype(np.float64)
         found = patterns_of(container.tensors[entry.name]).view(np.float32).astype(np.float64)
-        assert entry.lossy is not None
         assert 0 < np.abs(found - exact).max() <= entry.lossy.max_abs_error
         assert (found[exact > 0] > 0).all() or entry.name.endswith("exp_avg")
     return container
@@ -441,6 +435,6 @@ def test_a_file_that_needs_no_base_is_copied_without_one() -> None:
 def test_codes_of_a_base_come_without_the_patterns_that_nobody_asked_for() -> None:
     """A frame that reads values and codes of its base gives its own codes from the base's codes alone."""
     decoded = Decoded(None, np.array([1, 2], np.uint8))
-    patterns, codes = _DecodedChunk(None, decoded).patterns_and_codes(0, 2)  # type: ignore[arg-type]  # no frame is asked
+    patterns, codes = _DecodedChunk(None, decoded).patterns_and_codes(0, 2)  # no frame is asked
     assert patterns is None
     assert codes is decoded.codes

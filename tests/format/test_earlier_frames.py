@@ -1,7 +1,5 @@
 """Frames copied from an earlier file: the bytes are those of encoding, and what may differ is encoded."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from dataclasses import replace
@@ -131,7 +129,6 @@ def test_a_search_encodes_once_what_no_setting_changes(
 
     asked = SearchOptions(budgets=(Budget(loss, 1e-5),), max_evaluations=3)
     (report,) = compress([tmp_path / "step.safetensors"], tmp_path / "out.ckptz", jobs=1, search=asked)
-    assert report.search is not None
     n_more = len(report.search.trials) - 1
     assert n_more >= 1
     assert len(encoded) == report.n_tensors + n_more * report.n_lossy

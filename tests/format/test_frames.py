@@ -1,7 +1,5 @@
 """Frames: every part of the decode rule comes back as the specification says, on every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,7 +119,7 @@ def test_frames_decode_alike_where_subnormals_are_flushed(
 def test_codes_are_read_without_values(case: Case) -> None:
     header, chunks = case.encode()
     codes = case.decode_codes(header, [chunk.payload for chunk in chunks])
-    np.testing.assert_array_equal(codes, case.encoding.quantizer.all_codes)  # type: ignore[union-attr]
+    np.testing.assert_array_equal(codes, case.encoding.quantizer.all_codes)
     assert expected_labels(case).max(initial=0) < case.plan.n_contexts
 
 
@@ -141,7 +139,6 @@ def test_values_and_codes_of_a_base_come_from_one_decoding() -> None:
 
     header, chunks = case.encode()
     out = np.empty(42, np.uint32)
-    assert case.base is not None
     sources = ChunkSources(0, 42, Base(case.base), reads_both=True)
     payload = np.frombuffer(bytearray(chunks[0].payload), np.uint8)
     decode_module.decode_chunk(header, 0, payload, sources, out)

@@ -1,7 +1,5 @@
 """Servers that do what they should not: each ends in an error of ours, soon, and nothing is written."""
 
-from __future__ import annotations
-
 import gzip
 import http.server
 import io
@@ -59,7 +57,7 @@ def _stall(handler: Handler, data: bytes, n: int) -> None:
 def _trickle(handler: Handler, data: bytes, send: Callable[[Handler, bytes], None]) -> None:
     """Send the body a byte now and then, so that the server is never silent for long."""
     body = io.BytesIO()
-    handler.wfile, out = body, handler.wfile  # type: ignore[assignment]
+    handler.wfile, out = body, handler.wfile
     send(handler, data)
     handler.wfile = out
     head, _, rest = body.getvalue().partition(b"\r\n\r\n")
@@ -117,7 +115,7 @@ BEHAVIOURS: dict[str, Callable[[Handler, bytes], None]] = {
     "chunks": lambda h, d: _chunked(h, [d[i : i + 999] for i in range(0, len(d), 999)], b"0\r\n\r\n"),
     "cut": lambda h, d: _ranged(h, d[: len(d) // 2]),
     "other bytes": lambda h, d: _ranged(h, d[::-1]),
-    "no words": lambda h, d: h.wfile.write(b"\x00\xff nonsense\r\n\r\n") and None,  # type: ignore[func-returns-value]
+    "no words": lambda h, d: h.wfile.write(b"\x00\xff nonsense\r\n\r\n") and None,
     "closed": lambda h, d: h.connection.close(),
     "good": _ranged,
     "good, whole": lambda h, d: _send(h, 200, d),

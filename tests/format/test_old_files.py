@@ -1,7 +1,5 @@
 """Files of every version of the format decode to what they held; see tests/old/README.md."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -27,5 +25,4 @@ def test_every_file_is_of_the_version_of_its_folder() -> None:
     assert {path.parent.name for path in FILES} >= {FORMAT_VERSION}
     for path in FILES:
         metadata = read_envelope(MemoryBytes(path.read_bytes())).metadata
-        assert metadata is not None
         assert metadata[KEY_VERSION] == path.parent.name

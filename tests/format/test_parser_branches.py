@@ -44,7 +44,7 @@ from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.format.index import Index, TensorEntry, pack_index, parse_index
 from ckptz.format.plan import exact_plan
 from ckptz.format.publish import Publication
-from ckptz.format.reader import Container, FrameSource
+from ckptz.format.reader import Container
 from ckptz.format.sources import ArraySource, ChunkSources
 from ckptz.format.streams import CoderId
 from tests.support.spec_files import File, Frame, open_bytes
@@ -250,7 +250,6 @@ def test_an_index_larger_than_any_is_not_read(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_frame_that_was_decoded_is_a_source_like_others() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
-    assert isinstance(source, FrameSource)
     held = reader._DecodedChunk(source, source.decoded(0, False, {}))
     cached = CachedTensor.of_frame(source)
     assert source.decoded(0, True, {(source, False): held.chunk}) is held.chunk
@@ -304,12 +303,12 @@ def test_what_has_no_ranges_is_brought_here(tmp_path: Path) -> None:
     path = tmp_path / "bytes"
     path.write_bytes(b"0123456789")
     pipe = OneWay(path)
-    source = UrlBytes(pipe)  # type: ignore[arg-type]  # what it asks of a path
+    source = UrlBytes(pipe)  # what it asks of a path
     assert source.read(3, 4).tobytes() == b"3456"
     source.close()
     pipe.fault = RuntimeError("the line is dead")
     with pytest.raises(OSError, match="the line is dead"):
-        UrlBytes(pipe)  # type: ignore[arg-type]
+        UrlBytes(pipe)
 
 
 def test_a_url_that_breaks_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +316,7 @@ def test_a_url_that_breaks_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.Mo
     pipe = OneWay(tmp_path / "bytes", breaks=True)
     (tmp_path / "bytes").write_bytes(b"0")
     with pytest.raises(OSError, match="the line is dead"):
-        UrlBytes(pipe)  # type: ignore[arg-type]
+        UrlBytes(pipe)
     assert [path.name for path in tmp_path.iterdir()] == ["bytes"]
 
 
@@ -327,7 +326,7 @@ def test_a_url_that_does_not_end_leaves_no_copy(tmp_path: Path, monkeypatch: pyt
     path.write_bytes(bytes(100))
     monkeypatch.setattr(byte_source, "MAX_UNKNOWN", 99)
     with pytest.raises(OSError, match="does not say how long it is, and it does not end"):
-        UrlBytes(OneWay(path))  # type: ignore[arg-type]
+        UrlBytes(OneWay(path))
     assert [*tmp_path.iterdir()] == [path]
 
 
@@ -348,7 +347,7 @@ class OneWay:
         os.close(write)
         if self.breaks:
             self.fault = OSError(5, "the line is dead")
-        return os.fdopen(read, mode)  # type: ignore[return-value]
+        return os.fdopen(read, mode)
 
 
 def test_paths_of_urls() -> None:
@@ -373,7 +372,6 @@ def test_an_index_that_no_reader_accepts_is_not_written() -> None:
 
 def test_the_bounds_of_chunks_are_those_of_the_header() -> None:
     source = open_bytes(File().bytes()).tensors["w"]
-    assert isinstance(source, FrameSource)
     assert list(source.chunk_bounds()) == [(0, 4)]
     source.check_chunk(0)
 

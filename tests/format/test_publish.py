@@ -1,7 +1,5 @@
 """Files appear whole, together where they belong together, and no wider open than what they stand for."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The decoder that was written from the specification alone reads what we write, as a process of its own."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import json
@@ -120,7 +118,7 @@ def random_chain(folder: Path, seed: int) -> list[Path]:
     for step in range(3):
         paths.append(folder / str(seed) / f"{step}.ckptz")
         base = paths[-2] if step else None
-        save_file(state, paths[-1], {"seed": str(seed)}, base=base, **config)  # type: ignore[arg-type]
+        save_file(state, paths[-1], {"seed": str(seed)}, base=base, **config)
         state = moved(state, rng)
     return paths
 
@@ -209,11 +207,7 @@ MISTAKES: dict[str, tuple[str, str, set[str]]] = {
         "            total += (rest > 0) if total >> 31 == 0 else (rest < 0)",
         {"chain/delta-float-rounded-twice"},
     ),
-    "a cast to BF16 that cuts": (
-        TO_BF16,
-        'p >> 16 if name == "BF16"',
-        {"valid/float-cast-bf16"},
-    ),
+    "a cast to BF16 that cuts": (TO_BF16, 'p >> 16 if name == "BF16"', {"valid/float-cast-bf16"}),
     "a cast to BF16 that rounds half up": (
         TO_BF16,
         '(p + 0x8000) >> 16 if name == "BF16"',

@@ -1,7 +1,5 @@
 """The specification: its registry and fields are the code's, and its links lead somewhere."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -107,10 +105,7 @@ def test_json_may_be_nested_as_deep_as_the_registry_says() -> None:
 
 def test_the_newest_version_is_that_of_the_code() -> None:
     newest = table("versions.md", "of-the-format", "version")[0]
-    assert (newest["version"], newest["frame version"]) == (
-        index.FORMAT_VERSION,
-        str(frame.FRAME_VERSION),
-    )
+    assert (newest["version"], newest["frame version"]) == (index.FORMAT_VERSION, str(frame.FRAME_VERSION))
     readme = (SPEC / "README.md").read_text()
     text = table("versions.md", "of-the-text", "text")[0]["text"]
     assert f"**Format version {newest['version']}**, text of this version {text}." in readme

@@ -1,7 +1,5 @@
 """The program of spec/decode.md is run as it stands there, on every valid vector."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -41,7 +39,7 @@ def names_of(full: str, key: str = "id", value: str = "name") -> dict[int, str]:
 def given(second: Any) -> dict[str, Any]:
     """What the page takes as given, by the names that it uses."""
 
-    class Reading(second.Cursor):  # type: ignore[misc]
+    class Reading(second.Cursor):
         def list(self, n: int, kind: str) -> list[Any]:
             return list(self.many(n, LETTERS[kind]))
 

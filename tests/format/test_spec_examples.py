@@ -1,7 +1,5 @@
 """The worked examples of the specification, computed again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The annotated example of the specification: up to date, whole, and a file that loads."""
 
-from __future__ import annotations
-
 import re
 import runpy
 

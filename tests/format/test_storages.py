@@ -1,7 +1,5 @@
 """Nested state taken apart and put together: names, shared memory, strides and flags survive."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -276,7 +274,7 @@ def quantized() -> Any:
         return torch.quantize_per_tensor(torch.zeros(3), 0.1, 0, torch.qint8)
 
 
-class Subclass(torch.Tensor):  # type: ignore[name-defined,misc]  # torch is an optional import here
+class Subclass(torch.Tensor):  # torch is an optional import here
     pass
 
 

@@ -1,7 +1,5 @@
 """Verbs that read files behind URLs and from streams: fsspec's memory and http file systems, and pipes."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import os

@@ -1,7 +1,5 @@
 """The vectors of the specification: up to date, complete, and read as they say."""
 
-from __future__ import annotations
-
 import hashlib
 import runpy
 from collections import Counter

@@ -1,7 +1,5 @@
 """Every vector cut at every byte and flipped at every bit: refused, or read as if nothing had happened."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

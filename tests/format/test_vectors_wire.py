@@ -1,7 +1,5 @@
 """The messages of spec/vectors/wire, received as the manifest says, cut and flipped."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator

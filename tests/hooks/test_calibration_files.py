@@ -1,7 +1,5 @@
 """Files of calibrations: what they hold, whom they fit, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

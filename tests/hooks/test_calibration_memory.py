@@ -1,7 +1,5 @@
 """Calibrations: layers that share one sum, and the cap on the memory of all."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from pathlib import Path

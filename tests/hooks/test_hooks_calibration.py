@@ -1,7 +1,5 @@
 """Calibrations: sums of every kind of layer against plain float64, batches, and whole models."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The tracker of gradients: what is averaged, when, under which names, and its file."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Callable
@@ -186,7 +184,6 @@ def test_channels_last_weights_keep_their_values(tmp_path: Path) -> None:
             optimizer.step()
             gradient = model.weight.grad
             optimizer.zero_grad()
-    assert gradient is not None
     torch.testing.assert_close(tracker.gradients()["weight"], gradient)
     tracker.save(tmp_path / "averages")
     with SensitivityFile(tmp_path / "averages") as file:

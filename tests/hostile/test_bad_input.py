@@ -1,7 +1,5 @@
 """Damaged and hostile files: one line and an exit code by cause, or else exactly the right tensors."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -105,11 +103,7 @@ def test_hostile_tensor_names_survive_and_never_reach_the_terminal(name: str, tm
     shown = ckptz("inspect", packed, "--tensors").stdout
     assert all(line.isprintable() for line in shown.split("\n"))
     assert ckptz("inspect", packed, "--json").json["tensors"][0]["name"] == name
-    assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "back.safetensors",
-        "names.ckptz",
-        "names.safetensors",
-    ]
+    assert {path.name for path in tmp_path.iterdir()} == {"back.safetensors", packed.name, path.name}
 
 
 def test_errors_escape_control_characters(tmp_path: Path) -> None:
@@ -251,26 +245,14 @@ def test_what_a_newer_ckptz_wrote_is_unsupported(old: bytes, new: bytes, chain: 
         assert "step-1.ckptz" in run.error
 
 
-def test_a_missing_base_is_named(chain: Chain) -> None:
+def test_a_missing_base_is_named_and_the_rest_described(chain: Chain) -> None:
     chain.full.unlink()
     chain.first.unlink()
-    for verb in ("restore", "verify"):
-        run = ckptz(verb, chain.delta, fails=True)
-        assert run.exit_code == 5
-        assert "step-1.ckptz" in run.error
-        assert "--search-path" in run.error
+    assert "--search-path" in ckptz("restore", chain.delta, fails=True).error
     report = ckptz("inspect", chain.delta, "--json").json
     assert "step-1.ckptz" in report["broken"]
     assert report["chain"][0]["path"] is None
     assert {tensor["n_frames"] for tensor in report["tensors"]} == {1, None}
-
-
-def test_a_wrong_base_is_not_taken_for_the_right_one(chain: Chain) -> None:
-    write_plain(chain.first, a_state(seed=5))
-    ckptz("compress", chain.first, "-o", chain.full, "--force")
-    run = ckptz("restore", chain.delta, "-o", chain.folder / "out.safetensors", fails=True)
-    assert run.exit_code == 5
-    assert "another checkpoint" in run.error
 
 
 def test_a_base_that_is_its_own_delta_ends(chain: Chain) -> None:
@@ -281,18 +263,6 @@ def test_a_base_that_is_its_own_delta_ends(chain: Chain) -> None:
     path = forge(chain.delta, chain.folder / "loop.ckptz", to_itself)
     chain.second.unlink()  # it would be a base with that content id
     assert ckptz("restore", path, fails=True).exit_code == 5
-
-
-@pytest.mark.parametrize("file", ["../step-1.ckptz", "/etc/passwd", "..", ""])
-def test_a_base_name_does_not_lead_out_of_the_folder(file: str, chain: Chain) -> None:
-    def elsewhere(index: Any) -> Any:
-        index["base"]["file"] = file
-        return index
-
-    path = forge(chain.delta, chain.folder / "elsewhere.ckptz", elsewhere)
-    run = ckptz("verify", path, fails=True)
-    assert run.exit_code == 3
-    assert "plain file name" in run.error
 
 
 @pytest.mark.parametrize("file", ["../evil", "/tmp/evil", "a/b", "a\\b", "..", "c:evil", "nul\0"])

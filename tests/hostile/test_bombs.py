@@ -1,7 +1,5 @@
 """Small files that stand for much, in 2 GiB of address space: a result or an error of ours, soon."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -53,12 +51,8 @@ REFUSED = {
     ("constant_chunks", "restore"): "LimitError",
 }
 QUICK = (
-    ("outer_vectors", "inspect"),
-    ("outer_vectors", "verify"),
-    ("term_codes", "load_file"),
-    ("expanded_maps", "load_file"),
-    ("constant_chunks", "load_file"),
-    ("base_codes", "verify"),
+    *(("outer_vectors", "inspect"), ("outer_vectors", "verify"), ("term_codes", "load_file")),
+    *(("expanded_maps", "load_file"), ("constant_chunks", "load_file"), ("base_codes", "verify")),
 )
 
 

@@ -1,7 +1,5 @@
 """Readers of what others wrote, on some damaged inputs each; `make fuzz` runs as many as there is time."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("torch")

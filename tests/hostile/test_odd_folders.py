@@ -1,7 +1,5 @@
 """Whatever a run's folder holds: the next save succeeds, other calls say why not, nothing outside changes."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -109,21 +107,9 @@ CHANGES: dict[str, Callable[[Path, Path], None]] = {
 }
 changes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(sorted(CHANGES))), min_size=1, max_size=8)
 OTHERS = (
-    *(
-        "step-7.ckptz",
-        "notes.txt",
-        ".step-00000009.ckptz.hidden",
-        "base-x-y.ckptz",
-        ".ckptz-lease",
-        ".x.ckptz-tmp",
-    ),
-    *(
-        "step-00000009.state.ckptz",
-        "step-00000009.exact.ckptz",
-        "step-00000003.exact.ckptz",
-        "step-99999999.ckptz",
-    ),
-    ".step-0123abcd-999999999-0123456789abcdef.ckptz-tmp",
+    *("step-7.ckptz", "notes.txt", "base-x-y.ckptz", ".ckptz-lease", ".x.ckptz-tmp", "step-99999999.ckptz"),
+    *("step-00000009.state.ckptz", "step-00000009.exact.ckptz", "step-00000003.exact.ckptz"),
+    *(".step-00000009.ckptz.hidden", ".step-0123abcd-999999999-0123456789abcdef.ckptz-tmp"),
 )
 others = st.dictionaries(
     st.sampled_from(OTHERS), st.sampled_from(["text", "a folder", "a link out"]), max_size=3
@@ -149,7 +135,7 @@ def call_all(run: Path, config: Any) -> None:
     """Each call works, or says why not in an error of ours or of the system."""
     with Checkpointer(run, a_model(0.0), config=config, keep=KEEP, jobs=1) as checkpointer:
         calls: list[Callable[[], object]] = [lambda: ckptz.log(run), checkpointer.restore_latest]
-        calls += [lambda step=step: checkpointer.restore(step) for step in checkpointer.weights_steps()]  # type: ignore[misc]
+        calls += [lambda step=step: checkpointer.restore(step) for step in checkpointer.weights_steps()]
         for call in calls:
             with contextlib.suppress(CkptzError, OSError):
                 call()
@@ -222,12 +208,10 @@ def test_a_chain_without_its_full_file_is_followed_by_a_full_file(
     shutil.copytree(runs["grid"], run)
     for path in run.glob("step-00000001*"):
         path.unlink()
-    reports: list[Any] = []
-    with Checkpointer(
-        run, a_model(0.5), config=CONFIGS["grid"], keep=KEEP, jobs=1, on_save=reports.append
-    ) as checkpointer:
+    with Checkpointer(run, a_model(0.5), config=CONFIGS["grid"], keep=KEEP, jobs=1) as checkpointer:
         checkpointer.save(10)
-    assert any("stored as a full file, because the base cannot be read" in note for note in reports[0].notes)
+        notes = checkpointer.wait().notes
+    assert any("stored as a full file, because the base cannot be read" in note for note in notes)
 
 
 @pytest.mark.parametrize("to", ["../precious.txt", "../nothing"])
@@ -313,12 +297,11 @@ def test_a_step_that_is_left_stays_exact_while_later_ones_are_removed(
 ) -> None:
     """However early `discard_after` is cut off, the newest step that is there is exact."""
     n_removed = 0
+    grid: dict[str, Any] = {"config": CONFIGS["grid"], "jobs": 1}
     while True:
         folder = tmp_path / str(n_removed)
         for step in range(1, 5):
-            with Checkpointer(
-                folder, a_model(step), config=CONFIGS["grid"], keep=KeepPolicy(exact=3), jobs=1
-            ) as checkpointer:
+            with Checkpointer(folder, a_model(step), keep=KeepPolicy(exact=3), **grid) as checkpointer:
                 checkpointer.save(step)
         left = [n_removed]
 
@@ -330,7 +313,7 @@ def test_a_step_that_is_left_stays_exact_while_later_ones_are_removed(
 
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", unlink)
-            checkpointer = Checkpointer(folder, a_model(0), config=CONFIGS["grid"], jobs=1)
+            checkpointer = Checkpointer(folder, a_model(0), **grid)
             is_whole = True
             try:
                 checkpointer.discard_after(2)
@@ -338,9 +321,8 @@ def test_a_step_that_is_left_stays_exact_while_later_ones_are_removed(
                 is_whole = False
             checkpointer.close()
         model = a_model(0)
-        with Checkpointer(folder, model, config=CONFIGS["grid"], jobs=1) as checkpointer:
+        with Checkpointer(folder, model, **grid) as checkpointer:
             newest = checkpointer.restore_latest()
-            assert checkpointer.restored is not None
             assert checkpointer.restored.is_exact
         assert torch.equal(model.weight, a_model(newest or 0).weight)
         if is_whole:

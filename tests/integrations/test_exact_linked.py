@@ -1,8 +1,7 @@
 """Files of frameworks that lose something, and come back exactly while they are the newest."""
 
-from __future__ import annotations
-
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +162,27 @@ def test_a_folder_of_shards_without_its_residual_is_read_as_it_is(tmp_path: Path
     residual.write_bytes(residual.read_bytes()[:-9])
     with pytest.warns(RuntimeWarning, match="is restored with what it loses"):
         assert not same(loaded(tmp_path / "step-1"), a_state(1))
+
+
+def test_a_folder_that_cannot_be_listed_when_it_is_tidied_keeps_what_makes_it_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A glob takes such a folder for an empty one."""
+    scandir, refused = os.scandir, []
+
+    def refuse_once(path: Any = ".") -> Any:
+        if (tmp_path / "step-1" / "ckptz-index.json").exists() and not refused:
+            refused.append(path)
+            raise PermissionError(13, "permission denied")
+        return scandir(path)
+
+    writer = CkptzStorageWriter(options=OPTIONS, keep_last=2)
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is told of
+        patch.setattr(os, "scandir", refuse_once)
+        dcp.save(a_state(1), checkpoint_id=tmp_path / "step-1", storage_writer=writer, no_dist=True)
+    assert refused
+    assert same(loaded(tmp_path / "step-1"), a_state(1))
 
 
 def loaded(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Several ranks save one state, other numbers of ranks restore it; a rank that dies hurts nobody."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

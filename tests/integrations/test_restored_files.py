@@ -1,7 +1,5 @@
 """What `ckptz restore` writes is what other programs load: safetensors, torch and transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

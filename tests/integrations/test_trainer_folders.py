@@ -1,7 +1,5 @@
 """Whole folders of the plain Trainer and of accelerate, and files of Lightning, packed and restored."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -240,7 +238,7 @@ def test_folders_of_accelerate_come_back_whole(tmp_path: Path) -> None:
 def test_files_of_lightning_come_back_under_their_names(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning")
 
-    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]  # an optional import
+    class Module(lightning.LightningModule):  # an optional import
         def __init__(self) -> None:
             super().__init__()
             self.save_hyperparameters({"width": 64})

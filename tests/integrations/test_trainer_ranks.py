@@ -1,7 +1,5 @@
 """The Trainer on two ranks that hold the same model: one writes, both resume, each as it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

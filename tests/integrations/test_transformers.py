@@ -1,7 +1,5 @@
 """transformers models from `.ckptz` files: the same model as from the files that were compressed."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import shutil

@@ -4,8 +4,6 @@ The compiled kernels have no bounds checks: who calls one with positions, codes,
 that come from elsewhere holds them against what is there first. The tables say where; mutants show it.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -84,14 +82,7 @@ OWN = {
     *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
     *("_pack_codes", "_scale_of", "_row_bits", "_entropies", "_merge_rows", "_fill_row"),
     *("_deviation", "_thresholds"),
-    *(
-        "_indices",
-        "log_level_codes",
-        "log_level_sums",
-        "log_level_counts",
-        "level_codes",
-        "level_sums",
-    ),
+    *("_indices", "log_level_codes", "log_level_sums", "log_level_counts", "level_codes", "level_sums"),
     "_near_zero",
     *("_nearest", "_stochastic", "_leaf", "_power", "_largest", "_row_sums", "sensitivities", "_add_tiny"),
     *("_row_product", "_split_floats", "_fold", "log_sums", "root_ratios"),
@@ -189,7 +180,7 @@ def test_mutants_are_refused_or_read_as_the_second_decoder_reads_them(
     counts: tuple[int, int, int], pytestconfig: pytest.Config
 ) -> None:
     """Checked kernels stay compiled between runs, as others do."""
-    checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("bounds"))}  # type: ignore[union-attr]
+    checks = {"NUMBA_BOUNDSCHECK": "1", "NUMBA_CACHE_DIR": str(pytestconfig.cache.mkdir("bounds"))}
     command = [sys.executable, "-m", "tests.support.bounds_worker", *map(str, counts)]
     run = subprocess.run(command, env=os.environ | checks, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

@@ -1,7 +1,5 @@
 """Kernels of numba, and of torch where it has them, give the reference's bits, also without subnormals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,12 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptz.encode.encoding_plan import ContextCounts
-from ckptz.format.frequency import (
-    encoding_tables,
-    normalise,
-    row_cost_bits,
-    row_entropy_bits,
-)
+from ckptz.format.frequency import encoding_tables, normalise, row_cost_bits, row_entropy_bits
 from ckptz.kernels import compiled as cpu_kernels
 from ckptz.kernels import torch as torch_kernels
 from tests.support import reference

@@ -1,7 +1,5 @@
 """Ordered work on threads, and small work on the caller's."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """The start of a process: little work needs no compiled kernels, and these need no folder of their own."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -214,7 +212,6 @@ def test_a_machine_without_a_writable_home_or_package_works_and_says_where_kerne
 def test_a_warm_up_uses_kernels_of_every_method_and_names_their_folder() -> None:
     ready = warm_up(jobs=1)
     assert set(METHODS) <= set(ready.methods)
-    assert ready.folder is not None
     assert Path(ready.folder).is_dir()
     line = ckptz("warm-up", "--jobs", 1).stdout
     assert line.startswith("kernels of lossless, kmeans, grid, sparse: ready, kept in ")

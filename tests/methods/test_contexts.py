@@ -1,7 +1,5 @@
 """Runs of a tensor that has no base share tables by the scale of their values."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

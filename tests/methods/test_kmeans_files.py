@@ -1,7 +1,5 @@
 """K-means files end to end: the command line, the Python API, deltas, and what is refused."""
 
-from __future__ import annotations
-
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +15,7 @@ from ckptz import KMeans
 from ckptz.numpy import load_file, save_file
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
-from tests.support.cli_support import ckptz
+from tests.support.cli_support import ckptz, relative_error, tensors_in
 
 Array = np.ndarray[Any, Any]
 
@@ -43,26 +41,11 @@ def written(folder: Path, step: int = 0, **changes: Array) -> Path:
     return path
 
 
-def relative_error(restored: Array, original: Array) -> float:
-    return float(np.linalg.norm(restored - original) / np.linalg.norm(original))
-
-
 def test_only_large_weights_become_lossy_and_the_file_says_how(tmp_path: Path) -> None:
     source, out = written(tmp_path), tmp_path / "out.ckptz"
-    options = (
-        "--method",
-        "kmeans",
-        "--levels",
-        16,
-        "--embedding-levels",
-        32,
-        "--prune",
-        0.1,
-        "--protect",
-        0.01,
-    )
-    ckptz("compress", source, "-o", out, *options)
-    reports = {t["name"]: t for t in ckptz("inspect", out, "--json").json["tensors"]}
+    options = ("--levels", 16, "--embedding-levels", 32, "--prune", 0.1, "--protect", 0.01)
+    ckptz("compress", source, "-o", out, "--method", "kmeans", *options)
+    reports = tensors_in(out)
     original, restored = weights(), load_file(out)
     for name in ("model.norm.weight", "optimizer.up.weight.exp_avg"):
         assert reports[name]["lossy"] is None
@@ -127,9 +110,8 @@ def test_deltas_are_grouped_by_the_base_and_smaller(tmp_path: Path) -> None:
             np.testing.assert_array_equal(chained[name], tensor)
         ckptz("verify", out, "--against", path)
         if step:
-            stored = {t["name"]: t["stored_bytes"] for t in ckptz("inspect", out, "--json").json["tensors"]}
-            plain = {t["name"]: t["stored_bytes"] for t in ckptz("inspect", alone, "--json").json["tensors"]}
-            assert stored["model.up.weight"] < plain["model.up.weight"]
+            delta, full = (tensors_in(path)["model.up.weight"]["stored_bytes"] for path in (out, alone))
+            assert delta < full
 
 
 @pytest.mark.parametrize("moved_to", [1.0, np.nan, np.inf])
@@ -198,6 +180,15 @@ def test_a_base_without_codes_still_serves_lossless_tensors(tmp_path: Path) -> N
         (["--method", "kmeans", "--prune", 0.7, "--protect", 0.3], "leave nothing to quantize"),
         (["--method", "kmeans", "--protect", -0.1], "protect must be a share"),
         (["--method", "wavelet"], "is not one of"),
+        (["--grid-step", 1], "--grid-step belongs to --method grid"),
+        (["--method", "kmeans", "--dead-zone", 0.1], "--dead-zone belongs to --method grid"),
+        (["--method", "grid", "--levels", 4], "--levels belongs to --method kmeans"),
+        (["--method", "grid", "--grid-step", 0], "step must be above 0"),
+        (["--method", "grid", "--grid-step", "nan"], "step must be above 0"),
+        (["--method", "grid", "--dead-zone", 5], "dead_zone must be from 0 to 4"),
+        (["--calibration", "x"], "lossless compression reads no calibration"),
+        (["--read-optimizer", "x"], "lossless compression reads no read-optimizer"),
+        (["--method", "kmeans", "--calibration", "x"], "a calibration guides grid only"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
@@ -214,10 +205,9 @@ def test_roles_may_be_given(tmp_path: Path) -> None:
     roles = tmp_path / "roles.toml"
     roles.write_text('[[rule]]\nname = "model.up.*"\nrole = "other"\n')
     ckptz("compress", written(tmp_path), "--method", "kmeans", "--roles", roles)
-    tensors = ckptz("inspect", tmp_path / "step-0.ckptz", "--json").json["tensors"]
-    lossy = {t["name"]: t["lossy"] is not None for t in tensors}
-    assert lossy["model.token.weight"]
-    assert not lossy["model.up.weight"]
+    tensors = tensors_in(tmp_path / "step-0.ckptz")
+    assert tensors["model.token.weight"]["lossy"]
+    assert not tensors["model.up.weight"]["lossy"]
     roles.write_text('[[rule]]\nname = "x"\nrole = "king"\n')
     run = ckptz("compress", written(tmp_path), "--roles", roles, "--method", "kmeans", fails=True)
     assert "'king' is not one of" in run.error
@@ -251,7 +241,7 @@ def test_protected_values_beyond_bf16_stay_exact(tmp_path: Path) -> None:
 def test_the_recorded_error_is_a_bound(tmp_path: Path, seed: int) -> None:
     tensor = np.random.default_rng(seed).standard_cauchy((64, 128)).astype(np.float32)
     save_file({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=2 + seed % 3, protect=0.0))
-    [report] = ckptz("inspect", tmp_path / "a.ckptz", "--json").json["tensors"]
+    report = tensors_in(tmp_path / "a.ckptz")["up.weight"]
     restored = load_file(tmp_path / "a.ckptz")["up.weight"]
     pairs = zip(restored.flat, tensor.flat, strict=True)
     true = max(abs(Fraction(float(a)) - Fraction(float(b))) for a, b in pairs)

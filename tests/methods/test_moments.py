@@ -1,7 +1,6 @@
 """Optimizer state as Grid stores it: second moments, first moments by their contexts, small tensors."""
 
-from __future__ import annotations
-
+import contextlib
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -43,6 +42,7 @@ from ckptz.numpy import load_file, save_file
 from ckptz.store.resolve import open_checkpoint
 from ckptz.verbs.compress import CompressReport
 from tests.support import reference
+from tests.support.cli_support import relative_error
 from tests.support.frame_support import Case, round_trip
 
 Array = np.ndarray[Any, Any]
@@ -70,12 +70,8 @@ def stored(folder: Path, tensors: dict[str, Array], **moments: Any) -> dict[str,
 
 
 def plan_of(folder: Path, name: str, file: str = "state.ckptz") -> Plan:
-    checkpoint = open_checkpoint(folder / file)
-    try:
-        assert checkpoint.container is not None
+    with contextlib.closing(open_checkpoint(folder / file)) as checkpoint:
         return checkpoint.container.tensors[name].header.plan
-    finally:
-        checkpoint.close()
 
 
 def orders(values: Array) -> Array:
@@ -122,15 +118,10 @@ def test_any_second_moments_come_back_live(data: st.DataObject) -> None:
     encoding = wanted.plan(TensorToEncode(source, base_source))
     from_base = encoding.plan.predictor is Predictor.BASE
     assert not from_base or base_source is not None
-    restored = restored_by(encoding, source, base_source)
+    restored = round_trip(Case(source, encoding, base_source, source))
     assert np.array_equal(restored == 0, patterns == 0)
     assert (restored <= top).all()
     assert floats.all_finite(restored, kind)
-
-
-def restored_by(encoding: EncodingPlan, source: ArraySource, base: ArraySource | None) -> Array:
-    """Encoded to bytes and decoded again."""
-    return round_trip(Case(source, encoding, base, source))
 
 
 def test_the_prediction_is_the_smallest_one(tmp_path: Path) -> None:
@@ -145,7 +136,6 @@ def test_the_prediction_is_the_smallest_one(tmp_path: Path) -> None:
 def test_the_vectors_of_a_prediction_take_few_bytes(tmp_path: Path) -> None:
     stored(tmp_path, state((512, 384)))
     plan = plan_of(tmp_path, SECOND)
-    assert plan.outer is not None
     packed, without = (
         pack_plan(dtype_of("F32"), (512, 384), p)
         for p in (plan, replace(plan, predictor=Predictor.ZERO, outer=None))
@@ -260,10 +250,6 @@ def test_a_second_moment_of_another_shape_gives_no_classes(tmp_path: Path) -> No
     assert relative_error(restored[FIRST], tensors[FIRST]) < 0.6
 
 
-def relative_error(restored: Array, original: Array) -> float:
-    return float(np.linalg.norm(restored - original) / np.linalg.norm(original))
-
-
 @pytest.mark.parametrize("word", ["momentum_buffer", "exp_avg"])
 def test_without_second_moments_steps_follow_the_rows(tmp_path: Path, word: str) -> None:
     rng = np.random.default_rng(0)
@@ -333,12 +319,13 @@ def test_small_trained_weights_are_rounded_and_the_rest_is_exact(tmp_path: Path)
         "step": np.array(17),
     }
     restored = stored(tmp_path, tensors)
-    for name in (
+    untrained = (
         "optimizer.norm.weight.step",
         "optimizer.norm.weight.unknown",
         "model.rotary.inv_freq",
         "step",
-    ):
+    )
+    for name in untrained:
         assert restored[name].tobytes() == tensors[name].tobytes(), name
     for name in ("model.norm.weight", "optimizer.norm.weight.row_var"):
         exact, got = tensors[name], restored[name]
@@ -387,9 +374,8 @@ def test_small_weights_keep_what_training_moves_on_average(size: float) -> None:
 @pytest.mark.parametrize("kind", [floats.F32, floats.BF16, floats.F16])
 def test_rounding_twice_changes_nothing_more(kind: int) -> None:
     pattern = np.uint32 if kind == floats.F32 else np.uint16
-    patterns = (
-        np.random.default_rng(0).integers(0, np.iinfo(pattern).max, 10000, endpoint=True).astype(pattern)
-    )
+    drawn = np.random.default_rng(0).integers(0, np.iinfo(pattern).max, 10000, endpoint=True)
+    patterns = drawn.astype(pattern)
     once = FineRounding().rounded(patterns, kind, 0)
     np.testing.assert_array_equal(FineRounding().rounded(once, kind, 0), once)
     np.testing.assert_array_equal(FineRounding(key=7).rounded(once, kind, 0), once)
@@ -404,13 +390,8 @@ def test_rounding_twice_changes_nothing_more(kind: int) -> None:
 def test_the_file_records_what_was_asked_and_measured(tmp_path: Path) -> None:
     tensors = state()
     save_file(tensors, tmp_path / "a.ckptz", config=Grid())
-    checkpoint = open_checkpoint(tmp_path / "a.ckptz")
-    assert checkpoint.container is not None
-    records = {e.name: e.lossy for e in checkpoint.container.index.tensors}
-    checkpoint.close()
+    records = {tensor.name: tensor.lossy for tensor in inspect(tmp_path / "a.ckptz").tensors}
     second, first = records[SECOND], records[FIRST]
-    assert second is not None
-    assert first is not None
     assert (second.method, second.role, second.settings) == ("second-moment", "exp_avg_sq", {"step": 4.0})
     assert (first.method, first.settings) == ("first-moment", {"step": 1.0, "dead_zone": 0.35})
     error = np.abs(load_file(tmp_path / "a.ckptz")[SECOND].astype(np.float64) - tensors[SECOND]).max()
@@ -503,7 +484,6 @@ def test_the_chunks_of_a_held_base_are_read_once() -> None:
     for held in (CachedTensor(source, "base", chunks), CachedTensor(source, "base", chunks)):
         for begin in (0, CHUNK_VALUES):
             codes = held.codes(begin, begin + 4)
-            assert codes is not None
             assert codes.tolist() == [0, 1, 2, 3]
             assert held.patterns(begin + 1, begin + 3).tolist() == [begin + 1, begin + 2]
         assert (held.n_codes, source.n_read) == (3, 2)
@@ -551,12 +531,8 @@ def test_logarithmic_levels_are_those_of_the_reference(kind: int, data: st.DataO
     live = indices[is_level & (patterns != 0)]
     level_range = level_range_of(*np.unique(live, return_counts=True), int((patterns == 0).sum()), 1)
     codes = np.empty(len(patterns), np.uint8)
-    codes_of = (
-        level_range.lowest,
-        level_range.n_levels,
-        level_range.zero_code or 0,
-        level_range.escape_code or 0,
-    )
+    others = (level_range.zero_code or 0, level_range.escape_code or 0)
+    codes_of = (level_range.lowest, level_range.n_levels, *others)
     moments().log_level_codes(patterns, predicted, quantizer.levels, codes_of, codes)
     expected = np.where(is_level, indices - level_range.lowest, -1)
     expected[(expected < 0) | (expected >= level_range.n_levels)] = level_range.escape_code

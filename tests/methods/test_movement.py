@@ -1,7 +1,6 @@
 """What training has moved since a restore stays in the next file, however small it is beside the grid."""
 
-from __future__ import annotations
-
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
-from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress
+from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
 from ckptz.encode.quantizer import key_of
 from ckptz.format.context_rules import labels_of_rows
 from ckptz.format.index import LossyRecord
-from ckptz.format.plan import LinearTable
 from ckptz.format.sources import CHUNK_VALUES
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
@@ -150,41 +148,24 @@ def written(
     folder: Path, name: str, tensors: dict[str, Array], config: Method, base: str | None = None, jobs: int = 1
 ) -> dict[str, Array]:
     """What the file of a step restores."""
-    save_plain(tensors, folder / f"{name}.safetensors")
-    compress(
-        [folder / f"{name}.safetensors"],
-        folder / f"{name}.ckptz",
-        config=config,
-        base=None if base is None else folder / f"{base}.ckptz",
-        jobs=jobs,
-        force=True,
-    )
-    return load_file(folder / f"{name}.ckptz")
+    source, target = folder / f"{name}.safetensors", folder / f"{name}.ckptz"
+    save_plain(tensors, source)
+    against = None if base is None else folder / f"{base}.ckptz"
+    compress([source], target, config=config, base=against, jobs=jobs, force=True)
+    return load_file(target)
 
 
 def record_of(folder: Path, name: str, tensor: str = WEIGHT) -> LossyRecord:
-    checkpoint = open_checkpoint(folder / f"{name}.ckptz")
-    try:
-        assert checkpoint.container is not None
-        [record] = [e.lossy for e in checkpoint.container.index.tensors if e.name == tensor]
-        assert record is not None
-        return record
-    finally:
-        checkpoint.close()
+    [record] = [each.lossy for each in inspect(folder / f"{name}.ckptz").tensors if each.name == tensor]
+    return record
 
 
 def step_of(folder: Path, name: str) -> float:
     """The step of a weight's grid, which is the same for all rows."""
-    checkpoint = open_checkpoint(folder / f"{name}.ckptz")
-    try:
-        assert checkpoint.container is not None
+    with contextlib.closing(open_checkpoint(folder / f"{name}.ckptz")) as checkpoint:
         quant_map = checkpoint.container.tensors[WEIGHT].header.plan.quant_map
-        assert quant_map is not None
-        assert isinstance(quant_map.table, LinearTable)
         [step] = quant_map.table.scale
         return float(step)
-    finally:
-        checkpoint.close()
 
 
 def moved(tensors: dict[str, Array], spread: float, seed: int) -> dict[str, Array]:
@@ -306,7 +287,6 @@ def test_the_recorded_key_tells_what_was_drawn(tmp_path: Path) -> None:
     later = moved(full, 0.15, 1)
     found = written(tmp_path, "1", later, Grid(), "0")
     key, step = record_of(tmp_path, "1").settings["drawn"], step_of(tmp_path, "1")
-    assert isinstance(key, int)
     scaled = (later[WEIGHT] - full[WEIGHT]).reshape(-1) / np.float32(step)
     whole = np.floor(scaled)
     whole += reference.thresholds(key, 0, scaled.size) >= np.float32(1) - (scaled - whole)
@@ -333,11 +313,11 @@ def test_steps_are_finer_where_little_moves(tmp_path: Path, movement: float, sha
     config = Grid(purpose="resume")
     full = written(tmp_path, "0", state(), config)
     rng = np.random.default_rng(1)
-    step = load_steps(tmp_path / "0.ckptz")
+    step = step_of(tmp_path, "0")
     later = full | {WEIGHT: (full[WEIGHT] + rng.choice([-1, 1], (160, 256)) * movement * step)}
     later[WEIGHT] = later[WEIGHT].astype(np.float32)
     written(tmp_path, "1", later, config, "0")
-    assert load_steps(tmp_path / "1.ckptz") == pytest.approx(step * share, rel=0.01)
+    assert step_of(tmp_path, "1") == pytest.approx(step * share, rel=0.01)
 
 
 def test_steps_of_all_tensors_are_finer_together(tmp_path: Path) -> None:
@@ -356,29 +336,14 @@ def test_steps_of_all_tensors_are_finer_together(tmp_path: Path) -> None:
 def test_more_restores_than_usual_want_finer_steps() -> None:
     given = Grid(step=0.5)
     usual, many = given.expecting(10), given.expecting(40)
-    assert given.moments is not None
     assert (usual.step, usual.full_step, usual.moments) == (0.5, 0.5 * FULL_SHARE, given.moments)
     assert (many.step, many.full_step) == (0.125, 0.125 * FULL_SHARE)
-    assert many.moments is not None
     assert many.moments.second_step == given.moments.second_step / 4
     assert many.moments.first_step == given.moments.first_step / 4
     assert replace(given, full_step=1.0).expecting(40).full_step == 1.0
     unguided = given.expecting(10, is_guided=False)
     assert (unguided.step, unguided.full_step) == (0.25, 0.25 * FULL_SHARE)
     assert unguided.moments == given.moments
-
-
-def load_steps(path: Path) -> float:
-    """The step of a file's weight, which has one for all rows."""
-    checkpoint = open_checkpoint(path)
-    try:
-        assert checkpoint.container is not None
-        quant_map = checkpoint.container.tensors[WEIGHT].header.plan.quant_map
-        assert quant_map is not None
-        assert isinstance(quant_map.table, LinearTable)
-        return float(quant_map.table.scale[0])
-    finally:
-        checkpoint.close()
 
 
 @pytest.mark.parametrize("step", [1.0, 4.0])
@@ -400,7 +365,7 @@ def trained(rate: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0)
     for _ in range(5):
         optimizer.zero_grad()
-        model(torch.randn(16, 128)).square().mean().backward()  # type: ignore[no-untyped-call]
+        model(torch.randn(16, 128)).square().mean().backward()
         optimizer.step()
     return model, optimizer
 
@@ -408,14 +373,11 @@ def trained(rate: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("config", [Grid(), KMeans(protect=0.0)])
 def test_a_chain_of_three_restarts_keeps_the_movement(tmp_path: Path, config: Method) -> None:
     model, optimizer = trained(1e-6)
-    assert isinstance(model, torch.nn.Linear)
     generator, kept = torch.Generator().manual_seed(1), []
     start = model.weight.detach().numpy().astype(np.float64)
     for step in range(1, 5):  # a new process each time
         with Checkpointer(tmp_path, model, optimizer, config=config, keep=LOSSY, background=False) as saver:
             saver.save(step)
-            report = saver.wait()
-            assert report is not None
             began = model.weight.detach().numpy().astype(np.float64)
             saver.restore(step)
             restored = model.weight.detach().numpy().astype(np.float64)
@@ -459,9 +421,8 @@ def test_steps_follow_the_restarts_that_are_expected(
 def test_more_restarts_than_expected_make_steps_finer(tmp_path: Path) -> None:
     (model, optimizer), every = trained(1e-4), KeepPolicy(last=None, exact=0)
     for step in range(1, 15):
-        with Checkpointer(
-            tmp_path, model, optimizer, config=Grid(), keep=every, restores=10, background=False
-        ) as saver:  # a new process each time
+        saver = Checkpointer(tmp_path, model, optimizer, config=Grid(), keep=every, restores=10)
+        with saver:  # a new process each time
             saver.restore_latest()
             saver.save(step)
     assert steps_recorded(tmp_path) == [FULL_SHARE] + [1.0] * 10 + [0.5] * 3

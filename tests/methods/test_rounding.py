@@ -1,7 +1,5 @@
 """Error-compensated rounding: what it minimises, inputs that cannot guide it, and calibrated files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from ckptz.hooks import Calibration
 from ckptz.methods.grid import UniformGrid
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
-from tests.support.cli_support import ckptz
+from tests.support.cli_support import ckptz, relative_error, tensors_in
 
 Array = np.ndarray[Any, Any]
 MOST = 20
@@ -81,10 +79,8 @@ def test_the_factor_gives_the_moments_back(n: int, damping: float) -> None:
 @pytest.mark.parametrize("n", [40, BLOCK_COLUMNS + 40])
 def test_correlated_inputs_lose_less_than_by_plain_rounding(n: int) -> None:
     moments, columns, grid = inputs(n, 3 * n), weights(n, 64), uniform(0.5, 64)
-    compensated = Feedback.of(moments).round(columns, grid)
-    assert loss(columns, compensated, grid, moments) < 0.5 * loss(
-        columns, plain(columns, grid), grid, moments
-    )
+    guided, nearest = Feedback.of(moments).round(columns, grid), plain(columns, grid)
+    assert loss(columns, guided, grid, moments) < 0.5 * loss(columns, nearest, grid, moments)
 
 
 def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,14 +219,6 @@ def test_targets_of_parts_add_up() -> None:
 # --- calibrated files ---------------------------------------------------------------------------
 
 
-def relative_error(restored: Array, original: Array) -> float:
-    return float(np.linalg.norm(restored - original) / np.linalg.norm(original))
-
-
-def reports_of(path: Path) -> dict[str, Any]:
-    return {t["name"]: t for t in ckptz("inspect", path, "--json").json["tensors"]}
-
-
 class Layers(nn.Module):
     """One layer of each kind that a calibration knows; inputs are correlated."""
 
@@ -284,7 +272,7 @@ def test_calibrated_rounding_loses_less_at_the_same_size(
         )
         assert ("uncalibrated" in run.stderr) == (not options or "1 weights are uncalibrated" in run.stderr)
         errors.append(output_error(model, out, tokens, (name,)))
-        bits.append(reports_of(out)[name]["bits_per_element"])
+        bits.append(tensors_in(out)[name]["bits_per_element"])
         ckptz("verify", out, "--against", source)
     assert errors[1] < 0.75 * errors[0]
     assert bits[1] < 1.1 * bits[0]
@@ -297,7 +285,6 @@ def test_levels_are_centroids_of_what_is_rounded_to_them() -> None:
     source = ArraySource.from_buffer(dtype_of("F32"), weight.shape, weight.tobytes())
     guide = SideInformation(inputs=InputCovariance(axis=1, n_samples=300, read=lambda: moments))
     plan = UniformGrid(4.0).plan(TensorToEncode(source, guide=guide)).plan
-    assert plan.quant_map is not None
     values = plan.quant_map.table.expand().view(np.float32)
 
     def lost(factor: float) -> float:
@@ -317,7 +304,6 @@ def test_inputs_on_the_first_axis_round_like_the_transposed_weight() -> None:
         source = ArraySource.from_buffer(dtype_of("F32"), array.shape, array.tobytes())
         guide = SideInformation(inputs=InputCovariance(axis=axis, n_samples=500, read=lambda: moments))
         encoding = UniformGrid().plan(TensorToEncode(source, guide=guide))
-        assert encoding.quantizer is not None
         return encoding.quantizer.codes(0, array.size, source.patterns(0, array.size)).reshape(array.shape)
 
     along_first, along_second = codes(weight, 0), codes(np.ascontiguousarray(weight.T), 1).T
@@ -340,7 +326,7 @@ def test_deltas_are_calibrated_only_to_be_shipped(
         given = ("--base", base, "--force", "--method", "grid", "--purpose", purpose, *options)
         ckptz("compress", paths[1], "-o", tmp_path / "moved.ckptz", *given)
         errors.append(output_error(model, tmp_path / "moved.ckptz", tokens, ("up.weight",)))
-        assert reports_of(tmp_path / "moved.ckptz")["up.weight"]["predictor"] == "base"
+        assert tensors_in(tmp_path / "moved.ckptz")["up.weight"]["predictor"] == "base"
     assert errors[1] < 0.9 * errors[0] if purpose == "ship" else errors[1] == errors[0]
 
 

@@ -3,8 +3,6 @@
 python tests/old/make_old.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

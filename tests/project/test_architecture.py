@@ -1,7 +1,5 @@
 """The shape of the code base: who may import whom, and what loading the package costs."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

@@ -1,7 +1,5 @@
 """Many runs, many workers: the example gives what one process gives, also after a worker was killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

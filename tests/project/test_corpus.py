@@ -1,7 +1,5 @@
 """What ckptz writes is byte for byte what the committed table lists; see tests/corpus/make_corpus.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`make demo` runs, says what it measured, and fails when a lossless method loses something."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

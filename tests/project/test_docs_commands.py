@@ -1,7 +1,5 @@
 """Every command that the pages show runs here, in a folder with the files that it names."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -181,7 +179,6 @@ def verbs() -> dict[str, set[str]]:
     found = {}
     for name in main.list_commands(context):
         command = main.get_command(context, name)
-        assert command is not None
         params = command.get_params(context)
         found[name] = {one for param in params for one in (*param.opts, *param.secondary_opts)}
 

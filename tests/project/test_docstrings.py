@@ -1,7 +1,5 @@
 """Docstrings say in one sentence what a function does or a class is, and of arrays their shape or unit."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

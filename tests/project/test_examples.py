@@ -1,7 +1,5 @@
 """The examples of frameworks that have no tests of their own: a run that was stopped goes on."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

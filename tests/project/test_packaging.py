@@ -131,13 +131,8 @@ def test_the_source_distribution_holds_the_pages_and_what_the_tests_need(sdist: 
         names = {name.partition("/")[2] for name in archive.getnames()}
     pages = {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert pages <= names
-    assert {
-        "CONTRIBUTING.md",
-        "README.md",
-        "Makefile",
-        "tests/project/test_packaging.py",
-        "cli/ckptz_cli/main.py",
-    } <= names
+    assert {"CONTRIBUTING.md", "README.md", "Makefile"} <= names
+    assert {"tests/project/test_packaging.py", "cli/ckptz_cli/main.py"} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith((".venv", "build"))]
 
 

@@ -1,7 +1,5 @@
 """The site: every public name has a page and a docstring, and every error its remedy."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys
@@ -96,7 +94,7 @@ def test_every_public_name_has_a_docstring(module: str, name: str) -> None:
 
 def test_a_missing_docstring_is_noticed() -> None:
     tree = ast.parse('class A:\n  """A."""\n  def f(self): ...\n  def _g(self): ...\ndef b(): ...')
-    assert [undocumented(("m", node)) for node in tree.body] == [["f"], ["b"]]  # type: ignore[arg-type]
+    assert [undocumented(("m", node)) for node in tree.body] == [["f"], ["b"]]
 
 
 def test_every_error_has_its_remedy_and_its_exit_code() -> None:
@@ -158,7 +156,7 @@ def test_links_follow_pages_to_their_places(hook: object) -> None:
             self.src_uri = place
 
     def moved(place: str, link: str) -> str:
-        return hook.on_page_markdown(f"[a]({link})", page=Page(place))  # type: ignore[attr-defined, no-any-return]
+        return hook.on_page_markdown(f"[a]({link})", page=Page(place))
 
     assert moved("index.md", "docs/search.md") == "[a](search.md)"
     assert moved("search.md", "../spec/README.md#the-ckptz-format") == "[a](spec/README.md#the-ckptz-format)"
@@ -179,5 +177,5 @@ def test_a_page_that_loads_from_the_network_is_refused(hook: object, tag: str) -
             src_uri = "a.md"
 
     with pytest.raises(PluginError, match=r"a\.md: loads from the network"):
-        hook.on_post_page(tag, page=Page)  # type: ignore[attr-defined]
-    assert hook.on_post_page('<a href="https://a.b">', page=Page)  # type: ignore[attr-defined]
+        hook.on_post_page(tag, page=Page)
+    assert hook.on_post_page('<a href="https://a.b">', page=Page)

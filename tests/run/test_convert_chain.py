@@ -1,7 +1,5 @@
 """Several inputs: bases, chains, folders, and where the outputs go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -131,12 +129,12 @@ def test_a_packed_file_can_be_packed_again_against_another_base(chain: Chain) ->
 @pytest.mark.parametrize(
     ("name", "stem"),
     [
-        ("model.safetensors", "model"),
-        ("step-1.5.pt", "step-1.5"),
-        ("pytorch_model.bin", "pytorch_model"),
-        ("v1.0", "v1.0"),
-        ("folder/", "folder"),
-        ("a.ckptz", "a"),
+        *(
+            ("model.safetensors", "model"),
+            ("step-1.5.pt", "step-1.5"),
+            ("pytorch_model.bin", "pytorch_model"),
+        ),
+        *(("v1.0", "v1.0"), ("folder/", "folder"), ("a.ckptz", "a")),
     ],
 )
 def test_a_stem_loses_only_the_suffix_of_a_checkpoint(name: str, stem: str) -> None:
@@ -150,11 +148,8 @@ def test_outputs_stand_beside_their_inputs(tmp_path: Path) -> None:
 
 def test_names_that_collide_in_a_folder_tell_where_they_are_from(tmp_path: Path) -> None:
     paths = [tmp_path / f"checkpoint-{i}" / "model.safetensors" for i in (1, 2)]
-    out = tmp_path / "out"
-    assert places_for(paths, out, ".ckptz") == [
-        out / "checkpoint-1-model.ckptz",
-        out / "checkpoint-2-model.ckptz",
-    ]
+    places = places_for(paths, tmp_path / "out", ".ckptz")
+    assert places == [tmp_path / "out" / f"checkpoint-{i}-model.ckptz" for i in (1, 2)]
 
 
 def test_one_input_goes_to_a_file_or_into_a_folder_that_exists(tmp_path: Path) -> None:
@@ -262,9 +257,5 @@ def test_several_folders_go_into_folders_of_their_own(folder: Path, tmp_path: Pa
     other.mkdir()
     write_plain(other / "model.safetensors", a_state(n=500, drift=0.01))
     ckptz("compress", folder, other, "-o", tmp_path / "out")
-    assert set(files_of(tmp_path / "out")) == {
-        "hf/model.ckptz",
-        "hf/config.json",
-        "hf/sub/vocab.txt",
-        "other/model.ckptz",
-    }
+    wanted = {"hf/model.ckptz", "hf/config.json", "hf/sub/vocab.txt", "other/model.ckptz"}
+    assert set(files_of(tmp_path / "out")) == wanted

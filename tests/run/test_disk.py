@@ -1,7 +1,5 @@
 """Disk: whatever is kept and however large deltas are, compressed runs take no more of it than plain ones."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -80,7 +78,6 @@ def test_a_checkpointer_takes_no_more_than_plain_files(tmp_path: Path, last: int
             run.step()
             checkpointer.save(step)
             report = checkpointer.wait()
-            assert report is not None
             taken = sum(entry.stat().st_size for entry in os.scandir(tmp_path))
             excess.append(taken - len(checkpointer.steps()) * report.tensor_bytes)
             plain = report.tensor_bytes

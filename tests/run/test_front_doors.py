@@ -4,8 +4,6 @@ All go through the same three trials. After each of them, every step that the ru
 bits, and the next save succeeds.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -102,7 +100,7 @@ def test_a_call_that_fails_loses_nothing_that_the_rules_keep(at: Door, prepared:
         failing, error = rng.randrange(1, n_calls + 1), rng.choice(list(ERRORS.values()))
         with copied(prepared) as folder:
             ended: BaseException | None = None
-            with Faults(lambda n, _, at=failing: n == at, error, folder).installed():  # type: ignore[misc]
+            with Faults(lambda n, _, at=failing: n == at, error, folder).installed():
                 try:
                     at.save(folder, 1, nothing)
                 except (Exception, SystemExit) as caught:

@@ -5,8 +5,6 @@ suite, a hundred in the slow one; those of the Checkpointer stand in test_checkp
 follower in test_sync_killed.py.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -96,7 +94,7 @@ def trainer_job(folder: Path, reported: Reported, rank: int) -> None:
     del rank
     from tests.support.trainer_support import checkpoints, transformers
 
-    class Report(transformers.TrainerCallback):  # type: ignore[misc]
+    class Report(transformers.TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             reported.begin()
 

@@ -1,7 +1,5 @@
 """Ratios of runs, counted from outside: bytes on disk against what the steps that are there restore to."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -14,9 +14,6 @@ Every decision to delete in a store of steps, and what it rests on:
 | `Spool` | local copies | they were uploaded, or their save has failed |
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +55,7 @@ def check_whole(folder: Path, prepared: Path, steps: set[int]) -> None:
     assert set(found.full_steps) >= steps
     for step in steps:
         for kind in ("weights", "state"):
-            for member in store.chain(StepFile(step, kind), found.sizes):  # type: ignore[arg-type]
+            for member in store.chain(StepFile(step, kind), found.sizes):
                 assert (folder / member.name).samefile(prepared / member.name)
 
 
@@ -134,7 +131,6 @@ def test_a_save_that_cannot_read_the_newest_header_keeps_the_run(
         checkpointer.restore_latest()
         checkpointer.save(N_SAVED + 1)
         report = checkpointer.wait()
-        assert report is not None
         assert "step-00000006.ckptz cannot be read" in report.notes[0]
         check_whole(folder, prepared, set(range(1, N_SAVED + 1)))
 
@@ -152,7 +148,6 @@ def test_a_step_is_saved_whatever_becomes_of_the_older_ones(
         run.step()
         checkpointer.save(N_SAVED + 1)
         report = checkpointer.wait()
-        assert report is not None
         assert "older steps stay" in report.notes[-1]
         assert {*checkpointer.steps()} >= {1, 2, 3, 4, N_SAVED + 1}, "5 is its base"
         monkeypatch.undo()
@@ -164,16 +159,15 @@ def test_a_step_is_saved_whatever_becomes_of_the_older_ones(
 # --- one call fails -----------------------------------------------------------------------------
 
 
-def prune_to_one(folder: Path) -> None:
-    prune_folder(folder, ONE)
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("after", [None, 3], ids=["forward", "going back"])
+def test_a_prune_in_which_one_call_fails_loses_no_step(
+    prepared: Path, after: int | None, stride: int
+) -> None:
+    n_failed, kept = [], {N_SAVED} if after is None else {1, 2, 3}
 
-
-def go_back(folder: Path) -> None:
-    prune_folder(folder, KeepPolicy(last=None), after=3)
-
-
-def prune_everywhere(prepared: Path, work: Callable[[Path], object], kept: set[int], stride: int) -> None:
-    n_failed = []
+    def work(folder: Path) -> None:
+        prune_folder(folder, ONE if after is None else KeepPolicy(last=None), after=after)
 
     def check(folder: Path, error: Exception | None) -> None:
         n_failed.append(error is not None)
@@ -186,16 +180,6 @@ def prune_everywhere(prepared: Path, work: Callable[[Path], object], kept: set[i
 
     assert fail_everywhere(prepared, work, check, stride=stride) > 50
     assert 0 < sum(n_failed) < len(n_failed)
-
-
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_prune_in_which_one_call_fails_loses_no_step(prepared: Path, stride: int) -> None:
-    prune_everywhere(prepared, prune_to_one, {N_SAVED}, stride)
-
-
-@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
-def test_going_back_while_one_call_fails_loses_no_step(prepared: Path, stride: int) -> None:
-    prune_everywhere(prepared, go_back, {1, 2, 3}, stride)
 
 
 @pytest.mark.parametrize("stride", [91, pytest.param(1, marks=pytest.mark.slow)])
@@ -234,7 +218,6 @@ def test_a_base_that_others_delete_while_it_is_used_makes_a_full_file(
         monkeypatch.setattr(StepEncoder, "weights", deleting)
         checkpointer.save(N_SAVED + 1)
         report = checkpointer.wait()
-        assert report is not None
         assert "weights: stored as a full file, because the base cannot be read" in report.notes[0]
         checkpointer.close()
         assert loss_after(folder) == (N_SAVED + 1, expected[N_SAVED + 1])
@@ -265,6 +248,6 @@ def test_a_marker_that_a_removal_left_does_not_hide_a_new_step(prepared: Path) -
         checkpointer.restore_latest()
         checkpointer._store.lock()
         for kind in ("weights", "state"):
-            (folder / StepFile(N_SAVED + 1, kind).marker).touch()  # type: ignore[arg-type]
+            (folder / StepFile(N_SAVED + 1, kind).marker).touch()
         checkpointer.save(N_SAVED + 1)
         assert checkpointer.steps() == (N_SAVED + 1,)

@@ -1,7 +1,5 @@
 """The folder of a run: names, what is there, who may write, and which steps stay."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil
@@ -41,22 +39,14 @@ def test_the_name_of_a_file_says_what_it_is(step: int, kind: Any, is_exact: bool
     assert StepFile.parse(file.name) == file
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "step-1.ckptz",
-        "step-000000001.ckptz",
-        "step-00000001.exact.state.ckptz",
-        "step-00000001.from-00000000.ckptz",
-        "step-00000001.safetensors",
-    ],
-)
-def test_other_files_are_not_taken_for_steps(name: str) -> None:
-    assert StepFile.parse(name) is None
+def test_other_files_are_not_taken_for_steps() -> None:
+    tails = (".exact.state.ckptz", ".from-00000000.ckptz", ".safetensors")
+    for name in ("step-1.ckptz", "step-000000001.ckptz", *(f"step-00000001{tail}" for tail in tails)):
+        assert StepFile.parse(name) is None, name
 
 
 def test_a_step_is_there_when_its_weights_are() -> None:
-    both = {StepFile(s, k).name: 1 for s in (1, 2, 3) for k in ("weights", "state")}  # type: ignore[arg-type]
+    both = {StepFile(s, k).name: 1 for s in (1, 2, 3) for k in ("weights", "state")}
     names = {
         **both,
         StepFile(4, "state").name: 1,  # its writer was killed between the two
@@ -94,7 +84,7 @@ def test_rules_name_what_stays(rules: KeepRules, kept: set[int]) -> None:
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"best": -1}, {"exact": -1}])
 def test_rules_that_mean_nothing_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
-        KeepPolicy(**wrong)  # type: ignore[arg-type]
+        KeepPolicy(**wrong)
 
 
 def test_rules_of_the_command_line() -> None:
@@ -160,9 +150,8 @@ def test_the_best_and_every_kth_step_stay_with_their_bases(tmp_path: Path) -> No
         for step in ck.steps():
             ck.restore(step)
     listing = Listing.of(dict.fromkeys(names_in(tmp_path), 1))
-    assert sum(file.kind == "state" for file in listing.sizes) <= files_bound(
-        1, ChainRule(4, True), n_others=3
-    )
+    n_states = sum(file.kind == "state" for file in listing.sizes)
+    assert n_states <= files_bound(1, ChainRule(4, True), n_others=3)
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
@@ -174,7 +163,7 @@ def test_a_step_may_be_a_whole_number_of_any_library(tmp_path: Path, kind: Any) 
         assert ck.steps() == (1, 2)
         for wrong in (None, 3.0, "3", -1, 1 << 63):
             with pytest.raises(ConfigError, match="a step is a whole number"):
-                ck.save(wrong)  # type: ignore[arg-type]
+                ck.save(wrong)
     assert Publisher(tmp_path / "weights").publish({"w": torch.ones(2)}, kind(3)).step == 3
 
 
@@ -186,7 +175,7 @@ def test_a_metric_may_be_a_number_of_any_library(tmp_path: Path, kind: Any) -> N
             ck.save(step, metric=kind(step))
         assert ck.steps() == (1, 3)
         with pytest.raises(ConfigError, match="metric must be a number"):
-            ck.save(4, metric=torch.ones(2))  # type: ignore[arg-type]
+            ck.save(4, metric=torch.ones(2))
         assert ck.steps() == (1, 3)
 
 
@@ -312,15 +301,6 @@ def test_whatever_is_saved_and_pruned_every_visible_step_resumes(data: st.DataOb
             assert {file.name for file in listing.hidden} == set(report.hidden)
             for step in listing.full_steps:
                 assert loss_after(folder, step) == (step, losses[step + 1])
-
-
-def test_a_file_that_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
-    saved_run(tmp_path, 3, full_every=1)
-    damaged = tmp_path / "step-00000001.ckptz"
-    damaged.write_bytes(b"not a checkpoint")
-    report = prune_folder(tmp_path, KeepPolicy(last=1))
-    assert damaged.exists()
-    assert "step-00000001.ckptz cannot be read" in report.notes[0]
 
 
 # --- who may write ------------------------------------------------------------------------------
@@ -496,12 +476,6 @@ def test_prune_says_what_it_would_do_and_does_it(tmp_path: Path) -> None:
     assert "keeps 1 step," in ckptz("prune", tmp_path).stdout
 
 
-def test_prune_after_goes_back_to_a_step(tmp_path: Path) -> None:
-    losses = saved_run(tmp_path, 4)
-    ckptz("prune", tmp_path, "--after", 2)
-    assert loss_after(tmp_path) == (2, losses[3])
-
-
 @pytest.mark.usefixtures("deltas_at_any_cost")
 def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Path) -> None:
     saved_run(tmp_path, 3, keep=KEEP_TWO)
@@ -509,29 +483,19 @@ def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Pat
     assert done.stdout.count(": ok") == 6
     (tmp_path / f".step-00{TEMPORARY_SUFFIX}").touch()
     assert "unfinished files" in ckptz("verify", tmp_path).stderr
-    other = saved_elsewhere(tmp_path)
+    other, run = tmp_path.with_name("other"), Run(seed=8)
+    with run.checkpointer(other, background=False, full_every=1) as checkpointer:
+        for step in range(1, 4):
+            run.step()
+            checkpointer.save(step)
     os.replace(other / "step-00000003.state.ckptz", tmp_path / "step-00000003.state.ckptz")
     failed = ckptz("verify", tmp_path, fails=True)
     assert failed.exit_code == 3
     assert "belongs to other weights than step-00000003.ckptz holds" in failed.stderr
 
 
-def saved_elsewhere(folder: Path) -> Path:
-    """Three steps of another run."""
-    other, run = folder.with_name("other"), Run(seed=8)
-    with run.checkpointer(other, background=False, full_every=1) as checkpointer:
-        for step in range(1, 4):
-            run.step()
-            checkpointer.save(step)
-    return other
-
-
-@pytest.mark.parametrize(
-    ("verb", "message"), [("verify", "holds no .ckptz files"), ("prune", "holds no steps")]
-)
-def test_a_folder_without_checkpoints_is_said_to_be_one(tmp_path: Path, verb: str, message: str) -> None:
-    failed = ckptz(verb, tmp_path, fails=True)
-    assert failed.exit_code == 2
-    assert message in failed.stderr
-    missing = ckptz(verb, tmp_path / "missing", fails=True)
-    assert missing.exit_code in (2, 5)
+def test_a_folder_without_checkpoints_is_said_to_be_one(tmp_path: Path) -> None:
+    for verb, message in (("verify", "holds no .ckptz files"), ("prune", "holds no steps")):
+        failed = ckptz(verb, tmp_path, fails=True)
+        assert (failed.exit_code, message in failed.stderr) == (2, True)
+        assert ckptz(verb, tmp_path / "missing", fails=True).exit_code in (2, 5)

@@ -1,10 +1,8 @@
 """Stores behind fsspec URLs: finished here, uploaded under the final name, resumed from anywhere."""
 
-from __future__ import annotations
-
 import io
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,6 +15,7 @@ from ckptz.run.prune import prune_folder
 from ckptz.run.step_files import StepFile
 from ckptz.store import lock, storage
 from tests.support.checkpointer_support import GRID, KEEP_TWO, Run, loss_after, names_in
+from tests.support.cli_support import flipped
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -55,7 +54,7 @@ class Stream(io.RawIOBase):
         super().close()
 
 
-class Streams(fsspec.AbstractFileSystem):  # type: ignore[misc]
+class Streams(fsspec.AbstractFileSystem):
     """A file system that can neither seek nor rename."""
 
     protocol = "streams"
@@ -118,6 +117,11 @@ def save_steps(url: str, first: int, last: int, **options: Any) -> list[float]:
     return losses
 
 
+def changed(url: str, file: StepFile, change: Callable[[bytes], bytes]) -> None:
+    fs, path = fsspec.core.url_to_fs(f"{url}/{file.name}")
+    fs.pipe_file(path, change(fs.cat_file(path)))
+
+
 def sizes(url: str) -> dict[StepFile, int]:
     return StepStore(url).listing().sizes
 
@@ -177,9 +181,7 @@ def test_an_upload_that_was_cut_off_is_no_step(url: str) -> None:
     expected = Run().losses(4)
     save_steps(url, 1, 3)
     for kind in ("weights", "state"):
-        file = StepFile(3, kind)  # type: ignore[arg-type]
-        fs, path = fsspec.core.url_to_fs(f"{url}/{file.name}")
-        fs.pipe_file(path, fs.cat_file(path)[:-30])
+        changed(url, StepFile(3, kind), lambda data: data[:-30])
     assert loss_after(url) == (2, expected[2])
     assert save_steps(url, 3, 3) == expected[2:3]
     assert loss_after(url) == (3, expected[3])
@@ -197,16 +199,9 @@ def test_two_writers_are_told_apart(url: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_damaged_object_is_named(url: str) -> None:
     save_steps(url, 1, 1)
-    store = StepStore(url)
-    file = StepFile(1, "state")
-    fs, path = fsspec.core.url_to_fs(f"{url}/{file.name}")
-    data = bytearray(fs.cat_file(path))
-    data[len(data) // 2] ^= 1
-    fs.pipe_file(path, bytes(data))
-    run = Run()
-    with run.checkpointer(url) as checkpointer, pytest.raises(ChecksumError, match=r"step-00000001\.state"):
-        checkpointer.restore(1)
-    store.close()
+    changed(url, StepFile(1, "state"), lambda data: next(flipped(data, [4 * len(data)])))
+    with Run().checkpointer(url) as ck, pytest.raises(ChecksumError, match=r"step-00000001\.state"):
+        ck.restore(1)
 
 
 # --- exact heads --------------------------------------------------------------------------------
@@ -235,8 +230,7 @@ def test_an_exact_head_is_uploaded_before_its_weights_and_comes_back(
 def test_a_head_that_was_cut_off_is_told_of(url: str) -> None:
     save_steps(url, 1, 1, config=GRID)
     for kind in ("weights", "state"):
-        fs, path = fsspec.core.url_to_fs(f"{url}/{StepFile(1, kind, is_exact=True).name}")  # type: ignore[arg-type]
-        fs.pipe_file(path, fs.cat_file(path)[:-30])
+        changed(url, StepFile(1, kind, is_exact=True), lambda data: data[:-30])
     with pytest.warns(RuntimeWarning, match="restored with what it loses"):
         assert loss_after(url)[0] == 1
 
@@ -248,21 +242,17 @@ class Refused(Exception):
     """As a store's own library raises it."""
 
 
-def failing(name: str, error: Exception) -> Any:
+def fail_reads(patch: pytest.MonkeyPatch, name: str, error: Exception) -> None:
     """Reads of one object fail, by ranges and whole."""
+    for method in ("read_range", "open"):
+        real = getattr(storage.UploadFolder, method)
 
-    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        for method in ("read_range", "open"):
-            real = getattr(storage.UploadFolder, method)
+        def read(self: Any, asked: str, *args: Any, real: Any = real) -> Any:
+            if asked == name:
+                raise error
+            return real(self, asked, *args)
 
-            def read(self: Any, asked: str, *args: Any, real: Any = real) -> Any:
-                if asked == name:
-                    raise error
-                return real(self, asked, *args)
-
-            monkeypatch.setattr(storage.UploadFolder, method, read)
-
-    return patch
+        patch.setattr(storage.UploadFolder, method, read)
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no answer"), Refused("503"), PermissionError(13, "denied")])
@@ -274,7 +264,7 @@ def test_an_object_that_cannot_be_read_keeps_every_older_step(
     save_steps(url, 1, 3)
     before = sizes(url)
     with monkeypatch.context() as patched:
-        failing(StepFile(3, kind).name, error)(patched)
+        fail_reads(patched, StepFile(3, kind).name, error)
         report = prune_folder(url, KeepPolicy(last=1))
     assert StepFile(3, kind).name in report.notes[0]
     assert sizes(url) == before

@@ -1,7 +1,5 @@
 """The judge: losses of single answers, what their changes say, and what an evaluation may not return."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,7 +111,6 @@ def test_the_mean_may_move_by_the_budget_in_either_direction(sign: int, lower: b
     assert kept.is_kept
     assert not broken.is_kept
     assert kept.used == pytest.approx(0.99)
-    assert kept.change is not None
     assert (kept.change > 0) == (lower == (sign > 0))
 
 
@@ -148,7 +145,6 @@ def test_a_mean_beyond_the_budget_by_more_than_chance_breaks_it_with_few_answers
     apart += 0.2 - apart.mean()  # 10 % of the mean, 16 standard errors
     found = judged(np.full(64, 2.0), apart)
     assert not found.is_resolved
-    assert found.changes is not None
     assert found.changes < 0.02
     assert not found.is_kept
 
@@ -208,7 +204,7 @@ def test_vectors_of_any_kind_are_read(given: Any) -> None:
 def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
     def loss(state: State) -> None: ...
 
-    loss.unit = "token"  # type: ignore[attr-defined]
+    loss.unit = "token"
     given = {"loss": torch.tensor([6.0, 2.0]), "counts": torch.tensor([3, 1])}
     reading = Budget(loss).read(given)
     assert (reading.value, reading.total, reading.unit) == (2.0, 4.0, "token")
@@ -281,11 +277,9 @@ def test_a_later_checkpoint_does_not_pay_for_a_second_look_at_the_exact_state(
         return functions["losses"](state)
 
     first = search(folder, losses, 0.05).search
-    assert first is not None
     assert n_calls[0] == 2 + len(first.trials)
     n_calls[0] = 0
     later = search(folder, losses, 0.05, parent=Grid()).search
-    assert later is not None
     assert n_calls[0] == 1 + len(later.trials)
 
 
@@ -302,11 +296,9 @@ def test_a_search_by_single_losses_keeps_what_their_mean_lets_go(
     by_mean = search(folder, lambda state: losses(state).mean())
     by_losses = search(folder, losses)
     assert by_mean.search is not None
-    assert by_losses.search is not None
     kept = next(t for t in by_losses.search.trials if t.config == by_losses.search.config)
     assert by_losses.stored_bytes > by_mean.stored_bytes
     [judgement] = kept.judgements
-    assert judgement.changes is not None
     assert 0.01 < judgement.changes <= 0.02
     assert kept.drop == judgement.used
 
@@ -335,7 +327,6 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
 
 def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions: dict[str, Any]) -> None:
     report = search(folder, lambda state: functions["losses"](state)[:8], 1e-3)
-    assert report.search is not None
     [doubt] = report.search.doubts
     assert doubt in report.notes
     kept = next(t for t in report.search.trials if t.config == report.search.config).judgements[0]
@@ -385,12 +376,9 @@ def test_restores_divide_the_budget(folder: Path, functions: dict[str, Any]) -> 
 
 def test_files_to_restart_from_keep_what_training_moves(folder: Path, functions: dict[str, Any]) -> None:
     report = search(folder, functions["losses"], 0.05, restores=2)
-    assert report.search is not None
-    assert report.search.config is not None
     assert report.search.config["purpose"] == "resume"
     given = Grid(purpose="ship").searched(trains=True, restarts=True)
     assert given.purpose == "ship"
-    assert given.moments is not None
 
 
 def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
@@ -403,7 +391,6 @@ def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
 
 def test_a_grid_begins_at_the_very_step_of_its_base() -> None:
     first = OneKnob(template=Grid(), start=0.70710678).propose([])
-    assert first is not None
     assert first.multiplier == 0.70710678
 
 
@@ -422,7 +409,6 @@ def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Pa
     asked = SearchOptions(budgets=(Budget(losses, 0.5),), template=KMeans(), restores=2)
     given = {"base": folder / "base.ckptz", "search": asked, **options}
     (report,) = compress(folder / "next.safetensors", folder / "next.ckptz", **given)
-    assert report.search is not None
     assert len(report.search.trials) == 1
     assert report.search.trials[0].config["levels"] == 8
     back = load_file(folder / "next.ckptz")["head.weight"] - base

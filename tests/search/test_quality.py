@@ -1,7 +1,5 @@
 """Qualities beyond a loss: agreement of logits, resumed training, several budgets, and what they refuse."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -265,7 +263,6 @@ def test_a_probe_gets_the_whole_state_and_its_file_promises_a_resumed_gap(
     report = compress(folder, Budget(ResumeProbe(resume, n_steps=5), 0.02))
     exact = load_plain(folder / "state.safetensors")
     assert all(names == set(exact) for names in seen)
-    assert report.search is not None
     assert report.search.is_met
     assert len(seen) == 4 + len(report.search.trials)
     record = report.search.quality[0]
@@ -288,7 +285,6 @@ def test_a_budget_in_steps_is_kept_and_recorded_beside_the_loss(
     folder: Path, functions: dict[str, Any]
 ) -> None:
     report = compress(folder, Budget(probe_of_decay(functions, 0.01), 2, in_steps=True))
-    assert report.search is not None
     assert report.search.is_met
     assert report.n_lossy
     loss, steps = report.search.quality
@@ -301,7 +297,6 @@ def test_a_budget_in_steps_is_kept_and_recorded_beside_the_loss(
 
 def test_a_share_of_the_loss_is_also_said_in_steps(folder: Path, functions: dict[str, Any]) -> None:
     report = compress(folder, Budget(probe_of_decay(functions, 0.01), 0.02))
-    assert report.search is not None
     loss, steps = report.search.quality
     assert steps.max_drop == pytest.approx(0.02 * abs(loss.exact) / 0.01, rel=1e-6)
 
@@ -310,16 +305,9 @@ def test_steps_without_a_gain_cannot_be_measured_and_lose_nothing(
     folder: Path, functions: dict[str, Any]
 ) -> None:
     report = compress(folder, Budget(probe_of_decay(functions, 0.0), 20, in_steps=True))
-    assert report.search is not None
     assert not report.search.is_met
     assert report.n_lossy == 0
     assert any("cannot be measured in steps" in note for note in report.notes)
-
-
-@pytest.mark.parametrize("max_drop", ["1%", -0.01, float("nan")])
-def test_how_much_may_be_lost_is_a_number_from_zero(max_drop: Any) -> None:
-    with pytest.raises(ConfigError, match="max_drop must be a number"):
-        Budget(lambda state: 0.0, max_drop)
 
 
 def test_only_a_probe_measures_steps() -> None:
@@ -333,7 +321,6 @@ def test_noise_above_the_budget_is_said_and_not_taken_for_success(
 ) -> None:
     left = iter(losses)
     report = compress(folder, Budget(ResumeProbe(lambda state, n_steps: next(left, 2.0)), 0.002))
-    assert report.search is not None
     assert report.search.is_met is met
     assert report.search.noise[0] == pytest.approx(max(losses) - 2)
     if not met:
@@ -363,7 +350,6 @@ def test_budgets_of_one_agreement_share_its_logits_and_the_tightest_decides(
         Budget(agreement, 0.5, relative=False, metric="top1"),
         Budget(functions["loss"], 0.5),
     )
-    assert report.search is not None
     assert n_calls[0] == 2 + len(report.search.trials)  # the exact ones twice
     kl, top1, loss = report.search.quality
     assert (kl.metric, top1.metric, loss.metric) == ("kl", "top1", "loss")

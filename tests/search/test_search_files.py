@@ -1,7 +1,5 @@
 """Searches end to end: what is measured, what is written, and what a failing evaluation leaves."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -126,7 +124,6 @@ def test_what_is_measured_is_what_the_file_restores_to_and_what_it_records(folde
     source, output = folder / "step-0.safetensors", folder / "out.ckptz"
     quality, trials = Quality(source), []
     report = search(source, output, quality, on_trial=trials.append)
-    assert report.search is not None
     assert report.search.trials == tuple(trials)
     best = min((t for t in trials if t.is_feasible), key=lambda t: t.n_bytes)
     assert report.search.config == best.config
@@ -187,15 +184,11 @@ def test_a_delta_begins_at_its_parents_settings(folder: Path) -> None:
     source = folder / "step-1.safetensors"
     save_plain(model(1, moments=True), source)
     second = search(source, folder / "1.ckptz", Quality(source), _base=folder / "0.ckptz")
-    assert first.search is not None
-    assert second.search is not None
     assert (first.search.strategy, second.search.strategy) == ("guided", "neighbourhood")
     assert len(second.search.trials) <= 10
     assert second.n_deltas
     assert second.stored_bytes < first.stored_bytes
     own, parent = second.search.config, first.search.config
-    assert own is not None
-    assert parent is not None
     assert own["levels"] >= parent["levels"]
     assert own["prune"] <= parent["prune"]
     ckptz("verify", folder / "1.ckptz")
@@ -206,23 +199,8 @@ def test_a_chain_searches_file_after_file(folder: Path) -> None:
     for step in (1, 2):
         sources.append(folder / f"step-{step}.safetensors")
         save_plain(model(step), sources[-1])
-    where = f"{folder}/evaluate.py:loss"
-    run = ckptz(
-        "compress",
-        *sources,
-        "--chain",
-        "-o",
-        folder / "run",
-        "--method",
-        "kmeans",
-        "--eval",
-        where,
-        "--max-drop",
-        "3%",
-        "--json",
-        "--max-evaluations",
-        4,
-    )
+    budget = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "3%", "--max-evaluations", 4)
+    run = ckptz("compress", *sources, "--chain", "-o", folder / "run", *KMEANS, *budget, "--json")
     strategies = [one["search"]["strategy"] for one in run.json["files"]]
     assert strategies == ["guided", "neighbourhood", "neighbourhood"]
     assert [one["depth"] for one in run.json["files"]] == [0, 1, 2]
@@ -240,7 +218,6 @@ def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, v
         return value if found > 2.02 else found
 
     report = search(source, folder / "out.ckptz", fragile, 0.5, on_trial=trials.append, max_evaluations=8)
-    assert report.search is not None
     assert report.search.quality[0].measured <= 2.02
     assert any(trial.drop is None and trial.values == (None,) for trial in trials)
     assert all(trial.is_feasible == (trial.drop is not None) for trial in trials)
@@ -298,7 +275,6 @@ def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n
         assert not output.exists()
     else:
         report = search(folder / "exact.safetensors", output, interrupted, **options)
-        assert report.search is not None
         assert report.search.is_interrupted
         assert len(trials) == n_calls - 2
         best = min((t for t in trials if t.is_feasible), key=lambda t: t.n_bytes)
@@ -416,16 +392,8 @@ def test_a_dry_run_reports_and_writes_nothing(folder: Path) -> None:
 
 def test_a_plan_replays_a_search_without_its_evaluation(folder: Path) -> None:
     source, plan = folder / "exact.safetensors", folder / "plan.json"
-    options = (
-        "--eval",
-        f"{folder}/evaluate.py:loss",
-        "--max-drop",
-        "1%",
-        *KMEANS,
-        "--save-plan",
-        plan,
-        "--json",
-    )
+    budget = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "1%")
+    options = (*budget, *KMEANS, "--save-plan", plan, "--json")
     (found,) = ckptz("compress", source, "-o", folder / "a.ckptz", *options).json["files"]
     ckptz("compress", source, "-o", folder / "b.ckptz", "--plan", plan)
     a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
@@ -433,21 +401,13 @@ def test_a_plan_replays_a_search_without_its_evaluation(folder: Path) -> None:
     assert "evaluate" not in plan.read_text()
     levels = found["search"]["config"]["levels"]
     assert json.loads(plan.read_text())["settings"]["levels"] == levels
-    again = ckptz("compress", source, "-o", folder / "c.ckptz", "--plan", plan, *options[:4], "--json")
+    again = ckptz("compress", source, "-o", folder / "c.ckptz", "--plan", plan, *budget, "--json")
     assert again.json["files"][0]["search"]["strategy"] == "neighbourhood"
 
 
 def test_trials_are_told_line_by_line(folder: Path) -> None:
-    options = (
-        "--eval",
-        f"{folder}/evaluate.py:loss",
-        "--max-drop",
-        "1%",
-        "--max-evaluations",
-        4,
-        "-v",
-        *KMEANS,
-    )
+    budget = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "1%", "--max-evaluations", 4)
+    options = (*budget, "-v", *KMEANS)
     run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "out.ckptz", *options)
     lines = [line for line in run.stderr.splitlines() if line.startswith("ckptz: tried ")]
     assert len(lines) == 4
@@ -465,7 +425,6 @@ def test_ctrl_c_in_the_command_writes_the_best_so_far(folder: Path) -> None:
     words += ["--eval", f"{folder}/evaluate.py:slow", "--max-drop", "10%", *KMEANS]
     command = [sys.executable, "-c", "from ckptz_cli.main import main; main()", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
         lines = [process.stderr.readline()]
         while lines[-1] and "ckptz: tried" not in lines[-1]:
             lines.append(process.stderr.readline())

@@ -1,7 +1,5 @@
 """`save_state` and `load_state`: what `torch.save` is given comes back, without pickle."""
 
-from __future__ import annotations
-
 import struct
 from argparse import Namespace
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The tree: every value of the grammar survives, everything else is refused by name."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -42,37 +40,15 @@ flags = st.booleans()
 refs = st.builds(
     TensorRef, st.sampled_from(["x", "y.z", "é"]), st.none() | st.tuples(numbers, numbers), flags, flags
 )
-views = st.builds(
-    View,
-    st.integers(0, 1),
-    st.just("float8_e5m2"),
-    st.tuples(numbers),
-    st.tuples(numbers),
-    numbers,
-    flags,
-    flags,
+geometry = st.tuples(numbers)
+views = st.builds(View, st.integers(0, 1), st.just("float8_e5m2"), geometry, geometry, numbers, flags, flags)
+any_floats = st.binary(min_size=8, max_size=8).map(lambda raw: struct.unpack("<d", raw)[0])
+sizes = st.builds(Size, st.lists(st.integers(-9, 9), max_size=3).map(tuple))
+singles = (
+    st.none() | flags | st.text(max_size=9) | st.binary(max_size=9) | sizes | st.just(DTypeName("bfloat16"))
 )
-atoms = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.integers(-(1 << 300), 1 << 300)
-    | st.binary(min_size=8, max_size=8).map(lambda raw: struct.unpack("<d", raw)[0])
-    | st.text(max_size=9)
-    | st.binary(max_size=9)
-    | st.builds(Size, st.lists(st.integers(-9, 9), max_size=3).map(tuple))
-    | st.just(DTypeName("bfloat16"))
-)
-key_atoms = (
-    st.none()
-    | st.booleans()
-    | st.integers(-MAX_KEY_INT, MAX_KEY_INT)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=9)
-    | st.binary(max_size=9)
-    | st.builds(Size, st.lists(st.integers(-9, 9), max_size=3).map(tuple))
-    | st.just(DTypeName("bfloat16"))
-)
+atoms = singles | st.integers() | st.integers(-(1 << 300), 1 << 300) | any_floats
+key_atoms = singles | st.integers(-MAX_KEY_INT, MAX_KEY_INT) | st.floats(allow_nan=False)
 keys = st.recursive(key_atoms, lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=4)
 values = st.recursive(
     atoms | refs | views,
@@ -142,7 +118,7 @@ def test_forms_are_those_of_the_grammar(value: Any, node: Any) -> None:
 
 def test_a_state_dict_keeps_its_metadata() -> None:
     state = OrderedDict(w=1)
-    state._metadata = OrderedDict({"": {"version": 2}})  # type: ignore[attr-defined]
+    state._metadata = OrderedDict({"": {"version": 2}})
     assert through_json(state)._metadata == {"": {"version": 2}}
 
 
@@ -163,7 +139,7 @@ Pair = namedtuple("Pair", "a b")
 
 def with_attribute() -> OrderedDict[str, int]:
     mapping: OrderedDict[str, int] = OrderedDict()
-    mapping.note = 1  # type: ignore[attr-defined]
+    mapping.note = 1
     return mapping
 
 
@@ -242,6 +218,7 @@ def test_the_number_of_values_is_bounded_both_ways(monkeypatch: pytest.MonkeyPat
         parse_tree(wrapped([[0] * 9] * 10))
 
 
+VIEW = {"view": 0, "dtype": "int8", "shape": [], "strides": [], "offset": 0}
 CORRUPT_NODES: list[Any] = [
     1.5,
     1 << 53,
@@ -269,41 +246,22 @@ CORRUPT_NODES: list[Any] = [
     {"dict": [[{"tuple": [{"tensor": "w"}]}, 2]]},
     {"dict": [], "_metadata": None},
     {"OrderedDict": [], "other": 1},
-    {"int": "0x1"},
-    {"int": "0x020000000000000"},
-    {"int": "0X20000000000000"},
-    {"int": " 0x20000000000000"},
-    {"int": "0x2000000000000_0"},
-    {"int": 3},
-    {"float": "3f50624dd2f1a9f"},
-    {"float": "3F50624DD2F1A9FC"},
-    {"float": 1.0},
-    {"bytes": "AP8"},
-    {"bytes": "AP9="},  # bits behind the end
-    {"bytes": "AP8=\n"},
-    {"bytes": "é"},
-    {"bytes": 1},
-    {"Size": [1.0]},
-    {"Size": [True]},
-    {"Size": 3},
-    {"Size": [1 << 64]},
-    {"dtype": "torch.float32"},
-    {"dtype": "__class__"},
-    {"dtype": ""},
-    {"tensor": 1},
-    {"tensor": "w", "strides": [-1]},
-    {"tensor": "w", "strides": None},
-    {"tensor": "w", "requires_grad": False},
-    {"tensor": "w", "parameter": 1},
-    {"tensor": "w", "shape": [1]},
-    {"tensor": "a"},  # of a shared storage
+    *({"int": text} for text in ("0x1", "0x020000000000000", "0X20000000000000", " 0x20000000000000")),
+    *({"int": text} for text in ("0x2000000000000_0", 3)),
+    *({"float": text} for text in ("3f50624dd2f1a9f", "3F50624DD2F1A9FC", 1.0)),
+    *({"bytes": text} for text in ("AP8", "AP9=", "AP8=\n", "é", 1)),  # the second has bits behind the end
+    *({"Size": size} for size in ([1.0], [True], 3, [1 << 64])),
+    *({"dtype": name} for name in ("torch.float32", "__class__", "")),
+    *({"tensor": name} for name in (1, "a")),  # `a` is of a shared storage
+    *({"tensor": "w", "strides": strides} for strides in ([-1], None)),
+    *(
+        {"tensor": "w", "requires_grad": False},
+        {"tensor": "w", "parameter": 1},
+        {"tensor": "w", "shape": [1]},
+    ),
     {"view": 0},
-    {"view": 2, "dtype": "int8", "shape": [], "strides": [], "offset": 0},
-    {"view": -1, "dtype": "int8", "shape": [], "strides": [], "offset": 0},
-    {"view": True, "dtype": "int8", "shape": [], "strides": [], "offset": 0},
-    {"view": 0, "dtype": "int8", "shape": [1], "strides": [], "offset": 0},
-    {"view": 0, "dtype": "int8", "shape": [1 << 63], "strides": [1], "offset": 0},
-    {"view": 0, "dtype": "int8", "shape": [], "strides": [], "offset": 0.0},
+    *({**VIEW, "view": storage} for storage in (2, -1, True)),
+    *({**VIEW, **wrong} for wrong in ({"shape": [1]}, {"shape": [1 << 63], "strides": [1]}, {"offset": 0.0})),
 ]
 
 
@@ -316,15 +274,8 @@ def test_what_the_grammar_does_not_know_is_corrupt(node: Any) -> None:
 @pytest.mark.parametrize(
     "tree",
     [
-        None,
-        [],
-        {"root": None},
-        {"root": None, "storages": [], "more": 1},
-        {"root": None, "storages": {}},
-        {"root": None, "storages": ["a"]},
-        {"root": None, "storages": [[1]]},
-        {"root": None, "storages": [["a"], ["a"]]},
-        {"root": None, "storages": [["a", "a"]]},
+        *(None, [], {"root": None}, {"root": None, "storages": [], "more": 1}),
+        *({"root": None, "storages": wrong} for wrong in ({}, ["a"], [[1]], [["a"], ["a"]], [["a", "a"]])),
     ],
 )
 def test_what_is_no_tree_is_corrupt(tree: Any) -> None:

@@ -1,7 +1,5 @@
 """What `ckptz compress` takes of nested states, `ckptz restore` gives back; the rest is refused before."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import json
@@ -38,7 +36,7 @@ from tests.support.tree_support import (  # noqa: E402
 )
 
 
-class Subclass(torch.Tensor):  # type: ignore[name-defined,misc]  # torch is an optional import here
+class Subclass(torch.Tensor):  # torch is an optional import here
     pass
 
 
@@ -87,22 +85,15 @@ def check_folder(state: dict[Any, Any], folder: Path) -> None:
         assert_same_state(loaded(folder / "restored" / file), loaded(hub / file))
 
 
-def check(drawn: Drawn, as_folder: bool) -> None:
-    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
-        (check_folder if as_folder else check_file)(drawn.state, Path(folder))
+@pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["300", "10,000"])
+def test_every_state_that_can_be_kept_comes_back(how: settings) -> None:
+    @how
+    @given(kept_states(), st.booleans())
+    def check(drawn: Drawn, as_folder: bool) -> None:
+        with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+            (check_folder if as_folder else check_file)(drawn.state, Path(folder))
 
-
-@QUICK
-@given(kept_states(), st.booleans())
-def test_every_state_that_can_be_kept_comes_back(drawn: Drawn, as_folder: bool) -> None:
-    check(drawn, as_folder)
-
-
-@pytest.mark.slow
-@LONG
-@given(kept_states(), st.booleans())
-def test_ten_thousand_states_come_back(drawn: Drawn, as_folder: bool) -> None:
-    check(drawn, as_folder)
+    check()
 
 
 def check_shared(drawn: Drawn) -> None:
@@ -121,17 +112,9 @@ def check_shared(drawn: Drawn) -> None:
         assert_same_state(loaded(path.with_name("out.pt")), expected)
 
 
-@settings(QUICK, max_examples=40)
-@given(kept_states(mixed=True))
-def test_memory_of_several_types_comes_back_or_is_refused(drawn: Drawn) -> None:
-    check_shared(drawn)
-
-
-@pytest.mark.slow
-@settings(QUICK, max_examples=2000)
-@given(kept_states(mixed=True))
-def test_memory_of_several_types_at_length(drawn: Drawn) -> None:
-    check_shared(drawn)
+@pytest.mark.parametrize("n", [40, pytest.param(2000, marks=pytest.mark.slow)])
+def test_memory_of_several_types_comes_back_or_is_refused(n: int) -> None:
+    settings(QUICK, max_examples=n)(given(kept_states(mixed=True))(check_shared))()
 
 
 def quantized() -> Any:

@@ -1,7 +1,5 @@
 """What the conformance tests share: the two libraries, data, and how outcomes compare."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys
@@ -12,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors
 import safetensors.numpy
 import safetensors.torch
@@ -50,6 +49,12 @@ class Case:
     name: str
     action: Callable[[Library, Path], Any]
     expected: Any
+
+
+def named(cases: list[Case]) -> Any:
+    """Run a test once for each case."""
+    assert len({case.name for case in cases}) == len(cases)
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
 def outcome(action: Callable[[], Any]) -> Any:

@@ -1,7 +1,5 @@
 """Small valid files that stand for much: they cost a reader what the reader lets them cost."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from collections.abc import Callable, Mapping
@@ -33,9 +31,9 @@ def flat_table(n_contexts: int) -> bytes:
 
 def _file(frames: Mapping[str, Frame], features: str = "lossless,maps", **given: object) -> bytes:
     """The bytes of a file whose index is deflated."""
-    file = File(frames, features=features, **given)  # type: ignore[arg-type]
+    file = File(frames, features=features, **given)
     text = file.packed_index()[1:]
-    return File(frames, features=features, packed=b"\1" + zlib.compress(text, 9), **given).bytes()  # type: ignore[arg-type]
+    return File(frames, features=features, packed=b"\1" + zlib.compress(text, 9), **given).bytes()
 
 
 def outer_vectors() -> bytes:

@@ -8,8 +8,6 @@ how many were accepted and refused, and how many ended otherwise: in another err
 second decoder does not find.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import hashlib
@@ -111,7 +109,6 @@ def is_by_codes_alone(path: Path, expected: Outcome) -> bool:
     """Whether a fault is one of a base whose codes alone are wanted: spec/03-transforms.md#contexts."""
     checkpoint = open_checkpoint(path)
     try:
-        assert checkpoint.container is not None
         plans = [frame.header.plan for frame in checkpoint.container.tensors.values()]
         bases = [s for name, s in checkpoint.container.bases.items() if name in checkpoint.tensors]
         refused = any(outcome_of(functools.partial(_whole, base))[0] == "refused" for base in bases)

@@ -1,7 +1,5 @@
 """Small models for calibrations, and what their sums must be."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

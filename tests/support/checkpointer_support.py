@@ -1,7 +1,5 @@
 """A tiny training run whose every loss depends on all of its state, and ways to damage what it saves."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
@@ -77,6 +75,13 @@ def loss_after(folder: Path | str, step: int | None = None) -> tuple[int | None,
 
 def names_in(folder: Path) -> set[str]:
     return set(os.listdir(folder))
+
+
+def flip(path: Path, at: int | None = None) -> None:
+    """Change a bit of a file, in its midst if nobody says where; it stays the same file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1
+    path.write_bytes(data)
 
 
 def in_child(work: Callable[[], object]) -> int:

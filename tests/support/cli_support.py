@@ -1,7 +1,5 @@
 """Checkpoints as bytes made by hand, the command line in this process, and what restoring gives."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -140,6 +138,16 @@ def a_state(seed: int = 0, drift: float = 0.0, n: int = 3000) -> dict[str, Row]:
         "odd": ("F32", (4,), NAN_PAYLOADS.tobytes()),
         "zeros": ("I32", (n,), bytes(4 * n)),
     }
+
+
+def relative_error(restored: np.ndarray, original: np.ndarray) -> float:
+    """The norm of what was lost by the norm of what was there."""
+    return float(np.linalg.norm(restored - original) / np.linalg.norm(original))
+
+
+def tensors_in(path: Path) -> dict[str, Any]:
+    """What `ckptz inspect` says of each tensor of a file."""
+    return {tensor["name"]: tensor for tensor in ckptz("inspect", path, "--json").json["tensors"]}
 
 
 Content = tuple[list[tuple[str, Row]], dict[str, str] | None]

@@ -3,8 +3,6 @@
 python -m tests.support.ddp_worker RANK N_RANKS STORE OUT
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -101,7 +99,7 @@ def lie(rank: int) -> str:
             message[len(message) // 2] ^= 4
             return message, decode
 
-        link.send = bad_send  # type: ignore[method-assign]
+        link.send = bad_send
     parts = [torch.randn(5000, generator=torch.Generator().manual_seed(i)) for i in range(state.n_ranks)]
     try:
         state.sum_of_parts(parts, 3)

@@ -1,7 +1,5 @@
 """A folder of steps without files: sizes by a formula, all else as `StepStore` and `prune` decide it."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

@@ -155,7 +155,7 @@ def fail_everywhere(
     for at, error in [(at, e) for at in range(1, counted.n_calls + 1) for e in ERRORS.values()][::stride]:
         with copied(prepared) as folder:
             ended: Exception | None = None
-            with Faults(lambda n, _, at=at: n == at, error, folder).installed():  # type: ignore[misc]
+            with Faults(lambda n, _, at=at: n == at, error, folder).installed():
                 try:
                     work(folder)
                 except Exception as caught:

@@ -1,7 +1,5 @@
 """Hand-made frames: random plans over every part of the decode rule, and what they must decode to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,10 +118,8 @@ def round_trip(case: Case) -> Array:
 def expected_patterns(case: Case) -> Array:
     """The decode rule once more, element by element in plain Python and numpy, without the codec."""
     plan, quant_map = case.plan, case.plan.quant_map
-    assert quant_map is not None
     kind, n = KINDS[case.source.dtype.name], len(case.source.flat)
     quantizer = case.encoding.quantizer
-    assert isinstance(quantizer, FixedQuantizer)
     table = quant_map.table.expand()
     rows = quant_map.row_of_context[expected_labels(case)]
     out = np.empty_like(case.source.flat)
@@ -151,7 +147,6 @@ def expected_patterns(case: Case) -> Array:
 def _prediction(case: Case, i: int, kind: int) -> int:
     """F32 pattern of the predictor of element i."""
     if case.plan.predictor is Predictor.BASE:
-        assert case.base is not None
         return int(reference.to_f32(case.base.patterns(i, i + 1), kind)[0])
     if isinstance(case.plan.outer, LowRank):
         return _sum_of_terms(case.plan.outer, i)
@@ -195,7 +190,6 @@ def _label(case: Case, rule: ContextRule, i: int, row_patterns: int) -> int:
         codes = None if case.base is None else case.base.codes(i, i + 1)
         return 0 if codes is None else int(codes[0])
     source = case.context_tensor if rule.source else case.base
-    assert source is not None
     pattern = source.patterns(i, i + 1)
     return int(pattern[0]) >> (8 * pattern.itemsize - 9) & 0xFF
 

@@ -3,8 +3,6 @@
 The state of a step follows from its number, so that every process knows what a step must restore to.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -217,7 +215,7 @@ def trainer_door(config: Any = ckptz.LOSSLESS) -> Door:
 
         step = max(steps(folder), default=0)
 
-        class Follow(transformers.TrainerCallback):  # type: ignore[misc]
+        class Follow(transformers.TrainerCallback):
             def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
                 with torch.no_grad():
                     kwargs["model"].lm_head.weight.flatten()[:2000].copy_(

@@ -1,7 +1,5 @@
 """What the tests of hooks share."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

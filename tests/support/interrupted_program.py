@@ -3,8 +3,6 @@
 The writer of step 1 stands still until the signal has come and gone. Prints the steps that were reported.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -78,7 +76,7 @@ class Program:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.kind in ("saves", "flag"):
             signal.signal(SIGNALS[self.kind], self.handle)
-        StepStore.write = lambda *given, **options: self.write_when_told(*given, **options)  # type: ignore[method-assign]
+        StepStore.write = lambda *given, **options: self.write_when_told(*given, **options)
         background.pause = self.interrupt
         self.save(1)
         if self.where == "exit":

@@ -1,7 +1,5 @@
 """Jobs that are killed in the midst of their work, and waiting for what they have done, not by the clock."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import random

@@ -5,8 +5,6 @@ dtypes and shapes of the index, checksums of headers, of stored chunks, of base 
 decode to, content ids and the digest of the index are those of the changed pieces.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses
@@ -242,7 +240,6 @@ def _fitted(file: File, path: Path) -> bool:
         return False
     try:
         container = checkpoint.container
-        assert container is not None
         changed = False
         for level, frames in reversed(list(zip(container.levels, (file.frames, *file.inline), strict=True))):
             for name, frame in frames.items():

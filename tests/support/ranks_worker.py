@@ -5,8 +5,6 @@
 Scenarios of two ranks are run by ranks 0 and 1 of four, in groups of their own.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -152,10 +150,7 @@ class Training(Stateful):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
 
@@ -256,7 +251,7 @@ def moved_shards(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     save(31)
     train_on_noise()
     save(46)
-    return shares  # type: ignore[return-value]
+    return shares
 
 
 def disagreements(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
@@ -280,7 +275,7 @@ def a_failing_rank(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """One rank cannot read its tensor: all say so, none waits."""
     state, found = sharded(whole(), n_ranks), dict[str, Any]()
     if rank == 1:
-        dcp_write.Gathered = _Failing  # type: ignore[misc, assignment]
+        dcp_write.Gathered = _Failing
     try:
         for name, options in (("kmeans", KMEANS), ("grid", GRID)):
             writer = CkptzStorageWriter(folder / "failing" / name, options=options, timeout=TIMEOUT)
@@ -290,7 +285,7 @@ def a_failing_rank(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
             except CheckpointException as error:
                 found[name] = {"error": str(error), "seconds": time.monotonic() - start}
     finally:
-        dcp_write.Gathered = _Gathered  # type: ignore[misc]
+        dcp_write.Gathered = _Gathered
     return found
 
 
@@ -342,7 +337,7 @@ def a_lost_rank(run: Path, steps: Sequence[int], n_ranks: int, timeout: timedelt
             place = run / f"step-{step}"
             dcp.save(state, checkpoint_id=place, storage_writer=writer, process_group=group)
             if dist.get_rank() == n_ranks - 1:
-                dcp_write.write_index = dcp_write.merged_guides = _die  # type: ignore[assignment]
+                dcp_write.write_index = dcp_write.merged_guides = _die
     except (CheckpointException, RuntimeError) as error:
         return {"error": str(error), "seconds": time.monotonic() - start, "newest": latest(run)}
     return {}

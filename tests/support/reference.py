@@ -4,8 +4,6 @@ Every function here stands under the same name and signature in a module of `ckp
 the two equal. Those that the package itself needs in numpy are imported from there.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -92,7 +92,3 @@ class Page(HTMLParser):
         ((attributes, text),) = [s for s in self.scripts if s[0].get("id") == "numbers"]
         is_packed = attributes.get("data-packed") == "zlib+base64"
         return json.loads(zlib.decompress(base64.b64decode(text)) if is_packed else text)
-
-    def values(self, tag: str, attribute: str) -> list[str | None]:
-        """The values of an attribute in all elements of a kind that have it."""
-        return [found[attribute] for name, found in self.tags if name == tag and attribute in found]

@@ -1,7 +1,5 @@
 """What ten public training scripts hand to `torch.save`, in their own nesting, with small tensors."""
 
-from __future__ import annotations
-
 import random
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict

@@ -1,7 +1,5 @@
 """Simulated quality functions over the paper's cube, and small models whose quality is their error."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The decoder that was written from the specification alone, as modules."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from typing import Any

@@ -5,8 +5,6 @@ is accepted for now, as spec/errata.md says under the number given. The files th
 spec/vectors/invalid, written by spec/make_vectors.py.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from dataclasses import dataclass
@@ -364,7 +362,7 @@ TRANSFORMS: dict[str, list[Input]] = {
             plan(dtype="F4", shape=(2, 3), rules=[row_rule(2, bytes(2))], rest=tables(2)),
             [(STORED, bytes(3))],
             bytes(3),
-        ),
+        )
     ],
     "T5": [
         in_contexts(block_rule(1, 0, bytes(4)), n_contexts=1),
@@ -383,10 +381,7 @@ TRANSFORMS: dict[str, list[Input]] = {
     ],
     "T8": [context_tensors(a="b", b="c", c="d", d=""), context_tensors(a="a"), context_tensors(a="b", b="a")],
     "T9": [over(with_codes(0, 1, 2, 3), base_coded(3, xxh64(b"\0\1\2\3")))],
-    "T10": [
-        over(with_codes(0, 1, 2, 3), base_coded(4, 1)),
-        over(base(), base_coded(4, 1)),
-    ],
+    "T10": [over(with_codes(0, 1, 2, 3), base_coded(4, 1)), over(base(), base_coded(4, 1))],
 }
 
 QUANTIZATION: dict[str, list[Input]] = {
@@ -411,11 +406,7 @@ QUANTIZATION: dict[str, list[Input]] = {
         quantized(ONE + INFINITY, b"\0\1\0\0", decoded=ONE + INFINITY + ONE * 2),
         quantized(b"\xff\xff\xff\x7f", dtype="BF16", decoded=b"\0\x80" * 4),
         quantized(
-            ONE + INFINITY + ONE,
-            b"\0\1\0\0",
-            flags=2,
-            streams=EMPTY * 4,
-            decoded=ONE + INFINITY + ONE * 2,
+            ONE + INFINITY + ONE, b"\0\1\0\0", flags=2, streams=EMPTY * 4, decoded=ONE + INFINITY + ONE * 2
         ),
     ],
     "Q8": [quantized(predictor=2, outer=vectors(ONE * 3 + INFINITY, ONE))],
@@ -432,19 +423,10 @@ QUANTIZATION: dict[str, list[Input]] = {
 }
 
 FRAME: dict[str, list[Input]] = {
-    "F1": [
-        reheaded(b"\x0b\0\0\0"),
-        reheaded(b"\xff\0\0\0"),
-        short_frame(3),
-        short_frame(11),
-    ],
+    "F1": [reheaded(b"\x0b\0\0\0"), reheaded(b"\xff\0\0\0"), short_frame(3), short_frame(11)],
     "F2": [reheaded(Frame().header[:-1] + b"\0"), reheaded(Frame().header[:4] + b"\2")],
     "F3": [*(Frame(plan(version=v)) for v in (0, 2, 255))],
-    "F4": [
-        *(Frame(plan(dtype_id=i)) for i in (0, 23, 255)),
-        Frame(plan(domain=3)),
-        Frame(plan(predictor=3)),
-    ],
+    "F4": [*(Frame(plan(dtype_id=i)) for i in (0, 23, 255)), Frame(plan(domain=3)), Frame(plan(predictor=3))],
     "F5": [
         quantized(flags=8),
         Frame(plan(flags=128)),
@@ -468,8 +450,5 @@ FRAME: dict[str, list[Input]] = {
     "F12": [over(Frame(), delta())],
     "F13": [over(base(b"\1" * 16), delta())],
     "F14": [coded(STORED, b"\1\2\3\4", decoded=b"\1\2\3\5")],
-    "F15": [
-        Frame(stored_checksum=0, decoded_checksum=0),
-        over(base(b"\1" * 16), delta(stored_checksum=0)),
-    ],
+    "F15": [Frame(stored_checksum=0, decoded_checksum=0), over(base(b"\1" * 16), delta(stored_checksum=0))],
 }

@@ -1,7 +1,5 @@
 """Whole files that a reader must refuse, by the id of the refusal; see `spec_cases`."""
 
-from __future__ import annotations
-
 import json
 import zlib
 from collections.abc import Callable
@@ -85,11 +83,7 @@ PLAIN_ROW = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
 
 CONTAINER: dict[str, list[Input]] = {
     "C1": [cut(0), cut(7), cut(100), cut(len(File().bytes()) - 1)],
-    "C2": [
-        Raw((100_000_001).to_bytes(8, "little") + bytes(100)),
-        File(before=b" "),
-        File(text=b"[]"),
-    ],
+    "C2": [Raw((100_000_001).to_bytes(8, "little") + bytes(100)), File(before=b" "), File(text=b"[]")],
     "C3": [
         File(text=b"{"),
         File(text=b'{"w":1,"w":1}'),
@@ -304,10 +298,7 @@ def of_plain(section: bytes, **rows: Any) -> Folder:
     """A delta of a plain file with the section `base-metadata`."""
     base = {"content_id": File({"w": full()}).content_id(), "file": "base.safetensors", "depth": 1}
     made = File(
-        {"w": delta()},
-        features="delta,lossless",
-        index={"base": base},
-        optional={"base-metadata": section},
+        {"w": delta()}, features="delta,lossless", index={"base": base}, optional={"base-metadata": section}
     )
     plain = plain_file({"__metadata__": PT, **rows, **PLAIN_ROWS}, bytes(16))
     return Folder({"delta.ckptz": made.bytes(), "base.safetensors": plain})
@@ -322,11 +313,7 @@ CHAIN: dict[str, list[Input]] = {
             *("a\n", "a\0", "a\x7f", "a" * 256, "é" * 128),
         )
     ],
-    "H3": [
-        chain(content_id="0" * 64),
-        chain(DEEP_ANCHOR, depth=1),
-        chain(INLINE_ANCHOR, depth=1),
-    ],
+    "H3": [chain(content_id="0" * 64), chain(DEEP_ANCHOR, depth=1), chain(INLINE_ANCHOR, depth=1)],
     "H4": [
         over(Frame(), empty(predictor=1, mode=2)),
         chain(File({"v": full()})),

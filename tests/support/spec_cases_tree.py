@@ -1,7 +1,5 @@
 """Trees that a reader must refuse when it makes the nested checkpoint; see `spec_cases`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.support.spec_files import File, Frame, Input

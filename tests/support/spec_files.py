@@ -1,7 +1,5 @@
 """Frames and files made of hand-written bytes, right or wrong, for the refusals of the specification."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

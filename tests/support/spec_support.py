@@ -1,7 +1,5 @@
 """The pages of the specification as data: headings, anchors and tables."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

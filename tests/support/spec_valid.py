@@ -4,8 +4,6 @@ The files that they make are spec/vectors/valid and spec/vectors/chain, written 
 reader that misreads a rule, or refuses too much by it, fails on an input that names it.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -192,9 +190,7 @@ def parts(common: int, gaps: tuple[int, int, bytes], values: tuple[int, int, byt
 FOXES = bytes.fromhex("28b52ffd2464dd0000a07468652071756963 6b2062726f776e20666f78200100fad0c904cf25b201")
 SPARSE_LONG = parts(5, (3, STORED, b"\xff\x29\0"), (2, CONSTANT, b"\x05"))
 SPARSE_CODED = parts(
-    0,
-    (4, OWN, frequency_table(EVEN) + rans([1, 0, 2, 3], [EVEN] * 4)),
-    (4, ZSTD, zstd_frame(0x20, b"\4")),
+    0, (4, OWN, frequency_table(EVEN) + rans([1, 0, 2, 3], [EVEN] * 4)), (4, ZSTD, zstd_frame(0x20, b"\4"))
 )
 
 STREAMS: dict[str, Valid] = {

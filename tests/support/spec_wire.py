@@ -4,8 +4,6 @@ A session is the messages of one link in their order, all by one policy. The las
 must be refused, by the row of spec/08-wire.md that it names.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What the tests of weight sync share: states that change a little, and how they are compared."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

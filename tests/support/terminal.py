@@ -4,8 +4,6 @@ As a program it runs command lines one after another, each on a new pseudo-termi
 forks, so that the library loads once. Cases come as JSON on stdin, and what was shown goes back as JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json
@@ -139,7 +137,7 @@ def _wait_for_ctrl_c() -> None:
         os.write(1, WAITING.encode())
         time.sleep(TIMEOUT)
 
-    FileBytes.__init__ = opening  # type: ignore[method-assign]
+    FileBytes.__init__ = opening
 
 
 if __name__ == "__main__":

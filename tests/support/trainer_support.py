@@ -1,7 +1,5 @@
 """A Trainer of a small GPT-2 whose checkpoints are `.ckptz` files, and what its runs arrive at."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Small random models, the folders they are saved and packed to, and how two models compare."""
 
-from __future__ import annotations
-
 import functools
 import os
 import tempfile

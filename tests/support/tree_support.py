@@ -1,7 +1,5 @@
 """Nested states as torch saves them, drawn at random: containers, keys, leaves, tensors that share memory."""
 
-from __future__ import annotations
-
 import math
 import pickle
 import re
@@ -43,7 +41,7 @@ class UntypedPickler(pickle.Pickler):
         if type(value) is not torch.Tensor:
             return NotImplemented
         place = (value.storage_offset(), tuple(value.shape), value.stride(), False)
-        rebuild = torch._utils._rebuild_tensor_v3  # type: ignore[attr-defined]  # torch has no public name
+        rebuild = torch._utils._rebuild_tensor_v3  # torch has no public name
         return rebuild, (value.untyped_storage(), *place, OrderedDict(), value.dtype, {})
 
 

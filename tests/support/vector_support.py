@@ -1,7 +1,5 @@
 """The committed vectors of spec/vectors, and what a reader makes of files."""
 
-from __future__ import annotations
-
 import functools
 import json
 from dataclasses import dataclass

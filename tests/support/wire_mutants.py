@@ -1,7 +1,5 @@
 """Mutants of links: messages under right checksums, and states of links that do not fit."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json
@@ -69,9 +67,9 @@ def transcripts() -> list[Transcript]:
     both = (FORWARD, BACKWARD)
     for values in (8, 16):
         for index in ("bitmap", "rice"):
-            codec = TopK(0.03, values, index)  # type: ignore[arg-type]
+            codec = TopK(0.03, values, index)
             feedback = "ef21" if index == "rice" else None
-            policy = LinkPolicy(forward=codec, backward=codec, reuse=True, feedback=feedback)  # type: ignore[arg-type]
+            policy = LinkPolicy(forward=codec, backward=codec, reuse=True, feedback=feedback)
             out += [transcript(policy, both, dtype) for dtype in ("F32", "F16")]
     out.append(transcript(LinkPolicy(forward=TOP, feedback="aqsgd"), (FORWARD,)))
     out.append(transcript(LinkPolicy(forward=Uniform(3, "sample", rans=True)), (FORWARD,), "BF16"))
@@ -180,7 +178,7 @@ def message_outcome(
     else:
         due[at] = dataclasses.replace(due[at], data=mutant(due[at].data, rng))
     found = [
-        attempt(lambda kernels=kernels: received(made, due, shapes, kernels))  # type: ignore[misc]
+        attempt(lambda kernels=kernels: received(made, due, shapes, kernels))
         for kernels in (wire_cpu, wire_torch)
     ]
     kind = "shape" if other_shape else "message"

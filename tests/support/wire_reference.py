@@ -4,8 +4,6 @@ As in `reference.py`, every function stands under the same name and signature in
 `wire_torch.py`, and the tests hold the three equal to the bit. Values are F32 bit patterns.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What the tests of the wire share: tensors as bit patterns, and pairs of ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -6,8 +6,6 @@ Every scenario trains a small model through real gloo links and, on the last ran
 process through `simulate`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
@@ -152,7 +150,6 @@ def simulated(policy: LinkPolicy, modules: list[nn.Module], n_steps: int, use_to
             loss.backward()
         for module in modules:
             for p in module.parameters():
-                assert p.grad is not None
                 p.grad.div_(N_MICRO)
         losses += [loss.item() for loss in graph]
         optimizer.step()

@@ -1,7 +1,5 @@
 """`apply_`: bit for bit, in place, checked before the first write, and whole or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any
@@ -275,9 +273,9 @@ def test_what_has_no_memory_of_its_own_is_refused(tmp_path: Path, kind: str) -> 
 def test_arguments_that_make_no_sense(tmp_path: Path) -> None:
     live, _, delta = a_pair(tmp_path)
     with untouched(live), refused(ConfigError, "check must be one of"):
-        apply_(live, delta, check="none")  # type: ignore[arg-type]
+        apply_(live, delta, check="none")
     with refused(ConfigError, "a state is a dict"):
-        apply_(list(live.values()), delta)  # type: ignore[arg-type]
+        apply_(list(live.values()), delta)
     with pytest.raises(FileNotFoundError):
         apply_(live, tmp_path / "missing.ckptz")
     save_plain({"x": torch.ones(2)}, tmp_path / "plain.safetensors")
@@ -305,7 +303,6 @@ def test_damage_in_the_last_chunk_is_found_before_the_first_write(tmp_path: Path
     delta = delta_of(first, second, tmp_path, config=SPARSE)
     damaged = bytearray(delta.read_bytes())
     with contextlib.closing(open_checkpoint(delta)) as opened:
-        assert opened.container is not None
         last = opened.container.index.tensors[-1]
     end = 8 + int.from_bytes(damaged[:8], "little") + last.offset + last.n_bytes
     damaged[end - 1] ^= 1

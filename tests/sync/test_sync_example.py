@@ -1,7 +1,5 @@
 """The example of weight sync."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Follower: every step or some, late, restarted, by longer deltas; what it refuses, tensors untouched."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Publisher: what is in the folder, how it restarts, what it refuses, and that files appear whole."""
 
-from __future__ import annotations
-
 import contextlib
 import doctest
 import importlib
@@ -28,15 +26,9 @@ from tests.support.sync_support import a_state, cloned, moved, names_in, publish
 def test_deltas_every_time_and_full_files_now_and_then(tmp_path: Path) -> None:
     published(tmp_path, 7, full_every=3, keep_full=None)
     assert names_in(tmp_path) == [
-        "step-000000.ckptz",
-        "step-000001.from-000000.ckptz",
-        "step-000002.from-000001.ckptz",
-        "step-000003.ckptz",
-        "step-000003.from-000002.ckptz",
-        "step-000004.from-000003.ckptz",
-        "step-000005.from-000004.ckptz",
-        "step-000006.ckptz",
-        "step-000006.from-000005.ckptz",
+        *("step-000000.ckptz", "step-000001.from-000000.ckptz", "step-000002.from-000001.ckptz"),
+        *("step-000003.ckptz", "step-000003.from-000002.ckptz", "step-000004.from-000003.ckptz"),
+        *("step-000005.from-000004.ckptz", "step-000006.ckptz", "step-000006.from-000005.ckptz"),
     ]
 
 
@@ -178,9 +170,9 @@ def test_steps_out_of_range(tmp_path: Path, step: int) -> None:
 def test_options_out_of_range(tmp_path: Path) -> None:
     for options in ({"full_every": 0}, {"full_every": 65}, {"keep_full": 0}):
         with refused(ConfigError, next(iter(options))):
-            Publisher(tmp_path, **options)  # type: ignore[arg-type]
+            Publisher(tmp_path, **options)
     with refused(ConfigError, "check must be one of"):
-        Follower(tmp_path, check="all")  # type: ignore[arg-type]
+        Follower(tmp_path, check="all")
 
 
 # --- atomic ---------------------------------------------------------------------------------------

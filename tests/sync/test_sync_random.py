@@ -1,7 +1,5 @@
 """200 random runs of publishing, dropping, restarting and folding: no bit is ever wrong."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable
@@ -43,7 +41,7 @@ class Engine:
 
     def restart(self) -> None:
         check = self.rng.choice(["base", "stored"])
-        self.follower = Follower(self.folder, check=check, jobs=1)  # type: ignore[arg-type]
+        self.follower = Follower(self.folder, check=check, jobs=1)
 
 
 class World:
@@ -74,7 +72,7 @@ class World:
 
     def restart_publisher(self) -> None:
         options = {"full_every": self.rng.randint(1, 5), "keep_full": self.rng.choice([1, 2, None])}
-        self.publisher = Publisher(self.run, smallest=self.rng.random() < 0.3, jobs=1, **options)  # type: ignore[arg-type]
+        self.publisher = Publisher(self.run, smallest=self.rng.random() < 0.3, jobs=1, **options)
 
     def restart_engine(self) -> None:
         engine = self.rng.choice(self.engines)

@@ -1,7 +1,5 @@
 """Sparse chunks: what they hold, that any decoder reads them, and that their cost follows the changes."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 
@@ -113,7 +111,6 @@ def test_a_sparse_chunk_decodes_alike_with_and_without_the_fast_path(name: str, 
     patterns[places] = data.draw(hnp.arrays(pattern_type, len(places)))
     header, chunk = frame_of(patterns, base, name)
     changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
-    assert changes is not None
     np.testing.assert_array_equal(changes.positions, np.flatnonzero(patterns != base))
     np.testing.assert_array_equal(changes.patterns(base[changes.positions]), patterns[changes.positions])
     np.testing.assert_array_equal(decoded_by_planes(header, chunk, base), patterns)
@@ -131,7 +128,6 @@ def test_planes_that_change_in_different_places_are_joined(moves: tuple[int, int
     patterns[[5, 999]] += np.uint32(moves[1])
     header, chunk = frame_of(patterns, base, "F32")
     changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
-    assert changes is not None
     assert changes.positions.tolist() == [3, 5, 700, 999]
     np.testing.assert_array_equal(changes.patterns(base[changes.positions]), patterns[[3, 5, 700, 999]])
 
@@ -157,7 +153,6 @@ def test_what_did_not_change_costs_a_byte_a_plane() -> None:
     assert [stream.coder for stream in chunk.record.streams] == [CoderId.CONSTANT] * 2
     assert len(chunk.payload) == 2
     changes = read_changes(header, chunk.record, payload_of(chunk), len(base))
-    assert changes is not None
     assert len(changes) == 0
 
 

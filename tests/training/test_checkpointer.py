@@ -1,7 +1,5 @@
 """The Checkpointer in a training loop: what it saves and what resumes."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 import warnings
@@ -17,23 +15,12 @@ from torch import nn
 
 from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, KMeans
 from ckptz.format import reader
-from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.methods.method import Method
 from ckptz.torch import load_file
 from ckptz.training.checkpointer import SaveReport
 from ckptz.training.restoring import Restored
 from ckptz.training.snapshot import Snapshot
-from tests.support.checkpointer_support import (
-    GRID,
-    LOSSY,
-    Run,
-    linear,
-    names_in,
-    one_step,
-    same,
-    saved_run,
-    state_of,
-)
+from tests.support.checkpointer_support import GRID, LOSSY, Run, linear, names_in, one_step, same, state_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,7 +69,7 @@ def models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
 
     def channels_last() -> nn.Module:
         made = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten(), nn.Linear(3, 4))
-        return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        return made.to(memory_format=torch.channels_last)
 
     return {
         "AdamW": lambda: with_(linear(), torch.optim.AdamW, amsgrad=True),
@@ -93,7 +80,7 @@ def models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
         "frozen": lambda: with_(frozen(), torch.optim.AdamW),
         "tied": lambda: with_(tied(), torch.optim.AdamW),
         "bf16": lambda: with_(linear().bfloat16(), torch.optim.AdamW),
-        "compiled": lambda: with_(torch.compile(linear(), backend="eager"), torch.optim.AdamW),  # type: ignore[arg-type]
+        "compiled": lambda: with_(torch.compile(linear(), backend="eager"), torch.optim.AdamW),
         "two optimizers": two,
         "channels last": lambda: with_(channels_last(), torch.optim.AdamW),
         "no optimizer": lambda: (linear(), None),
@@ -133,7 +120,6 @@ def test_models_and_optimizers_of_all_kinds_resume_exactly(
             one_step(model, optimizer)
         checkpointer.save(n_before)
         report = checkpointer.wait()
-        assert report is not None
         assert (report.exact_bytes > 0) == (config is not LOSSLESS)
         saved = bits_of(model, optimizer)
         expected = [one_step(model, optimizer) for _ in range(4)]
@@ -143,17 +129,6 @@ def test_models_and_optimizers_of_all_kinds_resume_exactly(
         assert checkpointer.restored == Restored(step=n_before, is_exact=True)
         assert bits_of(model, optimizer) == saved
         assert [one_step(model, optimizer) for _ in range(4)] == expected
-
-
-def test_saving_changes_nothing_in_the_run(tmp_path: Path) -> None:
-    expected = Run().losses(6)
-    run = Run()
-    with run.checkpointer(tmp_path) as checkpointer:
-        losses = []
-        for step in range(6):
-            checkpointer.save(step)  # also before the optimizer has any state
-            losses.append(run.step())
-    assert losses == expected
 
 
 def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> None:
@@ -276,11 +251,6 @@ def test_the_example_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "from step 20" in said[1]
 
 
-def test_nothing_unfinished_is_left_behind(tmp_path: Path) -> None:
-    saved_run(tmp_path, 3, keep=KeepPolicy(last=1))
-    assert not [name for name in names_in(tmp_path) if name.endswith(TEMPORARY_SUFFIX)]
-
-
 @pytest.mark.parametrize("exact", [0, 1], ids=["lossy", "exact head"])
 def test_a_save_decodes_as_much_however_long_its_chain_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: int
@@ -290,7 +260,7 @@ def test_a_save_decodes_as_much_however_long_its_chain_is(
 
     def counting(name: str) -> None:
         decode = getattr(reader, name)
-        monkeypatch.setattr(reader, name, lambda *a: decoded.append(name) or decode(*a))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(reader, name, lambda *a: decoded.append(name) or decode(*a))
 
     def counts(folder: Path) -> list[int]:
         """Chunks that each save from the second delta on decodes."""

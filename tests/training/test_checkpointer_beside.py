@@ -1,7 +1,5 @@
 """The Checkpointer beside training: what waits for what, and what becomes of saves that fail."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -58,7 +56,6 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(tmp_pa
         checkpointer.save(2)
         assert checkpointer.steps()[:1] == (1,)
         report = checkpointer.wait()
-    assert report is not None
     assert report.step == 2
     assert report.stall_seconds >= report.waited_seconds > 0.1
     assert report.stored_bytes == sum(

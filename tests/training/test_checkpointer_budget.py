@@ -69,6 +69,14 @@ def correlated(n: int, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(n, 8) @ mix
 
 
+def restored(folder: Path) -> Training:
+    """Another run that goes on from the newest step."""
+    run = Training(seed=1).trained(1)
+    with run.checkpointer(folder) as checkpointer:
+        checkpointer.restore_latest()
+    return run
+
+
 def error_to(exact: dict[str, torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], float]:
     """A quality: 1 and the mean relative error of the weights."""
 
@@ -80,18 +88,12 @@ def error_to(exact: dict[str, torch.Tensor]) -> Callable[[dict[str, torch.Tensor
     return quality
 
 
-def report_of(checkpointer: Checkpointer) -> SaveReport:
-    report = checkpointer.wait()
-    assert report is not None
-    return report
-
-
 @contextlib.contextmanager
 def saved(folder: Path, run: Training, step: int = 1, **options: Any) -> Iterator[SaveReport]:
     """One step, saved by a Checkpointer of its own."""
     with run.checkpointer(folder, **options) as checkpointer:
         checkpointer.save(step)
-        yield report_of(checkpointer)
+        yield checkpointer.wait()
 
 
 def lossy_records(path: Path) -> dict[str, Any]:
@@ -107,7 +109,6 @@ def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: A
     exact, quality = run.state(), error_to(run.state())
     with saved(tmp_path, run, budget=Budget(quality, 0.05), config=config, keep=LOSSY) as report:
         search = report.search
-    assert search is not None
     assert search.is_met
     assert search.method == ("kmeans" if isinstance(config, KMeans) else "grid")
     index = inspect(tmp_path / "step-00000001.ckptz")
@@ -117,15 +118,12 @@ def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: A
         "quality-drop"
     }
     assert not lossy_records(tmp_path / "step-00000001.state.ckptz")
-    other = Training(seed=1).trained(1)
-    with other.checkpointer(tmp_path) as checkpointer:
-        checkpointer.restore_latest()
-    restored = other.state()
-    assert quality(restored) == record.measured
+    found = restored(tmp_path).state()
+    assert quality(found) == record.measured
     assert 0.005 < record.measured - 1 <= 0.05
-    assert restored["0.bias"].equal(exact["0.bias"])
+    assert found["0.bias"].equal(exact["0.bias"])
     loaded = load_file(tmp_path / "step-00000001.ckptz")
-    assert loaded["model.0.weight"].equal(restored["0.weight"])
+    assert loaded["model.0.weight"].equal(found["0.weight"])
 
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
@@ -139,13 +137,11 @@ def test_later_saves_begin_where_the_one_before_ended(tmp_path: Path) -> None:
             for step in (3, 4) if resumed else (1, 2):
                 exact.update(run.state())
                 checkpointer.save(step)
-                reports.append(report_of(checkpointer).search)
+                reports.append(checkpointer.wait().search)
                 run.trained(1)
     first, *later = reports
-    assert first is not None
     assert len(first.trials) <= 8
     for search in later:
-        assert search is not None
         assert search.is_met
         assert len(search.trials) <= 3
     with Training().checkpointer(tmp_path) as checkpointer:
@@ -157,15 +153,12 @@ def test_a_budget_that_nothing_keeps_gives_lossless_files(tmp_path: Path) -> Non
     run = Training().trained(2)
     exact = run.state()
     with saved(tmp_path, run, budget=Budget(error_to(exact), 0.0)) as report:
-        assert report.search is not None
         assert report.search.is_met is False
         assert report.search.config is None
         assert any("nothing that was tried keeps the budget" in note for note in report.notes)
     assert not lossy_records(tmp_path / "step-00000001.ckptz")
-    with Training(seed=1).trained(1).checkpointer(tmp_path) as checkpointer:
-        checkpointer.restore_latest()
-        restored = checkpointer.model.state_dict()
-    assert all(tensor.equal(restored[name]) for name, tensor in exact.items())
+    found = restored(tmp_path).state()
+    assert all(tensor.equal(found[name]) for name, tensor in exact.items())
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -234,7 +227,7 @@ def test_ctrl_c_in_a_search_saves_the_best_so_far_and_goes_on_up(tmp_path: Path)
     with run.checkpointer(tmp_path, budget=Budget(interrupted, 0.9)) as checkpointer:
         with pytest.raises(KeyboardInterrupt):
             checkpointer.save(1)
-        report = report_of(checkpointer)
+        report = checkpointer.wait()
         assert report.search is not None
         assert any("interrupted after 1 evaluations; kept is" in note for note in report.notes)
         assert checkpointer.steps() == (1,)
@@ -260,8 +253,7 @@ def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp
     with run.checkpointer(tmp_path, budget=budget, keep=LOSSY) as checkpointer:
         for step in (1, 2):  # a full file and a delta
             checkpointer.save(step)
-            search = report_of(checkpointer).search
-            assert search is not None
+            search = checkpointer.wait().search
             assert search.is_met
             run.trained(1)
     for step in (1, 2):
@@ -272,9 +264,7 @@ def test_under_a_budget_that_trains_on_moments_are_searched_with_the_weights(tmp
         assert "model.scale" not in methods
         assert {one.promise for one in lossy_records(state).values()} == {"resume-gap"}
         assert inspect(weights).quality == inspect(state).quality
-    other = Training(seed=1).trained(1)
-    with other.checkpointer(tmp_path) as checkpointer:
-        checkpointer.restore_latest()
+    other = restored(tmp_path)
     moments = {
         f"optimizer.{name}.{key}": tensor
         for key in ("exp_avg", "exp_avg_sq", "step")
@@ -292,7 +282,7 @@ def test_a_base_that_cannot_be_read_makes_a_full_file_that_keeps_the_budget(tmp_
         for step in (1, 2):
             exact.update(run.state())
             checkpointer.save(step)
-            report = report_of(checkpointer)
+            report = checkpointer.wait()
             if step == 1:
                 base = tmp_path / "step-00000001.ckptz"
                 damaged = bytearray(base.read_bytes())
@@ -333,15 +323,13 @@ def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
             checkpointer.save(step)
             exact, moments = run.state(), run.moments("exp_avg_sq")
             expected = run.step()
-    other = Training(seed=1).trained(1)
-    with other.checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.restore_latest() == 4
-    restored = other.state()
-    assert 0 < (restored["0.weight"] - exact["0.weight"]).norm() < 0.3 * exact["0.weight"].norm()
+    other = restored(tmp_path)
+    found = other.state()
+    assert 0 < (found["0.weight"] - exact["0.weight"]).norm() < 0.3 * exact["0.weight"].norm()
     # Moved by what its first moment loses, beside a relative 2^-10.
-    apart = (restored["0.bias"] - exact["0.bias"]).abs().max()
+    apart = (found["0.bias"] - exact["0.bias"]).abs().max()
     assert 0 < apart < 0.2 * exact["0.weight"].abs().max()
-    assert restored["scale"].equal(exact["scale"]), "what is not trained stays exact"
+    assert found["scale"].equal(exact["scale"]), "what is not trained stays exact"
     octaves = (other.moments("exp_avg_sq")["0.weight"] / moments["0.weight"]).log2().abs()
     assert 0 < octaves.max() < 4.1
     assert other.step() == pytest.approx(expected, rel=0.1)
@@ -351,9 +339,8 @@ def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
 
 def relative_output_error(run: Training, folder: Path) -> float:
     """Of the first layer, on inputs such as those that were recorded."""
-    exact = run.state()["0.weight"]
-    restored = load_file(folder / "step-00000001.ckptz")["model.0.weight"]
-    return float(((restored - exact) @ correlated(256).T).norm())
+    error = load_file(folder / "step-00000001.ckptz")["model.0.weight"] - run.state()["0.weight"]
+    return float((error @ correlated(256).T).norm())
 
 
 @pytest.mark.parametrize("kind", ["object", "callable", "file"])
@@ -401,13 +388,9 @@ def test_a_budget_and_a_calibration_go_together(tmp_path: Path) -> None:
     exact = run.state()
     budget = Budget(error_to(exact), 0.05)
     with saved(tmp_path, run, budget=budget, calibration=run.calibration, keep=LOSSY) as report:
-        assert report.search is not None
         assert report.search.is_met
-    other = Training(seed=1).trained(1)
-    with other.checkpointer(tmp_path) as checkpointer:
-        checkpointer.restore_latest()
     [record] = inspect(tmp_path / "step-00000001.ckptz").quality
-    assert error_to(exact)(other.state()) == record.measured
+    assert error_to(exact)(restored(tmp_path).state()) == record.measured
 
 
 @pytest.mark.parametrize("background", [True, False])
@@ -425,23 +408,16 @@ def test_a_calibration_of_another_model_is_an_error_that_names_the_tensor(
     foreign = Calibration(other)
     with foreign:
         other["head"](torch.randn(2, 3))
-    with (
-        run.checkpointer(tmp_path, config=Grid(), calibration=foreign) as checkpointer,
-        pytest.raises(CalibrationError, match=r"none of its 1 modules .*'head\.weight'"),
-    ):
+    checkpointer = run.checkpointer(tmp_path, config=Grid(), calibration=foreign)
+    with checkpointer, pytest.raises(CalibrationError, match=r"none of its 1 modules .*'head\.weight'"):
         checkpointer.save(1)
 
 
 def test_calibrations_that_hold_nothing_are_refused(tmp_path: Path) -> None:
     run = Training()
-    for given, error in (
-        (Calibration(run.model), CalibrationError),
-        (lambda: None, ConfigError),
-        (tmp_path / "missing", FileNotFoundError),
-    ):
-        with (
-            run.checkpointer(tmp_path, config=Grid(), calibration=given) as checkpointer,
-            pytest.raises(error),
-        ):
+    wrong = (Calibration(run.model), lambda: None, tmp_path / "missing")
+    for given, error in zip(wrong, (CalibrationError, ConfigError, FileNotFoundError), strict=True):
+        checkpointer = run.checkpointer(tmp_path, config=Grid(), calibration=given)
+        with checkpointer, pytest.raises(error):
             checkpointer.save(1)
     assert not [name for name in names_in(tmp_path) if name.startswith("step-")]

@@ -1,7 +1,5 @@
 """A process that ends anywhere in a save, a prune or a rebase loses nothing but the unfinished save."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import random
@@ -25,15 +23,7 @@ from ckptz.run.prune import prune, prune_folder
 from ckptz.run.step_files import FileKind, Listing, StepFile
 from ckptz.store.lock import LOCK_NAME
 from ckptz.training.state import random_state, set_random_state
-from tests.support.checkpointer_support import (
-    GRID,
-    KEEP_TWO,
-    Run,
-    in_child,
-    loss_after,
-    names_in,
-    saved_run,
-)
+from tests.support.checkpointer_support import GRID, KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
 from tests.support.kills import let_run
 
 pytestmark = [
@@ -73,7 +63,7 @@ class Aborting:
                 os._exit(ABORTED)
             return write(file, data)
 
-        publish.EagerFile.write = halved  # type: ignore[assignment, method-assign]
+        publish.EagerFile.write = halved
         for name in ("fsync", "replace", "unlink"):
             setattr(os, name, self.wrap(getattr(os, name)))
 
@@ -294,18 +284,20 @@ def train_until_killed(folder: Path, done: mmap.mmap, config: Method) -> None:
         checkpointer.save(step)
 
 
-def kill_at_random(folder: Path, n_kills: int, config: Method = LOSSLESS) -> None:
-    """Kill a run again and again: its newest step is exact each time, and without loss every other, too."""
+@pytest.mark.parametrize("config", [LOSSLESS, GRID], ids=["lossless", "exact head"])
+@pytest.mark.parametrize("n_kills", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_kills_lose_nothing_that_was_complete(tmp_path: Path, n_kills: int, config: Method) -> None:
+    """The newest step is exact after each kill, and without loss every other, too."""
     rng, losses = random.Random(0), [0.0, *Run().losses(60 * n_kills)]
     done = mmap.mmap(-1, 9)
-    saved_run(folder, 1, keep=KEEP_TWO, full_every=3, config=config)
+    saved_run(tmp_path, 1, keep=KEEP_TWO, full_every=3, config=config)
     n_unfinished = 0
     for _ in range(n_kills):
         done[8] = 0
         child = os.fork()
         if child == 0:
             try:
-                train_until_killed(folder, done, config)
+                train_until_killed(tmp_path, done, config)
             finally:
                 os._exit(1)
         while not done[8]:
@@ -314,7 +306,7 @@ def kill_at_random(folder: Path, n_kills: int, config: Method = LOSSLESS) -> Non
         let_run(child, rng.uniform(0, 0.08))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        found = listing(folder)
+        found = listing(tmp_path)
         n_unfinished += bool(found.leftovers)
         newest = found.full_steps[-1]
         assert newest >= int.from_bytes(done[:8], "little")
@@ -323,26 +315,8 @@ def kill_at_random(folder: Path, n_kills: int, config: Method = LOSSLESS) -> Non
             with warnings.catch_warnings():
                 if not is_exact:  # it may have been killed between the removals of a step's two residuals
                     warnings.simplefilter("ignore", RuntimeWarning)
-                assert loss_after(folder, step)[1] == losses[step + 1] or not is_exact
+                assert loss_after(tmp_path, step)[1] == losses[step + 1] or not is_exact
         # Two kept steps and their bases; a chain of three that was to be removed; one in the making; and the
         # residuals of two steps.
         assert len(found.sizes) <= 2 * (2 + 2 + 3 + 1 + 2 * config.is_lossy), "files of killed saves are left"
     assert n_unfinished > n_kills // 10, "too few were killed while they wrote"
-
-
-def test_twenty_kills_lose_nothing_that_was_complete(tmp_path: Path) -> None:
-    kill_at_random(tmp_path, 20)
-
-
-@pytest.mark.slow
-def test_two_hundred_kills_lose_nothing_that_was_complete(tmp_path: Path) -> None:
-    kill_at_random(tmp_path, 200)
-
-
-def test_twenty_kills_with_an_exact_head_lose_nothing(tmp_path: Path) -> None:
-    kill_at_random(tmp_path, 20, GRID)
-
-
-@pytest.mark.slow
-def test_two_hundred_kills_with_an_exact_head_lose_nothing(tmp_path: Path) -> None:
-    kill_at_random(tmp_path, 200, GRID)

@@ -1,7 +1,5 @@
 """Lossy files and exact newest steps: what is written, what a restore gives, and what goes when."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable
@@ -21,6 +19,7 @@ from tests.support.checkpointer_support import (
     GRID,
     LOSSY,
     Run,
+    flip,
     loss_after,
     names_in,
     same,
@@ -75,7 +74,6 @@ def test_the_newest_steps_are_exact(
     assert residuals(tmp_path) == {f"step-{s:08d}{k}.exact.ckptz" for s in wanted for k in ("", ".state")}
     for step in range(1, N_SAVED + 1):
         run, checkpointer = resumed(tmp_path, step)
-        assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact == (step in wanted)
         assert (run.step() == losses[step + 1]) == (step in wanted)
 
@@ -137,43 +135,29 @@ def test_what_loses_nothing_has_no_residual(tmp_path: Path) -> None:
     saved_run(tmp_path / "budget", 2, budget=budget)
     assert not residuals(tmp_path / "lossless") | residuals(tmp_path / "budget")
     _, checkpointer = resumed(tmp_path / "budget", 2)
-    assert checkpointer.restored is not None
     assert checkpointer.restored.is_exact
 
 
-def test_a_state_that_loses_nothing_needs_no_residual_to_be_exact(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(96, 96)
-    with Checkpointer(tmp_path, model, config=KMeans(levels=16)) as checkpointer:
-        checkpointer.save(1)
-        report, weight = checkpointer.wait(), model.weight.detach().clone()
-        torch.nn.init.zeros_(model.weight)
-        checkpointer.restore(1)
-    assert residuals(tmp_path) == {"step-00000001.exact.ckptz"}
-    assert report is not None
-    assert report.exact_bytes == (tmp_path / "step-00000001.exact.ckptz").stat().st_size
-    assert model.weight.equal(weight)
-
-
-def test_a_report_says_what_the_head_takes(tmp_path: Path) -> None:
-    run = Run()
-    with run.checkpointer(tmp_path, config=GRID, background=False) as checkpointer:
+def test_a_report_says_what_the_head_takes_and_a_state_that_loses_nothing_needs_none(tmp_path: Path) -> None:
+    run, model = Run(), torch.nn.Linear(96, 96)
+    with run.checkpointer(tmp_path / "both", config=GRID) as checkpointer:
         run.step()
         checkpointer.save(1)
-        report = checkpointer.wait()
-    sizes = {name: (tmp_path / name).stat().st_size for name in names_in(tmp_path) if "step" in name}
-    assert report is not None
-    assert report.stored_bytes == sum(sizes.values())
-    assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact." in name) > 0
+        both = checkpointer.wait()
+    with Checkpointer(tmp_path / "weights", model, config=KMeans(levels=16)) as checkpointer:
+        checkpointer.save(1)
+        alone, weight = checkpointer.wait(), model.weight.detach().clone()
+        torch.nn.init.zeros_(model.weight)
+        checkpointer.restore(1)
+    assert residuals(tmp_path / "weights") == {"step-00000001.exact.ckptz"}
+    assert model.weight.equal(weight)
+    for report, folder in ((both, tmp_path / "both"), (alone, tmp_path / "weights")):
+        sizes = {path.name: path.stat().st_size for path in folder.glob("step*")}
+        assert report.stored_bytes == sum(sizes.values())
+        assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact." in name) > 0
 
 
 # --- residuals that are not right -----------------------------------------------------------------------
-
-
-def flipped(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 3] ^= 0xFF
-    path.write_bytes(data)
 
 
 def cut(path: Path) -> None:
@@ -198,7 +182,7 @@ def empty(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(HEAD))
-@pytest.mark.parametrize("wrong", [flipped, cut, empty, Path.unlink, of_another_step, of_another_run])
+@pytest.mark.parametrize("wrong", [flip, cut, empty, Path.unlink, of_another_step, of_another_run])
 def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
     folder: Path, name: str, wrong: Callable[[Path], None]
 ) -> None:
@@ -208,7 +192,6 @@ def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
     wrong(folder / name)
     with pytest.warns(RuntimeWarning, match="step 4 is restored with what it loses"):
         run, checkpointer = resumed(folder)
-    assert checkpointer.restored is not None
     assert not checkpointer.restored.is_exact
     assert name in checkpointer.restored.notes[0] or wrong is Path.unlink
     weights, loss = state_of(run), run.step()
@@ -218,17 +201,16 @@ def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
 
 
 def test_exact_values_of_fp32_need_no_lossy_file(folder: Path) -> None:
-    flipped(folder / "step-00000004.ckptz")
+    flip(folder / "step-00000004.ckptz")
     run, checkpointer = resumed(folder)
-    assert checkpointer.restored is not None
     assert checkpointer.restored.is_exact
     exact = load_file(folder / "step-00000004.exact.ckptz")
     assert same({f"model.{name}": tensor for name, tensor in state_of(run).items()}, exact)
 
 
 def test_a_lossy_file_that_is_damaged_is_an_error_as_ever(folder: Path) -> None:
-    flipped(folder / "step-00000004.ckptz")
-    flipped(folder / "step-00000004.exact.ckptz")
+    flip(folder / "step-00000004.ckptz")
+    flip(folder / "step-00000004.exact.ckptz")
     with (
         pytest.warns(RuntimeWarning, match="is restored with"),
         pytest.raises(ValueError, match=r"00000004\.ckptz"),
@@ -237,10 +219,9 @@ def test_a_lossy_file_that_is_damaged_is_an_error_as_ever(folder: Path) -> None:
 
 
 def test_weights_alone_are_exact_by_their_own_residual(folder: Path) -> None:
-    flipped(folder / "step-00000004.state.exact.ckptz")
+    flip(folder / "step-00000004.state.exact.ckptz")
     exact = load_file(folder / "step-00000004.exact.ckptz")
     run, checkpointer = resumed(folder, weights_only=True)
-    assert checkpointer.restored is not None
     assert checkpointer.restored.is_exact
     assert same({f"model.{name}": tensor for name, tensor in state_of(run).items()}, exact)
 
@@ -272,7 +253,6 @@ def test_a_residual_without_its_lossy_file_is_a_leftover(folder: Path) -> None:
         run.step()
         checkpointer.save(4)
         assert checkpointer.restore_latest() == 4
-        assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact
 
 
@@ -296,7 +276,6 @@ def test_a_prune_keeps_residuals_unless_it_is_told_how_many(folder: Path, losses
     ckptz("prune", folder, "--keep-exact", 0)
     assert not residuals(folder)
     _, checkpointer = resumed(folder)
-    assert checkpointer.restored is not None
     assert not checkpointer.restored.is_exact
 
 
@@ -359,7 +338,6 @@ def test_those_who_save_writes_go_on_from_a_run_with_heads(folder: Path) -> None
     run = Run(seed=99)
     with run.checkpointer(folder, config=GRID, keep=LOSSY, background=False) as checkpointer:
         assert checkpointer.restore_latest() == N_SAVED
-        assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact
         run.step()
         checkpointer.save(5)

@@ -1,7 +1,5 @@
 """Averages of weights among the extras: a method takes them as weights where they are named as such."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +63,6 @@ def test_an_average_that_is_named_is_as_small_as_weights(tmp_path: Path, config:
         exact = {name: value.clone() for name, value in run.ema.state_dict().items()}
         live = run.loss(run.ema, torch.Generator().manual_seed(2)).item()
         checkpointer.restore(40)
-        assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact
         assert all(torch.equal(value, exact[name]) for name, value in run.ema.state_dict().items())
         for path in tmp_path.glob("*.exact.ckptz"):

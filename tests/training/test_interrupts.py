@@ -1,7 +1,5 @@
 """Signals and threads while a save is waited for: no step is lost without a word, and none is wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import dis
 import functools
@@ -196,8 +194,8 @@ def test_a_loss_that_nobody_can_ask_for_is_said(capfd: pytest.CaptureFixture[str
 
     writer = Background[None]()
     writer.start("step 7", fail)
-    while not writer._running.is_done:  # type: ignore[union-attr]
-        background.pause(writer._running._lock)  # type: ignore[union-attr]
+    while not writer._running.is_done:
+        background.pause(writer._running._lock)
     del writer
     gc.collect()
     assert "step 7 was lost: no room" in capfd.readouterr().err
@@ -207,7 +205,6 @@ def test_a_thread_that_has_the_number_of_the_ended_writer_may_call(job: _Job) ->
     writer = Background[str]()
     writer.start("step 1", job)
     running = writer._running
-    assert running is not None
     job.go.set()
     running.wait()
     running.thread = threading.get_ident()  # the system gives them again
@@ -266,7 +263,7 @@ def test_a_handler_may_call_nothing_in_the_midst_of_a_call(
     checkpointer.save(1)
     job = _Job()
     checkpointer.wait()
-    checkpointer._writer.start("a job", job)  # type: ignore[arg-type]
+    checkpointer._writer.start("a job", job)
     monkeypatch.setattr(background, "pause", lambda lock: (handled(lock), job.go.set()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointer, "_last", None)
@@ -363,7 +360,7 @@ class Run:
         self.at_stop = self.n_calls = 0
         self.checkpointer = Checkpointer(folder, self.model, jobs=1, on_save=self.on_save)
         self.write = self.checkpointer._store.write
-        self.checkpointer._store.write = self.write_or_fail  # type: ignore[method-assign]
+        self.checkpointer._store.write = self.write_or_fail
 
     def on_save(self, report: SaveReport) -> None:
         self.saved.append(report.step)

@@ -1,7 +1,5 @@
 """Runs that begin from weights elsewhere: their first files hold what has changed since, and nothing more."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from tests.support.checkpointer_support import GRID, LOSSY, Run, names_in, same,
 
 WIDTH = 64
 STEP_1, STEP_2 = "step-00000001.ckptz", "step-00000002.ckptz"
+LINK = r"base-[0-9a-f]{8}-model\.safetensors"
 
 
 def tuned(width: int = WIDTH) -> Run:
@@ -53,7 +52,6 @@ def saved(folder: Path, base: Path | None, n_steps: int = 2, **options: Any) -> 
             run.step()
             checkpointer.save(step)
             report = checkpointer.wait()
-            assert report is not None
             assert not [note for note in report.notes if "full" in note]
     return run
 
@@ -64,6 +62,14 @@ def loss_after(folder: Path) -> float:
     with run.checkpointer(folder) as checkpointer:
         assert checkpointer.restore_latest() == 2
     return run.step()
+
+
+def restored(folder: Path | str, **options: Any) -> Run:
+    """Another run, with the second step of this one."""
+    run = tuned()
+    with run.checkpointer(folder, **options) as checkpointer:
+        checkpointer.restore(2)
+    return run
 
 
 def links_in(folder: Path) -> list[str]:
@@ -134,10 +140,7 @@ def test_a_run_that_goes_on_without_being_told_stays_with_its_names(folder: Path
         run.step()
         checkpointer.save(2)
     assert inspect(folder / STEP_2).depth == 2
-    restored = tuned()
-    with restored.checkpointer(folder) as checkpointer:
-        checkpointer.restore(2)
-    assert same(state_of(restored), state_of(run))
+    assert same(state_of(restored(folder)), state_of(run))
 
 
 def test_retention_leaves_it_and_does_not_wait_for_it(folder: Path, pretrained: Path) -> None:
@@ -165,28 +168,20 @@ def test_a_restore_without_it_names_what_is_missing_and_takes_it_from_anywhere(
     kept = pretrained.read_bytes()
     gone(folder, pretrained)
     before = state_of(other := tuned())
-    with (
-        other.checkpointer(folder) as checkpointer,
-        pytest.raises(MissingBaseError, match=r"base-[0-9a-f]{8}-model\.safetensors"),
-    ):
+    with other.checkpointer(folder) as checkpointer, pytest.raises(MissingBaseError, match=LINK):
         checkpointer.restore(2)
     assert same(state_of(other), before)
     again = tmp_path / "again.safetensors"
     again.write_bytes(kept)
-    with other.checkpointer(folder, base=again) as checkpointer:
-        checkpointer.restore(2)
-    assert same(state_of(other), state_of(run))
+    assert same(state_of(restored(folder, base=again)), state_of(run))
 
 
 def test_weights_of_another_content_are_not_taken_for_it(folder: Path, pretrained: Path) -> None:
     saved(folder, pretrained)
     gone(folder, pretrained)
     save_plain({name: tensor + 1 for name, tensor in tuned().model.state_dict().items()}, pretrained)
-    with (
-        tuned().checkpointer(folder, base=pretrained) as checkpointer,
-        pytest.raises(MissingBaseError, match=r"base-[0-9a-f]{8}-model\.safetensors"),
-    ):
-        checkpointer.restore(2)
+    with pytest.raises(MissingBaseError, match=LINK):
+        restored(folder, base=pretrained)
 
 
 def test_where_it_goes_during_a_run_files_stand_alone(folder: Path, pretrained: Path) -> None:
@@ -195,7 +190,6 @@ def test_where_it_goes_during_a_run_files_stand_alone(folder: Path, pretrained: 
         pretrained.unlink()
         checkpointer.save(1)
         report = checkpointer.wait()
-    assert report is not None
     assert any("weights: stored as a full file" in note for note in report.notes)
     assert inspect(folder / STEP_1).depth == 0
 
@@ -220,7 +214,6 @@ def test_lossy_steps_are_exact_while_they_are_the_newest(folder: Path, pretraine
     restored = tuned()
     with restored.checkpointer(folder, config=GRID) as checkpointer:
         checkpointer.restore(2)
-        assert checkpointer.restored is not None
         assert checkpointer.restored.is_exact
     assert same(state_of(restored), state_of(run))
     lossy = load_file(folder / STEP_2)
@@ -237,14 +230,10 @@ def test_a_search_tries_files_that_are_stored_against_it(folder: Path, pretraine
         return 1 + float((state["0.weight"] - run.model[0].weight).detach().norm())
 
     budget = Budget(quality, 0.5)
-    with run.checkpointer(
-        folder, base=pretrained, budget=budget, keep=LOSSY, background=False
-    ) as checkpointer:
+    with run.checkpointer(folder, base=pretrained, budget=budget, keep=LOSSY) as checkpointer:
         run.step()
         checkpointer.save(1)
         report = checkpointer.wait()
-    assert report is not None
-    assert report.search is not None
     assert report.search.is_met
     assert seen == set(run.model.state_dict())
     assert inspect(folder / STEP_1).depth == 1
@@ -276,26 +265,16 @@ def test_a_remote_run_is_restored_by_those_who_have_it(pretrained: Path) -> None
         checkpointer.save(1)
         run.step()
         checkpointer.save(2)
-    restored = tuned()
-    with restored.checkpointer(url, base=pretrained) as checkpointer:
-        checkpointer.restore(2)
-    assert same(state_of(restored), state_of(run))
-    with (
-        restored.checkpointer(url) as checkpointer,
-        pytest.raises(MissingBaseError, match=r"base-[0-9a-f]{8}-"),
-    ):
-        checkpointer.restore(2)
+    assert same(state_of(restored(url, base=pretrained)), state_of(run))
+    with pytest.raises(MissingBaseError, match=LINK):
+        restored(url)
 
 
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
         ("nothing", FileNotFoundError, "none.safetensors"),
-        (
-            "another model",
-            ConfigError,
-            r"has none of .* such as '0\.weight' as torch\.float32",
-        ),
+        ("another model", ConfigError, r"has none of .* such as '0\.weight' as torch\.float32"),
         ("two files", ConfigError, "a base is one file, and this folder has 2"),
         ("a delta", ConfigError, "a base stands alone"),
     ],

@@ -1,7 +1,5 @@
 """LoCo hooks over gloo: replicas stay equal, losses near those of exact gradients, and bytes as announced."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A second family is signed again after the mutation, as by a peer that is wrong r
 is: such a message may be a valid other one, but must never crash or claim memory.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -21,7 +19,7 @@ from ckptz.wire.header import HEADER_BYTES, LinkHeader
 from ckptz.wire.policy import MIN_ELEMENTS
 from ckptz.wire.state import Place
 from tests.support import wire_reference
-from tests.support.wire_support import BACKWARD, FORWARD, f32_patterns, rng
+from tests.support.wire_support import FORWARD, f32_patterns, rng
 
 SHAPE, F32 = (2, MIN_ELEMENTS // 2), dtype_of("F32")
 POLICIES = [
@@ -66,35 +64,20 @@ def mutated(message: Any, others: list[Any], source: np.random.Generator) -> Any
     return out
 
 
-def refuse_all(n: int, seed: int) -> None:
-    source = rng(seed)
-    for i in range(n // len(POLICIES)):
-        for number, policy in enumerate(POLICIES):
-            if i == 0:
-                MESSAGES[number] = message_of(policy)
-                others = [message_of(policy, place=p) for p in (Place(4, 1), Place(5, 0), Place(5, 1, 1))]
-                OTHERS[number] = others
-            changed = mutated(MESSAGES[number], OTHERS[number], source)
-            same = len(changed) >= len(MESSAGES[number])
-            same = same and np.array_equal(changed[: len(MESSAGES[number])], MESSAGES[number])
-            link = Link(0, 1, policy, kernels=wire_reference)
-            if same:
-                continue
-            with pytest.raises(WireError, match=r"^link 0->1 forward, step 5, microbatch 1, tensor 0: "):
-                link.receive(FORWARD, changed, F32, SHAPE, PLACE)
-
-
-MESSAGES: dict[int, Any] = {}
-OTHERS: dict[int, list[Any]] = {}
-
-
-def test_ten_thousand_mutated_messages_are_refused() -> None:
-    refuse_all(10_500, 1)
-
-
-@pytest.mark.slow
-def test_a_hundred_thousand_mutated_messages_are_refused() -> None:
-    refuse_all(100_000, 2)
+@pytest.mark.parametrize(("n", "seed"), [(10_500, 1), pytest.param(100_000, 2, marks=pytest.mark.slow)])
+def test_mutated_messages_are_refused(n: int, seed: int) -> None:
+    source, messages = rng(seed), [message_of(policy) for policy in POLICIES]
+    places = (Place(4, 1), Place(5, 0), Place(5, 1, 1))
+    others = [[message_of(policy, place=place) for place in places] for policy in POLICIES]
+    for i in range(n):
+        number = i % len(POLICIES)
+        message = messages[number]
+        changed = mutated(message, others[number], source)
+        if np.array_equal(changed[: len(message)], message):
+            continue
+        link = Link(0, 1, POLICIES[number], kernels=wire_reference)
+        with pytest.raises(WireError, match=r"^link 0->1 forward, step 5, microbatch 1, tensor 0: "):
+            link.receive(FORWARD, changed, F32, SHAPE, PLACE)
 
 
 def resigned(message: Any, source: np.random.Generator) -> Any:
@@ -145,11 +128,3 @@ def test_a_hundred_thousand_messages_of_tiles_never_crash_and_kernels_agree_on_t
         assert len(set(found)) == 1
         counts[found[0] == b""] += 1
     assert min(counts.values()) > 10_000
-
-
-def test_a_message_of_the_other_direction_is_refused() -> None:
-    policy = LinkPolicy(forward=Uniform(4), backward=Uniform(4))
-    message = message_of(policy)
-    link = Link(0, 1, policy, kernels=wire_reference)
-    with pytest.raises(WireError, match="flags"):
-        link.receive(BACKWARD, message, F32, SHAPE, PLACE)

@@ -1,7 +1,5 @@
 """The kernels of the wire: reference, numba and torch return the same bits, also without subnormals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

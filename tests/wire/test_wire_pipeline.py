@@ -1,7 +1,5 @@
 """Compressed links between two processes: equal to `simulate`, resumable, and never silent."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
