@@ -42,6 +42,7 @@ from ckptz.integrations.linked import (
     warn_of_no_gain,
 )
 from ckptz.integrations.versions import warn_untested
+from ckptz.methods.method import MOMENT_ROLES
 from ckptz.run.step_files import FROZEN_KEY, Kept
 from ckptz.state.roles import Rule
 from ckptz.store.resolve import SUFFIX, open_checkpoint
@@ -155,7 +156,9 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             chain.write(path, job)
             return
         training = _training_job(self)
-        job = replace(job, guides=_guides(job.tensors, training.tensors))
+        roles = (training.roles or {}).values()
+        trained_names = {one.parameter.removeprefix("model.") for one in roles if one.role in MOMENT_ROLES}
+        job = replace(job, guides=_guides(job.tensors, training.tensors), trained=trained_names)
         if self._ckptz_trail is None:
             chain.write(path, job)
             return

@@ -263,7 +263,7 @@ class Grid(Method):
             default `step`.
         moments: how optimizer state becomes lossy; None keeps it exactly.
         min_elements: smaller weights, and those of one dimension, are kept exactly if there are no moments;
-            else to a quarter of the step that their second moments allow, to at most a quarter of their
+            else to an eighth of the step that their second moments allow, to at most an eighth of their
             standard deviation, and to a relative 2^-10 where that is coarser or nothing is known.
         purpose: "resume" keeps what training has moved, however often it restarts from such files; "ship"
             makes the smallest file for an evaluation. "auto" is resume for files with optimizer state or

@@ -16,7 +16,7 @@ moment that the same file restores, so that steps follow its root. Without secon
 row, by the row's spread.
 
 Small tensors are byte planes of rounded values: a map of that many levels would outweigh a tensor of a few
-hundred elements. They are rounded finely, by steps of a quarter of what large ones have beside their second
+hundred elements. They are rounded finely, by steps of an eighth of what large ones have beside their second
 moments: so few elements cost few bytes, and their errors next to nothing.
 """
 
@@ -86,8 +86,8 @@ Bounds = tuple[int, int]
 MIN_LOSSY_VALUES: Final = 32  # a map takes about as many bytes as this many elements
 MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
 SAMPLE_VALUES: Final = 1 << 16  # decides between predictions
-FINE: Final = 1 / 4  # of the step of grids, for small tensors
-MOST_OF_SPREAD: Final = 1 / 4  # of the standard deviation of a small tensor, that a step may be
+FINE: Final = 1 / 8  # of the step of grids, for small tensors
+MOST_OF_SPREAD: Final = 1 / 8  # of the standard deviation of a small tensor, that a step may be
 LEAST_SIZE: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
 BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
 

@@ -149,6 +149,7 @@ def test_the_trainer_moves_weights(tmp_path: Path) -> None:
     first, second = (moves_in(tmp_path / f"checkpoint-{step}" / "model.ckptz") for step in (10, 20))
     assert set(first.values()) == {None}
     assert all(share is not None and 0 < share <= 1 for share in second.values())
+    assert set(second) == {name for name, _ in run.model.named_parameters()}  # of one dimension, too
     resumed = a_trainer(tmp_path, 30)
     resumed.train(resume_from_checkpoint=True)
     with safe_open(tmp_path / "checkpoint-20" / "model.ckptz", "pt") as file:

@@ -354,9 +354,9 @@ def test_small_weights_are_as_fine_as_their_second_moments_ask(
     [record] = [t.lossy for t in inspect(tmp_path / "a.ckptz").tensors if t.name == "model.a.bias"]
     assert record is not None
     size = float(record.settings["size"])
-    wanted = min(0.25 * 0.4 * (1e-3 / 8) / root, 0.25 / 8)  # a step of equal cost; a share of the spread
+    wanted = min(0.125 * 0.4 * (1e-3 / 8) / root, 0.125 / 8)  # a step of equal cost; a share of the spread
     assert wanted / 2 * 0.95 < size < wanted * 1.05
-    assert (wanted == 0.25 / 8) == is_limited
+    assert (wanted == 0.125 / 8) == is_limited
     exact, got = tensors["model.a.bias"], load_file(tmp_path / "a.ckptz")["model.a.bias"]
     assert np.abs(got - exact).max() <= size / 2
     assert not np.modf(got / size)[0].any()
