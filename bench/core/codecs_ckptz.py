@@ -24,7 +24,7 @@ from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import ChunkSources, chunk_bounds
 from ckptz.methods.lossless import plan_lossless
-from ckptz.parallel import Workers
+from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
 
@@ -146,8 +146,9 @@ def read_file(file: memoryview, outputs: Outputs, bases: Tensors | None = None, 
         for name, source in container.tensors.items()
         for i, (begin, end) in enumerate(source.chunk_bounds())
     )
-    with Workers(jobs) as workers:
-        for _ in workers.map(lambda chunk: chunk[0].decode_chunk(*chunk[1:]), chunks):
+    with Workers(jobs, with_caller=True) as workers:  # as in `ckptz.api.read`
+        decoded = workers.map(lambda c: c[0].decode_chunk(*c[1:]), chunks, lambda c: len(c[2]) < SMALL_VALUES)
+        for _ in decoded:
             pass
 
 

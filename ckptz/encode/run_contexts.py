@@ -37,7 +37,7 @@ from ckptz.format.streams import (
     repeats,
 )
 from ckptz.kernels import cpu, planning
-from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Frequencies, Patterns
+from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Patterns
 
 MIN_VALUES: Final = 1 << 18  # below, tables and labels take more time than they save bytes
 RUN_VALUES: Final = (128, 4096)  # of a run: fewer cost too much for their labels, more differ within
@@ -158,11 +158,12 @@ class _Measured:
         return _Measured(labels, self.scales + other.scales, self.planes + other.planes)
 
 
-def _tables(counts: Counts) -> tuple[Frequencies, float]:
+def _tables(counts: Counts, table_of: Counts) -> tuple[StreamTables, float]:
     """Make a table for each row of counts [n, 256]; gives also the bits they save against a single one."""
     frequencies = normalise(counts)
-    n_bits = 8 * int(pack_tables(frequencies)[1][-1]) + float(row_cost_bits(counts, frequencies).sum())
-    return frequencies, entropy_bits(counts.sum(axis=0)) - n_bits
+    packed = bytes((len(counts),)) + pack_tables(frequencies)[0].tobytes()
+    n_bits = 8 * len(packed) + float(row_cost_bits(counts, frequencies).sum())
+    return StreamTables(frequencies, table_of, packed), entropy_bits(counts.sum(axis=0)) - n_bits
 
 
 def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> EncodingPlan | None:
@@ -171,21 +172,19 @@ def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> EncodingPlan |
     context_of = np.zeros(2 * N_SCALES, np.uint8)
     context_of[used] = np.arange(len(used))
     planes, saved = [], 0.0
-    for counts in found.planes:
-        own, gain = _tables(counts) if counts.any(axis=1).all() else (_NO_TABLE, 0)
-        if gain > 0:
-            planes.append(StreamTables(own, used // N_SCALES))
-            saved += gain
-        else:  # what names one table for all contexts is coded without contexts
-            planes.append(StreamTables(_NO_TABLE, np.zeros(len(used), np.int64)))
+    for counts in found.planes:  # what names one table for all contexts is coded without contexts
+        own, gain = StreamTables(_NO_TABLE, np.zeros(len(used), np.int64)), 0.0
+        if counts.any(axis=1).all() and (better := _tables(counts, used // N_SCALES))[1] > 0:
+            own, gain = better
+        planes.append(own)
+        saved += gain
     scales = found.scales[used]
-    own, gain = _tables(scales)
+    own, gain = _tables(scales, np.arange(len(used)))
     saved += gain - entropy_bits(np.bincount(found.labels, minlength=256))
     if saved < MIN_GAIN * entropy_bits(scales.sum(axis=0)):
         return None
-    planes.append(StreamTables(own, np.arange(len(used))))
     rule = Block(len(used), size, context_of[found.labels])
-    plan = planes_plan(exact_plan(dtype).mode, (rule,), tuple(planes))
+    plan = planes_plan(exact_plan(dtype).mode, (rule,), (*planes, own))
     return EncodingPlan(plan, by_table=tuple((*part.planes, part.scales[used]) for part in parts))
 
 
