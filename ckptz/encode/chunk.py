@@ -190,17 +190,17 @@ def _encode_planes(
     base = sources.base_patterns() if plan.predictor is Predictor.BASE else decoded
     if encoding.is_sparse and (changes := encode_changes(decoded, base, plan, source.dtype)) is not None:
         return changes, decoded, deviation
-    mode = kernel_mode(plan.mode, source.dtype)
+    batch = Batch(source.dtype, [decoded], [base])
     if not plan.rules:
-        streams = encode_streams(cpu().split_planes(decoded, base, mode))
+        [streams] = batch.streams(plan.mode)
     elif not encoding.by_table:
         labels = labels_of(plan.rules, sources, header.row_patterns)
-        streams = _encode_codes(cpu().transform(decoded, base, mode), encoding, labels)
+        streams = _encode_codes(batch.transformed(plan.mode), encoding, labels)
     else:
         runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns)
         assert runs is not None  # they were counted
         by_table = encoding.by_table[sources.begin // CHUNK_VALUES]
-        streams = encode_by_runs(cpu().split_planes(decoded, base, mode), runs, plan.tables, by_table)
+        streams = encode_by_runs([*batch.planes(plan.mode)], runs, plan.tables, by_table)
     return streams, decoded, deviation
 
 
@@ -237,7 +237,10 @@ Encoded = tuple[EncodingPlan, EncodedChunk]
 
 
 class Batch:
-    """Tensors of one dtype, none empty: the patterns of each, and of the bases that all or none have."""
+    """Tensors of one dtype, or one chunk of a large one, to be coded together; none is empty.
+
+    It has the patterns of each, and of the bases that all or none have.
+    """
 
     def __init__(self, dtype: DType, patterns: Sequence[Patterns], bases: Sequence[Patterns]) -> None:
         self.dtype, self.patterns, self.bases = dtype, patterns, bases
@@ -292,21 +295,20 @@ class Batch:
             cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
         return found
 
-    def parts(self, planes: Bytes) -> list[Bytes]:
-        """Cut planes [n_planes, n] into streams: all planes of one tensor, and then of the next."""
-        columns = [cut(plane, self.ends) for plane in planes]
-        return [part for parts in zip(*columns, strict=True) for part in parts]
-
-    def chunks(self, streams: Sequence[Stream]) -> list[EncodedChunk]:
-        """Give the chunk of each tensor from its streams, in the order of `parts`."""
-        n = self.dtype.pattern_bytes
-        return [encoded_chunk(streams[n * k : n * k + n], own) for k, own in enumerate(self.patterns)]
+    def streams(self, mode: PlaneMode) -> list[list[Stream]]:
+        """Code the planes of each tensor, without contexts."""
+        columns, n = [cut(plane, self.ends) for plane in self.planes(mode)], self.dtype.pattern_bytes
+        coded = encode_streams([part for parts in zip(*columns, strict=True) for part in parts])
+        return [coded[i : i + n] for i in range(0, len(coded), n)]
 
 
 def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
     """Encode tensors by a plan without contexts."""
-    encoding, streams = EncodingPlan(plan), encode_streams(batch.parts(batch.planes(plan.mode)))
-    return [(encoding, chunk) for chunk in batch.chunks(streams)]
+    encoding, streams = EncodingPlan(plan), batch.streams(plan.mode)
+    return [
+        (encoding, encoded_chunk(own_streams, own))
+        for own, own_streams in zip(batch.patterns, streams, strict=True)
+    ]
 
 
 def encode_by_contexts(batch: Batch, mode: PlaneMode) -> list[Encoded]:
