@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ckptz.encode.encoding_plan import EncodingPlan
 from ckptz.format.context_rules import MIN_RUN, Block, Runs
@@ -68,9 +69,16 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> EncodingPlan 
         begin, end = bounds[0]
     n_runs = min(end - begin, max(SAMPLE_VALUES, size)) // size
     sample = source.patterns(begin, begin + n_runs * size)
-    exponents = cpu().magnitudes(sample)
-    lowest = _lowest(exponents, size)
-    if not _Measured.of(sample, size, lowest).gain > MIN_SAMPLE_GAIN or repeats(middle_of(exponents)):
+    # In numpy: where it says no, the kernel that measures the whole is not compiled.
+    exponents = (sample >> sample.dtype.type(8 * sample.itemsize - 9)).astype(np.uint8)
+    levels = (PER_OCTAVE * exponents.reshape(-1, size).mean(axis=1)).astype(np.int64)
+    lowest = int(np.median(levels)) - N_SCALES // 2
+    scales = np.clip(levels - lowest, 0, N_SCALES - 1).astype(np.uint8)
+    is_narrow = _is_narrow(sample, size)
+    is_mixed = is_narrow.any() and not is_narrow.all()
+    if not is_mixed and _gain(_count(exponents, scales, size, N_SCALES)) <= MIN_SAMPLE_GAIN:
+        return None
+    if repeats(middle_of(exponents)):
         return None
     found = [*run(lambda part: _Measured.of(source.patterns(*part), size, lowest), bounds)]
     return _plan(source.dtype, size, [part.where_it_pays() for part in found] if len(found) > 1 else found)
@@ -87,10 +95,19 @@ def _run_patterns(source: TensorSource) -> int | None:
     return size if piece >= MIN_RUN else None
 
 
-def _lowest(exponents: Bytes, size: int) -> int:
-    """Give the mean exponent, in parts of an octave, of scale 0, so that the median run is in the middle."""
-    means = PER_OCTAVE * exponents.reshape(-1, size).mean(axis=1)
-    return int(np.median(means)) - N_SCALES // 2
+def _is_narrow(patterns: Patterns, size: int) -> NDArray[np.bool_]:
+    """Tell of each run of `size` patterns whether its values seem to come from a narrower type."""
+    if patterns.itemsize == 2:  # the low byte has bits of the mantissa that any value has
+        return np.zeros(len(patterns) // size, np.bool_)
+    tested = patterns.reshape(-1, size)[:, :N_TESTED] & patterns.dtype.type(0x7F)
+    found: NDArray[np.bool_] = ~tested.any(axis=1)
+    return found
+
+
+def _gain(counts: Counts) -> float:
+    """Give the share of bits that contexts save, by counts of codes [n_contexts, 256]; tables not counted."""
+    *by_context, together = row_entropy_bits(np.vstack((counts, counts.sum(axis=0)))).tolist()
+    return 1 - sum(by_context) / together if together else 0.0
 
 
 def _count(codes: Bytes, labels: Bytes, size: int, n_contexts: int) -> Counts:
@@ -121,32 +138,19 @@ class _Measured:
         if len(patterns) > size and (rest := len(patterns) % size):
             return cls.of(patterns[:-rest], size, lowest) + cls.of(patterns[-rest:], rest, lowest)
         size, n_planes = min(size, len(patterns)), patterns.itemsize
-        planes, is_narrow = (
-            np.zeros((n_planes - 1, 2, 256), np.int64),
-            np.zeros(len(patterns) // size, np.bool_),
-        )
-        if n_planes > 2:  # of two bytes, the low one has bits of the mantissa that any value has
-            is_narrow = ~(patterns.reshape(-1, size)[:, :N_TESTED] & patterns.dtype.type(0x7F)).any(axis=1)
-            if is_narrow.any() and not is_narrow.all():
-                split = cpu().split_planes(patterns, patterns, ROTATED)
-                kinds = is_narrow.astype(np.uint8)
-                planes = np.array([_count(plane, kinds, size, 2) for plane in split[:-1]])
+        planes, is_narrow = np.zeros((n_planes - 1, 2, 256), np.int64), _is_narrow(patterns, size)
+        if is_narrow.any() and not is_narrow.all():
+            split = cpu().split_planes(patterns, patterns, ROTATED)
+            kinds = is_narrow.astype(np.uint8)
+            planes = np.array([_count(plane, kinds, size, 2) for plane in split[:-1]])
         labels = (N_SCALES * is_narrow).astype(np.uint8)
         return cls(
             labels, planning().scale_runs(patterns, size, PER_OCTAVE, lowest, N_SCALES, labels), planes
         )
 
-    @property
-    def gain(self) -> float:
-        """The share of the exponents' bits that contexts save, tables and labels not counted."""
-        if self.planes.any():
-            return 1.0
-        *by_scale, together = row_entropy_bits(np.vstack((self.scales, self.scales.sum(axis=0)))).tolist()
-        return 1 - sum(by_scale) / together if together else 0.0
-
     def where_it_pays(self) -> _Measured:
         """Give runs that save too little by their contexts the most frequent one, which needs no labels."""
-        if self.gain > MIN_GAIN:
+        if self.planes.any() or _gain(self.scales) > MIN_GAIN:
             return self
         total = self.scales.sum(axis=0)
         most, scales = int(self.scales.sum(axis=1).argmax()), np.zeros_like(self.scales)

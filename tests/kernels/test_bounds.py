@@ -109,7 +109,6 @@ CALLERS = {
         "encode/chunk.py",
         "methods/state.py",
         "encode/encoding_plan.py",
-        "encode/run_contexts.py",
     },
     "unpack_codes": {"encode/coded.py"},
     "unpack": {"wire/payload.py", "wire/state.py"},
