@@ -1,6 +1,4 @@
-"""What long work shares: threads with ordered work, a bounded number of results in flight and a bounded
-memory, and how it tells what it has done so far.
-"""
+"""Threads that map in order with few results in flight, a cache of the values used last, and progress."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Patched:
 
 @dataclass(slots=True)
 class _Edit:
-    """What one chunk of a tensor becomes: patterns at positions, or a run of them from `begin`."""
+    """Patterns that one chunk of a tensor gets: at positions, or a run of them from `begin`."""
 
     name: str
     target: LiveTensor

@@ -1,6 +1,4 @@
-"""What conversions read, files and folders of all kinds by one call, and where they write: names of outputs,
-and what is not overwritten.
-"""
+"""Opens what conversions read, files and folders of all kinds, by one call, and names what they write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the optimizers of a state say of a rank's parts of its weights, and the share that all ranks follow.
+"""Finds the optimizer state of a rank's parts of its weights, and the share of moves that all ranks follow.
 
 torch.distributed.checkpoint gives a state flat names: "optimizer.state.layer.weight.exp_avg" beside
 "optimizer.param_groups.0.lr", or "optimizer.param_groups.layer.weight.lr" where the state was flattened
@@ -25,7 +25,7 @@ from ckptz.training.state import as_number, sampled_weights
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What an optimizer keeps of a parameter.
+    """Settings and state that an optimizer keeps of a parameter.
 
     Attributes:
         settings: of its group.

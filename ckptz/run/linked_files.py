@@ -291,7 +291,7 @@ def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
 
 
 def _is_no_checkpoint(path: Path) -> bool:
-    """Whether what cannot be read as a checkpoint is certainly none of ours."""
+    """Tell whether what cannot be read as a checkpoint is certainly none of ours."""
     try:
         if path.name.endswith(TEMPORARY_SUFFIX):  # somebody writes it, or was killed while doing so
             return time.time() - path.stat().st_mtime > ABANDONED_SECONDS

@@ -1,4 +1,4 @@
-"""What a search is asked for and what it says of how it went: budgets, limits, reports, and plans.
+"""Budgets and limits that a search is given, its report, and plans that repeat it.
 
 A plan is a small JSON file. It holds settings and nothing else: it never names code.
 
