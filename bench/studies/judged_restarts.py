@@ -68,7 +68,7 @@ class _Run:
 def _losses(task: Task, model: torch.nn.Module) -> dict[str, Reading]:
     """Losses of single answers by slice."""
     return {
-        part: Reading("loss", task.answers(model, part)["loss"].double().numpy(), lower_is_better=True)
+        part: Reading("loss", task.answers(model, part)["loss"].double().cpu().numpy(), lower_is_better=True)
         for part in PARTS
     }
 

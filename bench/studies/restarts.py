@@ -11,6 +11,7 @@ full file included, against fp32 weights and the optimizer's tensors. Tasks:
     fine-tune    the end of the language run goes on with the docstrings of the same files: AdamW with
                  b2 = 0.999, rate 3e-4 falling to 0, 10 checkpoints 15 steps apart, 9 restarts
     foreign      the same with another language, the C++ headers that torch brings with it
+    headers      the language run itself, from the start, on these headers
 
 Seeds above 0 disturb the first state by a hundredth of each tensor's spread, of the exact run as well; the
 row "disturbed, exact" is the end of that exact run against that of seed 0, so what chance alone does. Rows
@@ -37,8 +38,19 @@ from torch import Tensor
 
 from bench.core.measure import CACHE, cpu_seconds, machine, parser_of, save_facts, save_rows
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
-from bench.studies.tasks import GPT, HELD_OUT, SEARCH, Batch, Task, image, language
+from bench.studies.tasks import (
+    GPT,
+    HELD_OUT,
+    SEARCH,
+    Batch,
+    Task,
+    image,
+    language,
+    text_batch,
+    text_slices,
+)
 from bench.studies.training import (
+    DEVICE,
     FAILURES,
     N_CHECKPOINTS,
     N_THREADS,
@@ -89,6 +101,8 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, from the base": Arm(config=Grid(), from_base=True),
     "grid, all steps halved": Arm(config=Grid().scaled(0.5)),
     "grid, step 0.5": Arm(config=grid(0.5)),
+    "grid, full files 0.25": Arm(config=Grid(full_step=0.25)),
+    "grid, full files 0.15": Arm(config=Grid(full_step=0.15)),
     "grid, first 0.25": Arm(config=grid(1.0, first=0.25)),
     "grid, first 0.1": Arm(config=grid(1.0, first=0.1)),
     "grid, step 2": Arm(config=grid(2.0)),
@@ -191,6 +205,16 @@ def _tuning_slices(texts: Texts, part: str) -> tuple[Batch, ...]:
     return tuple((tokens[:, :-1], tokens[:, 1:]) for tokens in found)
 
 
+def on_headers() -> Task:
+    """The language run on C++ headers."""
+    return replace(
+        language(),
+        name="headers",
+        batch=lambda step: text_batch(headers()[0], step),
+        slices=functools.cache(lambda part: text_slices(headers()[1], part)),
+    )
+
+
 def _tuning_rate(step: int) -> float:
     return FINE_TUNE_RATE * max(0.0, 1 - step / (FINE_TUNE_EVERY * (FINE_TUNE_CHECKPOINTS + 1)))
 
@@ -229,6 +253,7 @@ def toy() -> Plan:
 
 PLANS: Final = {
     "language": lambda: Plan(language()),
+    "headers": lambda: Plan(on_headers()),
     "image": lambda: Plan(image()),
     "fine-tune": fine_tune,
     "foreign": lambda: fine_tune("foreign", headers),
@@ -327,7 +352,7 @@ def saver_of(folder: Path, trainer: Trainer, arm: Arm, plan: Plan) -> Checkpoint
 
 def _budget(task: Task, drop: float) -> Budget:
     """A budget of the losses of single answers, on the slice of searches; `drop` is a share of their mean."""
-    model = task.model()
+    model = task.model().to(DEVICE)
 
     def measured(state: Mapping[str, Tensor]) -> Tensor:
         model.load_state_dict({name: state[name] for name in model.state_dict()})

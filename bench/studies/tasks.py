@@ -75,7 +75,7 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Mean cross entropy of a batch in nats."""
-        inputs, targets = batch
+        inputs, targets = placed(batch, model)
         return functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
     def evaluate(self, model: nn.Module, part: str, n_batches: int | None = None) -> Quality:
@@ -90,12 +90,19 @@ class Task:
         """Loss of each answer, and 1 or 0 for right or wrong, [n], by fields of `Quality`; see `evaluate`."""
         model.eval()
         found: dict[str, list[Tensor]] = {"loss": [], "accuracy": []}
-        for inputs, targets in self.slices(part)[:n_batches]:
+        for batch in self.slices(part)[:n_batches]:
+            inputs, targets = placed(batch, model)
             logits, wanted = model(inputs).flatten(0, -2), targets.flatten()
             found["loss"].append(functional.cross_entropy(logits, wanted, reduction="none"))
             found["accuracy"].append(logits.argmax(1) == wanted)
         model.train()
         return {name: torch.cat(values) for name, values in found.items()}
+
+
+def placed(batch: Batch, model: nn.Module) -> Batch:
+    """Move a batch to where a model is."""
+    device = next(model.parameters()).device
+    return batch[0].to(device), batch[1].to(device)
 
 
 def warmup_cosine(peak: float, n_warmup: int, n_steps: int) -> Callable[[int], float]:
@@ -125,15 +132,14 @@ def _pair(tokens: Tensor) -> Batch:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def _text_batch(step: int) -> Batch:
-    source = batches(_texts()[0], batch=GPT_BATCH, context=GPT.context, seed=DATA_SEED, start=step)
+def text_batch(text: Tensor, step: int) -> Batch:
+    """The batch of a training step on a text."""
+    source = batches(text, batch=GPT_BATCH, context=GPT.context, seed=DATA_SEED, start=step)
     return _pair(next(source))
 
 
-@functools.cache
-def _text_slices(part: str) -> tuple[Batch, ...]:
+def text_slices(text: Tensor, part: str) -> tuple[Batch, ...]:
     """Each slice is one half of the validation files, so the second shares no file but one with the first."""
-    text = _texts()[1]
     half = len(text) // 2
     own = text[:half] if part == SEARCH else text[half:]
     source = batches(own, batch=GPT_EVAL_BATCH, context=GPT.context, seed=7)
@@ -155,8 +161,8 @@ def language() -> Task:
         model=TinyGPT,
         optimizer=_adamw,
         rate=warmup_cosine(1e-3, 100, 3880),
-        batch=_text_batch,
-        slices=_text_slices,
+        batch=lambda step: text_batch(_texts()[0], step),
+        slices=functools.cache(lambda part: text_slices(_texts()[1], part)),
     )
 
 

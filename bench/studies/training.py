@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from ckptz.hooks import SensitivityTracker
 VERSION: Final = 1  # of the runs: a change makes cached checkpoints stale
 N_CHECKPOINTS: Final = 14
 N_THREADS: Final = 1  # of one process: two of them side by side do more than one with two threads
+DEVICE: Final = os.environ.get("CKPTZ_STUDY_DEVICE", "cpu")  # where models are trained: "cuda" is another
 N_FAILURES: Final = 10
 # They cut the time from the first checkpoint to the last into equal parts; each restarts from the one before.
 FAILURES: Final = tuple((i + 1) * (N_CHECKPOINTS - 1) // (N_FAILURES + 1) for i in range(N_FAILURES))
@@ -45,7 +47,7 @@ class Trainer:
     def __init__(self, task: Task, state: State | None = None) -> None:
         torch.manual_seed(MODEL_SEED)
         self.task = task
-        self.model = task.model()
+        self.model = task.model().to(DEVICE)
         self.optimizer = task.optimizer(self.model)
         self.step = 0
         self.gradients = SensitivityTracker(self.model)
@@ -57,7 +59,8 @@ class Trainer:
         self.step = int(state["step"])
         self._set_rate()
         for name, parameter in self.model.named_parameters():
-            own = {m: state[f"optimizer.{name}.{m}"].clone() for m in self.task.moments}
+            moments = {m: state[f"optimizer.{name}.{m}"] for m in self.task.moments}
+            own = {m: tensor.to(parameter.device, copy=True) for m, tensor in moments.items()}
             self.optimizer.state[parameter] = {"step": torch.tensor(float(self.step)), **own}
 
     def _set_rate(self) -> None:
@@ -75,11 +78,13 @@ class Trainer:
             self.step += 1
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the whole state by name."""
-        tensors = {f"model.{name}": tensor.clone() for name, tensor in self.model.state_dict().items()}
+        """A copy of the whole state by name, in host memory."""
+        live = self.model.state_dict().items()
+        tensors = {f"model.{name}": tensor.to("cpu", copy=True) for name, tensor in live}
         for name, parameter in self.model.named_parameters():
             for moment in self.task.moments:
-                tensors[f"optimizer.{name}.{moment}"] = self.optimizer.state[parameter][moment].clone()
+                found = self.optimizer.state[parameter][moment]
+                tensors[f"optimizer.{name}.{moment}"] = found.to("cpu", copy=True)
         tensors["step"] = torch.tensor(self.step)
         return tensors
 

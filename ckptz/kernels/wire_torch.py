@@ -291,16 +291,23 @@ def unpack_rows(planes: Tensor, widths: Tensor, row: int) -> Tensor:
 # --- arithmetic of the per-link state -----------------------------------------------------------
 
 
+def _with_nan_of(found: Tensor, *operands: Tensor) -> Tensor:
+    """Give an operand's NaN, quiet, as processors do; GPUs make one NaN of all. The first counts."""
+    for operand in reversed(operands):
+        found = torch.where((operand & 0x7FFFFFFF) > 0x7F800000, operand | 0x400000, found)
+    return found
+
+
 def add(a: Tensor, b: Tensor) -> Tensor:
-    return (a.view(torch.float32) + b.view(torch.float32)).view(torch.int32)
+    return _with_nan_of((a.view(torch.float32) + b.view(torch.float32)).view(torch.int32), a, b)
 
 
 def subtract(a: Tensor, b: Tensor) -> Tensor:
-    return (a.view(torch.float32) - b.view(torch.float32)).view(torch.int32)
+    return _with_nan_of((a.view(torch.float32) - b.view(torch.float32)).view(torch.int32), a, b)
 
 
 def scale(a: Tensor, factor: float) -> Tensor:
-    return (a.view(torch.float32) * float(np.float32(factor))).view(torch.int32)
+    return _with_nan_of((a.view(torch.float32) * float(np.float32(factor))).view(torch.int32), a)
 
 
 def saturate(patterns: Tensor, largest: float) -> Tensor:

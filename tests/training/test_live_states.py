@@ -205,7 +205,8 @@ def test_a_restore_that_cannot_be_changes_nothing(
     with monkeypatch.context() as patch:
         if how == "cuda":
             patch.setattr(torch.cuda, "is_initialized", lambda: True)
-            patch.setattr(torch.cuda, "get_rng_state_all", lambda: [torch.zeros(16, dtype=torch.uint8)])
+            states = [torch.zeros(16, dtype=torch.uint8)] * (torch.cuda.device_count() + 1)
+            patch.setattr(torch.cuda, "get_rng_state_all", lambda: states)
         if how != "raises":
             del extra["refuses"]
         with Checkpointer(tmp_path, run.model, run.optimizer, extra=extra, background=False) as checkpointer:

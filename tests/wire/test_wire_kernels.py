@@ -56,6 +56,21 @@ def test_quantizers_agree(name: str, block: int, seed: int | None) -> None:
             assert np.array_equal(values, from_torch(on_torch, np.uint32))
 
 
+def test_sums_with_a_nan_are_that_nan() -> None:
+    a = np.array([0x7FC00001, 0xFFA00002, 0x3F800000, 0x7F800003, 0x3F800000, 0x7F800000], np.uint32)
+    b = np.array([0x3F800000, 0x7F800000, 0xFFC00004, 0xBF800000, 0x40000000, 0x3F800000], np.uint32)
+    nan = [0x7FC00001, 0xFFE00002, 0xFFC00004, 0x7FC00003]
+    for device in devices():
+        x, y = to_torch(a, device), to_torch(b, device)
+        for found, last in (
+            (wire_torch.add(x, y), [0x40400000, 0x7F800000]),
+            (wire_torch.subtract(x, y), [0xBF800000, 0x7F800000]),
+        ):
+            assert from_torch(found, np.uint32).tolist() == nan + last
+        scaled = from_torch(wire_torch.scale(x, 0.5), np.uint32).tolist()
+        assert scaled == [*nan[:2], 0x3F000000, nan[3], 0x3F000000, 0x7F800000]
+
+
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("name", ["normal", "wide", "equal", "huge", "one"])
 def test_no_value_moves_by_more_than_half_a_step(name: str, bits: int) -> None:
