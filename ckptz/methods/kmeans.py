@@ -60,6 +60,7 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "prune_by": ("magnitude", "sensitivity"),
     "protect_by": ("magnitude", "sensitivity", "either"),
 }
+FINER: Final = (64, 255)  # levels, where no setting of a search keeps its budget; without loss is 26 bits
 SEARCHED: Final = ("levels", "prune", "protect", "prune_by", "protect_by", "protect_as")
 
 
@@ -382,6 +383,11 @@ class KMeans(Method):
             Cube(template=replace(paper, prune_by=name), axes=axes, name=name)
             for name in wanted or ["magnitude"]
         )
+
+    def finer(self) -> tuple[Self, ...]:
+        """Give more levels, and no pruning."""
+        template = replace(self, prune=0.0, layer_prune=(), embedding_levels=None)
+        return tuple(replace(template, levels=levels) for levels in FINER)
 
     @property
     def cube_name(self) -> str:

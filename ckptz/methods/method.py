@@ -224,6 +224,10 @@ class Method:
         del names, layer_types, is_ranked
         return (Cube(template=self, axes=self.axes),)
 
+    def finer(self) -> tuple[Self, ...]:
+        """Give settings milder than all of the cubes, the smallest first; a search tries them last."""
+        return ()
+
     @property
     def cube_name(self) -> str:
         """Name of the cube that these settings stand in; empty where there is one alone."""

@@ -22,7 +22,7 @@ from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
-from ckptz.search.budget import ALLOWED, Budget, Judgement, Limit, Reading, check_consistent, judge
+from ckptz.search.budget import Budget, Judgement, Limit, Reading, check_consistent, judge
 from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
 from ckptz.state.arrays import framework
 from ckptz.store.resolve import open_checkpoint, open_file
@@ -232,9 +232,9 @@ class Yardstick:
         allowed = limit.in_units(exact)
         beside: dict[str, Any] = {"is_relative": False, "exact": 0.0}
         if judged.changes is not None:
-            measured = judged.changes * (exact.value if limit.is_relative else 1.0)
+            in_units = exact.value if limit.is_relative else 1.0
             beside |= {"metric": f"{found.metric}{CHANGES}{found.unit}", "lower_is_better": True}
-            beside |= {"max_drop": ALLOWED * allowed, "measured": measured}
+            beside |= {"max_drop": judged.most_changes * in_units, "measured": judged.changes * in_units}
             yield msgspec.structs.replace(record, **beside)
         if self.per_step is not None:
             lost = (found.value - exact.value) / self.per_step

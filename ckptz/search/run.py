@@ -32,6 +32,7 @@ from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     CLOSE_LATER,
     MAX_LATER,
+    Finer,
     Guided,
     Neighbourhood,
     OneKnob,
@@ -196,9 +197,13 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
     for name, tensor in ready.job.tensors.items():
         base = matching_base(tensor, ready.job.bases.get(name))
         tensors_to_encode[name] = TensorToEncode(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
-    configs = list(dict.fromkeys(cube.config(point) for cube in cubes for point in cube.points))
+    finer = template.finer()
+    others = (*finer, parent) if parent is not None else finer
+    points = (cube.config(point) for cube in cubes for point in cube.points)
+    configs = list(dict.fromkeys([*points, *others]))
     predict = predicted_sizes(tensors_to_encode, ready.roles, configs, run).__getitem__
-    stages: list[Strategy] = [Guided(cubes=cubes, predict=predict)]
+    guided = Guided(cubes=cubes, predict=predict, n_left=len(finer))
+    stages: list[Strategy] = [guided, Finer(configs=finer)]
     if parent is not None:
         keeps = options.restores > 0
         stages.insert(0, Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps))

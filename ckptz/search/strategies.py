@@ -41,7 +41,7 @@ Try = Callable[[Method, str], Outcome]
 
 # Each has a name, which is reported with a trial, and `propose(history)`: what to try next after all that was
 # tried, in order, by other strategies too; None if nothing is left to learn.
-Strategy: TypeAlias = "Guided | Neighbourhood | OneKnob"
+Strategy: TypeAlias = "Guided | Neighbourhood | Finer | OneKnob"
 
 
 def best_of(history: History) -> Outcome | None:
@@ -98,6 +98,7 @@ class Guided:
 
     cubes: Sequence[Cube]  # what is searched
     predict: Predict  # bytes of a configuration's file
+    n_left: int = 0  # trials that are left to others if nothing has kept the budget
     name: str = "guided"
 
     @functools.cached_property
@@ -106,14 +107,15 @@ class Guided:
 
     def propose(self, history: History) -> Method | None:
         points, best = self._points, best_of(history)
-        if len(history) >= ENOUGH:
+        most = ENOUGH - (self.n_left if best is None else 0)
+        if len(history) >= most:
             return None
         open_ = np.ones(len(points.configs), np.bool_)
         for outcome in history:
             self._exclude(points, open_, outcome)
         if open_.any():
             left = np.flatnonzero(open_)
-            if best is None and len(history) == ENOUGH - 1:
+            if best is None and len(history) == most - 1:
                 return points.configs[left[points.sizes[left].argmax()]]
             return points.configs[_middle(points, left)]
         return None if best is None else _beside(points, history, best)
@@ -222,7 +224,7 @@ class Neighbourhood:
             near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH)
             rest.update(map(cube.config, near))
         by_ratio = sorted(rest, key=lambda config: (self.predict(config), repr(config)))
-        kept = [self.parent] if self.keeps and self.parent in rest else []
+        kept = [self.parent] if self.keeps else []
         return list(dict.fromkeys([*kept, *same_knobs, *by_ratio]))
 
     def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
@@ -234,6 +236,18 @@ class Neighbourhood:
             for tried in broken
             if (other := _point_in(cube, tried)) is not None
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finer:
+    """Tries what is milder than the cubes, where nothing in them has kept the budget; the first wins."""
+
+    configs: Sequence[Method]  # the smallest first
+    name: str = "finer"
+
+    def propose(self, history: History) -> Method | None:
+        tried = {outcome.config for outcome in history}
+        return None if best_of(history) else next((c for c in self.configs if c not in tried), None)
 
 
 def _point_in(cube: Cube, config: Method) -> Point | None:

@@ -126,13 +126,14 @@ def test_changes_that_cancel_in_the_mean_use_the_budget_all_the_same() -> None:
 
 def test_a_mean_that_too_few_answers_tell_does_not_decide_and_the_changes_do() -> None:
     rng = np.random.default_rng(3)
-    apart = 0.25 * rng.standard_normal(64)
-    apart += 0.04 - apart.mean()  # 2 % of the mean, 1.3 standard errors
+    apart = 0.18 * rng.standard_normal(64)
+    apart += 0.04 - apart.mean()  # 2 % of the mean, 1.7 standard errors
     found = judged(np.full(64, 2.0), apart)
     assert found.change == pytest.approx(0.02)
     assert not found.is_resolved
     assert found.is_kept
-    assert found.used == pytest.approx((found.changes or 0) / 0.02)
+    assert found.used == pytest.approx((found.changes or 0) / 0.01)
+    assert not judged(np.full(64, 2.0), 1.2 * apart).is_kept  # held to the budget, not twice it
     assert found.n_wanted == pytest.approx(64 * ((found.error or 0) / 0.005) ** 2)
     many = judged(np.full(64 * 40, 2.0), np.tile(apart, 40))
     assert many.is_resolved
@@ -299,7 +300,8 @@ def test_a_search_by_single_losses_keeps_what_their_mean_lets_go(
     kept = next(t for t in by_losses.search.trials if t.config == by_losses.search.config)
     assert by_losses.stored_bytes > by_mean.stored_bytes
     [judgement] = kept.judgements
-    assert 0.01 < judgement.changes <= 0.02
+    assert not judgement.is_resolved
+    assert 0.005 < judgement.changes <= 0.01
     assert kept.drop == judgement.used
 
 
@@ -309,7 +311,7 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     mean, changes = inspect(output).quality
     assert (mean.metric, changes.metric) == ("loss", "loss_changes_by_token")
     assert (mean.max_drop, mean.is_relative) == (0.005, True)
-    assert changes.max_drop == pytest.approx(2 * 0.005 * mean.exact)
+    assert changes.max_drop == pytest.approx(0.005 * mean.exact)  # too few answers for the mean to decide
     assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
     assert 0 < changes.measured <= changes.max_drop
     what = "half the mean square of the changes of loss by token"
@@ -322,7 +324,7 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert said in ckptz("inspect", output).stdout
     assert said in ckptz("log", folder).stdout
     lines = [line for line in run.stderr.splitlines() if "ckptz: tried " in line]
-    assert all(" +- " in line and "single changes" in line and " of 1.00%" in line for line in lines)
+    assert all(" +- " in line and "single changes" in line and " of 0.50%" in line for line in lines)
 
 
 def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions: dict[str, Any]) -> None:
@@ -369,8 +371,9 @@ def test_what_restarts_cost_in_resumed_training_adds_up() -> None:
 def test_restores_divide_the_budget(folder: Path, functions: dict[str, Any]) -> None:
     once, often = (search(folder, functions["losses"], 0.05, restores=n) for n in (0, 5))
     mean, changes = often.search.quality if often.search is not None else ()
+    kept = next(t for t in often.search.trials if t.config == often.search.config).judgements[0]
     assert mean.max_drop == pytest.approx(0.025)
-    assert changes.max_drop == pytest.approx(0.05 * mean.exact)
+    assert changes.max_drop == pytest.approx((0.05 if kept.is_resolved else 0.025) * mean.exact)
     assert often.stored_bytes > once.stored_bytes
 
 

@@ -26,6 +26,7 @@ from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     ENOUGH,
     MAX_TRIALS,
+    Finer,
     Guided,
     Neighbourhood,
     Outcome,
@@ -195,6 +196,18 @@ def test_a_search_takes_twenty_trials_at_most_and_the_last_is_the_mildest() -> N
     )
     assert len(found) <= ENOUGH
     assert found[-1].is_feasible
+
+
+def test_what_is_milder_than_a_cube_is_tried_where_nothing_in_it_keeps_the_budget() -> None:
+    scene, finer = landscape(0), KMeans().finer()
+    for n_bad in range(len(finer) + 1):
+        used = dict.fromkeys(scene.used, 1.4) | {c: 2.0 if i < n_bad else 0.9 for i, c in enumerate(finer)}
+        other = replace(scene, used=used, sizes=scene.sizes | dict.fromkeys(finer, 1e9))
+        guided = Guided(cubes=(CUBE,), predict=scene.predict, n_left=len(finer))
+        found = other.search(guided, Finer(configs=finer))
+        assert len(found) <= ENOUGH
+        best = best_of(found)
+        assert (best and best.config) == (finer[n_bad] if n_bad < len(finer) else None)
 
 
 def test_where_nothing_keeps_the_budget_one_trial_can_tell() -> None:
