@@ -25,6 +25,7 @@ import functools
 import itertools
 import math
 import shutil
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from bench.core.measure import CACHE, cpu_seconds, machine, parser_of, save_facts, save_rows
+from bench.core.measure import CACHE, Row, cpu_seconds, machine, parser_of, save_rows
+from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
 from bench.studies.tasks import (
     GPT,
@@ -69,6 +71,7 @@ from ckptz.methods.state import MOMENTS
 Texts = Callable[[], tuple[Tensor, Tensor]]
 FINE_TUNE_RATE, FINE_TUNE_BATCH, FINE_TUNE_EVERY, FINE_TUNE_CHECKPOINTS = 3e-4, 16, 15, 10
 KEEP_ALL: Final = KeepPolicy(last=None, exact=0)
+DISTURBED: Final = "disturbed, exact"
 FINE: Final = 1 / 32  # of a step: far below what could be measured
 
 
@@ -370,7 +373,7 @@ def rows_of(plan: Plan, arms: Sequence[str], seed: int, *, only_known: bool) -> 
         return
     exact = exact_end(plan, seed)
     if seed:
-        yield _row(plan, "disturbed, exact", seed, exact, exact_end(plan, 0))
+        yield _row(plan, DISTURBED, seed, exact, exact_end(plan, 0))
     for name in arms:
         if not only_known or _path(plan, name, seed).exists():
             yield _row(plan, name, seed, arm_end(plan, name, seed), exact)
@@ -400,6 +403,32 @@ def _row(
     return row | {"n_restarts": found.get("n_restarts", 0)}
 
 
+def by_seed(rows: Sequence[Row]) -> Iterator[Row]:
+    """Give one row for each task and arm, with the figures of all seeds."""
+    for (task, arm), found in itertools.groupby(rows, key=lambda row: (row["task"], row["arm"])):
+        own = list(found)
+        is_run = bool(own[0]["n_restarts"])
+
+        def each(name: str, form: str, rows: Sequence[Row] = own) -> str:
+            return " / ".join(format(row[name], form) for row in rows)
+
+        def mean(name: str, rows: Sequence[Row] = own) -> float:
+            return statistics.mean(float(str(row[name])) for row in rows)
+
+        yield {
+            "run": task,
+            "arm": arm,
+            "seeds": ", ".join(str(row["seed"]) for row in own),
+            "smaller, with full files": f"{mean('state_ratio_with_full'):.1f}x" if is_run else "",
+            "deltas alone": f"{mean('state_ratio_of_deltas'):.1f}x" if is_run else "",
+            "restarts": own[0]["n_restarts"] or "",
+            "loss at the end, %": each("loss_change_percent, held out", "+.2f"),
+            "mean": f"{mean('loss_change_percent, held out'):+.2f}",
+            "other slice, %": each("loss_change_percent, search", "+.2f"),
+            "accuracy, points": each("accuracy_change_points", "+.2f"),
+        }
+
+
 def main() -> None:
     """Command line."""
     parser = parser_of(__doc__)
@@ -411,15 +440,18 @@ def main() -> None:
     given = parser.parse_args()
     torch.set_num_threads(N_THREADS)
     plans = [toy()] if given.quick else [PLANS[name]() for name in given.task]
-    rows = []
+    rows: list[Row] = []
     for plan in plans:
+        own = []
         found = (rows_of(plan, given.arm, seed, only_known=given.report) for seed in given.seeds)
         for row in itertools.chain.from_iterable(found):
-            rows.append(row)
-            print({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()}, flush=True)
+            own.append({key: round(v, 4) if isinstance(v, float) else v for key, v in row.items()})
+            print(own[-1], flush=True)
+        rows += sorted(own, key=lambda row: [DISTURBED, *given.arm].index(str(row["arm"])))
     if given.report:
         save_rows("restarts", rows)
-        save_facts("restarts", machine())
+        save_rows("restarts_by_seed", list(by_seed(rows)))
+        finish("restarts", machine())
 
 
 if __name__ == "__main__":

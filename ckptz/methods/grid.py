@@ -122,7 +122,7 @@ UNGUIDED_SHARE: Final = 0.5  # of the usual step, for weights of SGD; from bench
 FULL_SHARE: Final = 0.35  # of the step of deltas, for full files of runs that restart
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
-LEAST_MOVING: Final = 0.05  # of elements; see `_GridTensor.after`
+LEAST_MOVING: Final = 1 / 16  # of elements; see `_GridTensor.after`
 FINEST: Final = 1 / 64  # of a step
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
