@@ -46,8 +46,8 @@ BATCH, RATE, WARM_UP, EVERY, N_CHECKPOINTS, N_RESTARTS = 8, 2e-5, 20, 10, 20, 10
 CANDIDATES, N_SLICES = 64, {SEARCH: 1, HELD_OUT: 6}
 FAILURES: Final = tuple((i + 1) * (N_CHECKPOINTS - 1) // (N_RESTARTS + 1) for i in range(N_RESTARTS))
 ARMS: Final = {  # smaller than, loss change in percent, change of accuracy in points: at least, at most
-    "grid, default": ("state", 60, 0.5),
-    "grid, from the base": ("state", 60, 0.5),
+    "grid, default": ("state", 120, 0.3),
+    "grid, from the base": ("state", 335, 0.3),
     "grid, all steps halved": ("state", 60, 0.5),
     "k-means, 16 levels, weights": ("weights", 20, 1.0),
     "k-means, 32 levels, weights": ("weights", 20, 1.0),
