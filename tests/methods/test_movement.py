@@ -307,7 +307,8 @@ def test_jobs_and_reruns_change_no_byte(tmp_path: Path, config: Method) -> None:
 
 
 @pytest.mark.parametrize(
-    ("movement", "share"), [(0.2, 1), (0.07, 1), (0.03, 0.48), (0.015, 0.24), (0.001, 0.016), (0.0001, 1 / 64)]
+    ("movement", "share"),
+    [(0.2, 1), (0.07, 1), (0.03, 0.48), (0.015, 0.24), (0.001, 0.016), (0.0001, 1 / 64)],
 )
 def test_steps_are_finer_where_little_moves(tmp_path: Path, movement: float, share: float) -> None:
     config = Grid(purpose="resume")
