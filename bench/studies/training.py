@@ -5,7 +5,8 @@
 A checkpoint is a flat dict of tensors: `model.<name>` (parameters and buffers), `optimizer.<name>.<moment>`
 and `step`, which is also the position in the data. Training is a function of it alone: an exact restart gives
 the same bits on the same number of threads. Beside every checkpoint stand the averages of the
-gradients before it, in a file of their own. All of it is kept in bench/.cache/runs/TASK.
+gradients before it, in a file of their own. All of it is kept in bench/.cache/runs/TASK. Models are trained
+on the CPU, or where CKPTZ_STUDY_DEVICE says, such as "cuda".
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ckptz.hooks import SensitivityTracker
 VERSION: Final = 1  # of the runs: a change makes cached checkpoints stale
 N_CHECKPOINTS: Final = 14
 N_THREADS: Final = 1  # of one process: two of them side by side do more than one with two threads
-DEVICE: Final = os.environ.get("CKPTZ_STUDY_DEVICE", "cpu")  # where models are trained: "cuda" is another
+DEVICE: Final = os.environ.get("CKPTZ_STUDY_DEVICE", "cpu")  # where models are trained
 N_FAILURES: Final = 10
 # They cut the time from the first checkpoint to the last into equal parts; each restarts from the one before.
 FAILURES: Final = tuple((i + 1) * (N_CHECKPOINTS - 1) // (N_FAILURES + 1) for i in range(N_FAILURES))
