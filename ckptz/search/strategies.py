@@ -224,8 +224,13 @@ class Neighbourhood:
             near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH)
             rest.update(map(cube.config, near))
         by_ratio = sorted(rest, key=lambda config: (self.predict(config), repr(config)))
-        kept = [self.parent] if self.keeps else []
+        kept = [self.parent] if self.keeps and self._is_of_cubes() else []
         return list(dict.fromkeys([*kept, *same_knobs, *by_ratio]))
+
+    def _is_of_cubes(self) -> bool:
+        """Tell whether the parent differs from what the cubes hold along their axes alone."""
+        knobs = self.parent.knobs()
+        return any(cube.template.at(knobs) == self.parent.at(knobs) for cube in self.cubes)
 
     def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
         """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""

@@ -1,6 +1,7 @@
 """The judge: losses of single answers, what their changes say, and what an evaluation may not return."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ckptz.search.strategies import Neighbourhood, OneKnob
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz
-from tests.support.search_support import BOTH, CUBE
+from tests.support.search_support import BOTH, CUBE, TEMPLATE
 
 State = dict[str, torch.Tensor]
 ONE_PERCENT = Limit(0.01, True)
@@ -390,6 +391,10 @@ def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
     for keeps in (False, True):
         first = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, keeps=keeps).propose([])
         assert (first == parent) == keeps
+    finer, other = TEMPLATE.finer()[0], replace(parent, protect_by="magnitude")
+    for parent, is_first in ((finer, True), (other, False)):
+        near = Neighbourhood(parent=parent, cubes=(CUBE,), predict=lambda config: 1.0, keeps=True)
+        assert (near.propose([]) == parent) == is_first
 
 
 def test_a_grid_begins_at_the_very_step_of_its_base() -> None:
