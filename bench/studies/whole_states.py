@@ -133,7 +133,7 @@ def row_of(task: Task, name: str, found: Mapping[str, Any], training: float) -> 
     return {
         "method": name,
         "ratio": f"{raw * len(sizes) / sum(sizes):.1f}",
-        "full": f"{raw / sizes[0]:.1f}",
+        "full file": f"{raw / sizes[0]:.1f}",
         "deltas": f"{raw * (len(sizes) - 1) / sum(sizes[1:]):.1f}",
         **_cells(gaps),
         "encode, % of training": f"{spent:.1f}",
@@ -143,7 +143,7 @@ def row_of(task: Task, name: str, found: Mapping[str, Any], training: float) -> 
 def noise_row(task: Task, found: Mapping[str, list[float]]) -> Row:
     """The magnitude at each point."""
     gaps = [abs(gap_of(task, index, found[str(index)])) for index in POINTS]
-    blank = dict.fromkeys(("ratio", "full", "deltas"), "")
+    blank = dict.fromkeys(("ratio", "full file", "deltas"), "")
     return {"method": "noise, magnitude", **blank, **_cells(gaps), "encode, % of training": ""}
 
 
