@@ -85,7 +85,7 @@ Bounds = tuple[int, int]
 
 MIN_LOSSY_VALUES: Final = 32  # a map takes about as many bytes as this many elements
 MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
-SAMPLE_VALUES: Final = 1 << 16  # decides between predictions
+SAMPLE_VALUES: Final = 1 << 14  # decides between predictions
 FINE: Final = 1 / 8  # of the step of grids, for small tensors
 MOST_OF_SPREAD: Final = 1 / 8  # of the standard deviation of a small tensor, that a step may be
 LEAST_SIZE: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
