@@ -7,7 +7,7 @@ is judged pair by pair, by two numbers:
 
     change     of the mean, in either direction: at most the budget
     changes    half the mean square of the changes of single answers: at most ALLOWED times the budget, or
-               the budget itself where answers are too few for their mean to say anything
+               less, down to the budget itself, the less the mean can tell as answers are too few
 
 Both are shares of the exact mean where the budget is one. A mean over few answers cannot tell a good file
 from a bad one, as changes of single answers cancel in it by chance; their squares do not cancel. For losses
@@ -115,7 +115,7 @@ class Judgement:
     @property
     def most_changes(self) -> float:
         """Give the largest `changes` that the budget allows."""
-        return _most_changes(self.allowed, is_resolved=self.is_resolved)
+        return _most_changes(self.allowed, self.error or 0.0)
 
     @property
     def is_kept(self) -> bool:
@@ -167,15 +167,19 @@ def share_used(change: float, error: float, changes: float, allowed: float) -> f
     """Give the share of a budget that the larger of both numbers uses; not finite where one is not."""
     if not (math.isfinite(change) and math.isfinite(changes)):
         return math.inf
-    change, is_resolved = abs(change), not (math.isfinite(error) and error > RESOLVED * allowed)
-    if not is_resolved:
+    change, error = abs(change), error if math.isfinite(error) else 0.0
+    if error > RESOLVED * allowed:
         change = max(change - SURE * error, 0.0)
-    return max(_share(change, allowed), _share(changes, _most_changes(allowed, is_resolved=is_resolved)))
+    return max(_share(change, allowed), _share(changes, _most_changes(allowed, error)))
 
 
-def _most_changes(allowed: float, *, is_resolved: bool) -> float:
-    """Limit the second number. Alone it stands for the mean: the loss that it lets one expect is about it."""
-    return ALLOWED * allowed if is_resolved else allowed
+def _most_changes(allowed: float, error: float) -> float:
+    """Limit the second number, by the standard error of the mean.
+
+    Alone it stands for the mean: the loss that it lets one expect is about it. There is no jump where the
+    mean begins to decide: a search would take files whose error happens to be on the better side.
+    """
+    return allowed * max(ALLOWED * min(_share(RESOLVED * allowed, error), 1.0), 1.0)
 
 
 def _share(part: float, whole: float) -> float:
@@ -221,7 +225,7 @@ class Budget:
             exact state.
         max_drop: how far the mean may move, for better or worse: a share of the exact state's own if
             `relative`, which must be above 0. Half the mean square of the changes of single answers may be
-            twice that, and as much where the answers are too few for their mean to decide.
+            twice that, and less where the answers are too few for their mean to decide: as much, in the end.
         relative: False for an absolute difference, which values near zero require.
         lower_is_better: of a number; "loss", "accuracy", "kl" and "top1" know it themselves.
         metric: which value of the dict counts, where the quality returns several; of a number, "loss",

@@ -14,7 +14,7 @@ from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, ResumeProbe, c
 from ckptz.errors import ConfigError
 from ckptz.methods.method import Method
 from ckptz.pages import words
-from ckptz.search.budget import Judgement, Limit, Reading, judge
+from ckptz.search.budget import Judgement, Limit, Reading, judge, share_used
 from ckptz.search.run import SearchOptions
 from ckptz.search.strategies import Neighbourhood, OneKnob
 from ckptz.torch import load_file
@@ -139,6 +139,17 @@ def test_a_mean_that_too_few_answers_tell_does_not_decide_and_the_changes_do() -
     many = judged(np.full(64 * 40, 2.0), np.tile(apart, 40))
     assert many.is_resolved
     assert not many.is_kept
+
+
+@pytest.mark.parametrize(
+    ("error", "most"), [(0, 2), (0.5, 2), (0.51, 2 * 0.5 / 0.51), (0.75, 4 / 3), (1, 1), (9, 1)]
+)
+def test_single_changes_are_allowed_less_the_less_the_mean_can_tell(error: float, most: float) -> None:
+    found = Judgement(
+        metric="loss", unit="answer", n_values=9, allowed=0.02, is_relative=True, error=0.02 * error
+    )
+    assert found.most_changes == pytest.approx(0.02 * most)
+    assert share_used(0.0, 0.02 * error, 0.02, 0.02) == pytest.approx(1 / most)
 
 
 def test_a_mean_beyond_the_budget_by_more_than_chance_breaks_it_with_few_answers_too() -> None:
@@ -302,7 +313,7 @@ def test_a_search_by_single_losses_keeps_what_their_mean_lets_go(
     assert by_losses.stored_bytes > by_mean.stored_bytes
     [judgement] = kept.judgements
     assert not judgement.is_resolved
-    assert 0.005 < judgement.changes <= 0.01
+    assert 0.5 * judgement.most_changes < judgement.changes <= judgement.most_changes < 0.02
     assert kept.drop == judgement.used
 
 
@@ -374,7 +385,7 @@ def test_restores_divide_the_budget(folder: Path, functions: dict[str, Any]) -> 
     mean, changes = often.search.quality if often.search is not None else ()
     kept = next(t for t in often.search.trials if t.config == often.search.config).judgements[0]
     assert mean.max_drop == pytest.approx(0.025)
-    assert changes.max_drop == pytest.approx((0.05 if kept.is_resolved else 0.025) * mean.exact)
+    assert changes.max_drop == pytest.approx(kept.most_changes * mean.exact)
     assert often.stored_bytes > once.stored_bytes
 
 
