@@ -182,6 +182,11 @@ def _most_changes(allowed: float, error: float) -> float:
     return allowed * max(ALLOWED * min(_share(RESOLVED * allowed, error), 1.0), 1.0)
 
 
+def used_by_changes(judged: Judgement) -> float:
+    """Give the share of a budget that the changes of single answers use; infinite if they are not known."""
+    return math.inf if judged.changes is None else _share(judged.changes, judged.most_changes)
+
+
 def _share(part: float, whole: float) -> float:
     if whole:
         return part / whole

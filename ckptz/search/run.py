@@ -26,7 +26,7 @@ from ckptz.format.written import Written, amend_quality
 from ckptz.methods.lossless import LOSSLESS
 from ckptz.methods.method import Method
 from ckptz.parallel import Workers
-from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in
+from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in, used_by_changes
 from ckptz.search.evaluation import Judge, Readings, Scope, is_of_training, judge_of, opened_trial
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
@@ -186,7 +186,7 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
         if parent is None:
             return [first], None, 0
         # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
-        first = replace(first, start=parent.multiplier)
+        first = replace(first, start=parent.multiplier, draws=options.restores > 0)
         return [replace(first, most=MAX_LATER, close=CLOSE_LATER), first], None, 0
     lossy = ready.lossy(template)
     guides = [ready.guides[name] for name in lossy if name in ready.guides]
@@ -287,7 +287,8 @@ class Searcher:
 
     def _write(self, config: Method) -> Trial:
         """Write a trial; the first one stays open, as most of a training state comes out the same in all."""
-        plan = self.ready.plan(config, self.earlier)
+        draw = sum(report.config == asdict(config) for report in self.reports)
+        plan = self.ready.plan(config, self.earlier, draw)
         trial = write_trial(self.target, plan, self.run)
         self.last = trial
         if self.earlier is None:
@@ -306,7 +307,7 @@ class Searcher:
         evaluation_seconds = time.perf_counter() - written
         judgements = self.judge.judgements(readings)
         used = max(math.inf if one.used is None else one.used for one in judgements)
-        outcome = Outcome(config, used, trial.written.stored_bytes)
+        outcome = Outcome(config, used, trial.written.stored_bytes, max(map(used_by_changes, judgements)))
         report = TrialReport(
             config=asdict(config),
             strategy=strategy,

@@ -27,6 +27,7 @@ class Outcome:
     config: Method  # what was tried
     used: float  # share of the budget that is used; infinite if it could not be measured
     n_bytes: int  # size of the file
+    by_changes: float = math.inf  # share that the changes of single answers use; infinite if not measured
 
     @property
     def is_feasible(self) -> bool:
@@ -67,6 +68,22 @@ def run_stages(stages: Sequence[Strategy], try_one: Try, most: int | None = None
         if best_of(history) is not None:
             break
     return history
+
+
+DRAWS: Final = 3  # of the rounding of one configuration
+
+
+def _is_chance(history: History, config: Method) -> bool:
+    """Tell whether this alone was tried, and only its mean broke the budget, each time by another amount.
+
+    Where weights are rounded at random, errors of the first order move a mean up or down by chance. Another
+    draw may keep the budget at the same size, on the levels of the base, which other settings would leave.
+    """
+    return (
+        0 < len(history) < DRAWS
+        and all(one.config == config and one.by_changes <= FULL < one.used for one in history)
+        and len({one.used for one in history}) == len(history)
+    )
 
 
 # --- cubes --------------------------------------------------------------------------------------
@@ -204,7 +221,7 @@ class Neighbourhood:
     """
 
     parent: Method  # the previous checkpoint's configuration
-    keeps: bool = False  # try the parent's own settings first, with which its levels stay
+    keeps: bool = False  # try the parent's own settings first, with which its levels stay, and draw again
     cubes: Sequence[Cube]  # one for each prune metric
     predict: Predict  # bytes of a configuration's file
     name: str = "neighbourhood"
@@ -212,6 +229,8 @@ class Neighbourhood:
     def propose(self, history: History) -> Method | None:
         if best_of(history) is not None or len(history) >= MAX_TRIALS:
             return None
+        if self.keeps and _is_chance(history, self.parent):
+            return self.parent
         broken = [outcome.config for outcome in history]
         return next((config for config in self._ordered() if not self._is_excluded(config, broken)), None)
 
@@ -298,12 +317,15 @@ class OneKnob:
     start: float = 1.0  # the first multiplier to try
     most: int = MAX_FIRST  # trials, those of strategies before this one included
     close: float = CLOSE  # share of the budget that is near enough to it
+    draws: bool = False  # weights are rounded at random to the levels of a base
     name: str = "one-knob"
 
     def propose(self, history: History) -> Method | None:
         points = _Bracket.of(history)
         if len(history) >= self.most or points.is_done(self.close):
             return None
+        if self.draws and _is_chance(history, first := self.template.scaled(self.start)):
+            return first
         config = self.template.scaled(self._multiplier(points.next(math.log(self.start))))
         return None if any(outcome.config == config for outcome in history) else config
 

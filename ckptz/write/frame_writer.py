@@ -106,6 +106,7 @@ class FilePlan:
     guides: Mapping[str, SideInformation] = field(default_factory=dict)  # what planners may know, by name
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
     moves: Moves | None = None  # how weights are moved before they are coded
+    draw: int = 0  # of random rounding; by another one, no lossy frame is copied
     notes: dict[str, str] = field(default_factory=dict, init=False)  # on moves, by tensor
     _chunks: CachedChunks = field(init=False)
     _shared: EncodingPlans = field(init=False)
@@ -120,6 +121,8 @@ class FilePlan:
     def prepare(self, run: MapFunction) -> dict[str, FrameSource]:
         """Move weights and measure what several plans depend on; gives the frames to copy, by name."""
         settled = {} if self.earlier is None else self.earlier.settled(self.recipes)
+        if self.draw:
+            settled = {name: frame for name, frame in settled.items() if not self.recipes[name].is_lossy}
         if self.moves is not None:
             self._move(self.moves, run)
         self._measure(run)
@@ -198,7 +201,8 @@ class FilePlan:
         run: MapFunction = map,
     ) -> TensorToEncode:
         guide, against = self.guides.get(name, NO_SIDE_INFORMATION), self.record.base
-        seed = xxh64(f"{'' if against is None else against.content_id}\n{name}".encode()) & 0xFFFFFFFF
+        key = f"{'' if against is None else against.content_id}\n{name}{self.draw or ''}"
+        seed = xxh64(key.encode()) & 0xFFFFFFFF
         return TensorToEncode(self.tensors[name], base, guide, context_tensors, run, seed, self._movement)
 
     def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:

@@ -61,11 +61,17 @@ class Prepared:
         """Name the tensors of the file that may come back changed under a configuration."""
         return [name for name, recipe in self._recipes(config).items() if recipe.is_lossy]
 
-    def plan(self, config: Method, earlier: Earlier | None = None) -> FilePlan:
-        """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`."""
+    def plan(self, config: Method, earlier: Earlier | None = None, draw: int = 0) -> FilePlan:
+        """Choose what becomes of each tensor under a configuration; frames are copied from `earlier`.
+
+        Args:
+            config: the configuration.
+            earlier: a file of the same job.
+            draw: of random rounding.
+        """
         moves = None if self.job.momentum is None else self.job.momentum.moves(self.trained)
         tensors, recipes = dict(self.job.tensors), self._recipes(config)
-        return FilePlan(tensors, self.job, recipes, self.roles, self.guides, earlier, moves)
+        return FilePlan(tensors, self.job, recipes, self.roles, self.guides, earlier, moves, draw)
 
     def _recipes(self, config: Method) -> dict[str, Recipe]:
         return config.recipes(self.job.tensors, self.roles, self.job.trained)

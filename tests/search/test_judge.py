@@ -1,5 +1,6 @@
 """The judge: losses of single answers, what their changes say, and what an evaluation may not return."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from ckptz.methods.method import Method
 from ckptz.pages import words
 from ckptz.search.budget import Judgement, Limit, Reading, judge, share_used
 from ckptz.search.run import SearchOptions
-from ckptz.search.strategies import Neighbourhood, OneKnob
+from ckptz.search.strategies import Neighbourhood, OneKnob, Outcome
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz
@@ -432,6 +433,64 @@ def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Pa
     assert report.search.trials[0].config["levels"] == 8
     back = load_file(folder / "next.ckptz")["head.weight"] - base
     assert float((back * moved).sum() / moved.square().sum()) == pytest.approx(1, abs=0.2)
+
+
+PARENT = CUBE.config((2, 1, 1, 0))
+SECOND = Neighbourhood(parent=PARENT, cubes=(CUBE,), predict=lambda config: 1.0, keeps=True)
+THIRD = OneKnob(template=Grid(moments=None), start=0.8, draws=True)
+
+
+@pytest.mark.parametrize(
+    ("broken", "again"),
+    [
+        ([(1.4, 0.7)], True),
+        ([(1.4, 0.7), (2.1, 0.6)], True),
+        ([(1.4, 0.7), (1.4, 0.7)], False),  # nothing was drawn: the same file
+        ([(1.4, 0.7), (2.1, 0.6), (1.1, 0.7)], False),
+        ([(1.4, 1.4)], False),
+        ([(1.4, math.inf)], False),
+    ],
+)
+@pytest.mark.parametrize("strategy", [SECOND, THIRD], ids=["neighbourhood", "one-knob"])
+def test_rounding_is_drawn_again_where_it_alone_broke_the_mean(
+    strategy: Any, broken: list[tuple[float, float]], again: bool
+) -> None:
+    first = strategy.propose([])
+    history = [Outcome(first, used, 9, by_changes) for used, by_changes in broken]
+    assert (strategy.propose(history) == first) == again
+    never = replace(strategy, **{"keeps" if strategy is SECOND else "draws": False})
+    assert never.propose(history) != first
+
+
+def test_a_file_is_drawn_again_at_the_settings_of_its_base(folder: Path) -> None:
+    settings = Grid(purpose="resume")
+    compress(folder / "model.safetensors", folder / "base.ckptz", config=settings, jobs=1)
+    base = load_file(folder / "base.ckptz")["head.weight"]
+    moved = base + 0.01 * torch.randn(base.shape, generator=torch.Generator().manual_seed(2))
+    save_plain({"head.weight": moved}, folder / "next.safetensors")
+    look = torch.randn(base.shape, generator=torch.Generator().manual_seed(3))
+    found: list[float] = []
+
+    def losses(state: State) -> torch.Tensor:
+        found.append(float((look * (state["head.weight"] - moved)).sum()))
+        return 9 + torch.full((64,), found[-1])  # the rounding moves all answers alike
+
+    def searched(drop: float) -> CompressReport:
+        found.clear()
+        asked = SearchOptions(budgets=(Budget(losses, drop, relative=False),), restores=2)
+        given = {"base": folder / "base.ckptz", "search": asked, "jobs": 1, "force": True}
+        (report,) = compress(folder / "next.safetensors", folder / "next.ckptz", **given)
+        return report
+
+    searched(100.0)
+    first = next(filter(None, found))
+    report = searched(2 * 0.99 * abs(first))  # of which each restart may use half
+    trials = report.search.trials
+    assert trials[0].config == trials[1].config
+    assert trials[0].values != trials[1].values
+    assert not trials[0].is_feasible
+    state = load_file(folder / "next.ckptz")
+    assert report.search.quality[0].measured == pytest.approx(float(losses(state).mean()), abs=1e-5)
 
 
 @pytest.mark.parametrize(("restores", "allowed"), [(None, 0.05), (5, 0.025)])
