@@ -49,7 +49,7 @@ _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, 
 ALLOWED: Final = 2.0  # of the budget, for half the mean square: see docs/search.md
 RESOLVED: Final = 0.5  # of the budget: with a larger standard error the mean does not decide
 # Restarts that share a budget at most: training undoes most of a loss before the next; see docs/search.md.
-HEALED: Final = 2
+HEALED: Final = 3
 SURE: Final = 3.0  # standard errors: a change beyond the budget by more is no chance, however few the answers
 
 
@@ -80,6 +80,7 @@ class Limit:
 
     max_drop: float
     is_relative: bool
+    sharing: int = 1  # what the limit of single changes is divided by
 
     def in_units(self, exact: Reading) -> float:
         """Give the limit in the unit of the value."""
@@ -99,6 +100,7 @@ class Judgement:
         change: of the mean; above 0 is worse. None where a value is not finite.
         error: the standard error of `change`, or None.
         changes: half the mean square of the changes of single values, or None.
+        sharing: restarts that share what is allowed of `changes`.
         used: share of the budget that is used; at most 1 keeps it. None where it is not finite.
     """
 
@@ -110,12 +112,13 @@ class Judgement:
     change: float | None = None
     error: float | None = None
     changes: float | None = None
+    sharing: int = 1
     used: float | None = None
 
     @property
     def most_changes(self) -> float:
         """Give the largest `changes` that the budget allows."""
-        return _most_changes(self.allowed, self.error or 0.0)
+        return _most_changes(self.allowed, self.error or 0.0) / self.sharing
 
     @property
     def is_kept(self) -> bool:
@@ -159,18 +162,19 @@ def judge(limit: Limit, exact: Reading, found: Reading) -> Judgement:
         change=_finite(change),
         error=_finite(error) if n > 1 else None,
         changes=_finite(changes) if n > 1 else None,
-        used=_finite(share_used(change, error, changes, limit.max_drop)),
+        sharing=limit.sharing,
+        used=_finite(share_used(change, error, changes, limit.max_drop, limit.sharing)),
     )
 
 
-def share_used(change: float, error: float, changes: float, allowed: float) -> float:
+def share_used(change: float, error: float, changes: float, allowed: float, sharing: int = 1) -> float:
     """Give the share of a budget that the larger of both numbers uses; not finite where one is not."""
     if not (math.isfinite(change) and math.isfinite(changes)):
         return math.inf
     change, error = abs(change), error if math.isfinite(error) else 0.0
     if error > RESOLVED * allowed:
         change = max(change - SURE * error, 0.0)
-    return max(_share(change, allowed), _share(changes, _most_changes(allowed, error)))
+    return max(_share(change, allowed), _share(changes, _most_changes(allowed, error) / sharing))
 
 
 def _most_changes(allowed: float, error: float) -> float:
@@ -260,19 +264,22 @@ class Budget:
         if self.in_steps and not getattr(self.quality, "trains", False):
             raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")
 
-    def limit(self, per_step: float | None, restores: int = 0) -> Limit:
+    def limit(self, per_step: float | None, restores: int = 0, *, is_one: bool = False) -> Limit:
         """Give what one restore may use, in units of the value; NaN for steps that cannot be measured.
 
         Args:
             per_step: what a step of training lowers the value by, or None.
-            restores: how many share the budget; 0 for one. Of a quality that trains on, what they lose adds
-                up. What is lost at once, training undoes in part before the next restart.
+            restores: how many there will be. Of a quality that trains on, what they lose adds up. What is
+                lost at once, training undoes in part before the next, so that a few share a budget, and it
+                is single changes that say how much that is: means move up and down by chance.
+            is_one: the value is a number without single changes, whose mean is divided instead.
         """
-        sharing = restores if getattr(self.quality, "trains", False) else min(restores, HEALED)
-        most = self.max_drop / max(sharing, 1)
+        trains = getattr(self.quality, "trains", False)
+        sharing = max(restores if trains else min(restores, HEALED), 1)
+        most = self.max_drop / (sharing if trains or is_one else 1)
         if self.in_steps:
             return Limit(most * (math.nan if per_step is None else per_step), False)
-        return Limit(most, self.relative)
+        return Limit(most, self.relative, sharing)
 
     @property
     def data_digest(self) -> str | None:
@@ -397,8 +404,9 @@ class SearchOptions:
         template: the method, and everything that is not searched. A grid's moments become lossy only under a
             budget that trains on: no other would notice.
         parent: where the search begins, of the template's method; by default what the base records.
-        restores: how often a run will restart from such files. From two on each may use half of a budget, as
-            training undoes most of what is lost, but 1/restores of one that trains on. Weights are then
+        restores: how often a run will restart from such files. They share what a budget allows of single
+            changes, three of them at most, as training undoes most of what is lost before the next; all of
+            them share a budget that trains on. Weights are then
             rounded so that what training moves is kept on average, on the grid or the levels of the base as
             long as these keep the budget. 0 for files that are only looked at.
         max_evaluations: stop there and keep the best so far. With 0 the parent's settings are used as they

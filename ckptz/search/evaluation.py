@@ -307,7 +307,7 @@ def judge_of(
     ready = tuple(replace(b, quality=one.quality) for b, one in zip(budgets, baselines, strict=True))
     yardsticks = tuple(
         Yardstick(
-            limit=budget.limit(one.per_step, restores),
+            limit=budget.limit(one.per_step, restores, is_one=len(reading.values) == 1),
             exact=reading,
             promise="resume-gap" if is_of_training(budget) else "quality-drop",
             digest=budget.data_digest,

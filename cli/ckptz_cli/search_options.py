@@ -236,8 +236,8 @@ search_options = together(
         "--restores",
         type=COUNT,
         metavar="N",
-        help="How often the run will restart from such files: each may lose half of a budget, of one of "
-        "resumed training 1/N.",
+        help="How often the run will restart from such files: three of them share the single changes that a "
+        "budget allows, all share one of resumed training.",
     ),
     click.option(
         "--lower-is-better/--higher-is-better",

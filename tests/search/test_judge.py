@@ -371,9 +371,17 @@ def test_accuracies_answer_by_answer_go_through_the_command(folder: Path) -> Non
 # --- runs that restart --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("restores", "share"), [(0, 1), (1, 1), (2, 1 / 2), (10, 1 / 2)])
-def test_restarts_share_a_budget_of_which_training_undoes_a_part(restores: int, share: float) -> None:
-    assert Budget(lambda state: 2.0, 0.01).limit(None, restores).max_drop == pytest.approx(0.01 * share)
+@pytest.mark.parametrize(("restores", "sharing"), [(0, 1), (1, 1), (2, 2), (3, 3), (10, 3)])
+def test_restarts_share_what_is_allowed_of_single_changes(restores: int, sharing: int) -> None:
+    limit = Budget(lambda state: 2.0, 0.01).limit(None, restores)
+    assert limit.max_drop == 0.01
+    signs = np.tile([1.0, -1.0], 5000)
+    size = math.sqrt(2 * 2 * 0.02 / sharing)  # of changes that use all that is allowed, of a mean of 2
+    kept, broken = (judged(np.full(10_000, 2.0), share * size * signs, limit) for share in (0.99, 1.01))
+    assert (kept.is_kept, broken.is_kept) == (True, False)
+    assert kept.most_changes == pytest.approx(0.02 / sharing)
+    of_one = Budget(lambda state: 2.0, 0.01).limit(None, restores, is_one=True)
+    assert of_one.max_drop == pytest.approx(0.01 / sharing)
 
 
 def test_what_restarts_cost_in_resumed_training_adds_up() -> None:
@@ -381,11 +389,12 @@ def test_what_restarts_cost_in_resumed_training_adds_up() -> None:
     assert Budget(probe, 20, in_steps=True).limit(0.1, 10).max_drop == pytest.approx(0.2)
 
 
-def test_restores_divide_the_budget(folder: Path, functions: dict[str, Any]) -> None:
+def test_restores_divide_single_changes(folder: Path, functions: dict[str, Any]) -> None:
     once, often = (search(folder, functions["losses"], 0.05, restores=n) for n in (0, 5))
     mean, changes = often.search.quality if often.search is not None else ()
     kept = next(t for t in often.search.trials if t.config == often.search.config).judgements[0]
-    assert mean.max_drop == pytest.approx(0.025)
+    assert mean.max_drop == pytest.approx(0.05)
+    assert kept.sharing == 3
     assert changes.max_drop == pytest.approx(kept.most_changes * mean.exact)
     assert often.stored_bytes > once.stored_bytes
 
@@ -484,7 +493,7 @@ def test_a_file_is_drawn_again_at_the_settings_of_its_base(folder: Path) -> None
 
     searched(100.0)
     first = next(filter(None, found))
-    report = searched(2 * 0.99 * abs(first))  # of which each restart may use half
+    report = searched(0.99 * abs(first))
     trials = report.search.trials
     assert trials[0].config == trials[1].config
     assert trials[0].values != trials[1].values
@@ -493,8 +502,8 @@ def test_a_file_is_drawn_again_at_the_settings_of_its_base(folder: Path) -> None
     assert report.search.quality[0].measured == pytest.approx(float(losses(state).mean()), abs=1e-5)
 
 
-@pytest.mark.parametrize(("restores", "allowed"), [(None, 0.05), (5, 0.025)])
-def test_a_checkpointer_divides_its_budget_by_the_restores_that_it_is_told(
+@pytest.mark.parametrize(("restores", "allowed"), [(None, 0.2), (5, 0.2 / 3)])
+def test_a_checkpointer_divides_single_changes_by_the_restores_that_it_is_told(
     tmp_path: Path, restores: int | None, allowed: float
 ) -> None:
     torch.manual_seed(0)
@@ -510,7 +519,7 @@ def test_a_checkpointer_divides_its_budget_by_the_restores_that_it_is_told(
         checkpointer.save(1)
         checkpointer.wait()
     mean, changes = inspect(tmp_path / "step-00000001.ckptz").quality
-    assert (mean.max_drop, changes.max_drop) == (pytest.approx(allowed), pytest.approx(4 * allowed))
+    assert (mean.max_drop, changes.max_drop) == (0.05, pytest.approx(allowed))
 
 
 @pytest.mark.parametrize("options", [{"restores": -1}, {"restores": 1.5}])
