@@ -276,10 +276,12 @@ class Budget:
         """
         trains = getattr(self.quality, "trains", False)
         sharing = max(restores if trains else min(restores, HEALED), 1)
-        most = self.max_drop / (sharing if trains or is_one else 1)
+        if not (trains or is_one):
+            return Limit(self.max_drop, self.relative, sharing)
+        most = self.max_drop / sharing
         if self.in_steps:
             return Limit(most * (math.nan if per_step is None else per_step), False)
-        return Limit(most, self.relative, sharing)
+        return Limit(most, self.relative)
 
     @property
     def data_digest(self) -> str | None:
@@ -406,9 +408,9 @@ class SearchOptions:
         parent: where the search begins, of the template's method; by default what the base records.
         restores: how often a run will restart from such files. They share what a budget allows of single
             changes, three of them at most, as training undoes most of what is lost before the next; all of
-            them share a budget that trains on. Weights are then
-            rounded so that what training moves is kept on average, on the grid or the levels of the base as
-            long as these keep the budget. 0 for files that are only looked at.
+            them share a budget that trains on. Weights are then rounded so that what training moves is kept
+            on average, on the grid or the levels of the base as long as these keep the budget. 0 for files
+            that are only looked at.
         max_evaluations: stop there and keep the best so far. With 0 the parent's settings are used as they
             are: nothing is measured, and the file promises nothing.
         on_trial: told of each trial.

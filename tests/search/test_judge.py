@@ -445,8 +445,8 @@ def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Pa
 
 
 PARENT = CUBE.config((2, 1, 1, 0))
-SECOND = Neighbourhood(parent=PARENT, cubes=(CUBE,), predict=lambda config: 1.0, keeps=True)
-THIRD = OneKnob(template=Grid(moments=None), start=0.8, draws=True)
+NEAR = Neighbourhood(parent=PARENT, cubes=(CUBE,), predict=lambda config: 1.0, keeps=True)
+KNOB = OneKnob(template=Grid(moments=None), start=0.8, draws=True)
 
 
 @pytest.mark.parametrize(
@@ -460,14 +460,14 @@ THIRD = OneKnob(template=Grid(moments=None), start=0.8, draws=True)
         ([(1.4, math.inf)], False),
     ],
 )
-@pytest.mark.parametrize("strategy", [SECOND, THIRD], ids=["neighbourhood", "one-knob"])
+@pytest.mark.parametrize("strategy", [NEAR, KNOB], ids=["neighbourhood", "one-knob"])
 def test_rounding_is_drawn_again_where_it_alone_broke_the_mean(
     strategy: Any, broken: list[tuple[float, float]], again: bool
 ) -> None:
     first = strategy.propose([])
     history = [Outcome(first, used, 9, by_changes) for used, by_changes in broken]
     assert (strategy.propose(history) == first) == again
-    never = replace(strategy, **{"keeps" if strategy is SECOND else "draws": False})
+    never = replace(strategy, **{"keeps" if strategy is NEAR else "draws": False})
     assert never.propose(history) != first
 
 
