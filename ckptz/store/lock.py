@@ -22,7 +22,6 @@ import shutil
 import socket
 import stat
 import tempfile
-import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +31,7 @@ from typing import Final, Self
 
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_alive
+from ckptz.parallel import Task
 from ckptz.store.storage import Place
 
 try:
@@ -208,9 +208,9 @@ class Lease:
         time.sleep(min(SETTLE_SECONDS, beat))
         if not self._is_ours():
             raise _refused(self._place.name, self._read())
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="ckptz-lease", daemon=True)
-        self._thread.start()
+        self._end = Task(bool)  # made by `release`; of no use but to wait for
+        self._renewal = Task(self._renew)
+        self._renewal.start()
 
     def _wait_for_stale(self) -> None:
         found = self._read()
@@ -245,7 +245,7 @@ class Lease:
         return found is not None and found.token == self._holder.token
 
     def _renew(self) -> None:
-        while not self._is_over.wait(self._beat):
+        while not self._end.wait(self._beat):
             # A store that cannot be reached now may be later; until then others may take the lease.
             with contextlib.suppress(Exception):
                 if not self._is_ours():
@@ -268,8 +268,8 @@ class Lease:
 
     def release(self) -> None:
         """Release the lock, so that others may write."""
-        self._is_over.set()
-        self._thread.join()
+        self._end.run()
+        self._renewal.wait()
         with contextlib.suppress(Exception):
             if self._is_ours():
                 self._place.remove(LEASE_NAME)
