@@ -85,9 +85,14 @@ class Task(Generic[R]):
             self.error = error
         finally:
             self._call = None
+            self.finish()
+        del self  # the traceback of an error has this frame
+
+    def finish(self) -> None:
+        """End the waiting of others; once."""
+        if not self.is_done:
             self.is_done = True
             self._lock.release()
-        del self  # the traceback of an error has this frame
 
     def start(self) -> None:
         """Make the call on a new thread, which the end of the program does not wait for."""
@@ -185,10 +190,10 @@ class Workers:
                 is_busy = self._with_caller and len(submitted) >= RESULTS_IN_FLIGHT * (self.jobs - 1)
                 small = is_small is not None and is_small(item)
                 task = Task(functools.partial(function, item))
-                pending.append((task, small))
                 if small or is_busy:
-                    _run_here(task)
-                else:
+                    _run_here(task)  # one that an interrupt ends is not waited for
+                pending.append((task, small))
+                if not (small or is_busy):
                     submitted.append(task)
                     self._submit(task)
                 n_large += not small

@@ -208,7 +208,7 @@ class Lease:
         time.sleep(min(SETTLE_SECONDS, beat))
         if not self._is_ours():
             raise _refused(self._place.name, self._read())
-        self._end = Task(bool)  # made by `release`; of no use but to wait for
+        self._end = Task(bool)  # is never run: `release` ends the waiting for it
         self._renewal = Task(self._renew)
         self._renewal.start()
 
@@ -268,7 +268,7 @@ class Lease:
 
     def release(self) -> None:
         """Release the lock, so that others may write."""
-        self._end.run()
+        self._end.finish()
         self._renewal.wait()
         with contextlib.suppress(Exception):
             if self._is_ours():

@@ -83,7 +83,7 @@ class Background(Generic[T]):
                 starting.start()
                 starting.result()
         except BaseException:  # no thread can be started, or an interrupt: it may run, or will never
-            if task.cancel():
+            if task.cancel() or is_ending:
                 self._running = None
             raise
 
