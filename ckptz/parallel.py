@@ -99,7 +99,7 @@ class Task(Generic[R]):
         _thread.start_new_thread(self.run, ())
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Wait until the call has ended, or so long, and return whether it has; an interrupt changes nothing."""
+        """Wait for the end of the call, `seconds` at most, and return whether it has ended."""
         end = time.monotonic() + seconds
         while not self.is_done and time.monotonic() < end:
             pause(self._lock)
@@ -152,7 +152,8 @@ class Workers:
                 thread.wait()
 
     def __del__(self) -> None:
-        self._dismiss()  # where an interrupt came before the end of a `with`
+        if hasattr(self, "_threads"):  # made whole; an interrupt may come before the end of a `with`
+            self._dismiss()
 
     def _dismiss(self) -> None:
         """End the threads after their tasks; those that have not begun are cancelled."""
@@ -168,6 +169,12 @@ class Workers:
         if len(self._threads) < self.jobs - self._with_caller:
             self._threads.append(Task(functools.partial(_serve, self._tasks)))
             self._threads[-1].start()
+
+    def _is_busy(self, submitted: deque[Task[R]]) -> bool:
+        """Return whether the caller's thread is to take the next task, as the others have enough."""
+        while submitted and submitted[0].is_done:
+            submitted.popleft()
+        return self._with_caller and len(submitted) >= RESULTS_IN_FLIGHT * (self.jobs - 1)
 
     def map(
         self, function: Callable[[T], R], items: Iterable[T], is_small: Callable[[T], bool] | None = None
@@ -185,32 +192,35 @@ class Workers:
         n_large = 0
         try:
             for item in items:
-                while submitted and submitted[0].is_done:
-                    submitted.popleft()
-                is_busy = self._with_caller and len(submitted) >= RESULTS_IN_FLIGHT * (self.jobs - 1)
                 small = is_small is not None and is_small(item)
+                is_here = small or self._is_busy(submitted)
                 task = Task(functools.partial(function, item))
-                if small or is_busy:
+                if is_here:
                     _run_here(task)  # one that an interrupt ends is not waited for
                 pending.append((task, small))
-                if not (small or is_busy):
+                if not is_here:
                     submitted.append(task)
                     self._submit(task)
                 n_large += not small
                 while n_large >= RESULTS_IN_FLIGHT * self.jobs or len(pending) >= SMALL_IN_FLIGHT:
                     n_large -= not pending[0][1]
-                    result = pending[0][0].result()
-                    pending.popleft()
-                    yield result
+                    yield _first_result(pending)
             while pending:
-                result = pending[0][0].result()
-                pending.popleft()
-                yield result
+                yield _first_result(pending)
         finally:
-            # Not left to the end of the threads: those that run when Ctrl-C comes may run on, and write into
-            # memory that is used again.
-            for task in [task for task, _ in pending if not task.cancel()]:
-                task.wait()
+            _end(pending)
+
+
+def _first_result(pending: deque[tuple[Task[R], bool]]) -> R:
+    result = pending[0][0].result()
+    pending.popleft()
+    return result
+
+
+def _end(pending: Iterable[tuple[Task[Any], bool]]) -> None:
+    """Cancel tasks, and wait for those that run: after Ctrl-C they would write into memory used again."""
+    for task in [task for task, _ in pending if not task.cancel()]:
+        task.wait()
 
 
 def _run_here(task: Task[Any]) -> None:

@@ -36,7 +36,7 @@ _forking: Final = set[int]()  # threads that wait for the locks of others
 
 
 def _turn() -> Any:
-    """Return the lock of the calling thread, after a fork that waits: it would never get one soon released."""
+    """Return the lock of the calling thread; a fork that waits goes first, or it would starve."""
     if _forking:
         with _registry:
             pass
