@@ -22,7 +22,7 @@ from ckptz.encode.rounding import Feedback
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 
-PATIENCE = 15.0  # seconds in which something must go on
+PATIENCE = 60.0  # seconds in which something must go on; kernels may be compiled first
 
 
 def go_on() -> None:
