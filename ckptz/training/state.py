@@ -20,9 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
@@ -30,6 +28,7 @@ from torch.optim import Optimizer
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
 from ckptz.guidance.trail import Trained, stride_of
+from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
 from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
@@ -51,8 +50,12 @@ Extra: TypeAlias = Stateful | MutableMapping[str, Any] | torch.Generator
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Give the model's state by name, sharing its memory."""
-    return dict(get_model_state_dict(model))
+    """Return the model's state by name without wrappers, sharing its memory.
+
+    State-dict hooks of the model apply.
+    """
+    state = model.state_dict()
+    return {name: state[key] for name, key in names_without_wrappers(model, state).items()}
 
 
 def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> None:
@@ -91,8 +94,10 @@ def _more(names: Sequence[str]) -> str:
 
 
 def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Write a saved state, which fits, into the model."""
-    set_model_state_dict(model, dict(saved), options=StateDictOptions(strict=True))
+    """Write a saved state, which fits, into the model; names that only one of the two has are passed over."""
+    keys = names_without_wrappers(model, model.state_dict())
+    state = {key: saved[name] for name, key in keys.items() if name in saved}
+    model.load_state_dict(state, strict=len(state) == len(keys))
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:

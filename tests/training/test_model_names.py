@@ -1,0 +1,148 @@
+"""Names of a model's state without wrappers, state-dict hooks, and models of other sizes."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from ckptz import Checkpointer
+from ckptz.errors import ChecksumError, ConfigError, CorruptionError
+from ckptz.hooks import Calibration, SensitivityTracker
+from ckptz.state.modules import name_without_wrappers
+from ckptz.torch import load_file, load_model, save_file
+from tests.support.checkpointer_support import Run, flip, linear, same, saved_run, state_of
+
+PLAIN_NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+class UserNames(nn.Module):
+    """A model whose own submodules are called as wrappers call theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(3, 3)
+        self.inner = nn.ModuleDict({"module": nn.Linear(3, 3)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner["module"](self.module(x))
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def with_first(wrap: Callable[[nn.Module], Any]) -> nn.Sequential:
+    model = sequential()
+    model[0] = wrap(model[0])
+    return model
+
+
+WRAPPED: dict[str, Callable[[], Any]] = {
+    "compiled": lambda: compiled(sequential()),
+    "compiled submodule": lambda: with_first(compiled),
+    "checkpoint_wrapper of a compiled submodule": lambda: with_first(lambda m: checkpoint_wrapper(compiled(m))),
+    "compiled checkpoint_wrapper": lambda: with_first(lambda m: compiled(checkpoint_wrapper(m))),
+    "DataParallel": lambda: nn.DataParallel(sequential()),
+    "DataParallel submodule": lambda: with_first(nn.DataParallel),
+    "DataParallel of a compiled one": lambda: nn.DataParallel(compiled(with_first(checkpoint_wrapper))),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_a_checkpoint_moves_between_a_wrapped_and_a_plain_model(tmp_path: Path, wrapped: Any) -> None:
+    torch.manual_seed(1)
+    model, plain = wrapped(), sequential()
+    with Checkpointer(tmp_path, model, background=False) as checkpointer:
+        checkpointer.save(1)
+    assert list(load_file(tmp_path / "step-00000001.ckptz")) == sorted(PLAIN_NAMES)
+    with Checkpointer(tmp_path, plain) as checkpointer:
+        assert checkpointer.restore_latest() == 1
+    saved = model.state_dict().values()
+    assert all(map(torch.equal, plain.state_dict().values(), saved))
+    other = wrapped()
+    with Checkpointer(tmp_path, other) as checkpointer:
+        assert checkpointer.restore_latest() == 1
+    assert all(map(torch.equal, other.state_dict().values(), saved))
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, compiled, nn.DataParallel], ids=["plain", "compiled", "parallel"])
+def test_a_submodule_that_is_called_module_keeps_its_name(tmp_path: Path, wrap: Any) -> None:
+    model = wrap(UserNames())
+    with Checkpointer(tmp_path, model, background=False) as checkpointer:
+        checkpointer.save(1)
+    names = {name.rpartition(".")[0] for name in load_file(tmp_path / "step-00000001.ckptz")}
+    assert names == {"module", "inner.module"}
+    assert name_without_wrappers(nn.DataParallel(UserNames()), "module.module.weight") == "module.weight"
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_gradients_and_inputs_have_names_without_wrappers(wrapped: Any) -> None:
+    model = wrapped()
+    with SensitivityTracker(model) as tracker:
+        assert tracker.missing() == PLAIN_NAMES
+    assert list(Calibration(model)._layers) == ["0", "2"]
+
+
+class Renamed(nn.Module):
+    """A model whose state dict calls `linear` `dense`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in ("weight", "bias"):
+            state[f"{prefix}dense.{name}"] = state.pop(f"{prefix}linear.{name}")
+
+    @staticmethod
+    def _load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in ("weight", "bias"):
+            state[f"{prefix}linear.{name}"] = state.pop(f"{prefix}dense.{name}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("wrap", [lambda m: m, compiled], ids=["plain", "compiled"])
+def test_state_dict_hooks_that_rename_entries_apply(tmp_path: Path, wrap: Any) -> None:
+    model, other = wrap(Renamed()), wrap(Renamed())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    with Checkpointer(tmp_path, model, optimizer, background=False) as checkpointer:
+        checkpointer.save(1)
+    assert list(load_file(tmp_path / "step-00000001.ckptz")) == ["dense.bias", "dense.weight"]
+    with Checkpointer(tmp_path, other, torch.optim.AdamW(other.parameters())) as checkpointer:
+        checkpointer.restore(1)
+        assert checkpointer.restored is not None and checkpointer.restored.is_exact
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_frozen_entries_that_hooks_rename_are_left_out(tmp_path: Path) -> None:
+    model = nn.Sequential(Renamed(), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    with Checkpointer(tmp_path, model, trainable_only=True, background=False) as checkpointer:
+        checkpointer.save(1)
+        assert list(load_file(tmp_path / "step-00000001.ckptz")) == ["1.bias", "1.weight"]
+        checkpointer.restore(1)
+
+
+def test_a_model_without_parameters_is_saved_with_its_extras(tmp_path: Path) -> None:
+    position = {"seen": 3}
+    with Checkpointer(tmp_path, nn.ReLU(), extra={"position": position}, background=False) as checkpointer:
+        checkpointer.save(1)
+        position["seen"] = 4
+        assert checkpointer.restore_latest() == 1
+    assert position == {"seen": 3}
