@@ -58,7 +58,12 @@ class FrozenId:
 
 
 def with_frozen(
-    model: nn.Module, saved: Mapping[str, Any], metadata: Mapping[str, str] | None, where: str
+    model: nn.Module,
+    saved: Mapping[str, Any],
+    metadata: Mapping[str, str] | None,
+    where: str,
+    *,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Add to saved weights those that were left out, as the model holds them.
 
@@ -67,6 +72,7 @@ def with_frozen(
         saved: weights of a checkpoint, by name.
         metadata: of its file.
         where: names the file in messages.
+        strict: refuse a model that holds other weights; else none are added, so that they are missing.
 
     Raises:
         ConfigError: the model holds other weights than those that were left out.
@@ -76,6 +82,8 @@ def with_frozen(
         return dict(saved)
     frozen = {name: tensor for name, tensor in model_state(model).items() if name not in saved}
     if FrozenId().of(frozen) != wanted:
+        if not strict:
+            return dict(saved)
         first = next(iter(frozen), "none")
         raise ConfigError(
             f"{where}: was saved without its frozen weights, and the {len(frozen)} that the model holds in "

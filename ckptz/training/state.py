@@ -30,7 +30,7 @@ from ckptz.format.sources import TensorSource
 from ckptz.guidance.trail import Trained, stride_of
 from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
-from ckptz.torch import source_of
+from ckptz.torch import nothing_matches, source_of
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]
@@ -58,19 +58,47 @@ def model_state(model: nn.Module) -> dict[str, Any]:
     return {name: state[key] for name, key in names_without_wrappers(model, state).items()}
 
 
-def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> None:
-    """Require that a saved state has exactly the model's names, shapes and dtypes.
+def check_model_fits(
+    model: nn.Module, saved: Mapping[str, Any], where: str, *, strict: bool = True
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Require that a saved state has the model's names, shapes and dtypes.
+
+    Args:
+        model: the model.
+        saved: its state by name.
+        where: names the file in messages.
+        strict: refuse names that only one of the two has; else at least one must match.
+
+    Returns:
+        (names in the model that the state lacks, names in the state that the model lacks).
 
     Raises:
         ConfigError: names the first difference.
     """
     live = model_state(model)
-    if missing := [name for name in live if name not in saved]:
-        raise ConfigError(f"{where}: has no {missing[0]!r}{_more(missing)}; the model has gained parameters")
-    if unknown := [name for name in saved if name not in live]:
-        raise ConfigError(f"{where}: has {unknown[0]!r}{_more(unknown)}, which this model does not have")
+    missing = tuple(name for name in live if name not in saved)
+    unexpected = tuple(name for name in saved if name not in live)
+    if strict and missing:
+        raise ConfigError(
+            f"{where}: has no {missing[0]!r}{_more(missing)}; the model has gained parameters{_NOT_STRICT}"
+        )
+    if strict and unexpected:
+        raise ConfigError(
+            f"{where}: has {unexpected[0]!r}{_more(unexpected)}, which this model does not have{_NOT_STRICT}"
+        )
+    if live and len(missing) == len(live):
+        raise ConfigError(nothing_matches(where, saved, live))
+    _check_kinds(live, saved, where)
+    return missing, unexpected
+
+
+_NOT_STRICT: Final = "; weights_only=True and strict=False load what matches"
+
+
+def _check_kinds(live: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Require the same shapes and dtypes of what has the same name."""
     for name, tensor in live.items():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and name in saved:
             check_dense(tensor, name)
             wanted, found = _kind(tensor), _kind(saved[name])
             if wanted == found:
