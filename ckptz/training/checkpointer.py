@@ -485,7 +485,7 @@ class Checkpointer:
     def restore_latest(self, *, fall_back: bool = True) -> int | None:
         """Restore the newest step; None, and nothing changed, if there is none.
 
-        If files of the newest step are damaged, or a base is missing, the newest step that can be read is
+        If files of the newest step are damaged, or a base is missing, the newest step that is whole is
         restored, with a warning that names both; `restored.notes` has it too. The damaged step stays in the
         folder: before it is saved again, `discard_after` the step that was restored.
 
@@ -520,8 +520,8 @@ class Checkpointer:
     def _note_fall_back(self, newest: int, step: int, error: CkptzError) -> None:
         assert self.restored is not None
         note = (
-            f"{self._store.name}: step {newest} cannot be read ({error}), so step {step} was restored; to save "
-            f"step {newest} again, first call discard_after({step})"
+            f"{self._store.name}: step {newest} cannot be read ({error}), so step {step} was restored; to "
+            f"save step {newest} again, first call discard_after({step})"
         )
         self.restored = replace(self.restored, notes=(*self.restored.notes, note))
         warnings.warn(note, RuntimeWarning, stacklevel=7)

@@ -239,7 +239,7 @@ def test_a_damaged_step_is_named_and_changes_nothing(tmp_path: Path) -> None:
     before, seen = state_of(run), dict(run.position)
     with run.checkpointer(tmp_path) as checkpointer:
         with pytest.raises((ChecksumError, CorruptionError), match=r"step-00000002\.state\.ckptz"):
-            checkpointer.restore_latest()
+            checkpointer.restore_latest(fall_back=False)
         assert same(state_of(run), before)
         assert run.position == seen
         assert checkpointer.restore(1) == 1
