@@ -32,7 +32,7 @@ from ckptz.format.publish import is_same, make_folder
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, weights_at
 from ckptz.run.step_files import StepFile
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, folders_beside, open_checkpoint
 
 PathLike: TypeAlias = str | os.PathLike[str]
 FORCE: Final = "give --force (force=True) to replace it"
@@ -303,8 +303,10 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
     except CkptzError as error:
         checkpoint.close()
         raise named(error, str(path)) from None
-    listed, folder = sharding.carried if sharding else (), path.absolute().parent
-    carried = [(name, folder / name) for name in listed if is_within(folder / name, folder.resolve())]
+    listed = sharding.carried if sharding else ()
+    places = [(name, folder) for name in listed for folder in reversed(folders_beside(path.absolute()))]
+    # Beside a link stands what was meant for it, so that it goes before what is beside the link's target.
+    carried = {name: where / name for name, where in places if is_within(where / name, where.resolve())}
     return Input(
         name=str(path),
         kind="ckptz" if index else "safetensors",
@@ -313,8 +315,8 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
         metadata=checkpoint.metadata,
         sharding=sharding,
         tree=index.tree if index else None,
-        carried=tuple(carried),
-        left_out=tuple(sorted(set(listed) - {name for name, _ in carried})),
+        carried=tuple(carried.items()),
+        left_out=tuple(sorted(set(listed) - set(carried))),
         checkpoint=checkpoint,
         close=checkpoint.close,
     )

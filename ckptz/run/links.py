@@ -76,7 +76,7 @@ def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
     names = (f"{BASE_PREFIX}{digest}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
     for file, name in zip(base.files, names, strict=True):
         try:
-            os.link(file.name, folder / name)
+            os.link(Path(file.name).resolve(), folder / name)  # of a symbolic link its target
         except FileExistsError:
             if not (name.startswith(BASE_PREFIX) or (folder / name).samefile(file.name)):
                 return ()

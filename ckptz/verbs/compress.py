@@ -48,7 +48,15 @@ from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.search.budget import Budget, SearchOptions, SearchReport
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
-from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
+from ckptz.store.resolve import (
+    SUFFIX,
+    base_file_name,
+    base_metadata,
+    base_ref,
+    folders_beside,
+    open_checkpoint,
+    open_file,
+)
 from ckptz.write.pipeline import Job, write
 
 RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"
@@ -343,7 +351,8 @@ def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bo
             f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its full file; this is a new full file"
         )
         return None
-    if base.folder.resolve() != target.parent.resolve():
+    beside = folders_beside(base.folder / base.ref.file)  # of a link both its own and its target's
+    if target.parent.resolve() not in [folder.resolve() for folder in beside]:
         if is_folder:  # links to the base and to its own bases make the folder complete
             with contextlib.closing(open_checkpoint(base.folder / base.ref.file)) as opened:
                 names = link_chain(opened, target.parent) if opened.container is not None else ()
