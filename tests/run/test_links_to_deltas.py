@@ -18,8 +18,8 @@ from ckptz.sync import Follower
 from ckptz.torch import load_file, load_state
 from tests.support.checkpointer_support import Run, same, saved_run, state_of
 from tests.support.cli_support import Chain, ckptz, content_of, hf_folder
-from tests.support.sync_support import cloned, published
 from tests.support.sync_support import a_state as a_live_state
+from tests.support.sync_support import cloned, published
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def link(chain: Chain) -> Path:
     return made
 
 
-def opened(path: Path) -> Any:
+def weight_in(path: Path) -> Any:
     with package.safe_open(path, framework="np") as file:
-        return {name: file.get_tensor(name) for name in file.keys() if name != "layer.half"}
+        return file.get_tensor("layer.weight")
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "numpy": lambda path: opened(path)["layer.weight"],
+    "numpy": weight_in,
     "torch": lambda path: load_file(path)["layer.half"],
     "state": lambda path: load_state(path),
     "inspect": lambda path: str(package.inspect(path).chain[0].path).index("step-1.ckptz"),
