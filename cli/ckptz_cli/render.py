@@ -69,9 +69,10 @@ def total_line(reports: Sequence[CompressReport]) -> str:
 def restored_line(report: RestoreReport) -> str:
     """Say what was restored."""
     chain = f" in a chain of {report.n_files} files" if report.depth else f" in {report.n_files} files"
+    copied = f", {plural(report.n_copied, 'other file')} copied" if report.n_copied else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} in {report.n_tensors} tensors from "
-        f"{size(report.stored_bytes)}{chain if report.n_files > 1 else ''}, all checksums match, "
+        f"{size(report.stored_bytes)}{chain if report.n_files > 1 else ''}, all checksums match{copied}, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
 
