@@ -85,8 +85,8 @@ def restore(
     Args:
         path: a `.ckptz` file, the folder that was packed to one, or "DIR@STEP" for the weights of a step of a
             run, exact if they are there; bases are looked for beside it. Of a folder `checkpoint-N` of
-            `CkptzTrainerMixin`, all is restored to what the Trainer of transformers itself writes; plain files
-            in it with the same state are left out, and named in the notes.
+            `CkptzTrainerMixin`, all is restored to what the Trainer of transformers itself writes; its plain
+            files with the same state are left out, and named in the notes.
         output: a file, or a folder if folders of shards were compressed, or to keep the name. By default
             beside `path`; a step of a run needs one, and so does a checkpoint of the mixin. A name that ends
             with a separator is a folder, and is made.
