@@ -170,7 +170,7 @@ def check_holds(folder: Path, paths: Iterable[str]) -> None:
     file system itself is asked, with empty files.
 
     Raises:
-        UnsupportedError: names one that would replace another.
+        UnsupportedError: names one that would replace another, or that the locale cannot encode.
     """
     with tempfile.TemporaryDirectory(dir=folder) as probe:
         for path in paths:
@@ -182,6 +182,11 @@ def check_holds(folder: Path, paths: Iterable[str]) -> None:
                 raise UnsupportedError(
                     f"{folder}: {path!r} and a file before it are one name on this disk; "
                     "restore it on another system, or into one file with --to"
+                ) from None
+            except UnicodeEncodeError as error:
+                raise UnsupportedError(
+                    f"{folder}: {path!r} cannot be a file name in this locale ({error.encoding}); set "
+                    "PYTHONUTF8=1, or restore into one file with --to"
                 ) from None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,5 +228,7 @@ def base_file_name(path: Path) -> str:
         ConfigError: a name that is not UTF-8, or has control characters.
     """
     if not _is_plain_name(path.name):
-        raise ConfigError(f"{path}: a delta cannot record this file name; rename it to printable UTF-8")
+        is_utf8 = sys.getfilesystemencoding() == "utf-8"
+        remedy = "rename it to printable UTF-8" + ("" if is_utf8 else ", or set PYTHONUTF8=1 if it is that")
+        raise ConfigError(f"{path}: a delta cannot record this file name; {remedy}")
     return path.name

@@ -105,7 +105,7 @@ def pruned_text(report: PruneReport) -> str:
     gone = " and ".join(plural(n, what) for n, what in removed if n) or "0 files"
     kept = f"keeps {', '.join(counts)}, {size(report.kept_bytes)}"
     total = f"{printable(report.folder)}: {kept}; {verb} {gone}, {size(report.removed_bytes)}"
-    return "\n".join([*(f"{verb} {name}" for name in report.removed), total])
+    return "\n".join([*(f"{verb} {printable(name)}" for name in report.removed), total])
 
 
 def reported_line(report: PageReport) -> str:
