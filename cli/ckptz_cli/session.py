@@ -91,7 +91,7 @@ def _explain_os_error(error: OSError) -> tuple[int, str]:
         where = f"{os.fsdecode(error.filename)}: "
     if isinstance(error, FileNotFoundError):
         return MISSING, f"{where}no such file or folder; check the path" if where else str(error)
-    remedy = _REMEDIES.get(error.errno or 0)
+    remedy = None if hasattr(error, "exit_code") else _REMEDIES.get(error.errno or 0)  # ours have one
     return IO, f"{where}{error.strerror or error}" + (f"; {remedy}" if remedy else "")
 
 
