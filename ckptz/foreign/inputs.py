@@ -136,8 +136,10 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool, remedy: str
         raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
 
 
-def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: bool) -> None:
-    """Refuse to copy (name, file) pairs over other files of `folder`.
+def check_carried(
+    carried: Iterable[tuple[str, Path]], folder: Path, *, force: bool, remedy: str = FORCE
+) -> None:
+    """Refuse to copy (name, file) pairs over other files of `folder`; `remedy` as for `check_target`.
 
     Raises:
         ConfigError: names the first.
@@ -149,7 +151,7 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
         if not force:
-            raise ConfigError(f"{target}: exists already; name another folder, or {FORCE}")
+            raise ConfigError(f"{target}: exists already; name another folder, or {remedy}")
 
 
 @contextlib.contextmanager

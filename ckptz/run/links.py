@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from ckptz.errors import MissingBaseError
+from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.envelope import read_envelope
 from ckptz.format.index import KEY_DIGEST
 from ckptz.format.reader import Container
+from ckptz.run.names import is_base_name
 from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name, open_checkpoint
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
@@ -60,6 +62,16 @@ def digest_of(path: Path) -> str:
     with contextlib.closing(open_bytes(path)) as source:
         digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
     return digest[:N_DIGITS]
+
+
+def second_names(files: Iterable[Path]) -> set[Path]:
+    """Return those of some files that are in their folders only as bases of others, made by `link_chain`."""
+    bases = set[Path]()
+    for path in filter(is_base_name, files):
+        bases.add(path)
+        with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_checkpoint(path)) as opened:
+            bases.update(opened.paths)
+    return bases
 
 
 def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:

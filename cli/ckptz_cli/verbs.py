@@ -81,45 +81,52 @@ Examples:
 @search_path_option
 @session_options
 @click.pass_obj
-def verify(session: Session, /, files: tuple[Path, ...], **how: Any) -> None:
+def verify(session: Session, /, files: tuple[Path, ...], against: Path | None, **how: Any) -> None:
     """Check every stored byte and every decoded value, through the whole chain.
 
     With --against, also check that names, types, shapes, metadata and all bits are those of ORIGINAL.
     Lossy tensors must be within the errors that the file records.
 
     In a folder, every file that ckptz log lists is checked with its chain, and in a training run that the
-    files of each step belong together. All files are checked; the first failure decides the exit code.
+    files of each step belong together. Bases that are linked into the folder are not compared with ORIGINAL.
+    All files are checked; the first failure decides the exit code.
     """
     import ckptz
     from ckptz_cli.render import verified_line
 
-    for file in _files_of(files, session):
+    for file, is_base in _files_of(files, session):
         try:
             with progress_bar() as progress:
-                report = ckptz.verify(file, progress=progress, **how)
+                original = None if is_base else against
+                report = ckptz.verify(file, against=original, progress=progress, **how)
             session.add(report, verified_line(report))
         except Exception as error:
             session.add_failure(str(file), error)
 
 
-def _files_of(paths: Sequence[Path], session: Session) -> Iterator[Path]:
-    """Give files as they are, and of folders the files that `log` lists; one without any is a failure."""
+def _files_of(paths: Sequence[Path], session: Session) -> Iterator[tuple[Path, bool]]:
+    """Yield files, and of folders the files that `log` lists; a folder without any is a failure.
+
+    The second value says whether a file is in its folder only as a base of others, under a second name.
+    """
     from ckptz.errors import CkptzError, ConfigError
     from ckptz.format.byte_source import is_folder
     from ckptz.run.folder import leftovers, mismatched_pairs
+    from ckptz.run.links import second_names
     from ckptz.run.names import run_files
 
     for path in paths:
         try:
             if not is_folder(path):
-                yield path
+                yield path, False
                 continue
             left = {path / name for name in leftovers(path)}
             files = [file for file in run_files(path) if file not in left]
             if not files:
                 what = "holds no .ckptz files; name a folder of checkpoints, or a file with --against"
                 raise ConfigError(f"{path}: {what}")
-            yield from files
+            bases = second_names(files)
+            yield from ((file, file in bases) for file in files)
         except (CkptzError, OSError) as error:
             session.add_failure(str(path), error)
     for folder in filter(Path.is_dir, paths):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from click.testing import CliRunner
 from ckptz_cli.main import main
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, plain_bytes, write_plain
 
+pty = pytest.importorskip("pty")
 PLAIN = plain_bytes(a_state(n=500))
 PROGRAM = [sys.executable, "-c", "from ckptz_cli.main import main; main()"]
 
