@@ -338,6 +338,8 @@ class Session:
 
 
 def _tell(line: str) -> None:
+    if sys.stderr is None:  # closed: click would write to stdout, among data
+        return
     with contextlib.suppress(OSError):  # nowhere is left to say it
         click.echo(line, file=sys.stderr)
 

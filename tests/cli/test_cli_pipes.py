@@ -147,6 +147,14 @@ def test_standard_output_that_takes_no_data_is_an_error_and_no_success(tmp_path:
         assert line.startswith(f"ckptz: standard output: {what}")
 
 
+def test_closed_standard_error_leaves_the_data_alone(packed: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.ckptz").write_bytes(packed)
+    done = in_shell("< a.ckptz 2>&- > b.safetensors", "restore", "-", cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "b.safetensors").read_bytes()) == (0, PLAIN)
+    done = in_shell("2>&-", "inspect", "gone", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (5, "")
+
+
 def on_terminal(stream: str, *arguments: object, data: bytes = b"") -> tuple[int, str]:
     """A command line of which one stream is a terminal: exit code, and standard error."""
     ours, theirs = pty.openpty()
