@@ -65,7 +65,7 @@ def digest_of(path: Path) -> str:
 
 
 def second_names(files: Iterable[Path]) -> set[Path]:
-    """Return those of some files that are in their folders only as bases of others, made by `link_chain`."""
+    """List those of some files that are in their folders only as bases of others, made by `link_chain`."""
     bases = set[Path]()
     for path in filter(is_base_name, files):
         bases.add(path)

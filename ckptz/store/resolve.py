@@ -99,7 +99,7 @@ def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoin
 
 
 def folders_beside(path: Path) -> tuple[Path, ...]:
-    """Return the folder of a file and, for a symbolic link, also the folder of the file that it leads to."""
+    """List the folder of a file and, for a symbolic link, also the folder of the file that it leads to."""
     if is_url(path):
         return (path.parent,)
     target = path.resolve().parent

@@ -156,7 +156,7 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def streamed(is_output: bool, context: click.Context) -> Path:
-    """Return a temporary file that stands for standard input or output; `Session.receive` fills it.
+    """Make a temporary file that stands for standard input or output; `Session.receive` fills it.
 
     Raises:
         click.UsageError: the stream stands for two files, or data would go to a terminal.
