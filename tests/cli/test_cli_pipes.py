@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from ckptz.kernels.cache import _Compilation
 from ckptz_cli.main import main
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, plain_bytes, write_plain
 
@@ -153,6 +155,15 @@ def test_closed_standard_error_leaves_the_data_alone(packed: bytes, tmp_path: Pa
     assert (done.returncode, (tmp_path / "b.safetensors").read_bytes()) == (0, PLAIN)
     done = in_shell("2>&-", "inspect", "gone", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (5, "")
+
+
+def test_the_notice_of_compiling_never_goes_among_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = SimpleNamespace(py_func=SimpleNamespace(__module__="ckptz.kernels.plain"))
+    monkeypatch.setattr(sys, "stderr", None)
+    _Compilation().on_start(SimpleNamespace(data={"dispatcher": kernel}))
+    assert capsys.readouterr().out == ""
 
 
 def on_terminal(stream: str, *arguments: object, data: bytes = b"") -> tuple[int, str]:
