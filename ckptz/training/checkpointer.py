@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import threading
 import time
@@ -40,6 +41,7 @@ from ckptz.run.prune import prune
 from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search.run import SearchReport
+from ckptz.store.lock import NOT_ALLOWED
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.training.background import Background, Turns
 from ckptz.training.budget_search import (
@@ -78,6 +80,7 @@ from ckptz.training.state import (
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
 T = TypeVar("T")
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
 
 
@@ -643,9 +646,15 @@ class Checkpointer:
 def _about(error: BaseException, what: str) -> BaseException:
     """The same kind of error that says what was lost."""
     if isinstance(error, OSError):
-        remedy = "the steps before it are whole; make room or repair the disk, and save again"
+        remedy = "the steps before it are whole; repair the disk, and save again"
         if isinstance(error, FileNotFoundError):
             remedy = "a file or the whole folder was removed meanwhile; see what is there, and save again"
+        elif error.errno in _FULL:
+            remedy = "the steps before it are whole; make room, and save again"
+        elif error.errno in NOT_ALLOWED:
+            remedy = "the steps before it are whole; check the folder's owner and permissions, and save again"
+        elif isinstance(error, WriteError):  # which has a remedy
+            remedy = "the steps before it are whole"
         return WriteError(error.errno, f"{what}: {error.strerror or error}; {remedy}")
     if isinstance(error, CkptzError):
         return named(error, what)
