@@ -132,7 +132,7 @@ def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Regi
             "state with ckptz.integrations.dcp"
         )
     made = Registration(checked_options(options), accelerator)
-    accelerator.load_state = made.load_state  # type: ignore[method-assign]
+    accelerator.load_state = made.load_state
     made._handles += [
         accelerator.register_save_state_pre_hook(made.save),
         accelerator.register_load_state_pre_hook(made.load),

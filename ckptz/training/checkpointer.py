@@ -554,7 +554,7 @@ class Checkpointer:
         """
         if not (strict or weights_only):
             raise ConfigError(
-                "strict=False restores weights alone, as optimizers need all parameters; add weights_only=True"
+                "strict=False restores weights alone, for optimizers need all of them; add weights_only=True"
             )
         return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only, strict))
 

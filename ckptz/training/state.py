@@ -1,8 +1,9 @@
 """What a training run consists of, as named tensors and plain values, and the way back.
 
-Everything is keyed by the name of a parameter without wrappers (`ckptz.state.modules`), so that these and the order of parameter groups do not matter. Knows no files. Random
-numbers belong to it: the states of the global generators of Python, NumPy and PyTorch, exactly, stored
-without running code from a file.
+Everything is keyed by the name of a parameter without wrappers (`ckptz.state.modules`), so that these and
+the order of parameter groups do not matter. Knows no files. Random numbers
+belong to it: the states of the global generators of Python, NumPy and PyTorch, exactly, stored without
+running code from a file.
 """
 
 from __future__ import annotations
