@@ -173,7 +173,11 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
         """Keep a kernel, if it can be written: a full disk is no reason to end a command."""
         folder = written_to()
         if folder is not None and self._impl.check_cachable(data):
-            file, key, reduced = self._files[folder], self._index_key(sig, data.codegen), self._impl.reduce(data)
+            file, key, reduced = (
+                self._files[folder],
+                self._index_key(sig, data.codegen),
+                self._impl.reduce(data),
+            )
             with contextlib.suppress(OSError):
                 try:
                     file.save(key, reduced)

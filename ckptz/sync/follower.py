@@ -163,9 +163,7 @@ class Follower:
                     f"{base.title}; is it another run? reset() starts afresh"
                 )
             # An interrupt after the write must not leave the old step here: the delta would be applied twice.
-            patched = patch(
-                container, live, check=self._check, workers=workers, before_write=self.reset
-            )
+            patched = patch(container, live, check=self._check, workers=workers, before_write=self.reset)
         self.step, self._content_id = version.step, patched.content_id
         return patched
 

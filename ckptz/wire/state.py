@@ -7,6 +7,7 @@ is kept. Arrays are F32 patterns of one of the wire's kernel modules.
 
 from __future__ import annotations
 
+import copy
 import errno
 import math
 import os
@@ -264,6 +265,23 @@ class LinkState:
     def count(self, end: End, direction: Direction, place: Place) -> None:
         """Count one message more."""
         self.slot(end, direction, place).seq += not place.is_eval
+
+    def snapshot(
+        self, end: End, direction: Direction, place: Place
+    ) -> tuple[Slot, dict[tuple[int, int], Positions]]:
+        """Copy references to all that a message may change, but for the rows of samples."""
+        slot = self.slot(end, direction, place)
+        return Slot(slot.seq, copy.copy(slot.memory), slot.shape), self.masks.copy()
+
+    def roll_back(
+        self,
+        end: End,
+        direction: Direction,
+        place: Place,
+        before: tuple[Slot, dict[tuple[int, int], Positions]],
+    ) -> None:
+        """Return to a snapshot; arrays are replaced by messages and never written to."""
+        self._slots[end, direction, place.tensor, place.microbatch], self.masks = before
 
     def memory(
         self, end: End, direction: Direction, plan: TensorPlan, place: Place

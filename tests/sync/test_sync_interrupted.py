@@ -14,13 +14,13 @@ from tests.support.sync_support import cloned, published, same
 MODULES = ("ckptz/sync/follower.py", "ckptz/api/apply.py")
 
 
-def interrupted_at(position: int, run: Any) -> bool:
-    """Run, with a KeyboardInterrupt at the line event of this number; False if there were fewer."""
+def interrupted_at(position: int, run: Any, modules: tuple[str, ...] = MODULES) -> bool:
+    """Run, with a KeyboardInterrupt at the bytecode of this number; False if there were fewer."""
     n = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal n
-        if not frame.f_code.co_filename.endswith(MODULES):
+        if not frame.f_code.co_filename.endswith(modules):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
