@@ -176,4 +176,6 @@ def test_a_compiled_layer_gives_the_bits_of_an_eager_one(codec: Codec, feedback:
             results.append((is_compiled, out.detach(), x.grad))
     for eager, compiled in zip(results[:3], results[3:], strict=True):
         assert torch.equal(eager[1], compiled[1])
-        assert eager[2] is not None and compiled[2] is not None and torch.equal(eager[2], compiled[2])
+        assert eager[2] is not None
+        assert compiled[2] is not None
+        assert torch.equal(eager[2], compiled[2])
