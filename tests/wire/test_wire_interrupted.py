@@ -34,7 +34,7 @@ def retried(run: Any, position: int, n: list[int]) -> Any:
 def test_a_retry_gives_the_undisturbed_values_or_is_refused(end: str, feedback: Any, stride: int) -> None:
     codec = Uniform(4) if feedback == "aqsgd" else TopK(0.25)
     policy = LinkPolicy(forward=codec, backward=codec, feedback=feedback)
-    data = [np.random.default_rng(i).normal(size=64).astype(np.float32).view(np.uint32) for i in range(4)]
+    data = [np.random.default_rng(i).normal(size=4096).astype(np.float32).view(np.uint32) for i in range(4)]
     ids = np.arange(4) if feedback == "aqsgd" else None
 
     def exchange(position: int, n: list[int]) -> list[Any]:
@@ -44,12 +44,12 @@ def test_a_retry_gives_the_undisturbed_values_or_is_refused(end: str, feedback: 
             at = position if step == 2 else 0
 
             def send(values: Any = values, place: Place = place) -> Any:
-                return tx.send(Direction.FORWARD, values, F32, (4, 16), place)
+                return tx.send(Direction.FORWARD, values, F32, (4, 1024), place)
 
             sent = retried(send, at if end == "tx" else 0, n)
 
             def receive(sent: Any = sent, place: Place = place) -> Any:
-                return rx.receive(Direction.FORWARD, sent.message, F32, (4, 16), place)
+                return rx.receive(Direction.FORWARD, sent.message, F32, (4, 1024), place)
 
             received = retried(receive, at if end == "rx" else 0, n)
             out += [received.tolist(), sent.decode().tolist()]

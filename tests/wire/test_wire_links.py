@@ -162,7 +162,7 @@ def test_a_compiled_layer_gives_the_bits_of_an_eager_one(codec: Codec, feedback:
     results = []
     for is_compiled in (False, True):
         torch.manual_seed(0)
-        layer, head = CompressLink(policy), nn.Linear(16, 16)
+        layer, head = CompressLink(policy), nn.Linear(512, 512)
 
         def run(x: Tensor, layer: nn.Module = layer, head: nn.Module = head) -> Tensor:
             out: Tensor = layer(head(x), ids) * 2
@@ -170,7 +170,7 @@ def test_a_compiled_layer_gives_the_bits_of_an_eager_one(codec: Codec, feedback:
 
         step = torch.compile(run, backend="eager") if is_compiled else run
         for _ in range(3):
-            x = torch.randn(4, 16, requires_grad=True)
+            x = torch.randn(4, 512, requires_grad=True)
             out = step(x)
             out.square().sum().backward()
             results.append((is_compiled, out.detach(), x.grad))
