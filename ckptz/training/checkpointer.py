@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import threading
 import time
@@ -16,7 +17,16 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from ckptz.encode.coded import CodedSource
-from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
+from ckptz.errors import (
+    CkptzError,
+    ConfigError,
+    FormatError,
+    MissingBaseError,
+    WriteError,
+    named,
+    real,
+    whole,
+)
 from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
 from ckptz.format.written import Written
@@ -31,6 +41,7 @@ from ckptz.run.prune import prune
 from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search.run import SearchReport
+from ckptz.store.lock import NOT_ALLOWED
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.training.background import Background, Turns
 from ckptz.training.budget_search import (
@@ -69,6 +80,7 @@ from ckptz.training.state import (
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
 T = TypeVar("T")
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
 
 
@@ -473,16 +485,51 @@ class Checkpointer:
         """List the steps whose weights are there, with or without the rest, ascending."""
         return self._store.listing().weights_steps
 
-    def restore_latest(self) -> int | None:
-        """Restore the newest step; None, and nothing changed, if there is none."""
-        return self._in_turn("restore_latest()", self._restore_latest)
+    def restore_latest(self, *, fall_back: bool = True) -> int | None:
+        """Restore the newest step; None, and nothing changed, if there is none.
 
-    def _restore_latest(self) -> int | None:
+        If files of the newest step are damaged, or a base is missing, the newest step that is whole is
+        restored, with a warning that names both; `restored.notes` has it too. The damaged step stays in the
+        folder: before it is saved again, `discard_after` the step that was restored.
+
+        Args:
+            fall_back: restore an earlier step where the newest cannot be read; else raise.
+
+        Raises:
+            ConfigError: the model, the optimizer or the extras are others.
+            FormatError: the newest step is damaged, and so are all others or `fall_back` is False.
+            MissingBaseError: the same of a base that is missing.
+        """
+        return self._in_turn("restore_latest()", lambda: self._restore_latest(fall_back))
+
+    def _restore_latest(self, fall_back: bool) -> int | None:
         self._wait()
-        steps = self.steps()
-        return self._restore(steps[-1], weights_only=False) if steps else None
+        newest: CkptzError | None = None
+        for step in reversed(steps := self.steps()):
+            try:
+                self._restore(step)
+            except (FormatError, MissingBaseError) as error:
+                if not fall_back:
+                    raise
+                newest = newest or error
+                continue
+            if newest is not None:
+                self._note_fall_back(steps[-1], step, newest)
+            return step
+        if newest is not None:
+            raise newest
+        return None
 
-    def restore(self, step: int, *, weights_only: bool = False) -> int:
+    def _note_fall_back(self, newest: int, step: int, error: CkptzError) -> None:
+        assert self.restored is not None
+        note = (
+            f"{self._store.name}: step {newest} cannot be read ({error}), so step {step} was restored; to "
+            f"save step {newest} again, first call discard_after({step})"
+        )
+        self.restored = replace(self.restored, notes=(*self.restored.notes, note))
+        warnings.warn(note, RuntimeWarning, stacklevel=7)
+
+    def restore(self, step: int, *, weights_only: bool = False, strict: bool = True) -> int:
         """Bring the run back to a step, random numbers included.
 
         Everything is read and checked before anything is changed. To go on from a step that is not the
@@ -492,21 +539,32 @@ class Checkpointer:
         Args:
             step: one of `steps`, or with `weights_only` of `weights_steps`.
             weights_only: restore the model and leave everything else as it is.
+            strict: refuse a model with other names. With False, which needs `weights_only`, weights of the
+                same name are restored, and `restored` lists the names that are missing in the step or
+                unexpected; `is_exact` is False then. Other shapes or dtypes are refused all the same.
 
         Returns:
             The step.
 
         Raises:
-            ConfigError: there is no such step, or the model, the optimizer or the extras are others.
+            ConfigError: there is no such step, or the model, the optimizer or the extras are others; or
+                `strict` is False and no name matches, or `weights_only` is False.
             FormatError: a file is damaged.
             MissingBaseError: a file that others are stored against is missing.
         """
-        return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only=weights_only))
+        if not (strict or weights_only):
+            raise ConfigError(
+                "strict=False restores weights alone, for optimizers need all of them; add weights_only=True"
+            )
+        return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only, strict))
 
-    def _restore(self, step: int, *, weights_only: bool) -> int:
+    def _restore(self, step: int, weights_only: bool = False, strict: bool = True) -> int:
         self._wait()
         check_there(self._store, step, weights_only)
-        (model, rest), restored = read_step(self._store, step, weights_only, self._read)
+        read = functools.partial(self._read, strict=strict)
+        (model, rest, missing, unexpected), restored = read_step(self._store, step, weights_only, read)
+        is_exact = restored.is_exact and not (missing or unexpected)
+        restored = replace(restored, is_exact=is_exact, missing=missing, unexpected=unexpected)
         where = f"{self._store.name}: step {step}"
         if rest is not None:
             check_states(self.extra, rest, where)
@@ -529,19 +587,20 @@ class Checkpointer:
         return step
 
     def _read(
-        self, weights: StepReader, state: StepReader | None
-    ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-        """The model's part and the rest, checked; nothing is changed."""
+        self, weights: StepReader, state: StepReader | None, strict: bool
+    ) -> tuple[dict[str, Any], Mapping[str, Any] | None, tuple[str, ...], tuple[str, ...]]:
+        """Read the model's part and the rest, missing and unexpected names; all is checked, none changed."""
         outline = model_of(weights.outline(), weights)
-        outline = with_frozen(self.model, outline, weights.metadata, weights.name)
-        check_model_fits(self.model, outline, weights.name)
+        outline = with_frozen(self.model, outline, weights.metadata, weights.name, strict=strict)
+        missing, unexpected = check_model_fits(self.model, outline, weights.name, strict=strict)
         if state is not None:
             found = rest_of(state.outline(), state)
             check_optimizers_fit(self.model, self._optimizers, found, state.name)
             check_extras_fit(self.extra, found["extra"], state.name)
         model = model_of(weights.load(self._restore_jobs), weights)
         model |= {name: value for name, value in outline.items() if name not in model}
-        return model, None if state is None else rest_of(state.load(self._restore_jobs), state)
+        rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
+        return model, rest, missing, unexpected
 
     def discard_after(self, step: int) -> None:
         """Remove every later step, to go on from this one.
@@ -587,9 +646,15 @@ class Checkpointer:
 def _about(error: BaseException, what: str) -> BaseException:
     """The same kind of error that says what was lost."""
     if isinstance(error, OSError):
-        remedy = "the steps before it are whole; make room or repair the disk, and save again"
+        remedy = "the steps before it are whole; repair the disk, and save again"
         if isinstance(error, FileNotFoundError):
             remedy = "a file or the whole folder was removed meanwhile; see what is there, and save again"
+        elif error.errno in _FULL:
+            remedy = "the steps before it are whole; make room, and save again"
+        elif error.errno in NOT_ALLOWED:
+            remedy = "the steps before it are whole; check the folder's owner and permissions, and save again"
+        elif isinstance(error, WriteError):  # which has a remedy
+            remedy = "the steps before it are whole"
         return WriteError(error.errno, f"{what}: {error.strerror or error}; {remedy}")
     if isinstance(error, CkptzError):
         return named(error, what)

@@ -27,13 +27,17 @@ class Restored:
 
     Attributes:
         step: the step.
-        is_exact: whether every value is bit for bit what was saved.
+        is_exact: whether every value is bit for bit what was saved, and nothing is missing or unexpected.
         notes: what the user should know.
+        missing: names of the model that the step lacks, which `strict=False` left as they were.
+        unexpected: names of the step that the model lacks, which `strict=False` passed over.
     """
 
     step: int
     is_exact: bool
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 def check_there(store: StepStore, step: int, weights_only: bool) -> None:

@@ -1,9 +1,9 @@
 """What a training run consists of, as named tensors and plain values, and the way back.
 
-Everything is keyed by the name of a parameter, by `torch.distributed.checkpoint.state_dict`, so that
-wrappers (DDP, `torch.compile`) and the order of parameter groups do not matter. Knows no files. Random
-numbers belong to it: the states of the global generators of Python, NumPy and PyTorch, exactly, stored
-without running code from a file.
+Everything is keyed by the name of a parameter without wrappers (`ckptz.state.modules`), so that these and
+the order of parameter groups do not matter. Knows no files. Random numbers
+belong to it: the states of the global generators of Python, NumPy and PyTorch, exactly, stored without
+running code from a file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
@@ -30,8 +28,9 @@ from torch.optim import Optimizer
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
 from ckptz.guidance.trail import Trained, stride_of
+from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
-from ckptz.torch import source_of
+from ckptz.torch import nothing_matches, source_of
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]
@@ -51,23 +50,55 @@ Extra: TypeAlias = Stateful | MutableMapping[str, Any] | torch.Generator
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Give the model's state by name, sharing its memory."""
-    return dict(get_model_state_dict(model))
+    """Return the model's state by name without wrappers, sharing its memory.
+
+    State-dict hooks of the model apply.
+    """
+    state = model.state_dict()
+    return {name: state[key] for name, key in names_without_wrappers(model, state).items()}
 
 
-def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> None:
-    """Require that a saved state has exactly the model's names, shapes and dtypes.
+def check_model_fits(
+    model: nn.Module, saved: Mapping[str, Any], where: str, *, strict: bool = True
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Require that a saved state has the model's names, shapes and dtypes.
+
+    Args:
+        model: the model.
+        saved: its state by name.
+        where: names the file in messages.
+        strict: refuse names that only one of the two has; else at least one must match.
+
+    Returns:
+        (names in the model that the state lacks, names in the state that the model lacks).
 
     Raises:
         ConfigError: names the first difference.
     """
     live = model_state(model)
-    if missing := [name for name in live if name not in saved]:
-        raise ConfigError(f"{where}: has no {missing[0]!r}{_more(missing)}; the model has gained parameters")
-    if unknown := [name for name in saved if name not in live]:
-        raise ConfigError(f"{where}: has {unknown[0]!r}{_more(unknown)}, which this model does not have")
+    missing = tuple(name for name in live if name not in saved)
+    unexpected = tuple(name for name in saved if name not in live)
+    if strict and missing:
+        raise ConfigError(
+            f"{where}: has no {missing[0]!r}{_more(missing)}; the model has gained parameters{_NOT_STRICT}"
+        )
+    if strict and unexpected:
+        raise ConfigError(
+            f"{where}: has {unexpected[0]!r}{_more(unexpected)}, which this model does not have{_NOT_STRICT}"
+        )
+    if live and len(missing) == len(live):
+        raise ConfigError(nothing_matches(where, saved, live))
+    _check_kinds(live, saved, where)
+    return missing, unexpected
+
+
+_NOT_STRICT: Final = "; weights_only=True and strict=False load what matches"
+
+
+def _check_kinds(live: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Require the same shapes and dtypes of what has the same name."""
     for name, tensor in live.items():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and name in saved:
             check_dense(tensor, name)
             wanted, found = _kind(tensor), _kind(saved[name])
             if wanted == found:
@@ -91,8 +122,10 @@ def _more(names: Sequence[str]) -> str:
 
 
 def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Write a saved state, which fits, into the model."""
-    set_model_state_dict(model, dict(saved), options=StateDictOptions(strict=True))
+    """Write a saved state, which fits, into the model; names that only one of the two has are passed over."""
+    keys = names_without_wrappers(model, model.state_dict())
+    state = {key: saved[name] for name, key in keys.items() if name in saved}
+    model.load_state_dict(state, strict=len(state) == len(keys))
 
 
 def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:

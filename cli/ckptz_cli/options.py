@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from ckptz_cli.session import QUIET, streamed
+from ckptz_cli.session import QUIET, Verb, streamed
 
 if TYPE_CHECKING:
     from ckptz.methods.method import Method, Option
@@ -23,6 +23,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 COUNT: Final = click.IntRange(min=1)
 jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
+OUTPUTS: Final = ("output", "save_plan")  # options for files that are written
 NEXT: Final = "eval"  # the option that follows those of methods
 # Sections of the help; those of methods stand before the last, and what is in none after it.
 SECTIONS: Final[Mapping[str, Sequence[str]]] = {
@@ -63,7 +64,7 @@ class _Path(click.Path):
         if value == "":
             self.fail("a path is empty", param, ctx)
         if value == "-" and param is not None and ctx is not None:
-            return streamed(param.name == "output", ctx)
+            return streamed(param.name in OUTPUTS, ctx)
         if isinstance(value, str) and "://" in value:
             if param is not None and param.name == "output":
                 self.fail(f"{value}: only local files are written", param, ctx)
@@ -177,7 +178,7 @@ def _params(methods: tuple[str, ...]) -> tuple[click.Parameter, ...]:
     return method, *(_click_option(name, option) for name, option in options_of_methods().values())
 
 
-class MethodCommand(click.Command):
+class MethodCommand(Verb):
     """A command that takes the options of all methods as well."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:

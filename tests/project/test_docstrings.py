@@ -15,7 +15,7 @@ VERBS = """
     Copy Count Decide Decode Delete Describe Draw Encode End Expand Factor Fill Find Fit Forget Give Go
     Group Hash Hold Join Keep Leave Let List Load Look Make Map Mark Match Measure Merge Move Name Open
     Pack Parse Plan Predict Print Propose Prune Publish Put Quantize Rank Read Receive Record Refuse
-    Release Remember Remove Replace Require Restore Round Run Sample Save Say Scale Search Send Share
+    Release Remember Remove Replace Require Restore Return Round Run Sample Save Say Scale Search Send Share
     Show Sketch Sort Split Start Stop Store Subtract Sum Take Tell Trust Try Turn Undo Update Use Verify Wait
     Warn Weigh Wrap Write
 """
