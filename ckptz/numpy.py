@@ -21,7 +21,7 @@ from ckptz.format.dtypes import DTYPE_CODES, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, ArraySource
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method
+    from ckptz.codec.method import Method
 
 Arrays = dict[str, NDArray[Any]]
 

@@ -31,7 +31,7 @@ from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.wire.policy import LinkPolicy, check_policy
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method
+    from ckptz.codec.method import Method
 
 Tensors = dict[str, torch.Tensor]
 

@@ -16,14 +16,14 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.core.sources import Tensors, concatenated, n_bytes
-from ckptz.encode.chunk import encode_chunk
+from ckptz.codec.chunk import encode_chunk
+from ckptz.codec.lossless import plan_lossless
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.decode import decode_chunk
 from ckptz.format.frame import FrameHeader
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import ChunkSources, chunk_bounds
-from ckptz.methods.lossless import plan_lossless
 from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.write import pipeline
 from ckptz.write.pipeline import Job

@@ -21,7 +21,7 @@ from ckptz.parallel import Workers
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method
+    from ckptz.codec.method import Method
 
 # safetensors lays tensors out by falling alignment; files of both list their offset_keys() alike.
 _LAYOUT: Final = (

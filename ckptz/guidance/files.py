@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.tensor import InputCovariance
+from ckptz.codec.tensor import InputCovariance
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.envelope import Count, PlainFile, strict_json

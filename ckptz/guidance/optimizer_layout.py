@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from ckptz.codec.method import MOMENT_ROLES
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.envelope import strict_json
 from ckptz.format.sources import TensorSource
-from ckptz.methods.method import MOMENT_ROLES
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import TensorRef, parse_tree
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ckptz.encode.coded import CodedSource
-from ckptz.encode.tensor import InputCovariance, SideInformation, moments_energy
+from ckptz.codec.coded import CodedSource
+from ckptz.codec.method import CALIBRATION, METHODS, READ_OPTIMIZER, SENSITIVITY, Method
+from ckptz.codec.tensor import InputCovariance, SideInformation, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.files import CalibrationFile, RecordedInputs, Recordings, SensitivityFile, Shapes
 from ckptz.guidance.optimizer_layout import roles_beside
-from ckptz.methods.method import CALIBRATION, METHODS, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.state.roles import Role, Rule, role_of
 
 if TYPE_CHECKING:

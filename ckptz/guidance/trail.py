@@ -17,11 +17,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.coded import CodedSource
-from ckptz.encode.moved import MovedSource, Moves
-from ckptz.encode.restored import HELD_BYTES, CachedTensor
-from ckptz.encode.sensitivity import floats_of
-from ckptz.encode.tensor import SideInformation
+from ckptz.codec.coded import CodedSource
+from ckptz.codec.moved import MovedSource, Moves
+from ckptz.codec.restored import HELD_BYTES, CachedTensor
+from ckptz.codec.sensitivity import floats_of
+from ckptz.codec.tensor import SideInformation
 from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import LazySource, TensorSource
 from ckptz.format.values import KINDS

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.tensor import SideInformation
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.tensor import SideInformation
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource

@@ -20,12 +20,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
 
 from ckptz.api.read import PathLike
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.versions import warn_untested
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
 from ckptz.state.torch import on_device
 from ckptz.write.pipeline import Job, mark_restored
 

@@ -12,12 +12,12 @@ from typing import Any, Final
 
 import torch
 
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method, checked
 from ckptz.errors import ConfigError, WriteError, own_numbers, whole
 from ckptz.format.caches import LastChunks
 from ckptz.format.publish import make_folder, publish_together, sync_folder
 from ckptz.format.written import Written
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.exact import as_exactly_as_may_be, residual_of
 from ckptz.run.linked_files import LinkedFiles

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 
-from ckptz.encode.tensor import SideInformation, moments_energy
+from ckptz.codec.method import MOMENT_ROLES
+from ckptz.codec.tensor import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
 from ckptz.format.publish import make_folder
 from ckptz.format.sources import TensorSource
@@ -42,7 +43,6 @@ from ckptz.integrations.linked import (
     warn_of_no_gain,
 )
 from ckptz.integrations.versions import warn_untested
-from ckptz.methods.method import MOMENT_ROLES
 from ckptz.run.step_files import FROZEN_KEY, Kept
 from ckptz.state.roles import Rule
 from ckptz.store.resolve import SUFFIX, open_checkpoint

@@ -32,6 +32,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from ckptz.codec.method import Method, checked
+from ckptz.codec.registry import METHODS, REFERENCE
 from ckptz.errors import CkptzError, ConfigError, own_numbers, whole
 from ckptz.format.envelope import strict_json
 from ckptz.format.index import QualityRecord
@@ -39,8 +41,6 @@ from ckptz.format.publish import publish
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
-from ckptz.methods.method import Method, checked
-from ckptz.methods.table import METHODS, REFERENCE
 from ckptz.pages.words import Report
 from ckptz.search.measures import ANSWER, Comparing, Quality, digest_of, name_of, unit_of, values_of
 

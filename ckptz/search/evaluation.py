@@ -16,7 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from ckptz.encode.tensor import MapFunction
+from ckptz.codec.tensor import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import CHANGES, STEPS_LOST, Promise, QualityRecord

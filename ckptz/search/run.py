@@ -16,15 +16,15 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptz.encode.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import QualityRecord
 from ckptz.format.publish import Publication
 from ckptz.format.reader import Container
 from ckptz.format.written import Written, amend_quality
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in, used_by_changes
 from ckptz.search.evaluation import Judge, Readings, Scope, is_of_training, judge_of, opened_trial

@@ -15,7 +15,7 @@ from typing import Final, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.methods.method import Cube, Method, Point
+from ckptz.codec.method import Cube, Method, Point
 
 FULL: Final = 1.0  # share of the budget that may be used
 
@@ -304,9 +304,9 @@ class OneKnob:
     the same loss for its last bit. For small errors the change is a_i * step_i^2 and the bits are n_i *
     log2(1 / step_i), so step_i = sqrt(lambda * n_i / (2 ln 2 * a_i)): all steps are proportional to
     sqrt(lambda), which is the multiplier of `Method.scaled`. What is special to a tensor, a_i, is in the
-    reference steps already: in `ckptz.encode.grid.row_steps` for weights, in the roots of second moments for
-    first ones. Moments follow in proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for 0.05
-    bit (docs/search.md).
+    reference steps already: in `ckptz.codec.grid_steps.row_steps` for weights, in the roots of second moments
+    for first ones. Moments follow in proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for
+    0.05 bit (docs/search.md).
 
     The share of a budget that is used then grows about with the multiplier's square. Two measurements give
     its power, and the next trial is where the line through them meets the budget, in logarithms.

@@ -13,13 +13,13 @@ import numpy as np
 
 from ckptz.api.apply import State, live_tensors
 from ckptz.api.save import check_tensor_names, check_texts
+from ckptz.codec.lossless import LOSSLESS, Lossless
+from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError, whole
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
 from ckptz.format.written import Written
-from ckptz.methods.lossless import LOSSLESS, Lossless
-from ckptz.methods.method import Method
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.keep import KeepRules, what_stays
 from ckptz.run.step_files import ChainRule, checked_step

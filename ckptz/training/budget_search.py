@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import CALIBRATION, Method
 from ckptz.errors import ConfigError, FormatError, MissingBaseError
 from ckptz.guidance.files import Shapes
 from ckptz.guidance.side_information import Calibrated, read_inputs
 from ckptz.hooks.calibration import Calibration
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import CALIBRATION, Method
 from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import OWNER, ChainRule, FileKind, StepFile

@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ckptz.encode.coded import CodedSource
+from ckptz.codec.coded import CodedSource
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import USUAL_RESTORES, Method, checked
 from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
 from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
 from ckptz.format.written import Written
 from ckptz.guidance.trail import Trail
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import USUAL_RESTORES, Method, checked
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.folder import StepStore

@@ -11,8 +11,10 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from ckptz.api.read import available_memory, check_limit, read_tensors
-from ckptz.encode.restored import CachedTensor
-from ckptz.encode.tensor import SideInformation
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method
+from ckptz.codec.restored import CachedTensor
+from ckptz.codec.tensor import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.format.index import QualityRecord
 from ckptz.format.reader import Container, FrameSource
@@ -20,8 +22,6 @@ from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trail, Trained
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.run.step_files import (
     EXACT_OF_KEY,

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method, checked
+from ckptz.codec.registry import REFERENCE
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
 from ckptz.foreign.folders import check_sharding, copy_carried, torch_names
@@ -37,9 +40,6 @@ from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.kernels.clock import working_seconds
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method, checked
-from ckptz.methods.table import REFERENCE
 from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.links import link_chain

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptz.api.read import decoded_chunks
-from ckptz.encode.restored import CachedTensor
+from ckptz.codec.restored import CachedTensor
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.foreign.inputs import PathLike, check_target, checked_kind, file_path, naming_output, paths
 from ckptz.format.byte_source import FileBytes, path_of

@@ -14,13 +14,13 @@ from typing import Final
 
 import numpy as np
 
+from ckptz.codec.lossless import Lossless
+from ckptz.codec.method import Method
+from ckptz.codec.registry import METHODS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.frequency import leave_numpy
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
 from ckptz.kernels import compiled, kept_in, silently
-from ckptz.methods.lossless import Lossless
-from ckptz.methods.method import Method
-from ckptz.methods.table import METHODS
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint

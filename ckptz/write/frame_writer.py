@@ -12,11 +12,13 @@ from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from ckptz.encode.chunk import Deviation, EncodedChunk, encode_chunk
-from ckptz.encode.encoding_plan import EncodingPlan
-from ckptz.encode.moved import MovedSource, Moves
-from ckptz.encode.restored import HELD_BYTES, CachedTensor, EncodingPlans, restored_source
-from ckptz.encode.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
+from ckptz.codec.chunk import Deviation, EncodedChunk, encode_chunk
+from ckptz.codec.lossless import EXACT, plan_and_encode
+from ckptz.codec.method import Recipe, Setting
+from ckptz.codec.moved import MovedSource, Moves
+from ckptz.codec.restored import HELD_BYTES, CachedTensor, TensorPlans, restored_source
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.bits import xxh64
 from ckptz.format.caches import CachedChunks
 from ckptz.format.dtypes import DType
@@ -33,8 +35,6 @@ from ckptz.format.sources import (
     chunk_bounds,
     context_tensors_of,
 )
-from ckptz.methods.lossless import EXACT, plan_and_encode
-from ckptz.methods.method import Recipe, Setting
 from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.state.roles import Role
 
@@ -83,7 +83,7 @@ class FileRecord:
 
 
 # A chunk to encode: of which tensor, its encoding plan where it is planned already, its bounds and base.
-_Chunk = tuple[str, TensorSource, EncodingPlan | None, ChunkSources]
+_Chunk = tuple[str, TensorSource, TensorPlan | None, ChunkSources]
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
@@ -109,14 +109,14 @@ class FilePlan:
     draw: int = 0  # of random rounding; by another one, no lossy frame is copied
     notes: dict[str, str] = field(default_factory=dict, init=False)  # on moves, by tensor
     _chunks: CachedChunks = field(init=False)
-    _shared: EncodingPlans = field(init=False)
-    _ahead: dict[str, EncodingPlan] = field(default_factory=dict, init=False)  # of first moments: few vectors
+    _shared: TensorPlans = field(init=False)
+    _ahead: dict[str, TensorPlan] = field(default_factory=dict, init=False)  # of first moments: few vectors
     _movement: float | None = field(default=None, init=False)  # of all tensors whose plans depend on it
 
     def __post_init__(self) -> None:
         self._chunks = CachedChunks(HELD_BYTES)
         sources = (self.recipes[name].context_tensor for name in self.tensors)
-        self._shared = EncodingPlans(name for name in sources if name is not None)
+        self._shared = TensorPlans(name for name in sources if name is not None)
 
     def prepare(self, run: MapFunction) -> dict[str, FrameSource]:
         """Move weights and measure what several plans depend on; gives the frames to copy, by name."""
@@ -153,7 +153,7 @@ class FilePlan:
         self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
         self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
 
-    def _alone(self, name: str) -> EncodingPlan:
+    def _alone(self, name: str) -> TensorPlan:
         return self._planned(name, self.base(name), self.context_tensors(name), map)
 
     def base(self, name: str) -> TensorSource | None:
@@ -174,7 +174,7 @@ class FilePlan:
 
     def encoding(
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction = map
-    ) -> EncodingPlan:
+    ) -> TensorPlan:
         """Plan a tensor."""
         if name in self._ahead:
             return self._ahead[name]
@@ -189,7 +189,7 @@ class FilePlan:
 
     def _planned(
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
-    ) -> EncodingPlan:
+    ) -> TensorPlan:
         recipe = self.recipes[name] if self.tensors[name].n_patterns else EXACT
         return recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
 
@@ -247,8 +247,8 @@ def _is_small(plan: FilePlan, batch: Sequence[_Chunk]) -> bool:
     return n_patterns < len(batch) * (SMALL_VALUES_TOGETHER if is_together else SMALL_VALUES)
 
 
-def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[EncodingPlan, EncodedChunk]]:
-    encoded: list[tuple[EncodingPlan, EncodedChunk]] = []
+def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[TensorPlan, EncodedChunk]]:
+    encoded: list[tuple[TensorPlan, EncodedChunk]] = []
     for key, run in itertools.groupby(batch, plan.alike):
         chunks = list(run)
         if key is None:
@@ -259,7 +259,7 @@ def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[EncodingP
     return encoded
 
 
-def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[EncodingPlan, EncodedChunk]:
+def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[TensorPlan, EncodedChunk]:
     name, source, encoding, sources = chunk
     if encoding is None:
         sources.context_tensors = plan.context_tensors(name)
@@ -271,7 +271,7 @@ def _lossy_record(
     recipe: Recipe,
     role: Role,
     source: TensorSource,
-    encoding: EncodingPlan,
+    encoding: TensorPlan,
     header: FrameHeader,
     deviation: Deviation,
 ) -> LossyRecord:
@@ -356,9 +356,9 @@ def _write_frame(
     sink: BinaryIO,
     start: int,
     source: TensorSource,
-    encoded: Iterator[tuple[EncodingPlan, EncodedChunk]],
+    encoded: Iterator[tuple[TensorPlan, EncodedChunk]],
     progress: Progress | None,
-) -> tuple[EncodingPlan, FrameHeader, Deviation | None]:
+) -> tuple[TensorPlan, FrameHeader, Deviation | None]:
     """Stream the chunks of one frame behind its header, which is written when they are."""
     if 0 < source.n_patterns <= CHUNK_VALUES:
         encoding, chunk = next(encoded)
@@ -368,7 +368,7 @@ def _write_frame(
             progress(source.n_bytes)
         return encoding, header, chunk.deviation
     shape = tuple(source.shape)
-    encoding, packed_plan = EncodingPlan(exact_plan(source.dtype)), b""
+    encoding, packed_plan = TensorPlan(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
     for begin, end in chunk_bounds(source.dtype.n_patterns(shape)):

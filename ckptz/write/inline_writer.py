@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from ckptz.codec.lossless import EXACT
 from ckptz.format.envelope import build_header
 from ckptz.format.index import (
     DELTA_FEATURE,
@@ -31,7 +32,6 @@ from ckptz.format.index import (
 from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.format.written import blob
-from ckptz.methods.lossless import EXACT
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import FilePlan, FileRecord, Progress, copy_frame, write_frames
 from ckptz.write.writer import reserved_header_bytes

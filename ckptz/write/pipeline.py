@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from ckptz.encode.tensor import SideInformation
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method, Recipe, checked
+from ckptz.codec.tensor import SideInformation
 from ckptz.format.sources import TensorSource
 from ckptz.format.written import Written
 from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trained
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method, Recipe, checked
 from ckptz.parallel import Workers
 from ckptz.state.roles import Role, Rule, role_of
 from ckptz.write.frame_writer import Earlier, FilePlan, FileRecord, Progress

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import BinaryIO
 
-from ckptz.encode.tensor import NO_SIDE_INFORMATION
+from ckptz.codec.tensor import NO_SIDE_INFORMATION
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.envelope import (

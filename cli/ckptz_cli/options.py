@@ -16,7 +16,7 @@ import click
 from ckptz_cli.session import QUIET, streamed
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method, Option
+    from ckptz.codec.method import Method, Option
 
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -130,7 +130,7 @@ writing_options = together(jobs_option, force_option, search_path_option, sessio
 
 def options_of_methods() -> Mapping[str, tuple[str, Option]]:
     """Give the options of all methods by their keyword, each with the name of its method."""
-    from ckptz.methods.table import METHODS
+    from ckptz.codec.registry import METHODS
 
     return {option.keyword: (method.name, option) for method in METHODS.values() for option in method.options}
 
@@ -166,7 +166,7 @@ def _click_option(method: str, option: Option) -> click.Option:
 @functools.cache  # click looks a parameter up by identity
 def _params(methods: tuple[str, ...]) -> tuple[click.Parameter, ...]:
     """Make the options of all methods; they arrive as one keyword each."""
-    from ckptz.methods.table import AUTO
+    from ckptz.codec.registry import AUTO
 
     first, *others = methods
     method = click.Option(
@@ -181,7 +181,7 @@ class MethodCommand(click.Command):
     """A command that takes the options of all methods as well."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        from ckptz.methods.table import METHODS
+        from ckptz.codec.registry import METHODS
 
         own = super().get_params(ctx)
         at = [param.name for param in own].index(NEXT)
@@ -216,7 +216,7 @@ def config_of(method: str | None, **given: Any) -> Method:
         click.UsageError: options of a method that was not asked for.
         ConfigError: values out of range.
     """
-    from ckptz.methods.table import AUTO, METHODS
+    from ckptz.codec.registry import AUTO, METHODS
 
     name = AUTO if method == "auto" else method or "lossless"
     for keyword in (keyword for keyword, value in given.items() if is_given(value)):

@@ -20,7 +20,7 @@ from ckptz_cli.options import COUNT, PATH, config_of, fields_of, is_given, optio
 from ckptz_cli.session import is_quiet, is_terminal
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method
+    from ckptz.codec.method import Method
     from ckptz.search.budget import Budget
     from ckptz.search.measures import NamedFunction
     from ckptz.search.run import SearchOptions, TrialReport
@@ -347,7 +347,7 @@ def _search(given: Mapping[str, Any], method: dict[str, Any]) -> SearchOptions:
 
 def _searched_method(name: str | None, parent: Method | None) -> type[Method]:
     """Find the method that the search is for: as asked, or else that of the plan that it begins at."""
-    from ckptz.methods.table import AUTO, method_named
+    from ckptz.codec.registry import AUTO, method_named
 
     if name is None and parent is not None:
         return type(parent)

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ckptz.encode.chunk import Encoded, encode_chunk
+from ckptz.codec.chunk import Encoded, encode_chunk
+from ckptz.codec.lossless import plan_and_encode, plan_lossless
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.frame import FrameHeader
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.format.streams import CoderId, encode_stream, encode_streams
 from ckptz.kernels import compiled, plain
 from ckptz.kernels.floats import Bytes, Patterns
-from ckptz.methods.lossless import plan_and_encode, plan_lossless
 
 SIZES = (1, 7, 2047, 2048, 8192, 9000, 1 << 18)
 

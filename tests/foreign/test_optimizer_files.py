@@ -11,10 +11,10 @@ from safetensors.torch import save_file as save_plain
 from torch import Tensor, nn
 
 from ckptz import compress, restore
+from ckptz.codec.grid import Grid
 from ckptz.errors import ConfigError
 from ckptz.foreign.inputs import open_input
 from ckptz.guidance.optimizer_layout import Known, known_roles
-from ckptz.methods.grid import Grid
 from ckptz.state.roles import Rule
 from ckptz.torch import load_file
 from ckptz.training.files import StepState

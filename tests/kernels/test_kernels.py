@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.encode.encoding_plan import ContextCounts
+from ckptz.codec.tensor_plan import ContextCounts
 from ckptz.format.frequency import encoding_tables, normalise, row_cost_bits, row_entropy_bits
 from ckptz.kernels import compiled as cpu_kernels
 from ckptz.kernels import torch as torch_kernels

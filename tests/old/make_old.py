@@ -16,7 +16,7 @@ from ckptz.container.index import FORMAT_VERSION
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, rebase
-from ckptz.methods.state import Moments
+from ckptz.codec.moments import Moments
 from ckptz.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parent

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file as save_plain
 
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, ResumeProbe, compress, inspect
+from ckptz.codec.method import Method
 from ckptz.errors import ConfigError
-from ckptz.methods.method import Method
 from ckptz.pages import words
 from ckptz.search.budget import Judgement, Limit, Reading, judge, share_used
 from ckptz.search.run import SearchOptions

@@ -13,9 +13,9 @@ from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, Grid, KMeans, compress
+from ckptz.codec.grid import MAX_SECOND_STEP
+from ckptz.codec.moments import Moments
 from ckptz.errors import ConfigError
-from ckptz.methods.grid import MAX_SECOND_STEP
-from ckptz.methods.state import Moments
 from ckptz.search.run import SearchOptions
 from ckptz.search.strategies import (
     CLOSE_LATER,

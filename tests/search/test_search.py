@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ckptz import Budget
-from ckptz.encode.sensitivity import SensitivityHistogram
-from ckptz.encode.tensor import NO_SIDE_INFORMATION, SideInformation, TensorToEncode
+from ckptz.codec.kmeans import KMeans
+from ckptz.codec.sensitivity import SensitivityHistogram
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, SideInformation, TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.dtypes import dtype_of
@@ -19,7 +20,6 @@ from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import ArraySource, TensorSource
 from ckptz.kernels.floats import F32
-from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.search.budget import Limit, Reading, judge
 from ckptz.search.predicted_sizes import predicted_sizes

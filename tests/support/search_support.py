@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.methods.kmeans import KMeans
-from ckptz.methods.method import Cube, Method
+from ckptz.codec.kmeans import KMeans
+from ckptz.codec.method import Cube, Method
 from ckptz.search.strategies import Outcome, Strategy, best_of, run_stages
 
 Array = np.ndarray[Any, Any]

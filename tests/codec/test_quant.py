@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptz.encode.histogram import RELATIVE_ERROR, Histogram
-from ckptz.encode.partitions import Partitions, fit_centroids, fit_partitions, sample_weights
+from ckptz.codec.histogram import RELATIVE_ERROR, Histogram
+from ckptz.codec.kmeans import Clusters, KMeans
+from ckptz.codec.lossless import EXACT, LOSSLESS
+from ckptz.codec.partitions import Partitions, fit_centroids, fit_partitions, sample_weights
 from ckptz.errors import ConfigError
 from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import floats
-from ckptz.methods.kmeans import Clusters, KMeans
-from ckptz.methods.lossless import EXACT, LOSSLESS
 from ckptz.state.roles import Role, role_of
 
 WEIGHT = Role("weight", "a.weight", "linear")

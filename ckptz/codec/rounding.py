@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.grid import Codes
+from ckptz.codec.grid_steps import Codes
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST, Floats, Reals
 

@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.quantizer import Quantizer
-from ckptz.encode.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivityHistogram, floats_of
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.sensitivity import NO_CUT, Sensitivities, SensitivityCut, SensitivityHistogram, floats_of
 from ckptz.format.plan import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, floats, planning
 from ckptz.kernels.floats import Patterns
@@ -55,7 +55,7 @@ def fit_centroids(values: Values, weights: Values, n_levels: int) -> Values:
 
 @dataclass(frozen=True, slots=True)
 class Partitions:
-    """Levels and shares of a map; `ckptz.methods.kmeans.KMeans` checks their ranges."""
+    """Levels and shares of a map; `ckptz.codec.kmeans.KMeans` checks their ranges."""
 
     levels: int = 16  # values that quantized and pruned elements may take, 2..255
     prune: float = 0.0  # share of the elements, smallest magnitudes first, that become zero

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.context_rules import MIN_RUN, Block, Runs
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import (
@@ -52,7 +52,7 @@ MIN_SAMPLE_GAIN: Final = 1 / 600  # of the same of a sample; below, the rest is 
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
 
 
-def plan_contexts(source: TensorSource, run: MapFunction = map) -> EncodingPlan | None:
+def plan_contexts(source: TensorSource, run: MapFunction = map) -> TensorPlan | None:
     """Plan a tensor whose runs of elements share tables by scale; None if that saves too little.
 
     Args:
@@ -170,7 +170,7 @@ def _tables(counts: Counts, table_of: Counts) -> tuple[StreamTables, float]:
     return StreamTables(frequencies, table_of, packed), entropy_bits(counts.sum(axis=0)) - n_bits
 
 
-def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> EncodingPlan | None:
+def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> TensorPlan | None:
     found = functools.reduce(operator.add, parts)
     used = np.flatnonzero(found.scales.any(axis=1))
     context_of = np.zeros(2 * N_SCALES, np.uint8)
@@ -189,7 +189,7 @@ def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> EncodingPlan |
         return None
     rule = Block(len(used), size, context_of[found.labels])
     plan = planes_plan(exact_plan(dtype).mode, (rule,), (*planes, own))
-    return EncodingPlan(plan, by_table=tuple((*part.planes, part.scales[used]) for part in parts))
+    return TensorPlan(plan, by_table=tuple((*part.planes, part.scales[used]) for part in parts))
 
 
 def encode_by_runs(

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.sensitivity import floats_of
+from ckptz.codec.sensitivity import floats_of
 from ckptz.format.frame import MAX_OUTER
 from ckptz.format.plan import MAX_RANK, LowRank
 from ckptz.format.sources import CHUNK_VALUES, TensorSource
@@ -166,7 +166,7 @@ def low_rank(
     Args:
         source: finite first moments.
         second: the second moments that their moves are divided by the root of, or None.
-        reach: see `ckptz.encode.tensor.SideInformation`.
+        reach: see `ckptz.codec.tensor.SideInformation`.
         warm: terms of the file before.
         seed: of random vectors.
         step: of the codes, beside the usual one; fewer terms are worth their bits the larger it is.

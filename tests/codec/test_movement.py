@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
-from ckptz.encode.quantizer import key_of
+from ckptz.codec.grid import FULL_SHARE
+from ckptz.codec.method import Method
+from ckptz.codec.quantizer import key_of
 from ckptz.format.context_rules import labels_of_rows
 from ckptz.format.index import LossyRecord
 from ckptz.format.sources import CHUNK_VALUES
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import ESCAPE, NEAREST
-from ckptz.methods.grid import FULL_SHARE
-from ckptz.methods.method import Method
 from ckptz.numpy import load_file
 from ckptz.store.resolve import open_checkpoint
 from tests.support import reference

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from ckptz import Checkpointer, KeepPolicy, KMeans
-from ckptz.encode.coded import bits_for
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.partitions import Partitions, fit_partitions
+from ckptz.codec.coded import bits_for
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.partitions import Partitions, fit_partitions
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES
 from ckptz.kernels import compiled as cpu
 from ckptz.parallel import Workers

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.coded import CodedQuantizer
-from ckptz.encode.contexts import Contexts
-from ckptz.encode.encoding_plan import EncodingPlan
-from ckptz.encode.moved import unmoved
-from ckptz.encode.quantizer import Quantizer
-from ckptz.encode.run_contexts import encode_by_runs
+from ckptz.codec.coded import CodedQuantizer
+from ckptz.codec.contexts import Contexts
+from ckptz.codec.moved import unmoved
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.run_contexts import encode_by_runs
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.errors import ConfigError
 from ckptz.format.bits import xxh64, xxh64_of_parts
 from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Labels, Magnitude, labels_of, runs_of
@@ -74,7 +74,7 @@ class EncodedChunk:
         return b"".join(self.streams)
 
 
-def _encode_codes(codes: Patterns, encoding: EncodingPlan, labels: Labels | None) -> list[Stream]:
+def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) -> list[Stream]:
     """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
     if labels is None:
         return encode_streams(cpu().split_planes(codes, codes, RAW))
@@ -109,7 +109,7 @@ def _quantize(
     return codes, decoded, escaped
 
 
-def _encode_quantized(encoding: EncodingPlan, quantized: Quantized, labels: Labels | None) -> list[Stream]:
+def _encode_quantized(encoding: TensorPlan, quantized: Quantized, labels: Labels | None) -> list[Stream]:
     codes, decoded, escaped = quantized
     streams = _encode_codes(codes, encoding, labels)
     if escaped is not None:
@@ -128,7 +128,7 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
     return Deviation(float(largest), float(error), float(power), counts)
 
 
-def restored_patterns(source: TensorSource, encoding: EncodingPlan, sources: ChunkSources) -> Patterns:
+def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> Patterns:
     """Give the patterns [n] that a chunk will decode to, without coding it: contexts of others, perhaps."""
     patterns = source.patterns(sources.begin, sources.end)
     if encoding.plan.quant_map is None:
@@ -159,7 +159,7 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
     return CoderId.SPARSE, encode_sparse(pack_gaps(positions), plane, 0)
 
 
-def encode_chunk(source: TensorSource, encoding: EncodingPlan, sources: ChunkSources) -> EncodedChunk:
+def encode_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> EncodedChunk:
     """Encode one chunk of a tensor by its encoding plan; `sources` has its bounds, and its base if needed."""
     plan = encoding.plan
     encode = _encode_planes if plan.quant_map is None else _encode_map
@@ -177,7 +177,7 @@ _Coded = tuple[list[Stream], Patterns, Deviation | None]
 
 
 def _encode_planes(
-    header: FrameHeader, source: TensorSource, encoding: EncodingPlan, sources: ChunkSources
+    header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
 ) -> _Coded:
     """Code the byte planes of patterns, or of what they are rounded to."""
     plan, kind = header.plan, KINDS.get(source.dtype.name, 0)
@@ -205,7 +205,7 @@ def _encode_planes(
 
 
 def _encode_map(
-    header: FrameHeader, source: TensorSource, encoding: EncodingPlan, sources: ChunkSources
+    header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
 ) -> _Coded:
     """Code the codes of a quantization map, and what escapes it."""
     plan, begin, end = header.plan, sources.begin, sources.end
@@ -233,7 +233,7 @@ def encoded_chunk(
     )
 
 
-Encoded = tuple[EncodingPlan, EncodedChunk]
+Encoded = tuple[TensorPlan, EncodedChunk]
 
 
 class Batch:
@@ -304,7 +304,7 @@ class Batch:
 
 def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
     """Encode tensors by a plan without contexts."""
-    encoding, streams = EncodingPlan(plan), batch.streams(plan.mode)
+    encoding, streams = TensorPlan(plan), batch.streams(plan.mode)
     return [
         (encoding, encoded_chunk(own_streams, own))
         for own, own_streams in zip(batch.patterns, streams, strict=True)
@@ -315,6 +315,6 @@ def encode_by_contexts(batch: Batch, mode: PlaneMode) -> list[Encoded]:
     """Encode deltas of a mode with contexts by the base's magnitude, each with tables of its own."""
     tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode()
     return [
-        (EncodingPlan(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
+        (TensorPlan(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
         for own, own_tables, own_streams in zip(batch.patterns, tables, streams, strict=True)
     ]

@@ -17,8 +17,8 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.sensitivity import Floats, floats_of
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.sensitivity import Floats, floats_of
 from ckptz.format.dtypes import DType
 from ckptz.format.sources import CHUNK_VALUES, ContextTensors, Patterns, TensorSource, n_rows_of
 from ckptz.format.sources import MapFunction as MapFunction

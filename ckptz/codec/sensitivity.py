@@ -15,7 +15,7 @@ from typing import Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.histogram import Histogram
+from ckptz.codec.histogram import Histogram
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Floats as Floats
 from ckptz.kernels.floats import Patterns

@@ -12,16 +12,16 @@ import pytest
 import safetensors.numpy
 
 import ckptz
-from ckptz.encode.encoding_plan import EncodingPlan
-from ckptz.encode.quantizer import Quantizer
-from ckptz.encode.tensor import TensorToEncode
+from ckptz.codec.lossless import EXACT
+from ckptz.codec.method import Method, Option, Recipe, Setting, checked, is_large_weight
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.registry import METHODS, method_named
+from ckptz.codec.tensor import TensorToEncode
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.errors import ConfigError
 from ckptz.format.dtypes import DType
 from ckptz.format.index import LossyRecord
 from ckptz.format.plan import Domain, ExplicitTable, Plan, QuantizationMap
-from ckptz.methods.lossless import EXACT
-from ckptz.methods.method import Method, Option, Recipe, Setting, checked, is_large_weight
-from ckptz.methods.table import METHODS, method_named
 from ckptz.numpy import load_file, save_file
 from ckptz.state.roles import Role
 
@@ -44,14 +44,14 @@ class SignRecipe(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"gain": self.gain}
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         values = tensor.source.patterns(0, tensor.source.dtype.n_patterns(tensor.source.shape)).view(
             np.float32
         )
         level = np.float32(self.gain * np.abs(values).mean())
         table = np.array([[-level, level]], np.float32).view(np.uint32)
         quant_map = QuantizationMap(ExplicitTable(table), np.zeros(1, np.int64))
-        return EncodingPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Signs())
+        return TensorPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Signs())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,12 +99,12 @@ class EvenRecipe(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"levels": self.levels}
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         values = tensor.source.patterns(0, tensor.source.n_patterns).view(np.float32)
         ceiling = float(np.abs(values).max())
         table = np.linspace(-ceiling, ceiling, self.levels, dtype=np.float32).view(np.uint32)
         quant_map = QuantizationMap(ExplicitTable(table[None]), np.zeros(1, np.int64))
-        return EncodingPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Nearest(ceiling, self.levels))
+        return TensorPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Nearest(ceiling, self.levels))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> 
 
 def test_the_command_line_shows_its_options(tmp_path: Path) -> None:
     code = (
-        "import ckptz, tests.methods.test_methods as t;"
+        "import ckptz, tests.codec.test_methods as t;"
         "ckptz.register(t.Sign); from ckptz_cli.main import main; main(['compress', '--help'])"
     )
     root = Path(__file__).parents[2]

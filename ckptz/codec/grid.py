@@ -18,8 +18,7 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, stream_tables
-from ckptz.encode.grid import (
+from ckptz.codec.grid_steps import (
     OnGrid,
     RowSteps,
     bare_levels,
@@ -28,9 +27,28 @@ from ckptz.encode.grid import (
     row_steps,
     with_escape,
 )
-from ckptz.encode.quantizer import key_of, sampled
-from ckptz.encode.rounding import ColumnGrid, Feedback, Targets
-from ckptz.encode.tensor import (
+from ckptz.codec.lossless import EXACT, plan_lossless
+from ckptz.codec.method import (
+    CALIBRATION,
+    MIN_ELEMENTS,
+    MOMENT_ROLES,
+    READ_OPTIMIZER,
+    SENSITIVITY,
+    THRESHOLD_KEY,
+    USUAL_RESTORES,
+    Method,
+    Option,
+    Recipe,
+    Setting,
+    is_large_weight,
+    register,
+    settings_of,
+    usual_setting,
+)
+from ckptz.codec.moments import MOMENTS, Moments, state_recipes
+from ckptz.codec.quantizer import key_of, sampled
+from ckptz.codec.rounding import ColumnGrid, Feedback, Targets
+from ckptz.codec.tensor import (
     Bounds,
     MapFunction,
     SideInformation,
@@ -39,6 +57,7 @@ from ckptz.encode.tensor import (
     reals,
     summed,
 )
+from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.errors import ConfigError
 from ckptz.format.bits import ByteWriter
 from ckptz.format.context_rules import (
@@ -58,25 +77,6 @@ from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, Quantization
 from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
-from ckptz.methods.lossless import EXACT, plan_lossless
-from ckptz.methods.method import (
-    CALIBRATION,
-    MIN_ELEMENTS,
-    MOMENT_ROLES,
-    READ_OPTIMIZER,
-    SENSITIVITY,
-    THRESHOLD_KEY,
-    USUAL_RESTORES,
-    Method,
-    Option,
-    Recipe,
-    Setting,
-    is_large_weight,
-    register,
-    settings_of,
-    usual_setting,
-)
-from ckptz.methods.state import MOMENTS, Moments, state_recipes
 from ckptz.state.roles import Role
 
 # Of full files and deltas, from the run of the demo: 4 to 9 % fewer bits at no loss that could be
@@ -169,7 +169,7 @@ class UniformGrid(Recipe):
         moved = (reals(source, begin, end) - reals(base, begin, end))[at - begin]
         return float(np.minimum(np.abs(moved) / steps, 1.0).mean())
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a weight, whose steps and rounding follow its base and its guide."""
         source, base, guide, run = tensor.source, tensor.base, tensor.guide, tensor.run
         found = TensorStatistics.whole(source, base, guide, run)
@@ -188,7 +188,7 @@ class UniformGrid(Recipe):
         )
         return encoding if step == self.step else replace(encoding, found={"step": step, **encoding.found})
 
-    def _moving(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> EncodingPlan:
+    def _moving(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
         """Plan a weight that training goes on from: on a grid that stays, and that loses no movement.
 
         After a restore the residual is what training has moved since, all of it near zero; rounding to
@@ -215,7 +215,7 @@ class UniformGrid(Recipe):
         found = {} if grid.key == NEAREST else {THRESHOLD_KEY: grid.key, "step": float(self.step * share)}
         return replace(encoding, found=found)
 
-    def _standing(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> EncodingPlan:
+    def _standing(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
         """Plan a weight that is only evaluated: smallest at an equal error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
         grid = _GridTensor(tensor.source, base, rows, dead_zone, fits_levels=True)
@@ -256,7 +256,7 @@ class Grid(Method):
 
     Attributes:
         step: multiple of the reference step, above 0. An equal multiple means about an equal loss change for
-            any model: its square is proportional to the expected change, see `ckptz.encode.grid.row_steps`.
+            any model: its square is proportional to the expected change (`ckptz.codec.grid_steps.row_steps`).
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default what
             measured best, a tenth, and 0 to resume from. Stochastic rounding has none.
         full_step: the step of files without a base, which is what a fine-tune never makes good again; by
@@ -564,7 +564,7 @@ class _Layer:
         return ColumnGrid(steps, labels, levels.expand().view(np.float32), self.grid.dead_zone, most)
 
 
-def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> EncodingPlan:
+def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> TensorPlan:
     """Make the plan, once all codes are counted."""
     by_row = _merged(counted.found, grid.n_base_codes)
     has_escape = bool(counted.found.total[2 * most + 1 :].any())
@@ -583,7 +583,7 @@ def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: Linear
         rules=rules,
         tables=(stream_tables(found, n_contexts),) if rules else (),
     )
-    return EncodingPlan(plan, replace(grid, most=most), counted=(found,) if is_counted else ())
+    return TensorPlan(plan, replace(grid, most=most), counted=(found,) if is_counted else ())
 
 
 Candidate = tuple[tuple[ContextRule, ...], ContextCounts]

@@ -10,7 +10,8 @@ from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import safe_open
-from ckptz.encode.grid import (
+from ckptz.codec.grid import Grid
+from ckptz.codec.grid_steps import (
     MAX_ROW_CLASSES,
     REFERENCE_NOISE,
     SPREAD_CAP,
@@ -18,10 +19,9 @@ from ckptz.encode.grid import (
     largest_magnitude,
     row_steps,
 )
-from ckptz.encode.rounding import ColumnGrid
+from ckptz.codec.rounding import ColumnGrid
 from ckptz.errors import FormatError
 from ckptz.kernels.floats import ESCAPE
-from ckptz.methods.grid import Grid
 from ckptz.numpy import load_file, save_file
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import compress, inspect
-from ckptz.encode.encoding_plan import EncodingPlan
-from ckptz.encode.moment_codes import LogLevelQuantizer, Prediction
-from ckptz.encode.moments import (
+from ckptz.codec.grid import Grid
+from ckptz.codec.moment_codes import LogLevelQuantizer, Prediction
+from ckptz.codec.moment_maps import (
     MAX_LEVELS,
     LevelSums,
     LogLevels,
@@ -27,8 +27,10 @@ from ckptz.encode.moments import (
     log_level_step,
     row_labels,
 )
-from ckptz.encode.restored import MAX_PLANS, CachedTensor, EncodingPlans
-from ckptz.encode.tensor import TensorToEncode
+from ckptz.codec.moments import FineRounding, Moments, SecondMoment
+from ckptz.codec.restored import MAX_PLANS, CachedTensor, TensorPlans
+from ckptz.codec.tensor import TensorToEncode
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.caches import CachedChunks
 from ckptz.format.context_rules import Magnitude, Row
 from ckptz.format.dtypes import dtype_of
@@ -36,8 +38,6 @@ from ckptz.format.frame import outer_bytes, pack_plan
 from ckptz.format.plan import Plan, Predictor, exact_plan
 from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.kernels import floats, moments
-from ckptz.methods.grid import Grid
-from ckptz.methods.state import FineRounding, Moments, SecondMoment
 from ckptz.numpy import load_file, save_file
 from ckptz.store.resolve import open_checkpoint
 from ckptz.verbs.compress import CompressReport
@@ -149,7 +149,7 @@ def test_vectors_over_the_limit_are_not_proposed(monkeypatch: pytest.MonkeyPatch
     second = state((96, 80))[SECOND]
     source = ArraySource(dtype_of("F32"), second.shape, second.reshape(-1).view(np.uint32))
     for limit, predictor in ((96 + 80, Predictor.OUTER), (96 + 79, Predictor.ZERO)):
-        monkeypatch.setattr("ckptz.methods.state.MAX_OUTER", limit)
+        monkeypatch.setattr("ckptz.codec.moments.MAX_OUTER", limit)
         assert SecondMoment(1.0).plan(TensorToEncode(source)).plan.predictor is predictor
 
 
@@ -431,11 +431,11 @@ def test_jobs_and_order_change_no_byte_and_chunks_agree(tmp_path: Path) -> None:
 
 
 def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
-    book, made, entered = EncodingPlans(["a"]), [], threading.Barrier(4)
+    book, made, entered = TensorPlans(["a"]), [], threading.Barrier(4)
 
-    def make() -> EncodingPlan:
+    def make() -> TensorPlan:
         made.append("a")
-        return EncodingPlan(exact_plan(dtype_of("F32")))
+        return TensorPlan(exact_plan(dtype_of("F32")))
 
     def ask() -> None:
         entered.wait()
@@ -453,7 +453,7 @@ def test_a_plan_is_made_once_for_threads_that_want_it_together() -> None:
 
 def test_plans_of_long_ago_are_let_go() -> None:
     made, names = list[str](), [str(i) for i in range(MAX_PLANS + 1)]
-    book, encoding = EncodingPlans(names), EncodingPlan(exact_plan(dtype_of("F32")))
+    book, encoding = TensorPlans(names), TensorPlan(exact_plan(dtype_of("F32")))
     for name in (*names, names[-1], names[0]):
         book.encoding(name, lambda name=name: made.append(name) or encoding)
     assert made == [*names, names[0]]

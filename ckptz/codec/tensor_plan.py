@@ -13,7 +13,7 @@ from typing import Final, Protocol, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.quantizer import Quantizer
+from ckptz.codec.quantizer import Quantizer
 from ckptz.format.context_rules import MAX_TABLES, N_MAGNITUDE_CONTEXTS, Labels
 from ckptz.format.frequency import normalise, row_cost_bits
 from ckptz.format.plan import Plan, PlaneMode, StreamTables, kernel_mode
@@ -119,7 +119,7 @@ class Rounding(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class EncodingPlan:
+class TensorPlan:
     """The plan of a tensor, and what only its encoder knows."""
 
     plan: Plan  # what the frame will say

@@ -1,7 +1,7 @@
 """What every method is made of: a configuration that a user gives, and the recipes that tensors get from it.
 
 A method is a frozen dataclass of settings, checked when it is made, in a file of its own and a row of
-`ckptz.methods.table`. Everything that other rooms want to know of it is said here.
+`ckptz.codec.registry`. Everything that other rooms want to know of it is said here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeAlias, TypeVar
 
 import msgspec
 
-from ckptz.encode.encoding_plan import EncodingPlan
-from ckptz.encode.tensor import TensorToEncode
+from ckptz.codec.tensor import TensorToEncode
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.format.dtypes import DType
 from ckptz.format.index import LossyRecord
@@ -24,7 +24,7 @@ from ckptz.format.values import KINDS
 from ckptz.state.roles import Role
 
 if TYPE_CHECKING:
-    from ckptz.encode.partitions import Partitions
+    from ckptz.codec.partitions import Partitions
 
 Setting = int | float | bool | str
 Point: TypeAlias = tuple[int, ...]  # of a cube: steps from the mildest value along each axis
@@ -71,7 +71,7 @@ class Recipe:
         """Measure how far a tensor is from its base, in steps; None where it is not stored against it."""
         raise NotImplementedError
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a tensor that is not empty."""
         raise NotImplementedError
 

@@ -6,7 +6,7 @@ moment (infinities, NaN, negative values) leaves its tensor lossless, with a not
 
 First moments and momenta become a sum of few outer products, or levels of steps by context. Where it is
 known how far they will move their weights, most of what they would move lies in few directions; these are
-kept as far as they are worth their bits, and the rest is lost: see `ckptz.encode.low_rank`. What is lost is
+kept as far as they are worth their bits, and the rest is lost: see `ckptz.codec.low_rank`. What is lost is
 movement, as its weight would have followed it for some ten steps to come. A Checkpointer moves the weight by
 the share of that which training follows: `ckptz.training.moves`.
 
@@ -30,11 +30,19 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, stream_tables
-from ckptz.encode.grid import row_steps
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.low_rank import low_rank
-from ckptz.encode.moment_codes import (
+from ckptz.codec.grid_steps import row_steps
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.lossless import (
+    MIN_CONTEXT_VALUES,
+    counts_by_base,
+    exact_with_note,
+    histogram_of,
+    plan_lossless,
+    sums_by,
+)
+from ckptz.codec.low_rank import low_rank
+from ckptz.codec.method import Method, Recipe, Setting
+from ckptz.codec.moment_codes import (
     Labels,
     LogLevelQuantizer,
     LogLevelSums,
@@ -43,7 +51,7 @@ from ckptz.encode.moment_codes import (
     StepQuantizer,
     values_of,
 )
-from ckptz.encode.moments import (
+from ckptz.codec.moment_maps import (
     MANTISSA_BITS,
     N_LABELS,
     LevelRange,
@@ -59,8 +67,9 @@ from ckptz.encode.moments import (
     row_labels,
     second_map,
 )
-from ckptz.encode.quantizer import Quantizer, key_of
-from ckptz.encode.tensor import MapFunction, TensorStatistics, TensorToEncode, reals, summed
+from ckptz.codec.quantizer import Quantizer, key_of
+from ckptz.codec.tensor import MapFunction, TensorStatistics, TensorToEncode, reals, summed
+from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.errors import ConfigError, own_numbers
 from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, labels_of_rows
 from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
@@ -70,15 +79,6 @@ from ckptz.format.sources import CHUNK_VALUES, LazySource, TensorSource, n_rows_
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, floats, moments, rounding
 from ckptz.kernels.floats import NEAREST, Patterns
-from ckptz.methods.lossless import (
-    MIN_CONTEXT_VALUES,
-    counts_by_base,
-    exact_with_note,
-    histogram_of,
-    plan_lossless,
-    sums_by,
-)
-from ckptz.methods.method import Method, Recipe, Setting
 from ckptz.state.roles import Role
 
 Bounds = tuple[int, int]
@@ -116,7 +116,7 @@ class SecondMoment(Recipe):
     def settings(self) -> dict[str, Setting]:
         return {"step": self.step}
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a tensor of second moments."""
         source = tensor.source
         if source.n_patterns < MIN_LOSSY_VALUES:
@@ -202,7 +202,7 @@ class _Sample:
         return sum(bits_of(log_levels.counts(distances[labels == label])) for label in np.unique(labels))
 
 
-def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
+def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:
     source, base, run = tensor.source, tensor.base, tensor.run
     prediction, n_contexts = chosen.prediction, chosen.n_base_codes or 1
     quantizer = LogLevelQuantizer(prediction, chosen.log_levels)
@@ -219,10 +219,10 @@ def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> EncodingPlan:
         outer=prediction.outer,
     )
     if base is None or chosen.n_base_codes is None:
-        return EncodingPlan(plan, quantizer)
+        return TensorPlan(plan, quantizer)
     joint = counts_by_base(source, base, quantizer, run)
     plan = replace(plan, rules=(BaseCode(n_contexts),), tables=(stream_tables(joint, n_contexts),))
-    return EncodingPlan(plan, quantizer)
+    return TensorPlan(plan, quantizer)
 
 
 Floats = NDArray[np.float64]
@@ -256,7 +256,7 @@ class FirstMoment(Recipe):
     def context_tensor(self) -> str | None:
         return self.source
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a tensor of first moments or momenta; levels gain nothing from a base."""
         source, run, second = tensor.source, tensor.run, None
         if self.source is not None and tensor.context_tensors is not None:
@@ -293,7 +293,7 @@ class _Zeros(Quantizer):
 
 def _low_rank_plan(
     tensor: TensorToEncode, second: TensorSource | None, reach: float, step: float
-) -> EncodingPlan:
+) -> TensorPlan:
     """Plan the outer products that are worth their bits, or zeros where none is."""
     before = None if tensor.base is None or tensor.base.stored is None else tensor.base.stored.plan.outer
     warm = before if isinstance(before, LowRank) else None
@@ -305,7 +305,7 @@ def _low_rank_plan(
         outer=found,
     )
     rank = 0 if found is None else len(found.scales)
-    return EncodingPlan(plan, _Zeros(), found={"dead_zone": 0.0, "rank": rank})
+    return TensorPlan(plan, _Zeros(), found={"dead_zone": 0.0, "rank": rank})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
@@ -371,7 +371,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     return StepContexts((Row(len(spreads), indices),), wanted.step * spreads, labels)
 
 
-def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[EncodingPlan, float]:
+def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[TensorPlan, float]:
     source, kind, contexts = tensor.source, quantizer.kind, quantizer.contexts
     found: LevelSums = sums_by(quantizer, source, tensor.run)
     level_range = found.level_range()
@@ -388,7 +388,7 @@ def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[Encod
         tables=(stream_tables(joint, n_contexts),) if contexts.rules else (),
     )
     n_bytes = len(pack_plan(source.dtype, tuple(source.shape), plan)) + entropy_bits(joint.counts) / 8
-    return EncodingPlan(plan, replace(quantizer, contexts=contexts, level_range=level_range)), n_bytes
+    return TensorPlan(plan, replace(quantizer, contexts=contexts, level_range=level_range)), n_bytes
 
 
 def _codes_by_context(found: LevelSums, level_range: LevelRange) -> ContextCounts:
@@ -447,7 +447,7 @@ class FineRounding(Recipe):
     def _n_dropped(self, kind: int) -> int:
         return MANTISSA_BITS[kind] + 1 - self.bits
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan byte planes of rounded values: a map of that many levels would outweigh a small tensor."""
         source, run = tensor.source, tensor.run
         if not histogram_of(source, run).is_finite:

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.chunk import restored_patterns
-from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.codec.chunk import restored_patterns
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.caches import CachedChunks, Decoded
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, ViewOf
@@ -70,14 +70,14 @@ class CachedTensor(ViewOf):
         return None if codes is None else codes[begin - first : end - first]
 
 
-def restored_source(source: TensorSource, base: TensorSource | None, encoding: EncodingPlan) -> LazySource:
+def restored_source(source: TensorSource, base: TensorSource | None, encoding: TensorPlan) -> LazySource:
     """Give a tensor as the file will restore it."""
     return LazySource.of(
         source, lambda begin, end: restored_patterns(source, encoding, ChunkSources(begin, end, base))
     )
 
 
-class EncodingPlans:
+class TensorPlans:
     """Encoding plans of the tensors that others depend on, each made once while it is in use.
 
     A thread waits only for another one that is planning the very tensor. That one waits for nobody,
@@ -89,7 +89,7 @@ class EncodingPlans:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
-        self._held: Recent[EncodingPlan] = Recent(MAX_PLANS, lambda _: 1)
+        self._held: Recent[TensorPlan] = Recent(MAX_PLANS, lambda _: 1)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -98,6 +98,6 @@ class EncodingPlans:
         """Tell whether the encoding plan of a tensor is at hand."""
         return self._held.held(name) is not None
 
-    def encoding(self, name: str, make: Callable[[], EncodingPlan]) -> EncodingPlan:
+    def encoding(self, name: str, make: Callable[[], TensorPlan]) -> TensorPlan:
         """Give the encoding plan of a tensor, made now if it is not at hand."""
         return self._held.get(name, make)

@@ -9,32 +9,10 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.coded import CodedSource
-from ckptz.encode.encoding_plan import EncodingPlan, stream_tables
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.partitions import Cut, Partitions, fit_partitions
-from ckptz.encode.quantizer import LEAST_OF_CLUSTERS, Quantizer, key_of, sampled
-from ckptz.encode.sensitivity import SensitivityHistogram, floats_of
-from ckptz.encode.tensor import (
-    GuidedSensitivities,
-    MapFunction,
-    SideInformation,
-    TensorToEncode,
-    sensitivities_of,
-    summed,
-)
-from ckptz.errors import ConfigError, real, whole
-from ckptz.format.context_rules import BaseCode
-from ckptz.format.dtypes import DType
-from ckptz.format.frequency import entropy_bits
-from ckptz.format.index import LossyRecord
-from ckptz.format.plan import Domain, Plan, QuantizationMap
-from ckptz.format.sources import Patterns, TensorSource
-from ckptz.format.values import KINDS
-from ckptz.kernels import rounding
-from ckptz.kernels.floats import F32, NEAREST
-from ckptz.methods.lossless import EXACT, counts_by_base, exact_with_note, histogram_of
-from ckptz.methods.method import (
+from ckptz.codec.coded import CodedSource
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.lossless import EXACT, counts_by_base, exact_with_note, histogram_of
+from ckptz.codec.method import (
     MIN_ELEMENTS,
     READ_OPTIMIZER,
     SENSITIVITY,
@@ -49,6 +27,28 @@ from ckptz.methods.method import (
     settings_of,
     usual_setting,
 )
+from ckptz.codec.partitions import Cut, Partitions, fit_partitions
+from ckptz.codec.quantizer import LEAST_OF_CLUSTERS, Quantizer, key_of, sampled
+from ckptz.codec.sensitivity import SensitivityHistogram, floats_of
+from ckptz.codec.tensor import (
+    GuidedSensitivities,
+    MapFunction,
+    SideInformation,
+    TensorToEncode,
+    sensitivities_of,
+    summed,
+)
+from ckptz.codec.tensor_plan import TensorPlan, stream_tables
+from ckptz.errors import ConfigError, real, whole
+from ckptz.format.context_rules import BaseCode
+from ckptz.format.dtypes import DType
+from ckptz.format.frequency import entropy_bits
+from ckptz.format.index import LossyRecord
+from ckptz.format.plan import Domain, Plan, QuantizationMap
+from ckptz.format.sources import Patterns, TensorSource
+from ckptz.format.values import KINDS
+from ckptz.kernels import rounding
+from ckptz.kernels.floats import F32, NEAREST
 from ckptz.state.roles import LAYER_TYPES, Role
 
 NO_GRADIENT: Final = "has no average of gradients; ranked by magnitude"
@@ -148,12 +148,12 @@ class Clusters(Recipe):
         words = {"prune_by": wanted.prune_by, "protect_by": wanted.protect_by}
         return asked | {name: word for name, word in words.items() if word != "magnitude"}
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a weight, whose shares by sensitivity follow the gradients of its guide."""
         source, run = tensor.source, tensor.run
         if isinstance(source, CodedSource):
             plan = Plan(quant_map=source.quant_map, domain=Domain.LINEAR)
-            return _regrouped(tensor, EncodingPlan(plan, source.quantizer))
+            return _regrouped(tensor, TensorPlan(plan, source.quantizer))
         histogram = tensor.guide.histogram or histogram_of(source, run)
         if not histogram.is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")
@@ -162,9 +162,9 @@ class Clusters(Recipe):
         ranked, note = rank(source, tensor.guide, self.wanted, run)
         quant_map, quantizer = _fit(source, histogram, self.wanted, ranked, run)
         plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
-        return _regrouped(tensor, EncodingPlan(plan, quantizer, note))
+        return _regrouped(tensor, TensorPlan(plan, quantizer, note))
 
-    def _moving(self, tensor: TensorToEncode, histogram: Histogram) -> EncodingPlan | None:
+    def _moving(self, tensor: TensorToEncode, histogram: Histogram) -> TensorPlan | None:
         """Plan a weight that training has gone on with since it was restored; None for any other.
 
         Its values lie near the base's levels, and rounding to the nearest would take back all that they
@@ -203,7 +203,7 @@ class Clusters(Recipe):
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        return EncodingPlan(plan, replace(quantizer, key=key), found={THRESHOLD_KEY: key})
+        return TensorPlan(plan, replace(quantizer, key=key), found={THRESHOLD_KEY: key})
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +422,7 @@ def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:
     return tuple((layer_type, real(f"layer_prune of {layer_type}", share)) for layer_type, share in rows)
 
 
-def _regrouped(tensor: TensorToEncode, encoding: EncodingPlan) -> EncodingPlan:
+def _regrouped(tensor: TensorToEncode, encoding: TensorPlan) -> TensorPlan:
     """Group the codes by those of the base, where it has any and that is smaller."""
     source, base, quantizer = tensor.source, tensor.base, encoding.quantizer
     if base is None or base.n_codes is None or quantizer is None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptz import Checkpointer, Grid, Moments, inspect, rebase, restore
-from ckptz.encode.low_rank import FirstMoments, low_rank
+from ckptz.codec.low_rank import FirstMoments, low_rank
 from ckptz.format import plan as plan_module
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.plan import LowRank

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.moments import (
+from ckptz.codec.moment_maps import (
     MANTISSA_BITS,
     MAX_INDEX,
     LevelRange,
@@ -20,7 +20,7 @@ from ckptz.encode.moments import (
     largest_pattern,
     level_range_of,
 )
-from ckptz.encode.quantizer import Quantizer
+from ckptz.codec.quantizer import Quantizer
 from ckptz.format.context_rules import ContextRule
 from ckptz.format.plan import Outer, Predictor
 from ckptz.format.sources import TensorSource

@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.quantizer import Quantizer
-from ckptz.encode.sensitivity import floats_of
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.sensitivity import floats_of
 from ckptz.format.plan import LinearTable
 from ckptz.format.sources import Patterns, TensorSource
 from ckptz.format.values import KINDS

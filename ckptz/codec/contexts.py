@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.encoding_plan import ContextCounts
+from ckptz.codec.tensor_plan import ContextCounts
 from ckptz.format.context_rules import MAX_TABLES, N_MAGNITUDE_CONTEXTS, Labels
 from ckptz.format.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.format.plan import StreamTables

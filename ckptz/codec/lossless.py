@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Final
 
 import numpy as np
 
-from ckptz.encode.chunk import (
+from ckptz.codec.chunk import (
     MAX_SPARSE_SHARE,
     Batch,
     Encoded,
@@ -23,19 +23,19 @@ from ckptz.encode.chunk import (
     encode_chunk,
     encode_planes,
 )
-from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, plane_counts, stream_tables
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.moment_codes import LogLevelQuantizer, StepQuantizer
-from ckptz.encode.quantizer import Quantizer
-from ckptz.encode.run_contexts import plan_contexts
-from ckptz.encode.tensor import MapFunction, TensorToEncode, summed
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.method import Method, Recipe, Setting, register
+from ckptz.codec.moment_codes import LogLevelQuantizer, StepQuantizer
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.run_contexts import plan_contexts
+from ckptz.codec.tensor import MapFunction, TensorToEncode, summed
+from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, plane_counts, stream_tables
 from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Magnitude
 from ckptz.format.dtypes import DType
 from ckptz.format.plan import PlaneMode, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
-from ckptz.methods.method import Method, Recipe, Setting, register
 from ckptz.state.roles import Role
 
 SAMPLE_VALUES: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
@@ -61,7 +61,7 @@ class Exact(Recipe):
         """Give no settings: files have no records of exact tensors."""
         return {}
 
-    def plan(self, tensor: TensorToEncode) -> EncodingPlan:
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a tensor that comes back bit for bit."""
         plan = plan_sparse if self.is_sparse else plan_lossless
         return plan(tensor.source, tensor.base, tensor.run)
@@ -101,23 +101,23 @@ LOSSLESS: Final = Lossless()
 EXACT: Final = Exact()
 
 
-def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> EncodingPlan:
+def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> TensorPlan:
     """Plan the frame that decodes fastest: positions of changed patterns, unless too many are."""
     n_patterns = source.n_patterns
     if base is None or not n_patterns:
-        return EncodingPlan(exact_plan(source.dtype))
+        return TensorPlan(exact_plan(source.dtype))
     n_changed = summed(run, lambda b: np.count_nonzero(source.patterns(*b) != base.patterns(*b)), source)
     if n_changed > MAX_SPARSE_SHARE * n_patterns:
         return plan_lossless(source, base, run)
     # A step down and a step up are both small as ordered differences, whatever they carry into.
-    return EncodingPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
+    return TensorPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
 
 
-def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> EncodingPlan:
+def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> TensorPlan:
     """Plan the smallest frame; `base` has the same dtype and shape, and `run` maps over chunks."""
     n_patterns = source.n_patterns
     if base is None or not n_patterns:
-        return plan_contexts(source, run) or EncodingPlan(exact_plan(source.dtype))
+        return plan_contexts(source, run) or TensorPlan(exact_plan(source.dtype))
     begin = (
         n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
     )  # of a chunk, so that a base decodes one for the sample
@@ -126,13 +126,13 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
         Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns]
     )
     if not has_contexts:
-        return EncodingPlan(planes_plan(mode))
+        return TensorPlan(planes_plan(mode))
     per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
     total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CONTEXTS) for plane in total)
     plan = planes_plan(mode, (Magnitude(),), tables)
     # A tensor of one chunk is counted once: its encoding uses these counts.
-    return EncodingPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
+    return TensorPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
 
 
 def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSource]) -> list[Encoded]:
@@ -216,7 +216,7 @@ def counts_by_base(
     return summed(run, found, source)
 
 
-def exact_with_note(tensor: TensorToEncode, note: str) -> EncodingPlan:
+def exact_with_note(tensor: TensorToEncode, note: str) -> TensorPlan:
     """Plan without loss, and say why it is that."""
     exact = plan_lossless(tensor.source, tensor.base, tensor.run)
     return replace(exact, note=f"{note} and stays lossless")

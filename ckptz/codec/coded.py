@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ckptz.encode.quantizer import Quantizer
+from ckptz.codec.quantizer import Quantizer
 from ckptz.format.dtypes import DType
 from ckptz.format.plan import Domain, Plan, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, TensorSource

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from typing import Final
 
+from ckptz.codec.grid import Grid
+from ckptz.codec.kmeans import KMeans
+from ckptz.codec.lossless import Lossless
+from ckptz.codec.method import METHODS as METHODS
+from ckptz.codec.method import Method
+from ckptz.codec.method import register as register
 from ckptz.errors import ConfigError
-from ckptz.methods.grid import Grid
-from ckptz.methods.kmeans import KMeans
-from ckptz.methods.lossless import Lossless
-from ckptz.methods.method import METHODS as METHODS
-from ckptz.methods.method import Method
-from ckptz.methods.method import register as register
 
 for _method in (Lossless, KMeans, Grid):  # in this order, whichever was loaded first
     METHODS[_method.name] = METHODS.pop(_method.name)
