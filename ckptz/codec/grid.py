@@ -11,7 +11,7 @@ explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -32,18 +32,15 @@ from ckptz.codec.method import (
     CALIBRATION,
     MIN_ELEMENTS,
     MOMENT_ROLES,
-    READ_OPTIMIZER,
+    MOMENTS_FROM,
     SENSITIVITY,
     THRESHOLD_KEY,
     USUAL_RESTORES,
     Method,
-    Option,
     Recipe,
     Setting,
     is_large_weight,
     register,
-    settings_of,
-    usual_setting,
 )
 from ckptz.codec.moments import MOMENTS, Moments, state_recipes
 from ckptz.codec.quantizer import key_of, sampled
@@ -72,7 +69,6 @@ from ckptz.format.context_rules import (
 )
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits, write_tables
-from ckptz.format.index import LossyRecord
 from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
 from ckptz.kernels import rounding
@@ -91,28 +87,6 @@ N_FITS: Final = 2  # a third changes bits by less than 1 %
 Outputs = NDArray[np.intp]
 
 
-OPTIONS: Final = (
-    Option(
-        "--grid-step",
-        float,
-        "size of the grid step: a multiple of the reference step (default 1).",
-        "S",
-        is_searched=True,
-        name="step",
-    ),
-    Option("--full-step", float, "the same of files without a base (default as --grid-step).", "S"),
-    Option(
-        "--dead-zone",
-        float,
-        "share of a grid step by which the range that becomes zero is wider (default 0.1 to ship).",
-        "D",
-    ),
-    Option(
-        "--purpose",
-        ("auto", "resume", "ship"),
-        "resume keeps what training has moved, ship is smallest (default by what the file holds).",
-    ),
-)
 MAX_SECOND_STEP: Final = 8.0  # octaves: Adam then steps up to 4 times too far, no small error any more
 MAX_FIRST_STEP: Final = 64.0
 
@@ -282,9 +256,7 @@ class Grid(Method):
     purpose: str = "auto"
     full_step: float | None = None
     name: ClassVar[str] = "grid"
-    reads: ClassVar[frozenset[str]] = frozenset({READ_OPTIMIZER, SENSITIVITY, CALIBRATION})
-    is_scalable: ClassVar[bool] = True
-    options: ClassVar[tuple[Option, ...]] = OPTIONS
+    reads: ClassVar[frozenset[str]] = frozenset({MOMENTS_FROM, SENSITIVITY, CALIBRATION})
 
     def __post_init__(self) -> None:
         Method.__post_init__(self)
@@ -323,29 +295,23 @@ class Grid(Method):
             weights = replace(self, purpose="resume")
         if self.moments is None:
             return Method.recipes(weights, tensors, roles)
-        return state_recipes(tensors, roles, trained, self.moments, weights)
+        return state_recipes(tensors, roles, trained, self.moments, weights, self.step)
 
-    def searched(self, *, trains: bool, restarts: bool = False) -> Self:
-        """Keep moments exact where no budget would notice what becomes of them."""
-        purpose = "resume" if restarts and self.purpose == "auto" else self.purpose
-        return replace(self, moments=self.moments if trains else None, purpose=purpose)
+    def for_restarts(self, n: int, *, is_guided: bool = True) -> Self:
+        """Return finer steps for more restarts: the loss that each restart adds grows with the step.
 
-    def expecting(self, restores: int, *, is_guided: bool = True) -> Self:
-        """Give finer steps the more restores there will be: what each costs grows with the step.
-
-        Full files are finer still: the error of the first stays in the run, however often it restarts.
-        Weights have finer steps, too, where nothing says which of them matter.
+        Full files are finer still: the error of the first stays in the run through all restarts. Weights
+        also get finer steps where no second moments say which of them matter.
         """
-        share = min(max(USUAL_RESTORES / restores, 1 / 16), 1.0)
+        share = min(max(USUAL_RESTORES / n, 1 / 16), 1.0)
         finer = self._with_step(self.step * share * (1.0 if is_guided else UNGUIDED_SHARE), share)
         return replace(finer, full_step=self.full_step or finer.step * FULL_SHARE)
 
-    @property
-    def multiplier(self) -> float:
-        return self.step
-
     def scaled(self, multiplier: float) -> Self:
-        """Scale moments in proportion, up to steps where errors are no longer small."""
+        """Return the settings with another step; the steps of moments follow in proportion.
+
+        They stop growing at steps whose errors are no longer small.
+        """
         return self._with_step(multiplier, multiplier)
 
     def _with_step(self, step: float, share: float) -> Self:
@@ -357,12 +323,6 @@ class Grid(Method):
                 first_step=min(moments.first_step * share, MAX_FIRST_STEP),
             )
         return replace(self, step=step, moments=moments)
-
-    def recorded(self, records: Sequence[LossyRecord]) -> Self | None:
-        """Find the multiplier that most weights have."""
-        step = usual_setting([record for record in records if record.method == self.name], "step")
-        found = None if step is None else settings_of(type(self), {"step": step})
-        return None if found is None else replace(self, step=found.step)
 
 
 def _middle(source: TensorSource) -> Bounds:

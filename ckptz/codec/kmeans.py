@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final, Self
 
@@ -14,18 +14,14 @@ from ckptz.codec.histogram import Histogram
 from ckptz.codec.lossless import EXACT, counts_by_base, exact_with_note, histogram_of
 from ckptz.codec.method import (
     MIN_ELEMENTS,
-    READ_OPTIMIZER,
+    MOMENTS_FROM,
     SENSITIVITY,
     THRESHOLD_KEY,
-    Cube,
     Method,
-    Option,
     Recipe,
     Setting,
     is_large_weight,
     register,
-    settings_of,
-    usual_setting,
 )
 from ckptz.codec.partitions import Cut, Partitions, fit_partitions
 from ckptz.codec.quantizer import LEAST_OF_CLUSTERS, Quantizer, key_of, sampled
@@ -43,13 +39,12 @@ from ckptz.errors import ConfigError, real, whole
 from ckptz.format.context_rules import BaseCode
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits
-from ckptz.format.index import LossyRecord
 from ckptz.format.plan import Domain, Plan, QuantizationMap
 from ckptz.format.sources import Patterns, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import F32, NEAREST
-from ckptz.state.roles import LAYER_TYPES, Role
+from ckptz.state.roles import Role
 
 NO_GRADIENT: Final = "has no average of gradients; ranked by magnitude"
 BAD_GRADIENT: Final = "has gradients that are not finite, or negative squares; ranked by magnitude"
@@ -60,60 +55,6 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "prune_by": ("magnitude", "sensitivity"),
     "protect_by": ("magnitude", "sensitivity", "either"),
 }
-FINER: Final = (64, 255)  # levels, where no setting of a search keeps its budget; without loss is 26 bits
-SEARCHED: Final = ("levels", "prune", "protect", "prune_by", "protect_by", "protect_as")
-
-
-def _layer_shares(values: Sequence[str]) -> tuple[tuple[str, float], ...]:
-    """Parse `head=0.1` as a layer type and its share."""
-    shares = []
-    for value in values:
-        layer_type, _, share = value.partition("=")
-        if layer_type not in LAYER_TYPES:
-            raise ConfigError(f"{layer_type!r} is not one of {', '.join(LAYER_TYPES)}")
-        try:
-            shares.append((layer_type, float(share)))
-        except ValueError:
-            raise ConfigError(f"{value!r} is not TYPE=SHARE") from None
-    return tuple(shares)
-
-
-OPTIONS: Final = (
-    Option(
-        "--levels",
-        int,
-        "how many values the elements may take, 2 to 255 (default 16).",
-        "N",
-        is_searched=True,
-    ),
-    Option(
-        "--embedding-levels", int, "the same for embeddings (default: as --levels).", "N", is_searched=True
-    ),
-    Option(
-        "--prune",
-        float,
-        "share of elements, the smallest, that become zero (default 0).",
-        "F",
-        is_searched=True,
-    ),
-    Option(
-        "--protect",
-        float,
-        "share of elements, the largest, that are kept (default 0.005).",
-        "F",
-        is_searched=True,
-    ),
-    Option("--protect-as", WORDS["protect_as"], "how protected elements are kept (default exact)."),
-    Option("--prune-by", WORDS["prune_by"], "what makes an element small (default magnitude).", is_cube=True),
-    Option("--protect-by", WORDS["protect_by"], "what makes an element large (default magnitude)."),
-    Option(
-        "--layer-prune",
-        str,
-        "share to prune in layers of one type, such as head=0; repeatable.",
-        "TYPE=F",
-        parse=_layer_shares,
-    ),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,16 +246,8 @@ class KMeans(Method):
     min_elements: int = MIN_ELEMENTS
 
     name: ClassVar[str] = "kmeans"
-    reads: ClassVar[frozenset[str]] = frozenset({READ_OPTIMIZER, SENSITIVITY})
-    axes: ClassVar[Mapping[str, tuple[float, ...]]] = {
-        "levels": (32, 16, 12, 8, 6, 4),
-        "prune": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5),
-        "protect": (0.01, 0.005, 0.0005),
-        "embedding_levels": (32, 16),
-    }
-    cube_names: ClassVar[tuple[str, ...]] = WORDS["prune_by"]
+    reads: ClassVar[frozenset[str]] = frozenset({MOMENTS_FROM, SENSITIVITY})
     fits_whole_tensors: ClassVar[bool] = True
-    options: ClassVar[tuple[Option, ...]] = OPTIONS
 
     def __post_init__(self) -> None:
         Method.__post_init__(self)
@@ -360,58 +293,10 @@ class KMeans(Method):
     def least_elements(self) -> int:
         return self.min_elements
 
-    def of_parts(self) -> Self:
+    def for_shards(self) -> Self:
         if {self.prune_by, self.protect_by} != {"magnitude"}:
             raise ConfigError("shards are ranked by magnitude; leave prune_by and protect_by out")
         return replace(self, min_elements=1)
-
-    @classmethod
-    def reference(cls) -> Self:
-        """Give the settings of the paper, whose protected elements are BF16."""
-        return cls(protect_as="bf16", protect_by="either")
-
-    def cubes(
-        self, names: Sequence[str], layer_types: Collection[str], *, is_ranked: bool
-    ) -> tuple[Cube, ...]:
-        """Give a cube for each way to prune, 216 settings with embeddings (section 5 of the paper)."""
-        paper = self if is_ranked else replace(self, protect_by="magnitude")
-        axes = dict(self.axes)
-        if "embedding" not in layer_types:
-            del axes["embedding_levels"]
-        wanted = [name for name in names or self.cube_names if is_ranked or name == "magnitude"]
-        return tuple(
-            Cube(template=replace(paper, prune_by=name), axes=axes, name=name)
-            for name in wanted or ["magnitude"]
-        )
-
-    def finer(self) -> tuple[Self, ...]:
-        """Give more levels, and no pruning."""
-        template = replace(self, prune=0.0, layer_prune=(), embedding_levels=None)
-        return tuple(replace(template, levels=levels) for levels in FINER)
-
-    @property
-    def cube_name(self) -> str:
-        return self.prune_by
-
-    def at(self, knobs: Mapping[str, Any]) -> Self:
-        """Give other settings; without pruning, both ways to prune mean the same."""
-        prune_by = self.prune_by if knobs["prune"] else "magnitude"
-        return replace(self, **{"embedding_levels": None, **knobs, "prune_by": prune_by})
-
-    def knobs(self) -> Mapping[str, Any]:
-        own = {name: getattr(self, name) for name in self.axes}
-        return own | {"embedding_levels": self.embedding_levels or self.levels}
-
-    def recorded(self, records: Sequence[LossyRecord]) -> Self | None:
-        """Find the settings that most tensors have."""
-        found = [record for record in records if record.method == self.name]
-        if not found:
-            return None
-        embeddings = [record for record in found if record.layer_type == "embedding"]
-        others = [record for record in found if record.layer_type != "embedding"] or embeddings
-        usual = {name: usual_setting(others, name) for name in SEARCHED}
-        usual["embedding_levels"] = usual_setting(embeddings, "levels")
-        return settings_of(type(self), {n: v for n, v in usual.items() if v is not None})
 
 
 def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:

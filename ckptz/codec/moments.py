@@ -521,8 +521,18 @@ def state_recipes(
     trained: Collection[str],
     moments: Moments,
     weights: Method,
+    step: float,
 ) -> dict[str, Recipe]:
-    """Choose recipes for a training state, whose tensors belong to parameters; see `Method.recipes`."""
+    """Return the recipe of each tensor of a training state, by name.
+
+    Args:
+        tensors: the tensors of the file.
+        roles: the role of each tensor.
+        trained: parameters whose moments are in another file.
+        moments: settings of optimizer state.
+        weights: chooses the recipes of large weights.
+        step: multiple of the reference step, which the weights that stay small follow.
+    """
     trained, second = set(trained), {}  # parameters that have a moment; second moments of each
     for name, source in tensors.items():
         role = roles[name]
@@ -537,7 +547,7 @@ def state_recipes(
         if source.dtype.name in KINDS:
             # What is not trained stays exact: buffers may be the frequencies of a positional code.
             if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
-                recipe = FineRounding(step=FINE * weights.multiplier)
+                recipe = FineRounding(step=FINE * step)
             recipe = _of_state(role, shape, moments, second) or recipe
         chosen[name] = recipe
     return chosen

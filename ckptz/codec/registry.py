@@ -1,11 +1,9 @@
-"""Loads all methods, so that `METHODS` has them.
+"""The table of methods: importing this module loads all of them into `METHODS`.
 
 A new method is a file and a row here, or a call of `register`.
 """
 
 from __future__ import annotations
-
-from typing import Final
 
 from ckptz.codec.grid import Grid
 from ckptz.codec.kmeans import KMeans
@@ -17,15 +15,13 @@ from ckptz.errors import ConfigError
 
 for _method in (Lossless, KMeans, Grid):  # in this order, whichever was loaded first
     METHODS[_method.name] = METHODS.pop(_method.name)
-AUTO: Final = "grid"  # what a search looks for unless a method is named
-REFERENCE: Final = METHODS[AUTO].reference()
 
 
 def method_named(name: str) -> type[Method]:
-    """Look a method up.
+    """Return the method of a name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: there is none.
     """
     if name not in METHODS:
         raise ConfigError(f"there is no method {name!r}; known are {', '.join(METHODS)}")

@@ -116,7 +116,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         self._trail = Trail() if options.config.loses_state else None
         if options.config.fits_whole_tensors:
             # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
-            options = replace(options, config=options.config.of_parts())
+            options = replace(options, config=options.config.for_shards())
         if options.config.fits_whole_tensors or self._trail is not None:
             self._group = group or own_group(timeout)
         self._chain = Chain(options, kept)

@@ -25,7 +25,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from ckptz.codec.method import Method, checked
-from ckptz.codec.registry import METHODS, REFERENCE
+from ckptz.codec.registry import METHODS
 from ckptz.errors import CkptzError, ConfigError, own_numbers, whole
 from ckptz.format.envelope import strict_json
 from ckptz.format.index import QualityRecord
@@ -43,6 +43,7 @@ from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
 from ckptz.pages.words import Report
 from ckptz.search.measures import ANSWER, Comparing, Quality, digest_of, name_of, unit_of, values_of
+from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, space_of
 
 SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
 _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
@@ -419,7 +420,7 @@ class SearchOptions:
 
     budgets: tuple[Budget, ...]
     cubes: tuple[str, ...] = ()
-    template: Method = REFERENCE
+    template: Method = field(default_factory=DEFAULT_METHOD)
     parent: Method | None = None
     restores: int = 0
     max_evaluations: int | None = None
@@ -432,12 +433,12 @@ class SearchOptions:
         if not self.budgets:
             raise ConfigError("a search needs a budget that its files keep")
         template, parent = self.template, self.parent
-        if not (template.is_scalable or template.axes):
-            raise ConfigError(f"the method {template.name} has no settings that a search can look for")
+        space = space_of(template)
         if parent is not None and type(parent) is not type(template):
             raise ConfigError(f"a search for {template.name} cannot begin at settings of {parent.name}")
-        if set(self.cubes) - set(known := self.template.cube_names):
-            raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
+        known = space.cube_names if isinstance(space, CubeSpace) else ()
+        if set(self.cubes) - set(known):
+            raise ConfigError(f"cubes of {template.name} are {known}, got {self.cubes}")
         whole("restores", self.restores, 0)
         if self.max_evaluations is not None:
             whole("max_evaluations", self.max_evaluations, 0)
@@ -514,7 +515,7 @@ def load_plan(path: Path) -> Method:
         document = strict_json(path.read_bytes(), "plan")
         version, method, settings = (document[key] for key in ("ckptz_plan", "method", "settings"))
     except (CkptzError, KeyError, TypeError):
-        raise ConfigError(f"{path}: not a plan; --save-plan writes one") from None
+        raise ConfigError(f"{path}: no settings; --save-config writes them") from None
     if version != PLAN_VERSION:
         raise ConfigError(f"{path}: a plan of another version than {PLAN_VERSION}, which this ckptz reads")
     if type(method) is not str or method not in METHODS:
@@ -542,4 +543,4 @@ def config_of(method: str, settings: Any) -> Method:
 def recorded_in(bases: Mapping[str, TensorSource], template: Method) -> Method | None:
     """Find the settings that the tensors of a base record; `template` has what they do not tell."""
     records = [source.entry.lossy for source in bases.values() if isinstance(source, FrameSource)]
-    return template.recorded([record for record in records if record is not None])
+    return space_of(template).recorded(template, [record for record in records if record is not None])

@@ -15,7 +15,8 @@ from typing import Final, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.method import Cube, Method, Point
+from ckptz.codec.method import Method
+from ckptz.search.spaces import Cube, MultiplierSpace, Point
 
 FULL: Final = 1.0  # share of the budget that may be used
 
@@ -42,7 +43,7 @@ Try = Callable[[Method, str], Outcome]
 
 # Each has a name, which is reported with a trial, and `propose(history)`: what to try next after all that was
 # tried, in order, by other strategies too; None if nothing is left to learn.
-Strategy: TypeAlias = "Guided | Neighbourhood | Finer | OneKnob"
+Strategy: TypeAlias = "Guided | Neighbourhood | Finer | MultiplierSearch"
 
 
 def best_of(history: History) -> Outcome | None:
@@ -235,7 +236,7 @@ class Neighbourhood:
         return next((config for config in self._ordered() if not self._is_excluded(config, broken)), None)
 
     def _ordered(self) -> list[Method]:
-        others = [cube for cube in self.cubes if cube.name != self.parent.cube_name]
+        others = [cube for cube in self.cubes if cube.name != cube.space.cube_name(self.parent)]
         same_knobs = [cube.config(cube.point(self.parent)) for cube in others]
         rest: set[Method] = set()
         for cube in self.cubes:  # as aggressive as the parent, or a few steps milder
@@ -248,8 +249,11 @@ class Neighbourhood:
 
     def _is_of_cubes(self) -> bool:
         """Tell whether the parent differs from what the cubes hold along their axes alone."""
-        knobs = self.parent.knobs()
-        return any(cube.template.at(knobs) == self.parent.at(knobs) for cube in self.cubes)
+        return any(
+            cube.space.at(cube.template, values) == cube.space.at(self.parent, values)
+            for cube in self.cubes
+            if (values := cube.space.coordinates(self.parent))
+        )
 
     def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
         """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""
@@ -297,13 +301,13 @@ SAME: Final = 5e-3  # multipliers that differ by less are one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneKnob:
+class MultiplierSearch:
     """Looks for the largest multiplier that keeps the budget; all steps follow from it.
 
     The sum of expected loss change and lambda times bits is smallest where every part of a checkpoint pays
     the same loss for its last bit. For small errors the change is a_i * step_i^2 and the bits are n_i *
     log2(1 / step_i), so step_i = sqrt(lambda * n_i / (2 ln 2 * a_i)): all steps are proportional to
-    sqrt(lambda), which is the multiplier of `Method.scaled`. What is special to a tensor, a_i, is in the
+    sqrt(lambda), which is the multiplier of the search space. What is special to a tensor, a_i, is in the
     reference steps already: in `ckptz.codec.grid_steps.row_steps` for weights, in the roots of second moments
     for first ones. Moments follow in proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for
     0.05 bit (docs/search.md).
@@ -314,19 +318,20 @@ class OneKnob:
     """
 
     template: Method  # steps at a multiplier of 1, and everything that does not follow from it
+    space: MultiplierSpace
     start: float = 1.0  # the first multiplier to try
     most: int = MAX_FIRST  # trials, those of strategies before this one included
     close: float = CLOSE  # share of the budget that is near enough to it
     draws: bool = False  # weights are rounded at random to the levels of a base
-    name: str = "one-knob"
+    name: str = "multiplier"
 
     def propose(self, history: History) -> Method | None:
-        points = _Bracket.of(history)
+        points = _Bracket.of(history, self.space)
         if len(history) >= self.most or points.is_done(self.close):
             return None
-        if self.draws and _is_chance(history, first := self.template.scaled(self.start)):
+        if self.draws and _is_chance(history, first := self.space.scaled(self.template, self.start)):
             return first
-        config = self.template.scaled(self._multiplier(points.next(math.log(self.start))))
+        config = self.space.scaled(self.template, self._multiplier(points.next(math.log(self.start))))
         return None if any(outcome.config == config for outcome in history) else config
 
     def _multiplier(self, x: float) -> float:
@@ -355,8 +360,8 @@ class _Bracket:
     power: float  # of the multiplier, by which the share that is used grows
 
     @classmethod
-    def of(cls, history: History) -> Self:
-        trials = [(o.config.multiplier, max(o.used, LEAST_USED)) for o in history]
+    def of(cls, history: History, space: MultiplierSpace) -> Self:
+        trials = [(space.multiplier(o.config), max(o.used, LEAST_USED)) for o in history]
         points = sorted((_Point(math.log(x), math.log(y)) for x, y in trials), key=lambda p: p.x)
         kept = max((p for p in points if p.y <= math.log(FULL)), key=lambda p: p.x, default=None)
         above = [p for p in points if kept is None or p.x > kept.x]

@@ -362,7 +362,7 @@ class Checkpointer:
         while expected < self._n_restores:
             expected *= 2
         is_guided = not self._optimizers or not all(isinstance(one, SGD) for one in self._optimizers)
-        return self._config.expecting(expected, is_guided=is_guided)
+        return self._config.for_restarts(expected, is_guided=is_guided)
 
     def _searched(
         self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int

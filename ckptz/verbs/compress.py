@@ -13,7 +13,6 @@ from typing import Final
 
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, checked
-from ckptz.codec.registry import REFERENCE
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
 from ckptz.foreign.folders import check_sharding, copy_carried, torch_names
@@ -106,7 +105,7 @@ def compress(
     step: int | None = None,
     optimizer: PathLike | Sequence[PathLike] | None = None,
     param_names: PathLike | None = None,
-    read_optimizer: PathLike | None = None,
+    moments_from: PathLike | None = None,
     calibration: PathLike | None = None,
     sensitivity: PathLike | None = None,
     role_rules: Sequence[Rule] = (),
@@ -135,7 +134,7 @@ def compress(
             what stands in a folder that is compressed goes along anyway.
         param_names: a text file with the name of one parameter on each line, in the order in which the
             optimizer numbers them; by default they are found by a model's config.json and by shapes.
-        read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
+        moments_from: a checkpoint whose second moments guide lossy methods; it is read, not stored.
         calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
         sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
         role_rules: the user's rows of the table of roles.
@@ -164,7 +163,7 @@ def compress(
     search = _search_of(search, budget, config)
     base = _path(base)
     guides = SideInformationFiles(
-        read_optimizer=_path(read_optimizer), calibration=_path(calibration), sensitivity=_path(sensitivity)
+        moments_from=_path(moments_from), calibration=_path(calibration), sensitivity=_path(sensitivity)
     )
     if len(sources) > 1 and step is not None:
         raise ConfigError("there are several inputs for one step; compress them one by one")
@@ -253,7 +252,8 @@ def _search_of(
         return search
     if search is not None:
         raise ConfigError("give budget or search, not both; a search has budgets of its own")
-    return SearchOptions(budgets=budgets, template=config if config.is_lossy else REFERENCE)
+    options = SearchOptions(budgets=budgets)
+    return replace(options, template=config) if config.is_lossy else options
 
 
 def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:

@@ -25,7 +25,7 @@ from ckptz.kernels.floats import ESCAPE
 from ckptz.numpy import load_file, save_file
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
-from tests.support.cli_support import ckptz, relative_error, tensors_in
+from tests.support.cli_support import ckptz, relative_error, sets, tensors_in
 
 Array = np.ndarray[Any, Any]
 WEIGHT, MOMENT = "model.up.weight", "optimizer.up.weight.exp_avg_sq"
@@ -161,7 +161,7 @@ def saved(folder: Path, tensors: dict[str, Array], config: Grid = WEIGHTS_ONLY) 
 def test_the_file_says_how_and_the_note_says_uncalibrated(tmp_path: Path) -> None:
     source, out = written(tmp_path), tmp_path / "out.ckptz"
     save_plain(weights_of(state()), source)
-    options = ("--method", "grid", "--grid-step", 1.5, "--dead-zone", 0.25)
+    options = ("--method", "grid", *sets(step=1.5, dead_zone=0.25))
     run = ckptz("compress", source, "-o", out, *options)
     assert "uncalibrated" in run.stderr
     record = tensors_in(out)[WEIGHT]["lossy"]
@@ -196,7 +196,7 @@ def test_second_moments_in_the_file_give_insensitive_rows_larger_errors(tmp_path
 def test_an_optimizer_may_be_read_without_being_stored(tmp_path: Path) -> None:
     whole, bare = written(tmp_path), tmp_path / "bare.safetensors"
     save_plain(weights_of(state()), bare)
-    ckptz("compress", bare, "--method", "grid", "--read-optimizer", whole)
+    ckptz("compress", bare, "--method", "grid", "--moments-from", whole)
     restored = load_file(tmp_path / "bare.ckptz")
     assert MOMENT not in restored
     shipped = saved(tmp_path, state(), Grid(purpose="ship"))[WEIGHT]
@@ -210,7 +210,7 @@ def test_the_optimizer_may_be_a_torch_file_with_numbered_parameters(tmp_path: Pa
     numbered = {i: {"exp_avg_sq": torch.from_numpy(m), "step": torch.tensor(3.0)} for i, m in moments.items()}
     torch.save({"state": numbered, "param_groups": [{"params": [0, 1]}]}, tmp_path / "optimizer.pt")
     save_plain(weights, tmp_path / "model.safetensors")
-    options = ("--method", "grid", "--read-optimizer", tmp_path / "optimizer.pt")
+    options = ("--method", "grid", "--moments-from", tmp_path / "optimizer.pt")
     ckptz("compress", tmp_path / "model.safetensors", *options)
     error = np.abs(load_file(tmp_path / "model.ckptz")[WEIGHT] - weights[WEIGHT])
     assert error[:8].mean() > 2 * error[8:].mean()
@@ -231,7 +231,7 @@ def test_each_float_type_keeps_its_type(tmp_path: Path, dtype: torch.dtype) -> N
 
 def test_errors_do_not_add_up_over_a_chain(tmp_path: Path) -> None:
     paths = [written(tmp_path, step) for step in range(6)]
-    ckptz("compress", *paths, "--chain", "-o", tmp_path / "run", "--method", "grid", "--grid-step", 2)
+    ckptz("compress", *paths, "--chain", "-o", tmp_path / "run", "--method", "grid", *sets(step=2))
     errors, bits = [], []
     for step, path in enumerate(paths):
         out = tmp_path / "run" / f"step-{step}.ckptz"
@@ -377,7 +377,7 @@ def test_an_optimizer_of_another_model_is_refused(
 ) -> None:
     optimizer = tmp_path / "optimizer.safetensors"
     save_plain(moments, optimizer)
-    run = ckptz("compress", written(tmp_path), "--method", "grid", "--read-optimizer", optimizer, fails=True)
+    run = ckptz("compress", written(tmp_path), "--method", "grid", "--moments-from", optimizer, fails=True)
     assert run.exit_code == 2
     assert says in run.stderr
     assert "optimizer.safetensors" in run.stderr

@@ -15,7 +15,7 @@ from ckptz import KMeans
 from ckptz.numpy import load_file, save_file
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
-from tests.support.cli_support import ckptz, relative_error, tensors_in
+from tests.support.cli_support import ckptz, relative_error, sets, tensors_in
 
 Array = np.ndarray[Any, Any]
 
@@ -43,7 +43,7 @@ def written(folder: Path, step: int = 0, **changes: Array) -> Path:
 
 def test_only_large_weights_become_lossy_and_the_file_says_how(tmp_path: Path) -> None:
     source, out = written(tmp_path), tmp_path / "out.ckptz"
-    options = ("--levels", 16, "--embedding-levels", 32, "--prune", 0.1, "--protect", 0.01)
+    options = sets(levels=16, embedding_levels=32, prune=0.1, protect=0.01)
     ckptz("compress", source, "-o", out, "--method", "kmeans", *options)
     reports = tensors_in(out)
     original, restored = weights(), load_file(out)
@@ -80,7 +80,7 @@ def test_protected_values_may_be_bf16(tmp_path: Path) -> None:
     sizes = {}
     for kept in ("exact", "bf16"):
         out = tmp_path / f"{kept}.ckptz"
-        ckptz("compress", source, "-o", out, "--method", "kmeans", "--protect", 0.05, "--protect-as", kept)
+        ckptz("compress", source, "-o", out, "--method", "kmeans", *sets(protect=0.05, protect_as=kept))
         sizes[kept] = out.stat().st_size
         exact, got = weights()["model.up.weight"], load_file(out)["model.up.weight"]
         top = np.abs(exact) > np.quantile(np.abs(exact), 0.96)
@@ -100,11 +100,11 @@ def test_each_float_type_keeps_its_type(tmp_path: Path, dtype: torch.dtype) -> N
 
 def test_deltas_are_grouped_by_the_base_and_smaller(tmp_path: Path) -> None:
     paths = [written(tmp_path, step) for step in range(4)]
-    ckptz("compress", *paths, "--chain", "-o", tmp_path / "run", "--method", "kmeans", "--levels", 8)
+    ckptz("compress", *paths, "--chain", "-o", tmp_path / "run", "--method", "kmeans", *sets(levels=8))
     alone = tmp_path / "alone.ckptz"
     for step, path in enumerate(paths):
         out = tmp_path / "run" / f"step-{step}.ckptz"
-        ckptz("compress", path, "-o", alone, "--force", "--method", "kmeans", "--levels", 8)
+        ckptz("compress", path, "-o", alone, "--force", "--method", "kmeans", *sets(levels=8))
         chained, single = load_file(out), load_file(alone)
         for name, tensor in single.items():
             np.testing.assert_array_equal(chained[name], tensor)
@@ -173,21 +173,21 @@ def test_a_base_without_codes_still_serves_lossless_tensors(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--levels", 16], "--levels belongs to --method kmeans"),
-        (["--method", "lossless", "--prune", 0.1], "--prune belongs to --method kmeans"),
-        (["--method", "kmeans", "--levels", 1], "levels must be 2..255"),
-        (["--method", "kmeans", "--levels", 256], "levels must be 2..255"),
-        (["--method", "kmeans", "--prune", 0.7, "--protect", 0.3], "leave nothing to quantize"),
-        (["--method", "kmeans", "--protect", -0.1], "protect must be a share"),
+        (sets(levels=16), "--set levels needs --method"),
+        (["--method", "lossless", *sets(prune=0.1)], "method lossless has no such setting; it has sparse"),
+        (["--method", "kmeans", *sets(levels=1)], "levels must be 2..255"),
+        (["--method", "kmeans", *sets(levels=256)], "levels must be 2..255"),
+        (["--method", "kmeans", *sets(prune=0.7, protect=0.3)], "leave nothing to quantize"),
+        (["--method", "kmeans", *sets(protect=-0.1)], "protect must be a share"),
         (["--method", "wavelet"], "is not one of"),
-        (["--grid-step", 1], "--grid-step belongs to --method grid"),
-        (["--method", "kmeans", "--dead-zone", 0.1], "--dead-zone belongs to --method grid"),
-        (["--method", "grid", "--levels", 4], "--levels belongs to --method kmeans"),
-        (["--method", "grid", "--grid-step", 0], "step must be above 0"),
-        (["--method", "grid", "--grid-step", "nan"], "step must be above 0"),
-        (["--method", "grid", "--dead-zone", 5], "dead_zone must be from 0 to 4"),
+        (sets(step=1), "--set step needs --method"),
+        (["--method", "kmeans", *sets(dead_zone=0.1)], "method kmeans has no such setting"),
+        (["--method", "grid", *sets(levels=4)], "method grid has no such setting; it has step"),
+        (["--method", "grid", *sets(step=0)], "step must be above 0"),
+        (["--method", "grid", *sets(step="nan")], "step must be above 0"),
+        (["--method", "grid", *sets(dead_zone=5)], "dead_zone must be from 0 to 4"),
         (["--calibration", "x"], "lossless compression reads no calibration"),
-        (["--read-optimizer", "x"], "lossless compression reads no read-optimizer"),
+        (["--moments-from", "x"], "lossless compression reads no moments-from"),
         (["--method", "kmeans", "--calibration", "x"], "a calibration guides grid only"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -204,12 +204,12 @@ def test_impossible_options_are_refused_before_anything_is_written(
 def test_roles_may_be_given(tmp_path: Path) -> None:
     roles = tmp_path / "roles.toml"
     roles.write_text('[[rule]]\nname = "model.up.*"\nrole = "other"\n')
-    ckptz("compress", written(tmp_path), "--method", "kmeans", "--roles", roles)
+    ckptz("compress", written(tmp_path), "--method", "kmeans", "--tensor-roles", roles)
     tensors = tensors_in(tmp_path / "step-0.ckptz")
     assert tensors["model.token.weight"]["lossy"]
     assert not tensors["model.up.weight"]["lossy"]
     roles.write_text('[[rule]]\nname = "x"\nrole = "king"\n')
-    run = ckptz("compress", written(tmp_path), "--roles", roles, "--method", "kmeans", fails=True)
+    run = ckptz("compress", written(tmp_path), "--tensor-roles", roles, "--method", "kmeans", fails=True)
     assert "'king' is not one of" in run.error
 
 

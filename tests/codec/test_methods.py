@@ -2,10 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -13,16 +13,16 @@ import safetensors.numpy
 
 import ckptz
 from ckptz.codec.lossless import EXACT
-from ckptz.codec.method import Method, Option, Recipe, Setting, checked, is_large_weight
+from ckptz.codec.method import Method, Recipe, Setting, checked, is_large_weight
 from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.registry import METHODS, method_named
 from ckptz.codec.tensor import TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.errors import ConfigError
 from ckptz.format.dtypes import DType
-from ckptz.format.index import LossyRecord
 from ckptz.format.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.numpy import load_file, save_file
+from ckptz.search.spaces import SPACES, CubeSpace, MultiplierSpace
 from ckptz.state.roles import Role
 
 torch = pytest.importorskip("torch")
@@ -56,27 +56,18 @@ class SignRecipe(Recipe):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sign(Method):
-    """One bit a weight: its sign, at the mean magnitude of its tensor."""
+    """One bit a weight: its sign, at the mean magnitude of its tensor.
+
+    Attributes:
+        gain: multiple of the mean magnitude.
+    """
 
     gain: float = 1.0
     name: ClassVar[str] = "sign"
-    is_scalable: ClassVar[bool] = True
-    options: ClassVar[tuple[Option, ...]] = (Option("--gain", float, "multiple of the mean magnitude.", "G"),)
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
         is_coded = dtype.name == "F32" and is_large_weight(role, dtype, shape)
         return SignRecipe(self.gain) if is_coded else EXACT
-
-    @property
-    def multiplier(self) -> float:
-        return self.gain
-
-    def scaled(self, multiplier: float) -> Self:
-        return replace(self, gain=multiplier)
-
-    def recorded(self, records: Sequence[LossyRecord]) -> Self | None:
-        found = [record.settings["gain"] for record in records if record.method == self.name]
-        return replace(self, gain=float(found[0])) if found else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +104,6 @@ class Even(Method):
 
     levels: int = 64
     name: ClassVar[str] = "even"
-    axes: ClassVar[dict[str, tuple[float, ...]]] = {"levels": (128, 64, 32, 16, 8, 4, 2)}
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
         is_coded = dtype.name == "F32" and is_large_weight(role, dtype, shape)
@@ -122,8 +112,9 @@ class Even(Method):
 
 @pytest.fixture
 def sign() -> Iterator[type[Sign]]:
+    SPACES["sign"] = MultiplierSpace("gain")
     yield ckptz.register(Sign)
-    del METHODS["sign"]
+    del METHODS["sign"], SPACES["sign"]
 
 
 @pytest.fixture
@@ -189,6 +180,7 @@ def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> 
         return float(np.square(tensors["w"].numpy() - state["w"]).mean())
 
     ckptz.register(Even)
+    SPACES["even"] = CubeSpace(axes={"levels": (128, 64, 32, 16, 8, 4, 2)})
     try:
         for levels in (16, 8):
             save_file(state, tmp_path / "b.ckptz", config=Even(levels=levels))
@@ -197,7 +189,7 @@ def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> 
         search = ckptz.SearchOptions(budgets=(budget,), template=Even())
         (report,) = ckptz.compress(tmp_path / "a.safetensors", search=search)
     finally:
-        del METHODS["even"]
+        del METHODS["even"], SPACES["even"]
     assert report.search.config == {"levels": 16}
     assert report.search.n_predicted == 7
     for trial in report.search.trials:
@@ -207,12 +199,12 @@ def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> 
 def test_the_command_line_shows_its_options(tmp_path: Path) -> None:
     code = (
         "import ckptz, tests.codec.test_methods as t;"
-        "ckptz.register(t.Sign); from ckptz_cli.main import main; main(['compress', '--help'])"
+        "ckptz.register(t.Sign); from ckptz_cli.main import main; main(['compress', '--help-methods'])"
     )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert "--gain" in done.stdout, done.stderr
-    assert "sign: multiple of the mean magnitude." in done.stdout
+    assert "--set gain=... (default 1.0)" in done.stdout, done.stderr
+    assert "multiple of the mean magnitude." in done.stdout
 
 
 def test_the_command_line_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
@@ -220,7 +212,7 @@ def test_the_command_line_takes_it(sign: type[Sign], state: dict[str, Any], tmp_
 
     safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
     with pytest.raises(SystemExit, match=r"^0$"):
-        main(["compress", str(tmp_path / "a.safetensors"), "--method", "sign", "--gain", "2", "-q"])
+        main(["compress", str(tmp_path / "a.safetensors"), "--method", "sign", "--set", "gain=2", "-q"])
     assert is_signs(load_file(tmp_path / "a.ckptz")["w"], state["w"], 2.0)
 
 

@@ -336,13 +336,13 @@ def test_steps_of_all_tensors_are_finer_together(tmp_path: Path) -> None:
 
 def test_more_restores_than_usual_want_finer_steps() -> None:
     given = Grid(step=0.5)
-    usual, many = given.expecting(10), given.expecting(40)
+    usual, many = given.for_restarts(10), given.for_restarts(40)
     assert (usual.step, usual.full_step, usual.moments) == (0.5, 0.5 * FULL_SHARE, given.moments)
     assert (many.step, many.full_step) == (0.125, 0.125 * FULL_SHARE)
     assert many.moments.second_step == given.moments.second_step / 4
     assert many.moments.first_step == given.moments.first_step / 4
-    assert replace(given, full_step=1.0).expecting(40).full_step == 1.0
-    unguided = given.expecting(10, is_guided=False)
+    assert replace(given, full_step=1.0).for_restarts(40).full_step == 1.0
+    unguided = given.for_restarts(10, is_guided=False)
     assert (unguided.step, unguided.full_step) == (0.25, 0.25 * FULL_SHARE)
     assert unguided.moments == given.moments
 

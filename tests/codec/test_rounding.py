@@ -19,7 +19,7 @@ from ckptz.format.sources import ArraySource
 from ckptz.hooks import Calibration
 from ckptz.torch import load_file as load_torch
 from ckptz.torch import save_file as save_torch
-from tests.support.cli_support import ckptz, relative_error, tensors_in
+from tests.support.cli_support import ckptz, relative_error, sets, tensors_in
 
 Array = np.ndarray[Any, Any]
 MOST = 20
@@ -267,9 +267,7 @@ def test_calibrated_rounding_loses_less_at_the_same_size(
     source, errors, bits = tmp_path / "model.safetensors", [], []
     for options in ([], ["--calibration", calibration]):
         out = tmp_path / "out.ckptz"
-        run = ckptz(
-            "compress", source, "-o", out, "--force", "--method", "grid", "--grid-step", 1.2, *options
-        )
+        run = ckptz("compress", source, "-o", out, "--force", "--method", "grid", *sets(step=1.2), *options)
         assert ("uncalibrated" in run.stderr) == (not options or "1 weights are uncalibrated" in run.stderr)
         errors.append(output_error(model, out, tokens, (name,)))
         bits.append(tensors_in(out)[name]["bits_per_element"])
@@ -320,10 +318,10 @@ def test_deltas_are_calibrated_only_to_be_shipped(
     paths = (tmp_path / "model.safetensors", tmp_path / "moved.safetensors")
     model.load_state_dict(moved)
     base = tmp_path / "base.ckptz"
-    ckptz("compress", paths[0], "-o", base, "--method", "grid", "--purpose", purpose)
+    ckptz("compress", paths[0], "-o", base, "--method", "grid", *sets(purpose=purpose))
     errors = []
     for options in ([], ["--calibration", calibration]):
-        given = ("--base", base, "--force", "--method", "grid", "--purpose", purpose, *options)
+        given = ("--base", base, "--force", "--method", "grid", *sets(purpose=purpose), *options)
         ckptz("compress", paths[1], "-o", tmp_path / "moved.ckptz", *given)
         errors.append(output_error(model, tmp_path / "moved.ckptz", tokens, ("up.weight",)))
         assert tensors_in(tmp_path / "moved.ckptz")["up.weight"]["predictor"] == "base"

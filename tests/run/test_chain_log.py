@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     for name, step, base in (("z", 0, None), ("b", 10, "z"), ("a", 20, "z"), ("c", 30, "a")):
         plain = write_plain(folder / f"{name}.safetensors", a_state(drift=0.001 * step, n=5000))
         against = ("--base", folder / f"{base}.ckptz") if base else ()
-        method = ("--method", "kmeans", "--levels", 8) if step == 30 else ()
+        method = ("--method", "kmeans", "--set", "levels=8") if step == 30 else ()
         ckptz("compress", plain, "--step", step, "--jobs", 1, *against, *method)
         plain.unlink()
     return folder
