@@ -22,10 +22,19 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ckptz.errors import UnsupportedError
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, checked_options, job_of, read_newest
+from ckptz.integrations.linked import (
+    DEFAULTS,
+    Chain,
+    ChainOptions,
+    checked_options,
+    job_of,
+    read_newest,
+    warn_of_differences,
+)
 from ckptz.integrations.versions import warn_untested
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX
+from ckptz.training.compare import differences, fingerprint
 
 TESTED: Final = ((1, 15), (1, 15))  # first and last version that the tests ran with
 warn_untested("accelerate", accelerate.__version__, TESTED)
@@ -74,7 +83,10 @@ class Registration:
         for i, model in enumerate(models):
             path = _path(input_dir, i)
             target = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-            target.load_state_dict(read_newest(path, self.options.jobs))
+            state = read_newest(path, self.options.jobs)
+            saved = fingerprint(state)
+            target.load_state_dict(state)
+            warn_of_differences(path, list(differences(saved, fingerprint(target.state_dict()))))
             self.chain(i).go_on_from(path)
         models.clear()
 

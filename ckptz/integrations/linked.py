@@ -33,6 +33,7 @@ from ckptz.store.resolve import (
     Path_,
 )
 from ckptz.torch import load_state
+from ckptz.training.compare import notes_on
 from ckptz.training.files import against, memory_for_last, residual_job
 from ckptz.training.snapshot import check_dense, identity_of
 from ckptz.write.pipeline import Job, write
@@ -85,6 +86,18 @@ def warn_of_no_gain(options: ChainOptions, kept: Kept) -> None:
     """Warn where all files that stay are exact, too, so that what may be lost saves nothing."""
     if options.config.is_lossy and kept.is_within(options.exact):
         warnings.warn(ALL_EXACT, RuntimeWarning, stacklevel=3)
+
+
+def warn_of_differences(path: Path, lines: Sequence[str]) -> None:
+    """Warn of entries that do not hold what a checkpoint says, after a framework has loaded it.
+
+    Args:
+        path: the file.
+        lines: of `ckptz.training.compare.differences`.
+    """
+    if lines:
+        what = "; ".join(notes_on(lines))
+        warnings.warn(f"{path}: restored, but not exactly: {what}", RuntimeWarning, stacklevel=3)
 
 
 def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:

@@ -541,16 +541,24 @@ def _strides_by_name(tree: Tree, tensors: Mapping[str, TensorSource]) -> dict[st
         if isinstance(ref, TensorRef):
             if strides.setdefault(ref.name, ref.strides) != ref.strides:
                 raise CorruptionError(f"tree: tensor {ref.name!r} has different strides in two places")
-            _check_strides(ref, tensors[ref.name])
+            source = tensors[ref.name]
+            if ref.strides is not None and source.dtype.name not in TORCH_NAMES:
+                raise CorruptionError(
+                    f"tree: tensor {ref.name!r}: {source.dtype.name} has no strides in torch"
+                )
+            check_strides(ref, tuple(source.shape))
     return {name: found for name, found in strides.items() if found is not None}
 
 
-def _check_strides(ref: TensorRef, source: TensorSource) -> None:
+def check_strides(ref: TensorRef, shape: tuple[int, ...]) -> None:
+    """Check that the strides of a stored tensor of this shape reach every element of its memory once.
+
+    Raises:
+        CorruptionError: they do not.
+    """
     if ref.strides is None:
         return
-    shape = tuple(source.shape)
-    is_whole = source.dtype.name in TORCH_NAMES and len(shape) == len(ref.strides)
-    if not is_whole or not Geometry("", 1, shape, ref.strides, 0).is_dense:
+    if len(shape) != len(ref.strides) or not Geometry("", 1, shape, ref.strides, 0).is_dense:
         raise CorruptionError(f"tree: tensor {ref.name!r}: strides {list(ref.strides)} do not fit its shape")
 
 

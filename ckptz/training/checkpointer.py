@@ -18,11 +18,21 @@ from torch.optim import SGD, Optimizer
 from ckptz.codec.coded import CodedSource
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import USUAL_RESTORES, Method, checked
-from ckptz.errors import CkptzError, ConfigError, WriteError, named, real, whole
+from ckptz.errors import (
+    CkptzError,
+    ConfigError,
+    FormatError,
+    MissingBaseError,
+    WriteError,
+    named,
+    real,
+    whole,
+)
 from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
 from ckptz.format.written import Written
 from ckptz.guidance.trail import Trail
+from ckptz.hooks.names import load_model_state, model_state
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.folder import StepStore
@@ -40,25 +50,22 @@ from ckptz.training.budget_search import (
     check_calibration,
     check_fits,
 )
+from ckptz.training.compare import differences, fingerprint, notes_on
 from ckptz.training.device import code_where_they_live
-from ckptz.training.files import MODEL, LossSettings, StepEncoder, StepReader, StepState, memory_for_last
+from ckptz.training.files import LossSettings, StepEncoder, StepReader, StepState, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
+from ckptz.training.optimizers import check_optimizers_fit, comparable, load_optimizers, optimizer_state
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
-from ckptz.training.snapshot import Snapshot
+from ckptz.training.snapshot import MODEL, Snapshot
 from ckptz.training.state import (
     Extra,
     check_extras_fit,
     check_model_fits,
-    check_optimizers_fit,
     check_states,
     extra_state,
     extras_to_load,
     load_in_order,
-    load_model,
-    load_optimizers,
-    model_state,
-    optimizer_state,
     random_state,
     sampled_weights,
     set_random_state,
@@ -473,44 +480,76 @@ class Checkpointer:
         """List the steps whose weights are there, with or without the rest, ascending."""
         return self._store.listing().weights_steps
 
-    def restore_latest(self) -> int | None:
-        """Restore the newest step; None, and nothing changed, if there is none."""
-        return self._in_turn("restore_latest()", self._restore_latest)
+    def restore_latest(self, *, fall_back: bool = True) -> int | None:
+        """Restore the newest step; return None and change nothing if there is none.
 
-    def _restore_latest(self) -> int | None:
+        Args:
+            fall_back: where the newest step is damaged, restore the newest one that is whole, with a warning
+                that names both. The next save then needs `discard_after` this step.
+
+        Raises:
+            FormatError: no step is whole, or without `fall_back` the newest one is not.
+            MissingBaseError: the same, for a missing file.
+            ConfigError: the model, the optimizer or the extras are others.
+        """
+        return self._in_turn("restore_latest()", lambda: self._restore_latest(fall_back))
+
+    def _restore_latest(self, fall_back: bool) -> int | None:
         self._wait()
-        steps = self.steps()
-        return self._restore(steps[-1], weights_only=False) if steps else None
+        first: Exception | None = None
+        for step in reversed(steps := self.steps()):
+            try:
+                self._restore(step, weights_only=False)
+            except (FormatError, MissingBaseError, FileNotFoundError) as error:
+                first = first or error
+                if fall_back:
+                    continue
+                raise
+            if first is not None:
+                what = f"step {steps[-1]} is damaged, so step {step} was restored: {first}"
+                warnings.warn(f"{self._store.name}: {what}", RuntimeWarning, stacklevel=4)
+            return step
+        if first is not None:
+            raise first
+        return None
 
-    def restore(self, step: int, *, weights_only: bool = False) -> int:
+    def restore(self, step: int, *, weights_only: bool = False, strict: bool = True) -> int:
         """Bring the run back to a step, random numbers included.
 
         Everything is read and checked before anything is changed. To go on from a step that is not the
-        newest, `discard_after` it first. `restored` says whether the values are exact. Where a file that
-        makes them so fails a check, all of the step comes from its lossy files, with a warning.
+        newest, `discard_after` it first. Afterwards everything that was restored is compared with what was
+        saved; `restored` has the result. Where a file that makes the step exact fails a check, all of the
+        step comes from its lossy files, with a warning.
 
         Args:
             step: one of `steps`, or with `weights_only` of `weights_steps`.
             weights_only: restore the model and leave everything else as it is.
+            strict: require that model and checkpoint have the same names. Without, which needs
+                `weights_only`, names of one alone are left out, and `restored` lists them.
 
         Returns:
             The step.
 
         Raises:
-            ConfigError: there is no such step, or the model, the optimizer or the extras are others.
+            ConfigError: there is no such step, or the model, the optimizer or the extras are others; also
+                without `strict` if no name is the same.
             FormatError: a file is damaged.
             MissingBaseError: a file that others are stored against is missing.
         """
-        return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only=weights_only))
+        if not (strict or weights_only):
+            raise ConfigError("strict=False restores weights alone; add weights_only=True")
+        return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only, strict))
 
-    def _restore(self, step: int, *, weights_only: bool) -> int:
+    def _restore(self, step: int, weights_only: bool = False, strict: bool = True) -> int:
         self._wait()
         check_there(self._store, step, weights_only)
-        (model, rest), restored = read_step(self._store, step, weights_only, self._read)
+        read = functools.partial(self._read, strict=strict)
+        (model, rest, names), restored = read_step(self._store, step, weights_only, read)
         where = f"{self._store.name}: step {step}"
         if rest is not None:
             check_states(self.extra, rest, where)
-        parts = [("the model", lambda: load_model(self.model, model))]
+        saved = _comparable(model, rest)
+        parts = [("the model", lambda: load_model_state(self.model, model))]
         if rest is not None:
             # What is not ours may refuse its state in the midst; then the rest is as it was.
             parts[:0] = [
@@ -525,23 +564,45 @@ class Checkpointer:
             self._n_restores = before + (not restored.is_exact)
             if self._trail is not None:
                 self._mark(self._trail, step, is_restored=True)
-        self.restored = restored
+        self.restored = self._compared(restored, saved, names)
         return step
 
+    def _compared(
+        self, restored: Restored, saved: Mapping[str, Any], names: tuple[list[str], list[str]]
+    ) -> Restored:
+        """Compare what the run holds now with what was saved: that alone says whether it is exact."""
+        model = model_state(self.model)
+        live = {MODEL: {name: value for name, value in model.items() if name in saved[MODEL]}}
+        if len(saved) > 1:
+            live |= comparable(optimizer_state(self.model, self._optimizers), saved)
+            live |= {"extra": extra_state(self.extra), "rng": random_state()}
+        lines = list(differences(saved, fingerprint(live)))
+        missing, unexpected = names
+        is_exact = restored.is_exact and not (lines or missing or unexpected)
+        return replace(
+            restored,
+            is_exact=is_exact,
+            notes=(*restored.notes, *notes_on(lines)),
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+        )
+
     def _read(
-        self, weights: StepReader, state: StepReader | None
-    ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-        """The model's part and the rest, checked; nothing is changed."""
+        self, weights: StepReader, state: StepReader | None, *, strict: bool
+    ) -> tuple[dict[str, Any], Mapping[str, Any] | None, tuple[list[str], list[str]]]:
+        """Read and check the state of the model, the other state, and the names of one side alone."""
         outline = model_of(weights.outline(), weights)
         outline = with_frozen(self.model, outline, weights.metadata, weights.name)
-        check_model_fits(self.model, outline, weights.name)
+        missing, unexpected = check_model_fits(self.model, outline, weights.name, strict=strict)
         if state is not None:
             found = rest_of(state.outline(), state)
             check_optimizers_fit(self.model, self._optimizers, found, state.name)
             check_extras_fit(self.extra, found["extra"], state.name)
         model = model_of(weights.load(self._restore_jobs), weights)
         model |= {name: value for name, value in outline.items() if name not in model}
-        return model, None if state is None else rest_of(state.load(self._restore_jobs), state)
+        model = {name: value for name, value in model.items() if name not in unexpected}
+        rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
+        return model, rest, (missing, unexpected)
 
     def discard_after(self, step: int) -> None:
         """Remove every later step, to go on from this one.
@@ -582,6 +643,14 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(str(loss))  # what ended training is not to be hidden
+
+
+def _comparable(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fingerprints of what is to be restored, by part."""
+    parts = {MODEL: model}
+    if rest is not None:
+        parts |= {**comparable(rest, rest), "extra": rest["extra"], "rng": rest["rng"]}
+    return {name: fingerprint(part) for name, part in parts.items()}
 
 
 def _about(error: BaseException, what: str) -> BaseException:

@@ -32,16 +32,17 @@ from ckptz.run.step_files import (
     FileKind,
     StepFile,
 )
-from ckptz.state.flatten import flatten
+from ckptz.state.flatten import check_strides, flatten
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree
 from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.training.copies import copied, named_in
+from ckptz.training.snapshot import MODEL
 from ckptz.training.state import SCALARS, trained_weights
 from ckptz.write.pipeline import Job, write
 
-MODEL, OPTIMIZER = "model", "optimizer"
+OPTIMIZER: Final = "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against
 MEMORY_IF_UNKNOWN: Final = 1 << 30
 _HOST: Final = TorchTensors("cpu", False)
@@ -439,7 +440,7 @@ class StepReader:
         self, leaf: object, tensors: Mapping[str, torch.Tensor], storages: Sequence[Sequence[str]]
     ) -> Any:
         if isinstance(leaf, TensorRef):
-            return tensors[leaf.name]
+            return _with_strides(tensors[leaf.name], leaf)
         if isinstance(leaf, View) and len(storages[leaf.storage]) == 1:  # see `with_scalars_together`
             numbers = tensors[storages[leaf.storage][0]]
             is_one = leaf.shape == () and numbers.ndim == 1 and leaf.offset < len(numbers)
@@ -450,3 +451,12 @@ class StepReader:
         if isinstance(leaf, DTypeName) and isinstance(getattr(torch, leaf.name, None), torch.dtype):
             return getattr(torch, leaf.name)
         raise UnsupportedError(f"{self.name}: no Checkpointer wrote this; restore it with ckptz restore")
+
+
+def _with_strides(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """Return a decoded tensor in the memory order in which it was saved."""
+    if ref.strides is None:
+        return tensor
+    check_strides(ref, tuple(tensor.shape))
+    made = torch.empty_strided(tensor.shape, ref.strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

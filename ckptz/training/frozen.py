@@ -11,29 +11,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from ckptz.errors import ConfigError
 from ckptz.format.index import content_id_of
+from ckptz.hooks.names import model_state, without_wrappers
 from ckptz.run.step_files import FROZEN_KEY
 from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
-from ckptz.training.state import model_state
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Give the parameters of a model that need no gradient, by name; buffers are not among them."""
-    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
-    live = model_state(model)
-    frozen = {tensor.data_ptr() for name, tensor in live.items() if name not in trained and tensor.numel()}
-    # PyTorch leaves out one name of a tied parameter alone.
-    return {
-        name: tensor
-        for name, tensor in live.items()
-        if name not in trained or (isinstance(tensor, torch.Tensor) and tensor.data_ptr() in frozen)
-    }
+    """Return the parameters that need no gradient, by each of their names; buffers are not among them."""
+    live = model.state_dict(keep_vars=True)
+    frozen = [key for key, one in live.items() if isinstance(one, nn.Parameter) and not one.requires_grad]
+    state = model_state(model)
+    return {name: state[name] for name in (without_wrappers(model, key) for key in frozen)}
 
 
 class FrozenId:

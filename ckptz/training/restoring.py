@@ -15,7 +15,8 @@ from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
 from ckptz.run.exact import exactly
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import WEIGHTS_KEY, FileKind, StepFile
-from ckptz.training.files import MODEL, StepReader
+from ckptz.training.files import StepReader
+from ckptz.training.snapshot import MODEL
 
 _REST: Final = ("optimizer", "classes", "groups", "extra", "rng")
 T = TypeVar("T")
@@ -27,13 +28,18 @@ class Restored:
 
     Attributes:
         step: the step.
-        is_exact: whether every value is bit for bit what was saved.
-        notes: what the user should know.
+        is_exact: whether model, optimizers, extras and random numbers now hold what was saved, bit for bit:
+            the result of comparing them after the restore.
+        notes: what the user should know; entries that differ are named.
+        missing: names of the model that were not saved, with `strict=False`.
+        unexpected: saved names that the model does not have, with `strict=False`.
     """
 
     step: int
     is_exact: bool
     notes: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
 
 
 def check_there(store: StepStore, step: int, weights_only: bool) -> None:

@@ -1,14 +1,11 @@
-"""What a training run consists of, as named tensors and plain values, and the way back.
+"""The parts of a training run besides its optimizers: model, extras and random numbers, and the way back.
 
-Everything is keyed by the name of a parameter, by `torch.distributed.checkpoint.state_dict`, so that
-wrappers (DDP, `torch.compile`) and the order of parameter groups do not matter. Knows no files. Random
-numbers belong to it: the states of the global generators of Python, NumPy and PyTorch, exactly, stored
-without running code from a file.
+Random numbers are the states of the global generators of Python, NumPy and PyTorch, stored without running
+code from a file. Optimizers are in `ckptz.training.optimizers`. Knows no files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -18,18 +15,11 @@ from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim import Optimizer
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
 from ckptz.guidance.trail import Trained, stride_of
+from ckptz.hooks.names import model_state
 from ckptz.state.torch import from_plain, to_plain
 from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
@@ -50,24 +40,35 @@ class Stateful(Protocol):
 Extra: TypeAlias = Stateful | MutableMapping[str, Any] | torch.Generator
 
 
-def model_state(model: nn.Module) -> dict[str, Any]:
-    """Give the model's state by name, sharing its memory."""
-    return dict(get_model_state_dict(model))
+def check_model_fits(
+    model: nn.Module, saved: Mapping[str, Any], where: str, *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Check that a saved state has the model's names, shapes and dtypes.
 
+    Args:
+        model: what is to be restored.
+        saved: its state by name; tensors may be on the meta device.
+        where: names the file in messages.
+        strict: whether both must have the same names.
 
-def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> None:
-    """Require that a saved state has exactly the model's names, shapes and dtypes.
+    Returns:
+        Names of the model that were not saved, and saved names that the model does not have.
 
     Raises:
-        ConfigError: names the first difference.
+        ConfigError: names the first difference; without `strict`, of entries that both have.
     """
     live = model_state(model)
-    if missing := [name for name in live if name not in saved]:
+    missing = [name for name in live if name not in saved]
+    unexpected = [name for name in saved if name not in live]
+    if len(missing) == len(live) > 0:
+        raise ConfigError(f"{where}: has no tensor of this model; the first of the model is {missing[0]!r}")
+    if strict and missing:
         raise ConfigError(f"{where}: has no {missing[0]!r}{_more(missing)}; the model has gained parameters")
-    if unknown := [name for name in saved if name not in live]:
-        raise ConfigError(f"{where}: has {unknown[0]!r}{_more(unknown)}, which this model does not have")
+    if strict and unexpected:
+        what = f"has {unexpected[0]!r}{_more(unexpected)}, which this model does not have"
+        raise ConfigError(f"{where}: {what}; restore(..., weights_only=True, strict=False) leaves it out")
     for name, tensor in live.items():
-        if isinstance(tensor, torch.Tensor):
+        if isinstance(tensor, torch.Tensor) and name in saved:
             check_dense(tensor, name)
             wanted, found = _kind(tensor), _kind(saved[name])
             if wanted == found:
@@ -78,6 +79,7 @@ def check_model_fits(model: nn.Module, saved: Mapping[str, Any], where: str) -> 
                     f"the dtype differs: restore into model.to({saved[name].dtype}), and cast that afterwards"
                 )
             raise ConfigError(f"{where}: {name!r} is {found}, and {wanted} in this model; {what}")
+    return missing, unexpected
 
 
 def _kind(value: Any) -> str:
@@ -88,29 +90,6 @@ def _kind(value: Any) -> str:
 
 def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
-
-
-def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Write a saved state, which fits, into the model."""
-    set_model_state_dict(model, dict(saved), options=StateDictOptions(strict=True))
-
-
-def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Give the state by parameter name, groups and classes of optimizers, sharing their memory.
-
-    Raises:
-        ConfigError: an optimizer has parameters that the model does not have.
-    """
-    if not optimizers:
-        return {"optimizer": {}, "classes": [], "groups": []}
-    _check_parameters(model, optimizers)
-    with _unstepped(optimizers):
-        found: Any = get_optimizer_state_dict(model, list(optimizers))
-    return {
-        "optimizer": {name: dict(state) for name, state in found["state"].items() if state},
-        "classes": [type(optimizer).__name__ for optimizer in optimizers],
-        "groups": [{key: _plain(value) for key, value in group.items()} for group in found["param_groups"]],
-    }
 
 
 def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,88 +113,6 @@ def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "optimizer": optimizer, SCALARS: together}
 
 
-def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    known = set(model.parameters())
-    for optimizer in optimizers:
-        for i, group in enumerate(optimizer.param_groups):
-            if not known.issuperset(group["params"]):
-                raise ConfigError(
-                    f"{type(optimizer).__name__}: group {i} has parameters that are not the model's; "
-                    "was one of the two replaced? Give the Checkpointer the model and its optimizer"
-                )
-
-
-@contextlib.contextmanager
-def _unstepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """PyTorch makes an optimizer without state take a step, to give it one; here it must stay as it is."""
-    touched = [
-        (o.state, next(p for g in o.param_groups for p in g["params"])) for o in optimizers if not o.state
-    ]
-    for state, parameter in touched:
-        state[parameter] = {}
-    try:
-        yield
-    finally:
-        for state, parameter in touched:
-            if parameter in state and not state[parameter]:
-                del state[parameter]
-
-
-def check_optimizers_fit(
-    model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any], where: str
-) -> None:
-    """Require that a saved state is of such optimizers for the same parameters.
-
-    Raises:
-        ConfigError: names the first difference.
-        CorruptionError: it is no state of optimizers.
-    """
-    check_saved(saved, where)
-    live = optimizer_state(model, optimizers)
-    if live["classes"] != saved["classes"]:
-        raise ConfigError(
-            f"{where}: was saved with {_named(saved['classes'])}, now there is {_named(live['classes'])}; "
-            "resume with the same optimizer, or restore with weights_only=True"
-        )
-    ours, theirs = _groups_of(live), _groups_of(saved)
-    if differing := sorted(ours.keys() ^ theirs.keys()):
-        which = "not in the checkpoint" if differing[0] in ours else "not in the optimizer"
-        raise ConfigError(
-            f"{where}: parameter {differing[0]!r}{_more(differing)} is {which}; give the optimizer the same "
-            "parameters, or restore with weights_only=True"
-        )
-    # Groups may change places: a parameter's is told by who else is in it, and by the names of its options.
-    now_of, was_of = dict[int, int](), dict[int, int]()
-    for name, was in theirs.items():
-        now = ours[name]
-        is_same = now_of.setdefault(was, now) == now and was_of.setdefault(now, was) == was
-        old, new = saved["groups"][was].keys(), live["groups"][now].keys()
-        if not is_same or not (old <= new or new <= old):  # versions of PyTorch add options
-            how = "which is of another optimizer" if is_same else "with other parameters"
-            raise ConfigError(
-                f"{where}: parameter {name!r} was saved in group {was}, and is in group {now} now, {how}; "
-                "give the same groups, or restore with weights_only=True"
-            )
-
-
-def check_saved(saved: Any, where: str) -> None:
-    """Require that a value from a file has the form of what `optimizer_state` gives.
-
-    Raises:
-        CorruptionError: it has another.
-    """
-    kinds = {"classes": list, "optimizer": dict, "groups": list}
-    if not isinstance(saved, dict) or any(type(saved.get(name)) is not kind for name, kind in kinds.items()):
-        raise CorruptionError(f"{where}: holds no state of optimizers")
-    is_right = all(type(name) is str for name in saved["classes"])
-    is_right &= all(type(name) is str and isinstance(one, dict) for name, one in saved["optimizer"].items())
-    for group in saved["groups"]:
-        names = group.get("params") if isinstance(group, dict) else None
-        is_right &= type(names) is list and all(type(name) is str for name in names)
-    if not is_right:
-        raise CorruptionError(f"{where}: its state of optimizers is damaged")
-
-
 def check_training(state: Any, where: str) -> None:
     """Require that a value from a file has a scheduler and a scaler, each perhaps None.
 
@@ -226,32 +123,6 @@ def check_training(state: Any, where: str) -> None:
         not isinstance(state.get(name, ""), dict | None) for name in ("scheduler", "scaler")
     ):
         raise CorruptionError(f"{where}: holds no state of a scheduler and a scaler")
-
-
-def _named(classes: Sequence[str]) -> str:
-    return " and ".join(classes) or "no optimizer"
-
-
-def _groups_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """The group of each parameter, counted through all optimizers."""
-    return {name: i for i, group in enumerate(state["groups"]) for name in group["params"]}
-
-
-def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
-    """Give optimizers a saved state, which fits."""
-    if not optimizers:
-        return
-    # PyTorch takes a state without any name for one that is keyed by numbers; no parameter is called "".
-    by_name: dict[str, Any] = {"": {}}
-    for name, own in saved["optimizer"].items():
-        numbers = {k: v.clone() for k, v in own.items() if isinstance(v, torch.Tensor) and not v.ndim}
-        by_name[name] = {**own, **numbers}  # whose memory is theirs alone from here on
-    state: Any = {"state": by_name, "param_groups": [dict(group) for group in saved["groups"]]}
-    with _unstepped(optimizers):
-        # Parameters that never had a gradient have no state; PyTorch calls that not strict.
-        set_optimizer_state_dict(
-            model, list(optimizers), optim_state_dict=state, options=StateDictOptions(strict=False)
-        )
 
 
 def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
@@ -421,13 +292,6 @@ def as_number(value: Any) -> Any:
     """Turn a tensor of one number into that number; everything else stays as it is."""
     is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta"
     return value.item() if is_number else value
-
-
-def _plain(value: Any) -> Any:
-    """Turn the numbers of NumPy in a setting of an optimizer into Python's own."""
-    if isinstance(value, np.generic):
-        return value.item()
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
 
 
 def random_state() -> RandomState:

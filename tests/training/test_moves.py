@@ -21,8 +21,10 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.trail import Lost, Trail, Trained
+from ckptz.hooks.names import model_state
 from ckptz.torch import load_file
-from ckptz.training.state import model_state, optimizer_state, trained_weights
+from ckptz.training.optimizers import optimizer_state
+from ckptz.training.state import trained_weights
 from tests.support.checkpointer_support import LOSSY
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
