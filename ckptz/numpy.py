@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, ArraySource
+from ckptz.run.step_files import model_prefix
 
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
@@ -118,6 +120,8 @@ def load_file(
 ) -> Arrays:
     """Load all arrays of a `.ckptz` or a `.safetensors` file by name.
 
+    Weights of a `Checkpointer`'s run have the model's names: their prefix "model." is removed.
+
     Args:
         filename: the file; a delta finds its bases beside it and in `search_path`.
         backend: "mmap" or "pread", as in safetensors.
@@ -134,7 +138,8 @@ def load_file(
     """
     limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
     with safe_open(filename, "np", backend=backend, search_path=search_path, **limits) as file:
-        return dict(file.get_tensors())
+        prefix = model_prefix(os.fspath(filename), file.metadata(), file.keys())
+        return {name.removeprefix(prefix): tensor for name, tensor in file.get_tensors().items()}
 
 
 def _sources(tensor_dict: Mapping[str, NDArray[Any]]) -> dict[str, ArraySource]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,9 @@ from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, Patterns, TensorSource, tensor_bytes
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.parallel import Workers
+from ckptz.run.step_files import model_prefix
 from ckptz.state.flatten import flatten, geometry_of, unflatten
+from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import Mover, from_plain, on_device, stored_type, to_plain
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.wire.policy import LinkPolicy, check_policy
@@ -148,6 +151,8 @@ def load_file(
 ) -> Tensors:
     """Load all tensors of a `.ckptz` or a `.safetensors` file by name.
 
+    Weights of a `Checkpointer`'s run have the model's names: their prefix "model." is removed.
+
     Args:
         filename: the file; a delta finds its bases beside it and in `search_path`.
         device: where the tensors go.
@@ -168,7 +173,8 @@ def load_file(
     limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
     with safe_open(filename, "pt", device, backend=backend, search_path=search_path, **limits) as file:
         check_policy(file.metadata(), link_policy)
-        return dict(file.get_tensors())
+        prefix = model_prefix(os.fspath(filename), file.metadata(), file.keys())
+        return {name.removeprefix(prefix): tensor for name, tensor in file.get_tensors().items()}
 
 
 def save_model(
@@ -223,10 +229,14 @@ def load_model(
 ) -> tuple[set[str], list[str]]:
     """Load a file that `save_model` wrote, or any other with the right names, into `model`.
 
+    Names match with or without the model's wrappers (torch.compile, DataParallel, checkpoint_wrapper). A
+    run's file of weights matches too; see `load_file`.
+
     Args:
         model: the model, changed in place.
         filename: the file.
-        strict: refuse missing and unexpected names.
+        strict: refuse missing and unexpected names. Without it, they are returned; tensors of another
+            shape are refused all the same, and so is a file with no name of the model.
         device: where the tensors are before they are copied into the model.
         backend: "mmap" or "pread", as in safetensors.
         search_path: more folders with bases of a delta.
@@ -239,6 +249,7 @@ def load_model(
 
     Raises:
         RuntimeError: names are missing or unexpected, or shapes differ.
+        ConfigError: `strict` is False, and no name matches.
 
     Example:
         >>> import torch
@@ -254,7 +265,12 @@ def load_model(
         "link_policy": link_policy,
     }
     state = load_file(filename, device, backend=backend, search_path=search_path, **limits)
-    duplicates = _duplicates(model.state_dict(), preferred=state)
+    live = model.state_dict()
+    keys = names_without_wrappers(model, live)
+    state = {name if name in live else keys.get(name, name): tensor for name, tensor in state.items()}
+    if not strict and live and live.keys().isdisjoint(state):
+        raise ConfigError(nothing_matches(os.fspath(filename), state, keys))
+    duplicates = _duplicates(live, preferred=state)
     report = model.load_state_dict(state, strict=False)
     missing, unexpected = set(report.missing_keys), list(report.unexpected_keys)
     for name in (name for names in duplicates.values() for name in names):
@@ -347,6 +363,16 @@ def load_state(
         except CkptzError as error:
             raise error if path in str(error) else named(error, path) from None
     return found if map_location is None else on_device(found, map_location)
+
+
+def nothing_matches(where: str, saved: Iterable[str], live: Iterable[str]) -> str:
+    """Return the message about a file that holds nothing of a model."""
+    first, wanted = (next(iter(names), None) for names in (saved, live))
+    has = "it is empty" if first is None else f"its first name is {first!r}"
+    return (
+        f"{where}: no name matches the model: {has}, the model's first is {wanted!r}; "
+        "give the weights of this model"
+    )
 
 
 def _mismatch(model: torch.nn.Module, missing: Iterable[str], unexpected: Iterable[str]) -> str:

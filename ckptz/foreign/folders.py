@@ -489,7 +489,7 @@ def is_within(path: Path, root: Path) -> bool:
     """Tell whether `path` is a regular file in `root`, which is resolved, or in the cache it belongs to."""
     try:
         real = path.resolve(strict=True)
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, UnicodeEncodeError):  # of a name that this locale cannot encode
         return False
     is_cached = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     return real.is_file() and (real.is_relative_to(root) or is_cached)

@@ -32,7 +32,7 @@ from ckptz.format.publish import is_same, make_folder
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, weights_at
 from ckptz.run.step_files import StepFile
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, open_checkpoint
+from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, folders_beside, open_checkpoint
 
 PathLike: TypeAlias = str | os.PathLike[str]
 FORCE: Final = "give --force (force=True) to replace it"
@@ -136,8 +136,10 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool, remedy: str
         raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
 
 
-def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: bool) -> None:
-    """Refuse to copy (name, file) pairs over other files of `folder`.
+def check_carried(
+    carried: Iterable[tuple[str, Path]], folder: Path, *, force: bool, remedy: str = FORCE
+) -> None:
+    """Refuse to copy (name, file) pairs over other files of `folder`; `remedy` as for `check_target`.
 
     Raises:
         ConfigError: names the first.
@@ -149,7 +151,7 @@ def check_carried(carried: Iterable[tuple[str, Path]], folder: Path, *, force: b
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
         if not force:
-            raise ConfigError(f"{target}: exists already; name another folder, or {FORCE}")
+            raise ConfigError(f"{target}: exists already; name another folder, or {remedy}")
 
 
 @contextlib.contextmanager
@@ -170,7 +172,7 @@ def check_holds(folder: Path, paths: Iterable[str]) -> None:
     file system itself is asked, with empty files.
 
     Raises:
-        UnsupportedError: names one that would replace another.
+        UnsupportedError: names one that would replace another, or that the locale cannot encode.
     """
     with tempfile.TemporaryDirectory(dir=folder) as probe:
         for path in paths:
@@ -182,6 +184,11 @@ def check_holds(folder: Path, paths: Iterable[str]) -> None:
                 raise UnsupportedError(
                     f"{folder}: {path!r} and a file before it are one name on this disk; "
                     "restore it on another system, or into one file with --to"
+                ) from None
+            except UnicodeEncodeError as error:
+                raise UnsupportedError(
+                    f"{folder}: {path!r} cannot be a file name in this locale ({error.encoding}); set "
+                    "PYTHONUTF8=1, or restore into one file with --to"
                 ) from None
 
 
@@ -303,8 +310,10 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
     except CkptzError as error:
         checkpoint.close()
         raise named(error, str(path)) from None
-    listed, folder = sharding.carried if sharding else (), path.absolute().parent
-    carried = [(name, folder / name) for name in listed if is_within(folder / name, folder.resolve())]
+    listed = sharding.carried if sharding else ()
+    places = [(name, folder) for name in listed for folder in reversed(folders_beside(path.absolute()))]
+    # Beside a link stands what was meant for it, so that it goes before what is beside the link's target.
+    carried = {name: where / name for name, where in places if is_within(where / name, where.resolve())}
     return Input(
         name=str(path),
         kind="ckptz" if index else "safetensors",
@@ -313,8 +322,8 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
         metadata=checkpoint.metadata,
         sharding=sharding,
         tree=index.tree if index else None,
-        carried=tuple(carried),
-        left_out=tuple(sorted(set(listed) - {name for name, _ in carried})),
+        carried=tuple(carried.items()),
+        left_out=tuple(sorted(set(listed) - set(carried))),
         checkpoint=checkpoint,
         close=checkpoint.close,
     )

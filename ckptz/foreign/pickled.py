@@ -114,6 +114,8 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
         if isinstance(target, PickledObject):
             target.state = state
         elif type(target) is OrderedDict and type(state) is dict and all(type(key) is str for key in state):
+            if hidden := [key for key in state if hasattr(OrderedDict, key)]:
+                raise CorruptionError(f"an OrderedDict whose attribute {hidden[0][:80]!r} hides its method")
             vars(target).update(state)
         else:
             raise CorruptionError("a state for something that has none")

@@ -4,15 +4,17 @@
     state.ckptz      ->  optimizer.pt, by numbers of parameters, scheduler.pt, scaler.pt
     rng-00000.ckptz  ->  rng_state.pth, or one for each of several ranks
 
-Everything else in the folder is what the Trainer wrote itself, and is copied.
+Everything else in the folder is what the Trainer wrote itself, and is copied, except for plain files with
+the same state, as an earlier restore into the folder leaves them: they may be of another step.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +38,12 @@ _NOT_IN_ADAPTERS: Final = re.compile(
     r"\.modules_to_save\.default(?=\.)|(?<=lora_magnitude_vector)\.default\.weight$|\.default(?=\.|$)"
 )
 
+# Plain files with state of a checkpoint, of any form that the Trainer and PEFT load.
+_PLAIN_STATE: Final = re.compile(
+    r"(?:(?:pytorch_|adapter_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)(?:\.index\.json)?"
+    r"|optimizer\.(?:pt|bin)|scheduler\.pt|scaler\.pt|rng_state(?:_\d+)?\.pth)"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainerFolder:
@@ -46,12 +54,14 @@ class TrainerFolder:
         state: of optimizer, scheduler and scaler.
         rngs: random numbers of each rank.
         carried: the other files.
+        stale: names of plain files with the same state, which are not copied.
     """
 
     weights: Input
     state: Input
     rngs: tuple[Input, ...]
     carried: tuple[Carried, ...]
+    stale: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[Input, ...]:
@@ -100,7 +110,19 @@ def open_trainer_folder(
 
     rngs = sorted(folder.glob(f"rng-*{SUFFIX}"))
     weights, state, *others = [opened(path) for path in (folder / WEIGHTS, folder / STATE, *rngs)]
-    return TrainerFolder(weights, state, tuple(others), tuple(carried_in(folder)))
+    trainer = TrainerFolder(weights, state, tuple(others), tuple(carried_in(folder)))
+    stale = [
+        name
+        for name, _ in trainer.carried
+        if name in trainer.written or _PLAIN_STATE.fullmatch(name) is not None
+    ]
+    carried = tuple(one for one in trainer.carried if one[0] not in stale)
+    return replace(trainer, carried=carried, stale=tuple(stale))
+
+
+def plain_state_in(folder: Path) -> list[str]:
+    """List the plain files in a folder that the Trainer or PEFT would load state from."""
+    return sorted(entry.name for entry in os.scandir(folder) if _PLAIN_STATE.fullmatch(entry.name))
 
 
 def write_plain_trainer(

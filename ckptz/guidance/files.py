@@ -44,6 +44,8 @@ Names = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 WEIGHT_AXIS: Final[Mapping[LayerKind, int]] = {"linear": 1, "conv": 1, "conv1d_t": 0, "embedding": 0}
 # What PyTorch's wrappers, and states saved as {"model": ...}, put before the names of a model.
 PREFIXES: Final = ("model.", "module.", "_orig_mod.")
+# The same of wrapped submodules, in the midst of a name; "module" may be a submodule of the user's there.
+_INNER_WRAPPERS: Final = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 
 
 class InputRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -199,6 +201,8 @@ def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
         while prefix := next((p for p in PREFIXES if bare.startswith(p)), None):
             bare = bare.removeprefix(prefix)
             found.setdefault(bare, name)
+        inside = ".".join(part for part in bare.split(".") if part not in _INNER_WRAPPERS)
+        found.setdefault(inside, name)
     return found
 
 

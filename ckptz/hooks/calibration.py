@@ -33,7 +33,8 @@ from ckptz.guidance.files import (
     guide_metadata,
     inputs_by_weight,
 )
-from ckptz.hooks.parameters import ModelParameter, fingerprint_of, named_parameters, save_tensors, unwrapped
+from ckptz.hooks.parameters import ModelParameter, fingerprint_of, named_parameters, save_tensors
+from ckptz.state.modules import name_without_wrappers, unwrapped
 
 # The errors of float32 sums are far below the damping that Hessians get.
 SUM_DTYPE: Final = torch.float32
@@ -428,6 +429,7 @@ class Calibration:
             found = gather_of(module)
             if found is None:
                 continue
+            name = name_without_wrappers(self._model, name)
             weight = named.get(id(module.weight))
             if weight is None:
                 self._unfit[name] = "its weight is computed and not a parameter"

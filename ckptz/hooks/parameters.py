@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ckptz.api.apply import live_tensors
 from ckptz.errors import ConfigError
@@ -16,6 +15,7 @@ from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import publish
 from ckptz.guidance.files import shape_fingerprint
 from ckptz.state.flatten import read_chunks
+from ckptz.state.modules import name_without_wrappers
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +26,15 @@ class ModelParameter:
     names: tuple[str, ...]
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Give the model within DistributedDataParallel, DataParallel and torch.compile."""
-    while True:
-        if isinstance(model, DistributedDataParallel | DataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):  # torch.compile's
-            model = inner
-        else:
-            return model
-
-
 def named_parameters(model: nn.Module) -> list[ModelParameter]:
-    """Name the parameters of a model without wrappers, tied ones once.
+    """List the parameters of a model by their names without wrappers, tied ones once.
 
     Raises:
         ConfigError: a parameter has no shape yet, or this process holds only a part of it.
     """
     found: dict[int, ModelParameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        name = name_without_wrappers(model, name)
         _check_parameter(name, parameter)
         one = found.get(id(parameter), ModelParameter(parameter, ()))
         found[id(parameter)] = ModelParameter(parameter, (*one.names, name))

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckptz.errors import CalibrationError, ConfigError, real
 from ckptz.guidance.files import SensitivityContent, SensitivityFile, guide_metadata
-from ckptz.hooks.parameters import fingerprint_of, named_parameters, save_tensors, unwrapped
+from ckptz.hooks.parameters import fingerprint_of, named_parameters, save_tensors
 
 # Gradients of half precision are averaged in float32: they are unscaled here, and would underflow.
 AVERAGE_DTYPE: Final = torch.float32
@@ -30,8 +30,8 @@ class SensitivityTracker:
     ranks, unscaled and clipped. A step that a `GradScaler` skips is not counted.
 
     Args:
-        model: a plain module, or one in DistributedDataParallel or torch.compile, on the device where it
-            trains; parameters have the names that they have without these.
+        model: on the device where it trains. Parameters have their names without wrappers
+            (DistributedDataParallel, DataParallel, torch.compile, checkpoint_wrapper), wherever these are.
         beta: the weight of the new gradient, above 0 and at most 1.
 
     Raises:
@@ -54,7 +54,7 @@ class SensitivityTracker:
         if not 0 < beta <= 1:
             raise ConfigError(f"beta is the weight of the new gradient, above 0 and at most 1, got {beta}")
         self.beta = beta
-        named = named_parameters(unwrapped(model))
+        named = named_parameters(model)
         self._fingerprint = fingerprint_of(named)
         named = [one for one in named if one.parameter.is_floating_point()]
         self._names = {one.names[0]: one.names for one in named}

@@ -12,6 +12,7 @@ See docs/frameworks.md.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ import accelerate
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from ckptz.errors import UnsupportedError
+from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.integrations.linked import (
     DEFAULTS,
     Chain,
@@ -33,7 +34,9 @@ from ckptz.integrations.linked import (
 )
 from ckptz.integrations.versions import warn_untested
 from ckptz.run.step_files import Kept
+from ckptz.state.modules import names_without_wrappers
 from ckptz.store.resolve import SUFFIX
+from ckptz.torch import nothing_matches
 from ckptz.training.compare import differences, fingerprint
 
 TESTED: Final = ((1, 15), (1, 15))  # first and last version that the tests ran with
@@ -52,11 +55,24 @@ class Registration:
     _accelerator: Any
     _chains: dict[int, Chain] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    _strict: bool = True  # of the `load_state` that runs now
 
     def remove(self) -> None:
         """Let accelerate save and load models itself again."""
         while self._handles:
             self._handles.pop().remove()
+        self._accelerator.__dict__.pop("load_state", None)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Call accelerate's `load_state`, which does not pass `strict` to hooks."""
+        strict = kwargs.get("strict", True)
+        if not isinstance(strict, bool):
+            raise ConfigError(f"strict must be True or False, got {strict!r}")
+        self._strict = strict
+        try:
+            type(self._accelerator).load_state(self._accelerator, *args, **kwargs)
+        finally:
+            self._strict = True
 
     def chain(self, i: int) -> Chain:
         """Give the files of the i-th model."""
@@ -83,12 +99,25 @@ class Registration:
         for i, model in enumerate(models):
             path = _path(input_dir, i)
             target = self._accelerator.unwrap_model(model, keep_torch_compile=False)
-            state = read_newest(path, self.options.jobs)
-            saved = fingerprint(state)
-            target.load_state_dict(state)
-            warn_of_differences(path, list(differences(saved, fingerprint(target.state_dict()))))
+            self._load_model(target, read_newest(path, self.options.jobs), path)
             self.chain(i).go_on_from(path)
         models.clear()
+
+    def _load_model(self, model: Any, state: dict[str, Any], path: Path) -> None:
+        """Load a state by names without wrappers; report the names that `strict=False` passes over."""
+        live = model.state_dict()
+        keys = names_without_wrappers(model, live)
+        state = {name if name in live else keys.get(name, name): value for name, value in state.items()}
+        if not self._strict and live and live.keys().isdisjoint(state):
+            raise ConfigError(nothing_matches(str(path), state, keys))
+        saved = fingerprint(state)
+        missing, unexpected = model.load_state_dict(state, strict=self._strict)
+        live = {name: value for name, value in model.state_dict().items() if name in saved}
+        lines = differences({name: saved[name] for name in live}, fingerprint(live))
+        warn_of_differences(path, list(lines))
+        if missing or unexpected:
+            note = f"{path}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
+            warnings.warn(f"{note}; all other names were loaded", RuntimeWarning, stacklevel=5)
 
 
 def _path(folder: str, i: int) -> Path:
@@ -97,6 +126,8 @@ def _path(folder: str, i: int) -> Path:
 
 def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Registration:
     """Let `save_state` and `load_state` keep models as `.ckptz` files, each against the one before.
+
+    `load_state(folder, strict=False)` loads what matches, and a warning lists missing and unexpected names.
 
     Args:
         accelerator: whose models.
@@ -114,6 +145,7 @@ def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Regi
             "state with ckptz.integrations.dcp"
         )
     made = Registration(checked_options(options), accelerator)
+    accelerator.load_state = made.load_state
     made._handles += [
         accelerator.register_save_state_pre_hook(made.save),
         accelerator.register_load_state_pre_hook(made.load),

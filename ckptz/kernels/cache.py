@@ -191,7 +191,8 @@ class _Compilation(events.Listener):  # type: ignore[misc]
         self._depth += 1
         if self._depth == 1:
             self._begin = time.perf_counter()
-        if not self.is_said and event.data["dispatcher"].py_func.__module__.startswith("ckptz."):
+        is_told = self.is_said or sys.stderr is None  # closed: print would write to stdout, among data
+        if not is_told and event.data["dispatcher"].py_func.__module__.startswith("ckptz."):
             self.is_said = True
             print(NOTICE + note(), file=sys.stderr, flush=True)
 

@@ -53,7 +53,7 @@ from ckptz.run.step_files import (
     StepFile,
 )
 from ckptz.run.writer import UNREAD, reopened, write_against
-from ckptz.store.lock import Lock, Spool, acquire
+from ckptz.store.lock import NOT_ALLOWED, Lock, Spool, acquire, not_writable
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder, UploadFolder, place_of
 
@@ -210,20 +210,26 @@ class StepStore:
 
         Raises:
             ConfigError: another process is.
-            OSError: the folder cannot be written to.
+            WriteError: this user may not write to the folder.
+            OSError: the disk fails.
         """
         if self._lock is not None:
             if not self._lock.is_lost:
                 return
             self._lock.release()
             self._lock = None
-        if self._folder is not None:
-            make_folder(self._folder)
-            found = self._folder.stat()
-            if self._inode not in (None, (found.st_dev, found.st_ino)):
-                self._moved = MOVED
-            self._inode = found.st_dev, found.st_ino
-        self._lock = acquire(self._place, self._folder)
+        try:
+            if self._folder is not None:
+                make_folder(self._folder)
+                found = self._folder.stat()
+                if self._inode not in (None, (found.st_dev, found.st_ino)):
+                    self._moved = MOVED
+                self._inode = found.st_dev, found.st_ino
+            self._lock = acquire(self._place, self._folder)
+        except OSError as error:
+            if error.errno not in NOT_ALLOWED or isinstance(error, WriteError):
+                raise
+            raise not_writable(str(error.filename or self.name), error) from error
         for name in (*self.listing().leftovers, *self._abandoned()):
             with contextlib.suppress(OSError):  # a folder of that name, or of somebody who lets nobody else
                 self._place.remove(name)

@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from ckptz.errors import MissingBaseError
+from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.envelope import read_envelope
 from ckptz.format.index import KEY_DIGEST
 from ckptz.format.reader import Container
+from ckptz.run.names import is_base_name
 from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name, open_checkpoint
 
 BASE_PREFIX: Final = "base-"  # begins the second names of bases
@@ -62,6 +64,16 @@ def digest_of(path: Path) -> str:
     return digest[:N_DIGITS]
 
 
+def second_names(files: Iterable[Path]) -> set[Path]:
+    """List those of some files that are in their folders only as bases of others, made by `link_chain`."""
+    bases = set[Path]()
+    for path in filter(is_base_name, files):
+        bases.add(path)
+        with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_checkpoint(path)) as opened:
+            bases.update(opened.paths)
+    return bases
+
+
 def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
     """Give every file of an open chain a name in a folder.
 
@@ -76,7 +88,7 @@ def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
     names = (f"{BASE_PREFIX}{digest}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
     for file, name in zip(base.files, names, strict=True):
         try:
-            os.link(file.name, folder / name)
+            os.link(Path(file.name).resolve(), folder / name)  # of a symbolic link its target
         except FileExistsError:
             if not (name.startswith(BASE_PREFIX) or (folder / name).samefile(file.name)):
                 return ()

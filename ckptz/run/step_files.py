@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final, Literal, SupportsIndex
@@ -28,6 +29,7 @@ WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the we
 FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of those that were left out
 NAMES_KEY: Final = "names"  # in the metadata of weights that have the model's own names: "own"
 EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file
+MODEL_PREFIX: Final = "model."  # of the names of weights that do not have the model's own
 MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # saves: for ever
 _NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact)?\.ckptz")
@@ -255,3 +257,18 @@ class Listing:
 def _marked_by(name: str) -> StepFile | None:
     is_marker = name.startswith(".") and name.endswith(_HIDDEN)
     return StepFile.parse(name[1 : -len(_HIDDEN)]) if is_marker else None
+
+
+def model_prefix(file: str, metadata: Mapping[str, str] | None, names: Iterable[str]) -> str:
+    """Return what a run's file of weights puts before the model's names: "model.", or nothing.
+
+    Args:
+        file: path of the file, which identifies residual files.
+        metadata: of the file.
+        names: of all its tensors.
+    """
+    texts = metadata or {}
+    is_residual = EXACT_OF_KEY in texts and StepFile.parse(os.path.basename(file)) is not None
+    if NAMES_KEY in texts or not (is_residual or POSITION_KEY in texts):
+        return ""
+    return MODEL_PREFIX if all(name.startswith(MODEL_PREFIX) for name in names) else ""

@@ -225,7 +225,7 @@ class _Packer:
         seen = SeenKeys()
         return [
             [self.key(key, path, seen), self.node(value, (*path, label(key)))]
-            for key, value in mapping.items()
+            for key, value in type(mapping).items(mapping)  # an attribute of its own may hide the method
         ]
 
     def key(self, key: Any, path: TreePath, seen: SeenKeys) -> Any:

@@ -243,7 +243,8 @@ def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:
 def _dict_to_plain(value: dict[Any, Any], tensor: TensorMap, path: tuple[str, ...]) -> Any:
     if TYPE_KEY in value:  # the user's own must not be taken for one of ours
         return {TYPE_KEY: "dict", VALUE_KEY: to_plain(list(value.items()), tensor, path)}
-    items = ((key, to_plain(item, tensor, (*path, str(key)))) for key, item in value.items())
+    pairs = type(value).items(value)  # an attribute of its own may hide the method
+    items = ((key, to_plain(item, tensor, (*path, str(key)))) for key, item in pairs)
     if not isinstance(value, OrderedDict):
         return dict(items)  # subclasses such as Lightning's AttributeDict are dicts to whoever reads them
     made: OrderedDict[Any, Any] = OrderedDict(items)

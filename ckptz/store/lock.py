@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import json
 import os
 import secrets
@@ -48,7 +49,11 @@ BEAT_SECONDS: Final = 15.0
 STALE_SECONDS: Final = 60.0  # four beats may be lost
 SETTLE_SECONDS: Final = 0.5  # two that take a stale lease at once both wrote when this is over
 
-_NO_FLOCK: Final = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
+KERNEL_ENOTSUPP: Final = 524  # of NFS servers without locks; Linux hands it out, and errno has no name for it
+_NO_FLOCK: Final = frozenset(
+    {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, KERNEL_ENOTSUPP}
+)
+NOT_ALLOWED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +92,20 @@ def _refused(folder: str, text: bytes | None) -> ConfigError:
                 f"{folder}: a writer of this very process ({holder.pid}) is writing here already, since "
                 f"{since}: close() it first, or let its save end, as where a notebook's cell is run twice"
             )
-        who = f"process {holder.pid} on {holder.host} since {since}"
+        if holder.host != socket.gethostname() or is_alive(holder.pid):  # else the text is an earlier one's
+            who = f"process {holder.pid} on {holder.host} since {since}"
     return ConfigError(f"{folder}: {who} is writing here already; wait for it, or stop it")
+
+
+def not_writable(folder: str, error: OSError) -> WriteError:
+    """Make the error for a folder in which this user may not write.
+
+    Args:
+        folder: its name.
+        error: why, one of `NOT_ALLOWED`.
+    """
+    what = f"{folder}: cannot be written to: {error.strerror}"
+    return WriteError(error.errno, f"{what}; check its owner and permissions, or save elsewhere")
 
 
 # --- flock --------------------------------------------------------------------------------------
@@ -104,23 +121,43 @@ class FileLock:
         OSError: the folder cannot be written to, or its file system has no `flock`.
     """
 
+    # The file belongs to whoever locked the folder first. Others of its group may write to it where they may
+    # write to the folder; where an older one lets them only read, that is enough for a lock.
+
     def __init__(self, folder: Path) -> None:
         assert fcntl is not None
         self._descriptor: int | None = None
         self._folder = folder.absolute()
         self._descriptor = _open_lock(folder / LOCK_NAME)
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _flock(self._descriptor)
         except BaseException as error:
             text = os.pread(self._descriptor, 4096, 0)
             self.release()
             if isinstance(error, BlockingIOError):
                 raise _refused(str(folder), text) from None
+            if (
+                isinstance(error, OSError) and error.errno == errno.EBADF
+            ):  # NFS locks no file that is only read
+                denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+                raise not_writable(str(folder / LOCK_NAME), denied) from None
             raise
-        if os.fstat(self._descriptor).st_nlink == 1:  # a file with several names may be the user's
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, Holder.this_process().pack(), 0)
+        self._sign(self._descriptor)
         _held.add(self)
+
+    def _sign(self, descriptor: int) -> None:
+        """Write who holds the lock, and share the file with those who share the folder."""
+        assert fcntl is not None
+        is_writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        facts = os.fstat(descriptor)
+        if not is_writable or facts.st_nlink != 1:  # a file with several names may be the user's
+            return
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, Holder.this_process().pack(), 0)
+        shared = self._folder.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if facts.st_mode & shared != shared:
+            with contextlib.suppress(OSError):  # another user's, or a file system without modes
+                os.fchmod(descriptor, stat.S_IMODE(facts.st_mode) | shared | shared << 1)
 
     def __del__(self) -> None:
         self.release()  # of a Checkpointer that nobody closed, as in a notebook
@@ -134,6 +171,13 @@ class FileLock:
             return not os.path.samestat(os.stat(self._folder / LOCK_NAME), os.fstat(self._descriptor))
         except FileNotFoundError:
             return True
+
+    def is_of(self, descriptor: int) -> bool:
+        """Tell whether this is a lock of the file that is open as `descriptor`."""
+        own = self._descriptor
+        with contextlib.suppress(OSError):  # released meanwhile
+            return own is not None and os.path.sameopenfile(own, descriptor)
+        return False
 
     def check(self) -> None:
         """Require that the lock is still held.
@@ -163,9 +207,14 @@ def _open_lock(path: Path) -> int:
     Raises:
         ConfigError: something else is in the place.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags, 0o666)
+        try:
+            descriptor = os.open(path, flags | os.O_RDWR | os.O_CREAT, 0o666)
+        except PermissionError as error:  # another user's file
+            if not os.access(path.parent, os.W_OK | os.X_OK) or not os.path.lexists(path):
+                raise not_writable(str(path.parent), error) from None
+            descriptor = os.open(path, flags | os.O_RDONLY)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise ConfigError(
@@ -176,6 +225,23 @@ def _open_lock(path: Path) -> int:
         os.close(descriptor)
         raise ConfigError(f"{path}: is no lock file but something else; remove it")
     return descriptor
+
+
+def _flock(descriptor: int) -> None:
+    """Take a `flock`, also from a holder in this process that nobody uses any more.
+
+    Raises:
+        BlockingIOError: it is held.
+        OSError: the file system has none.
+    """
+    assert fcntl is not None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not any(lock.is_of(descriptor) for lock in list(_held)):
+            raise
+        gc.collect()  # a Checkpointer in a cycle, as where a notebook's cell is run twice
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _forget_in_child() -> None:
@@ -209,8 +275,10 @@ class Lease:
         if not self._is_ours():
             raise _refused(self._place.name, self._read())
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="ckptz-lease", daemon=True)
+        what = weakref.ref(self), self._is_over, beat
+        self._thread = threading.Thread(target=_renew, args=what, name="ckptz-lease", daemon=True)
         self._thread.start()
+        _leases[self._holder.token] = weakref.ref(self)
 
     def _wait_for_stale(self) -> None:
         found = self._read()
@@ -218,6 +286,10 @@ class Lease:
         is_here = holder is not None and holder.host == socket.gethostname()
         if found is None or (holder is not None and is_here and not is_alive(holder.pid)):
             return
+        if holder is not None and (lease := _leases.get(holder.token)) is not None:
+            gc.collect()  # of a Checkpointer in a cycle, as where a notebook's cell is run twice
+            if lease() is None:
+                return
         end = time.monotonic() + self._stale
         while time.monotonic() < end:
             time.sleep(min(self._beat, self._stale) / 4)
@@ -244,14 +316,13 @@ class Lease:
         found = None if text is None else Holder.parse(text)
         return found is not None and found.token == self._holder.token
 
-    def _renew(self) -> None:
-        while not self._is_over.wait(self._beat):
-            # A store that cannot be reached now may be later; until then others may take the lease.
-            with contextlib.suppress(Exception):
-                if not self._is_ours():
-                    return
-                self._holder = replace(self._holder, beat=self._holder.beat + 1)
-                self._write()
+    def renew(self) -> bool:
+        """Count one more beat, if the lease is still this one's."""
+        if not self._is_ours():
+            return False
+        self._holder = replace(self._holder, beat=self._holder.beat + 1)
+        self._write()
+        return True
 
     def check(self) -> None:
         """Require that the lock is still held.
@@ -270,9 +341,24 @@ class Lease:
         """Release the lock, so that others may write."""
         self._is_over.set()
         self._thread.join()
+        _leases.pop(self._holder.token, None)
         with contextlib.suppress(Exception):
             if self._is_ours():
                 self._place.remove(LEASE_NAME)
+
+
+_leases: dict[str, weakref.ref[Lease]] = {}  # of this process, by token
+
+
+def _renew(lease: weakref.ref[Lease], is_over: threading.Event, beat: float) -> None:
+    """Renew a lease until it is over, lost, or nobody uses it any more."""
+    while not is_over.wait(beat):
+        # A store that cannot be reached now may be later; until then others may take the lease.
+        with contextlib.suppress(Exception):
+            used = lease()
+            if used is None or not used.renew():
+                return
+        del used
 
 
 Lock = FileLock | Lease

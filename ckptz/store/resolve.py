@@ -1,20 +1,22 @@
 """Opens a checkpoint with its whole chain. Implements spec/07-chain.md#resolution.
 
 A delta names its base by content id and by a file name, which is only a hint: one path component,
-looked for in the delta's own folder and in the search path. Nothing outside these folders is opened.
+looked for in the delta's own folder and in the search path; of a symbolic link, also beside the file that
+it leads to. Nothing outside these folders is opened.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
-from ckptz.format.byte_source import ByteSource, open_bytes, path_of
+from ckptz.format.byte_source import ByteSource, is_url, open_bytes, path_of
 from ckptz.format.caches import LastChunks
 from ckptz.format.envelope import PlainFile, metadata_checksum, read_envelope
 from ckptz.format.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, content_id_of, is_ckptz
@@ -85,14 +87,23 @@ def open_file(source: ByteSource) -> Container | PlainFile:
 def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoint:
     """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain, beside it or in `search_path`.
 
+    Beside a symbolic link means both in the link's folder and in that of its target.
+
     Raises:
         FileNotFoundError: no such file.
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
     """
     where = path_of(path)
-    folders = (where.parent, *map(path_of, search_path))
-    return open_source(open_bytes(where), folders)
+    return open_source(open_bytes(where), (*folders_beside(where), *map(path_of, search_path)))
+
+
+def folders_beside(path: Path) -> tuple[Path, ...]:
+    """List the folder of a file and, for a symbolic link, also the folder of the file that it leads to."""
+    if is_url(path):
+        return (path.parent,)
+    target = path.resolve().parent
+    return (path.parent,) if target == path.parent.resolve() else (path.parent, target)
 
 
 def open_source(source: ByteSource, folders: Sequence[Path] = ()) -> Checkpoint:
@@ -109,6 +120,8 @@ def open_source(source: ByteSource, folders: Sequence[Path] = ()) -> Checkpoint:
             held.callback(base.close)
             last.bases = base.tensors
             files.append(base)
+            if not is_url(base.name):  # a base may be a link, too, whose own base lies beside its target
+                folders = (*folders, *(f for f in folders_beside(Path(base.name)) if f not in folders))
             if isinstance(base, Container):
                 base.share_caches(last)
         held.pop_all()
@@ -215,5 +228,7 @@ def base_file_name(path: Path) -> str:
         ConfigError: a name that is not UTF-8, or has control characters.
     """
     if not _is_plain_name(path.name):
-        raise ConfigError(f"{path}: a delta cannot record this file name; rename it to printable UTF-8")
+        is_utf8 = sys.getfilesystemencoding() == "utf-8"
+        remedy = "rename it to printable UTF-8" + ("" if is_utf8 else ", or set PYTHONUTF8=1 if it is that")
+        raise ConfigError(f"{path}: a delta cannot record this file name; {remedy}")
     return path.name

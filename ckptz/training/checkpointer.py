@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import threading
 import time
@@ -32,7 +33,6 @@ from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
 from ckptz.format.written import Written
 from ckptz.guidance.trail import Trail
-from ckptz.hooks.names import load_model_state, model_state
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.folder import StepStore
@@ -41,6 +41,7 @@ from ckptz.run.prune import prune
 from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search.run import SearchReport
+from ckptz.store.lock import NOT_ALLOWED
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.training.background import Background, Turns
 from ckptz.training.budget_search import (
@@ -66,6 +67,8 @@ from ckptz.training.state import (
     extra_state,
     extras_to_load,
     load_in_order,
+    load_model,
+    model_state,
     random_state,
     sampled_weights,
     set_random_state,
@@ -76,6 +79,7 @@ from ckptz.training.state import (
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
 T = TypeVar("T")
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
 
 
@@ -481,37 +485,48 @@ class Checkpointer:
         return self._store.listing().weights_steps
 
     def restore_latest(self, *, fall_back: bool = True) -> int | None:
-        """Restore the newest step; return None and change nothing if there is none.
+        """Restore the newest step; None, and nothing changed, if there is none.
+
+        If files of the newest step are damaged, or a base is missing, the newest step that is whole is
+        restored, with a warning that names both; `restored.notes` has it too. The damaged step stays in the
+        folder: before it is saved again, `discard_after` the step that was restored.
 
         Args:
-            fall_back: where the newest step is damaged, restore the newest one that is whole, with a warning
-                that names both. The next save then needs `discard_after` this step.
+            fall_back: restore an earlier step where the newest cannot be read; else raise.
 
         Raises:
-            FormatError: no step is whole, or without `fall_back` the newest one is not.
-            MissingBaseError: the same, for a missing file.
             ConfigError: the model, the optimizer or the extras are others.
+            FormatError: the newest step is damaged, and so are all others or `fall_back` is False.
+            MissingBaseError: the same of a base that is missing.
         """
         return self._in_turn("restore_latest()", lambda: self._restore_latest(fall_back))
 
     def _restore_latest(self, fall_back: bool) -> int | None:
         self._wait()
-        first: Exception | None = None
+        newest: CkptzError | None = None
         for step in reversed(steps := self.steps()):
             try:
-                self._restore(step, weights_only=False)
-            except (FormatError, MissingBaseError, FileNotFoundError) as error:
-                first = first or error
-                if fall_back:
-                    continue
-                raise
-            if first is not None:
-                what = f"step {steps[-1]} is damaged, so step {step} was restored: {first}"
-                warnings.warn(f"{self._store.name}: {what}", RuntimeWarning, stacklevel=4)
+                self._restore(step)
+            except (FormatError, MissingBaseError) as error:
+                if not fall_back:
+                    raise
+                newest = newest or error
+                continue
+            if newest is not None:
+                self._note_fall_back(steps[-1], step, newest)
             return step
-        if first is not None:
-            raise first
+        if newest is not None:
+            raise newest
         return None
+
+    def _note_fall_back(self, newest: int, step: int, error: CkptzError) -> None:
+        assert self.restored is not None
+        note = (
+            f"{self._store.name}: step {newest} cannot be read ({error}), so step {step} was restored; to "
+            f"save step {newest} again, first call discard_after({step})"
+        )
+        self.restored = replace(self.restored, notes=(*self.restored.notes, note))
+        warnings.warn(note, RuntimeWarning, stacklevel=7)
 
     def restore(self, step: int, *, weights_only: bool = False, strict: bool = True) -> int:
         """Bring the run back to a step, random numbers included.
@@ -524,32 +539,37 @@ class Checkpointer:
         Args:
             step: one of `steps`, or with `weights_only` of `weights_steps`.
             weights_only: restore the model and leave everything else as it is.
-            strict: require that model and checkpoint have the same names. Without, which needs
-                `weights_only`, names of one alone are left out, and `restored` lists them.
+            strict: refuse a model with other names. With False, which needs `weights_only`, weights of the
+                same name are restored, and `restored` lists the names that are missing in the step or
+                unexpected; `is_exact` is False then. Other shapes or dtypes are refused all the same.
 
         Returns:
             The step.
 
         Raises:
-            ConfigError: there is no such step, or the model, the optimizer or the extras are others; also
-                without `strict` if no name is the same.
+            ConfigError: there is no such step, or the model, the optimizer or the extras are others; or
+                `strict` is False and no name matches, or `weights_only` is False.
             FormatError: a file is damaged.
             MissingBaseError: a file that others are stored against is missing.
         """
         if not (strict or weights_only):
-            raise ConfigError("strict=False restores weights alone; add weights_only=True")
+            raise ConfigError(
+                "strict=False restores weights alone: optimizers need all parameters; add weights_only=True"
+            )
         return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only, strict))
 
     def _restore(self, step: int, weights_only: bool = False, strict: bool = True) -> int:
         self._wait()
         check_there(self._store, step, weights_only)
         read = functools.partial(self._read, strict=strict)
-        (model, rest, names), restored = read_step(self._store, step, weights_only, read)
+        (model, rest, missing, unexpected), restored = read_step(self._store, step, weights_only, read)
+        is_exact = restored.is_exact and not (missing or unexpected)
+        restored = replace(restored, is_exact=is_exact, missing=missing, unexpected=unexpected)
         where = f"{self._store.name}: step {step}"
         if rest is not None:
             check_states(self.extra, rest, where)
         saved = _comparable(model, rest)
-        parts = [("the model", lambda: load_model_state(self.model, model))]
+        parts = [("the model", lambda: load_model(self.model, model))]
         if rest is not None:
             # What is not ours may refuse its state in the midst; then the rest is as it was.
             parts[:0] = [
@@ -564,35 +584,29 @@ class Checkpointer:
             self._n_restores = before + (not restored.is_exact)
             if self._trail is not None:
                 self._mark(self._trail, step, is_restored=True)
-        self.restored = self._compared(restored, saved, names)
+        self.restored = self._compared(restored, saved)
         return step
 
-    def _compared(
-        self, restored: Restored, saved: Mapping[str, Any], names: tuple[list[str], list[str]]
-    ) -> Restored:
+    def _compared(self, restored: Restored, saved: Mapping[str, Any]) -> Restored:
         """Compare what the run holds now with what was saved: that alone says whether it is exact."""
         model = model_state(self.model)
-        live = {MODEL: {name: value for name, value in model.items() if name in saved[MODEL]}}
+        live: dict[str, Any] = {MODEL: {name: model[name] for name in saved[MODEL]}}
         if len(saved) > 1:
             live |= comparable(optimizer_state(self.model, self._optimizers), saved)
             live |= {"extra": extra_state(self.extra), "rng": random_state()}
         lines = list(differences(saved, fingerprint(live)))
-        missing, unexpected = names
-        is_exact = restored.is_exact and not (lines or missing or unexpected)
         return replace(
             restored,
-            is_exact=is_exact,
+            is_exact=restored.is_exact and not lines,
             notes=(*restored.notes, *notes_on(lines)),
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
         )
 
     def _read(
-        self, weights: StepReader, state: StepReader | None, *, strict: bool
-    ) -> tuple[dict[str, Any], Mapping[str, Any] | None, tuple[list[str], list[str]]]:
-        """Read and check the state of the model, the other state, and the names of one side alone."""
+        self, weights: StepReader, state: StepReader | None, strict: bool
+    ) -> tuple[dict[str, Any], Mapping[str, Any] | None, tuple[str, ...], tuple[str, ...]]:
+        """Read the model's part and the rest, missing and unexpected names; all is checked, none changed."""
         outline = model_of(weights.outline(), weights)
-        outline = with_frozen(self.model, outline, weights.metadata, weights.name)
+        outline = with_frozen(self.model, outline, weights.metadata, weights.name, strict=strict)
         missing, unexpected = check_model_fits(self.model, outline, weights.name, strict=strict)
         if state is not None:
             found = rest_of(state.outline(), state)
@@ -602,7 +616,7 @@ class Checkpointer:
         model |= {name: value for name, value in outline.items() if name not in model}
         model = {name: value for name, value in model.items() if name not in unexpected}
         rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
-        return model, rest, (missing, unexpected)
+        return model, rest, missing, unexpected
 
     def discard_after(self, step: int) -> None:
         """Remove every later step, to go on from this one.
@@ -656,9 +670,15 @@ def _comparable(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dic
 def _about(error: BaseException, what: str) -> BaseException:
     """The same kind of error that says what was lost."""
     if isinstance(error, OSError):
-        remedy = "the steps before it are whole; make room or repair the disk, and save again"
+        remedy = "the steps before it are whole; repair the disk, and save again"
         if isinstance(error, FileNotFoundError):
             remedy = "a file or the whole folder was removed meanwhile; see what is there, and save again"
+        elif error.errno in _FULL:
+            remedy = "the steps before it are whole; make room, and save again"
+        elif error.errno in NOT_ALLOWED:
+            remedy = "the steps before it are whole; check the folder's owner and permissions, and save again"
+        elif isinstance(error, WriteError):  # which has a remedy
+            remedy = "the steps before it are whole"
         return WriteError(error.errno, f"{what}: {error.strerror or error}; {remedy}")
     if isinstance(error, CkptzError):
         return named(error, what)

@@ -14,20 +14,29 @@ from torch import nn
 
 from ckptz.errors import ConfigError
 from ckptz.format.index import content_id_of
-from ckptz.hooks.names import model_state, without_wrappers
 from ckptz.run.step_files import FROZEN_KEY
+from ckptz.state.modules import name_without_wrappers
 from ckptz.torch import source_of
 from ckptz.training.snapshot import check_dense
+from ckptz.training.state import model_state
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters that need no gradient, by each of their names; buffers are not among them."""
-    live = model.state_dict(keep_vars=True)
-    frozen = [key for key, one in live.items() if isinstance(one, nn.Parameter) and not one.requires_grad]
-    state = model_state(model)
-    return {name: state[name] for name in (without_wrappers(model, key) for key in frozen)}
+    """Give the parameters of a model that need no gradient, by name; buffers are not among them."""
+    frozen = {
+        name_without_wrappers(model, name): parameter
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad
+    }
+    # State-dict hooks may have renamed an entry: its memory identifies it.
+    places = {parameter.data_ptr() for parameter in frozen.values() if parameter.numel()}
+    return {
+        name: tensor
+        for name, tensor in model_state(model).items()
+        if name in frozen or (isinstance(tensor, torch.Tensor) and tensor.data_ptr() in places)
+    }
 
 
 class FrozenId:
@@ -49,7 +58,12 @@ class FrozenId:
 
 
 def with_frozen(
-    model: nn.Module, saved: Mapping[str, Any], metadata: Mapping[str, str] | None, where: str
+    model: nn.Module,
+    saved: Mapping[str, Any],
+    metadata: Mapping[str, str] | None,
+    where: str,
+    *,
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Add to saved weights those that were left out, as the model holds them.
 
@@ -58,6 +72,7 @@ def with_frozen(
         saved: weights of a checkpoint, by name.
         metadata: of its file.
         where: names the file in messages.
+        strict: refuse a model that holds other weights; else none are added, so that they are missing.
 
     Raises:
         ConfigError: the model holds other weights than those that were left out.
@@ -67,6 +82,8 @@ def with_frozen(
         return dict(saved)
     frozen = {name: tensor for name, tensor in model_state(model).items() if name not in saved}
     if FrozenId().of(frozen) != wanted:
+        if not strict:
+            return dict(saved)
         first = next(iter(frozen), "none")
         raise ConfigError(
             f"{where}: was saved without its frozen weights, and the {len(frozen)} that the model holds in "

@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.hooks.names import parameter_names
+from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
 
 MORE, DEVICES = "optimizers", "devices"
@@ -81,6 +81,25 @@ def _split(
             what = f"{kind}: its state has the key {key!r}, which is no name, number or parameter"
             raise ConfigError(f"{what}; ckptz cannot keep it")
     return named, loose
+
+
+def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter: its first entry in the model's state, which hooks may have renamed.
+
+    Raises:
+        ConfigError: the model is sharded by FSDP, whose optimizers hold parts of parameters.
+    """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ConfigError(
+            "the model is sharded by FSDP, of which each rank holds a part; save it with "
+            "torch.distributed.checkpoint and ckptz.integrations.dcp"
+        )
+    live = dict(model.named_parameters()) | model.state_dict(keep_vars=True)
+    names: dict[torch.Tensor, str] = {}
+    for name, key in names_without_wrappers(model, live).items():
+        if isinstance(live[key], nn.Parameter):
+            names.setdefault(live[key], name)
+    return names
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -28,11 +28,10 @@ class Restored:
 
     Attributes:
         step: the step.
-        is_exact: whether model, optimizers, extras and random numbers now hold what was saved, bit for bit:
-            the result of comparing them after the restore.
-        notes: what the user should know; entries that differ are named.
-        missing: names of the model that were not saved, with `strict=False`.
-        unexpected: saved names that the model does not have, with `strict=False`.
+        is_exact: whether every value is bit for bit what was saved, and nothing is missing or unexpected.
+        notes: what the user should know.
+        missing: names of the model that the step lacks, which `strict=False` left as they were.
+        unexpected: names of the step that the model lacks, which `strict=False` passed over.
     """
 
     step: int

@@ -19,9 +19,9 @@ from torch import nn
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
 from ckptz.guidance.trail import Trained, stride_of
-from ckptz.hooks.names import model_state
+from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
-from ckptz.torch import source_of
+from ckptz.torch import nothing_matches, source_of
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]
@@ -40,33 +40,54 @@ class Stateful(Protocol):
 Extra: TypeAlias = Stateful | MutableMapping[str, Any] | torch.Generator
 
 
+def model_state(model: nn.Module) -> dict[str, Any]:
+    """Return the model's state by name without wrappers, sharing its memory.
+
+    State-dict hooks of the model apply.
+    """
+    state = model.state_dict()
+    return {name: state[key] for name, key in names_without_wrappers(model, state).items()}
+
+
 def check_model_fits(
     model: nn.Module, saved: Mapping[str, Any], where: str, *, strict: bool = True
-) -> tuple[list[str], list[str]]:
-    """Check that a saved state has the model's names, shapes and dtypes.
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Require that a saved state has the model's names, shapes and dtypes.
 
     Args:
-        model: what is to be restored.
-        saved: its state by name; tensors may be on the meta device.
+        model: the model.
+        saved: its state by name.
         where: names the file in messages.
-        strict: whether both must have the same names.
+        strict: refuse names that only one of the two has; else at least one must match.
 
     Returns:
-        Names of the model that were not saved, and saved names that the model does not have.
+        (names in the model that the state lacks, names in the state that the model lacks).
 
     Raises:
         ConfigError: names the first difference; without `strict`, of entries that both have.
     """
     live = model_state(model)
-    missing = [name for name in live if name not in saved]
-    unexpected = [name for name in saved if name not in live]
-    if len(missing) == len(live) > 0:
-        raise ConfigError(f"{where}: has no tensor of this model; the first of the model is {missing[0]!r}")
+    missing = tuple(name for name in live if name not in saved)
+    unexpected = tuple(name for name in saved if name not in live)
     if strict and missing:
-        raise ConfigError(f"{where}: has no {missing[0]!r}{_more(missing)}; the model has gained parameters")
+        raise ConfigError(
+            f"{where}: has no {missing[0]!r}{_more(missing)}; the model has gained parameters{_NOT_STRICT}"
+        )
     if strict and unexpected:
-        what = f"has {unexpected[0]!r}{_more(unexpected)}, which this model does not have"
-        raise ConfigError(f"{where}: {what}; restore(..., weights_only=True, strict=False) leaves it out")
+        raise ConfigError(
+            f"{where}: has {unexpected[0]!r}{_more(unexpected)}, which this model does not have{_NOT_STRICT}"
+        )
+    if live and len(missing) == len(live):
+        raise ConfigError(nothing_matches(where, saved, live))
+    _check_kinds(live, saved, where)
+    return missing, unexpected
+
+
+_NOT_STRICT: Final = "; weights_only=True and strict=False load what matches"
+
+
+def _check_kinds(live: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Require the same shapes and dtypes of what has the same name."""
     for name, tensor in live.items():
         if isinstance(tensor, torch.Tensor) and name in saved:
             check_dense(tensor, name)
@@ -79,7 +100,6 @@ def check_model_fits(
                     f"the dtype differs: restore into model.to({saved[name].dtype}), and cast that afterwards"
                 )
             raise ConfigError(f"{where}: {name!r} is {found}, and {wanted} in this model; {what}")
-    return missing, unexpected
 
 
 def _kind(value: Any) -> str:
@@ -90,6 +110,13 @@ def _kind(value: Any) -> str:
 
 def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
+
+
+def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Write a saved state, which fits, into the model; names that only one of the two has are passed over."""
+    keys = names_without_wrappers(model, model.state_dict())
+    state = {key: saved[name] for name, key in keys.items() if name in saved}
+    model.load_state_dict(state, strict=len(state) == len(keys))
 
 
 def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, checked
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
-from ckptz.foreign.folders import check_sharding, copy_carried, torch_names
+from ckptz.foreign.folders import Carried, check_sharding, copy_carried, torch_names
 from ckptz.foreign.inputs import (
     FORCE,
     Input,
@@ -47,7 +48,15 @@ from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.search.budget import Budget, SearchOptions, SearchReport
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
-from ckptz.store.resolve import SUFFIX, base_file_name, base_metadata, base_ref, open_checkpoint, open_file
+from ckptz.store.resolve import (
+    SUFFIX,
+    base_file_name,
+    base_metadata,
+    base_ref,
+    folders_beside,
+    open_checkpoint,
+    open_file,
+)
 from ckptz.write.pipeline import Job, write
 
 RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"
@@ -128,7 +137,8 @@ def compress(
         base: store every input against this `.ckptz` or `.safetensors` file.
         chain: store every input against the one before it, the first against `base` if there is one; where
             the names of all have steps, in the order of these.
-        resume: leave outputs that are there and newer than their inputs as they are, and go on after them.
+        resume: leave outputs that are there and newer than their inputs as they are, and go on after them; a
+            folder's other files stay where they are copied already.
         step: training step to record; by default that of the input's metadata, or of its name.
         optimizer: a file of optimizer state for each input, in their order, which goes into the same output;
             what stands in a folder that is compressed goes along anyway.
@@ -313,6 +323,13 @@ def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
             raise OSError(f"{path}: was changed while it was read; compress it again")
 
 
+def _is_copied(carried: Carried, place: Path) -> bool:
+    """Tell whether a folder has a file under a relative path, with the same bytes."""
+    name, source = carried
+    copy = place / name
+    return copy.is_file() and not copy.is_symlink() and filecmp.cmp(source, copy, shallow=False)
+
+
 def _search_notes(search: SearchReport) -> Iterator[str]:
     n = len(search.trials)
     yield from search.notes
@@ -343,7 +360,8 @@ def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bo
             f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its full file; this is a new full file"
         )
         return None
-    if base.folder.resolve() != target.parent.resolve():
+    beside = folders_beside(base.folder / base.ref.file)  # of a link both its own and its target's
+    if target.parent.resolve() not in [folder.resolve() for folder in beside]:
         if is_folder:  # links to the base and to its own bases make the folder complete
             with contextlib.closing(open_checkpoint(base.folder / base.ref.file)) as opened:
                 names = link_chain(opened, target.parent) if opened.container is not None else ()
@@ -417,8 +435,7 @@ class _Compression:
             own = _stamps(sources)
             is_inside = source.is_dir() and place.suffix != SUFFIX  # the output is a folder, as the input is
             target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
-            for left in abandoned(target.parent) if self.resume else ():  # by a process that was killed
-                left.unlink(missing_ok=True)
+            self._remove_abandoned(target, place, opened)
             if self.resume and target.exists():
                 _check_made_from(opened, target, own)
                 if base is not None and self.chain:
@@ -438,6 +455,13 @@ class _Compression:
             ref = BaseRef(content_id=report.content_id, file=file, depth=depth)
             return report, _Base(ref, target.parent, opened.tensors, own, held.pop_all().close)
 
+    def _remove_abandoned(self, target: Path, place: Path, opened: Input) -> None:
+        """Remove what a process that was killed left, to go on after it."""
+        copies = {(place / name).parent for name, _ in opened.carried} if target != place else set()
+        for folder in (target.parent, *(copies - {target.parent})) if self.resume else ():
+            for left in abandoned(folder):
+                left.unlink(missing_ok=True)
+
     def _prepare(self, opened: Input, target: Path, place: Path, read: Iterable[Path]) -> list[str]:
         """Check the target and copy the files beside a folder's shards; give notes on them for the user."""
         notes, force = list(opened.notes), self.force or self.is_dry
@@ -452,9 +476,13 @@ class _Compression:
         if target != place:
             make_folder(place, parents=False)
             check_target(target, read, force=force, remedy=RESUME)
-            check_carried(opened.carried, place, force=force)
+            carried, remedy = opened.carried, RESUME
+            if self.resume:  # side files are copied first, so that they may be there
+                carried = tuple(one for one in carried if not _is_copied(one, place))
+                remedy = "remove it"
+            check_carried(carried, place, force=force, remedy=remedy)
             if not self.is_dry:
-                copy_carried(opened.carried, place)
+                copy_carried(carried, place)
             return notes
         check_target(place, read, force=force, remedy=RESUME)
         if opened.carried:

@@ -27,6 +27,7 @@ from ckptz.store.resolve import (
     SUFFIX,
     check_reference,
     fits,
+    folders_beside,
     missing_base,
     open_checkpoint,
     open_file,
@@ -135,13 +136,28 @@ def log(
     if not is_folder(folder):
         folder.stat()  # says so where nothing is there
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
-    elsewhere = [where for where in paths(search_path) if where.resolve() != folder.resolve()]
-    own = [_marked(_look(path, path.relative_to(folder).as_posix(), tell)) for path in run_files(folder)]
+    files = run_files(folder)
+    own = [_marked(_look(path, path.relative_to(folder).as_posix(), tell)) for path in files]
+    elsewhere = _elsewhere(folder, files, paths(search_path))
     others = [_look(path, str(path)) for where in elsewhere for path in _files(where, SUFFIX)]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
     named = [_look(path, path.name if path.parent == folder else str(path)) for path in plain]
     others += [found for found in named if found.entry.content_id is not None]  # .ckptz by another name
     return _report(folder, own, _BaseTree(folder, [*own, *others], plain, tell).of(own))
+
+
+def _elsewhere(folder: Path, files: Iterable[Path], search_path: Iterable[Path]) -> list[Path]:
+    """List the other folders that bases may be in: those named, and those of the targets of links."""
+    todo = [*search_path, *(where for file in files for where in folders_beside(file)[1:])]
+    seen, folders = {folder.resolve()}, list[Path]()
+    while todo:
+        where = todo.pop(0)
+        if where.resolve() not in seen:
+            seen.add(where.resolve())
+            folders.append(where)
+            links = [*_files(where, SUFFIX), *_files(where, PLAIN_SUFFIX)]
+            todo += [target for link in links for target in folders_beside(link)[1:]]
+    return folders
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:

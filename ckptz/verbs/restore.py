@@ -30,7 +30,7 @@ from ckptz.foreign.inputs import (
     places_for,
     stem_of,
 )
-from ckptz.foreign.trainer_folders import open_trainer_folder, write_plain_trainer
+from ckptz.foreign.trainer_folders import open_trainer_folder, plain_state_in, write_plain_trainer
 from ckptz.format.byte_source import is_folder, naming_urls, path_of
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import make_folder, publish
@@ -64,6 +64,7 @@ class RestoreReport(Report):
     content_id: str  # identity of the values
     depth: int  # deltas between the input and its full file
     seconds: float  # time taken, without that of compiling kernels
+    n_copied: int = 0  # other files of a folder, copied as they are: nothing is recorded to compare them with
     notes: tuple[str, ...] = ()  # what the user should know
 
 
@@ -84,7 +85,8 @@ def restore(
     Args:
         path: a `.ckptz` file, the folder that was packed to one, or "DIR@STEP" for the weights of a step of a
             run, exact if they are there; bases are looked for beside it. Of a folder `checkpoint-N` of
-            `CkptzTrainerMixin`, all is restored to what the Trainer of transformers itself writes.
+            `CkptzTrainerMixin`, all is restored to what the Trainer of transformers itself writes; its plain
+            files with the same state are left out, and named in the notes.
         output: a file, or a folder if folders of shards were compressed, or to keep the name. By default
             beside `path`; a step of a run needs one, and so does a checkpoint of the mixin. A name that ends
             with a separator is a folder, and is made.
@@ -130,6 +132,7 @@ def restore(
             content_id=checkpoints[0].content_id(),
             depth=max(one.depth for one in checkpoints),
             seconds=working_seconds() - start,
+            n_copied=job.n_copied,
             notes=job.notes,
         )
 
@@ -143,6 +146,7 @@ class _Restoration:
     kind: RestoredKind
     target: Path
     write: Callable[[Chunks], None]
+    n_copied: int
     notes: tuple[str, ...]
 
 
@@ -166,9 +170,17 @@ def _of_trainer(
     for file in trainer.written:
         check_target(folder / file, read, force=force)
     check_carried(trainer.carried, folder, force=force)
-    notes = (_FROZEN,) * trainer.lacks_frozen
+    notes = [_FROZEN] * trainer.lacks_frozen
+    if trainer.stale:
+        notes.append(f"left out, as {path} holds their state in its .ckptz files: {', '.join(trainer.stale)}")
+    if others := [name for name in plain_state_in(folder) if name not in trainer.written]:
+        notes.append(
+            f"{', '.join(others)} in {folder} are from before, and not of this checkpoint; the Trainer may "
+            "load them: remove them"
+        )
     write = partial(write_plain_trainer, folder, trainer, like=read[:1])
-    return _Restoration(str(path), trainer.inputs, "folder", folder, write, notes)
+    n_copied = len(trainer.carried)
+    return _Restoration(str(path), trainer.inputs, "folder", folder, write, n_copied, tuple(notes))
 
 
 def _of_input(
@@ -201,7 +213,8 @@ def _of_input(
     kind = _kind_of(opened, to, output)
     target = _target_of(opened, named, output, kind, force=force)
     notes = tuple(_notes(opened, kind, weights))
-    return _Restoration(opened.name, [opened], kind, target, partial(_write, kind, target, opened), notes)
+    n_copied, write = len(opened.carried) * (kind == "folder"), partial(_write, kind, target, opened)
+    return _Restoration(opened.name, [opened], kind, target, write, n_copied, notes)
 
 
 def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -> RestoredKind:

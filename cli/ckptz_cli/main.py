@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import signal
 import sys
 import threading
@@ -54,6 +55,9 @@ class Program(click.Group):
         """Run a command line, by default the process's own, and exit."""
         words = sys.argv[1:] if args is None else list(args)
         session = Session(words)
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that names have
+                stream.reconfigure(errors="backslashreplace")
         with _unwinding_when_terminated():
             try:
                 super().main(words or ["--help"], "ckptz", standalone_mode=False, obj=session)

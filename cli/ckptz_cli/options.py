@@ -9,12 +9,13 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from ckptz_cli.session import QUIET, streamed
+from ckptz_cli.session import QUIET, Verb, streamed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 COUNT: Final = click.IntRange(min=1)
 jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
+OUTPUTS: Final = ("output", "save_config")  # options for files that are written
 # Sections of the help of compress.
 SECTIONS: Final[Mapping[str, Sequence[str]]] = {
     "Common options": ("output", "base", "chain", "method", "budget", "jobs", "force"),
@@ -49,7 +50,7 @@ class _Path(click.Path):
         if value == "":
             self.fail("a path is empty", param, ctx)
         if value == "-" and param is not None and ctx is not None:
-            return streamed(param.name == "output", ctx)
+            return streamed(param.name in OUTPUTS, ctx)
         if isinstance(value, str) and "://" in value:
             if param is not None and param.name == "output":
                 self.fail(f"{value}: only local files are written", param, ctx)
@@ -114,7 +115,7 @@ search_path_option = click.option(
 writing_options = together(jobs_option, force_option, search_path_option, session_options)
 
 
-class SectionedCommand(click.Command):
+class SectionedCommand(Verb):
     """A command whose help lists its options in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

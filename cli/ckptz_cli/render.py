@@ -69,9 +69,10 @@ def total_line(reports: Sequence[CompressReport]) -> str:
 def restored_line(report: RestoreReport) -> str:
     """Say what was restored."""
     chain = f" in a chain of {report.n_files} files" if report.depth else f" in {report.n_files} files"
+    copied = f", {plural(report.n_copied, 'other file')} copied" if report.n_copied else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} in {report.n_tensors} tensors from "
-        f"{size(report.stored_bytes)}{chain if report.n_files > 1 else ''}, all checksums match, "
+        f"{size(report.stored_bytes)}{chain if report.n_files > 1 else ''}, all checksums match{copied}, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
 
@@ -104,7 +105,7 @@ def pruned_text(report: PruneReport) -> str:
     gone = " and ".join(plural(n, what) for n, what in removed if n) or "0 files"
     kept = f"keeps {', '.join(counts)}, {size(report.kept_bytes)}"
     total = f"{printable(report.folder)}: {kept}; {verb} {gone}, {size(report.removed_bytes)}"
-    return "\n".join([*(f"{verb} {name}" for name in report.removed), total])
+    return "\n".join([*(f"{verb} {printable(name)}" for name in report.removed), total])
 
 
 def reported_line(report: PageReport) -> str:

@@ -2,7 +2,8 @@
 
 Results go to stdout, as text or, with --json, as one object at the end. Errors and notes go to stderr, a
 line each; with --json the object says the first error too, which decides the exit code. `-` in the place of
-a file is standard input, which is read whole first, or standard output. Progress (bytes, speed, time left)
+a file is standard input, which is read whole first, or standard output, which is that of a file from standard
+input by default; results go to stderr then. Progress (bytes, speed, time left)
 is shown on a terminal, and nowhere else. No library module loads before something failed.
 
 0 ok    1 internal    2 usage    3 damaged    4 unsupported    5 missing file or base
@@ -70,6 +71,9 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return INTERRUPTED, f"interrupted after {error}" if str(error) else "interrupted"
     if isinstance(error, OSError):
         return _explain_os_error(error)
+    if isinstance(error, UnicodeEncodeError):
+        what = f"{error.object!r:.200} cannot be encoded in this locale ({error.encoding})"
+        return USAGE, f"{what}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8"
     if isinstance(error, MemoryError):
         return INTERNAL, "out of memory; try --jobs 1"
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
@@ -87,7 +91,7 @@ def _explain_os_error(error: OSError) -> tuple[int, str]:
         where = f"{os.fsdecode(error.filename)}: "
     if isinstance(error, FileNotFoundError):
         return MISSING, f"{where}no such file or folder; check the path" if where else str(error)
-    remedy = _REMEDIES.get(error.errno or 0)
+    remedy = None if hasattr(error, "exit_code") else _REMEDIES.get(error.errno or 0)  # ours have one
     return IO, f"{where}{error.strerror or error}" + (f"; {remedy}" if remedy else "")
 
 
@@ -152,35 +156,61 @@ def progress_bar() -> Iterator[Progress]:
 
 
 def streamed(is_output: bool, context: click.Context) -> Path:
-    """Give a temporary file: with all of standard input, or to be sent to standard output at the end.
+    """Make a temporary file that stands for standard input or output; `Session.receive` fills it.
 
     Raises:
-        click.BadParameter: the stream stands for two files, or for output in which something else stands.
+        click.UsageError: the stream stands for two files, or data would go to a terminal.
+        OSError: the stream is closed.
     """
-    session, stream = context.obj, STDOUT if is_output else STDIN
-    if stream in session.streams.values():
-        raise click.BadParameter(f"{stream} can stand for one file only")
+    session, name = context.obj, STDOUT if is_output else STDIN
+    if name in session.streams.values():
+        raise click.BadParameter(f"{name} can stand for one file only")
+    stream = sys.stdout if is_output else sys.stdin
+    if stream is None:
+        raise OSError(errno.EBADF, "is closed", name)
+    if is_terminal(stream):
+        how = "redirect it, or name a file with -o" if is_output else "redirect it, or name a file"
+        raise click.UsageError(f"{name} is a terminal, and carries no file; {how}", context)
     made = tempfile.TemporaryDirectory(prefix="ckptz-", ignore_cleanup_errors=True)
     folder = Path(context.with_resource(made))
     suffix = "" if context.command.name == "restore" else ".ckptz"
     file = folder / (f"out{suffix}" if is_output else "in")
-    session.streams[str(file)] = stream
-    if is_output:
-        if session.as_json:
-            raise click.BadParameter("with --json, standard output has no place for a file; name one")
-        context.call_on_close(lambda: _send(file))  # before the folder goes
-    else:
-        with file.open("wb") as copy:
-            shutil.copyfileobj(sys.stdin.buffer, copy)
+    file.touch()  # so that what makes a folder refuses it before it begins
+    session.streams[str(file)] = name
     return file
 
 
-def _send(file: Path) -> None:
-    if file.is_file():
-        sys.stdout.flush()
-        with file.open("rb") as made, contextlib.suppress(BrokenPipeError):
-            shutil.copyfileobj(made, sys.stdout.buffer)
-            sys.stdout.buffer.flush()
+class Verb(click.Command):
+    """A command that takes `-` for a file: standard input is read once all options are known to be right."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command between the two streams."""
+        session: Session = ctx.obj
+        self._choose_output(ctx, session)
+        session.receive()
+        result = super().invoke(ctx)
+        session.deliver()
+        return result
+
+    def _choose_output(self, ctx: click.Context, session: Session) -> None:
+        """Send what becomes of standard input to standard output, where no output is named."""
+        params = ctx.params
+        named = next(
+            (params[one.name] for one in self.params if isinstance(one, click.Argument) and one.name), ()
+        )
+        sources = named if isinstance(named, tuple) else (named,)
+        is_read = any(session.streams.get(str(source)) == STDIN for source in sources)
+        if is_read and params.get("output", self) is None and not params.get("dry_run"):
+            if len(sources) > 1:
+                raise click.UsageError(
+                    f"{STDIN} and other inputs need an output folder; name it with -o", ctx
+                )
+            params["output"] = streamed(True, ctx)
+        if session.streams.get(str(params.get("output"))) == STDOUT:
+            if params.get("resume"):
+                raise click.UsageError(f"--resume goes on with files, and the output is {STDOUT}", ctx)
+            if "force" in params:
+                params["force"] = True  # the file that stands for the stream is there
 
 
 class Session:
@@ -196,14 +226,53 @@ class Session:
         self._document: dict[str, Any] = {}
         self._has_reader = True
         self.streams: dict[str, str] = {}  # files that stand for streams, and what messages call them
+        self._is_delivered = False
+
+    def receive(self) -> None:
+        """Copy all of standard input to the file that stands for it, if there is one.
+
+        Raises:
+            OSError: the stream cannot be read, or the disk of temporary files is full.
+        """
+        for file in (Path(file) for file, stream in self.streams.items() if stream == STDIN):
+            try:
+                with file.open("wb") as copy:
+                    shutil.copyfileobj(sys.stdin.buffer, copy)
+            except OSError as error:
+                where = f"{STDIN}, copied to {file.parent.parent} (TMPDIR)"
+                raise OSError(error.errno, error.strerror, where) from None
+
+    def deliver(self) -> None:
+        """Send the file that stands for standard output, if there is one and it is not sent yet.
+
+        Raises:
+            OSError: the stream takes no more.
+        """
+        for file in (Path(file) for file, stream in self.streams.items() if stream == STDOUT):
+            if self._is_delivered or not file.stat().st_size:
+                return
+            self._is_delivered = True
+            try:
+                sys.stdout.flush()
+                with file.open("rb") as made:
+                    shutil.copyfileobj(made, sys.stdout.buffer)
+                    sys.stdout.buffer.flush()
+            except OSError as error:
+                self._has_reader = False
+                _silence_stdout()
+                if isinstance(error, BrokenPipeError):  # which click takes for the end of a pager
+                    raise OSError(errno.EIO, "its reader ended before the data did", STDOUT) from None
+                raise OSError(error.errno, error.strerror, STDOUT) from None
 
     def show(self, report: Any, text: str) -> None:
-        """Show the report of a command that has one."""
+        """Show the report of a command that has one, once its output is where it belongs."""
+        self.deliver()
         self.say(text)
         self._document.update(_builtins(report))
 
     def add(self, report: Any, text: str) -> None:
-        """Show the report on one of several files."""
+        """Show the report on one of several files, once its output is where it belongs."""
+        self.deliver()
         self.say(text)
         self._document.setdefault("files", []).append(_builtins(report))
 
@@ -215,7 +284,8 @@ class Session:
     def fail(self, error: BaseException) -> Failure:
         """Print an error; the first one decides the exit code."""
         if self.is_debug:
-            traceback.print_exception(error, file=sys.stderr)
+            for line in "".join(traceback.format_exception(error)).splitlines():
+                _tell(printable(line))
         failure = failure_of(error)
         failure = replace(failure, message=self._named(failure.message))
         _tell(f"ckptz: {failure.message}")
@@ -231,13 +301,17 @@ class Session:
     def finish(self) -> int:
         """Print what is left, and give the exit code."""
         if self.as_json and self._document:
-            self._print(self._named(json.dumps(self._document, indent=1)) + "\n")
+            text = self._named(json.dumps(self._document, indent=1))
+            if STDOUT in self.streams.values():
+                _tell(text)
+            else:
+                self._print(f"{text}\n")
         self._print("")  # flushes what click printed itself
         return self.exit_code
 
     def say(self, text: str) -> None:
         """Print a result that is text only."""
-        if STDOUT in self.streams.values():
+        if STDOUT in self.streams.values() and not self.as_json:
             self.note(text)
         elif not (self.as_json or is_quiet()):
             self._print(self._named(text) + "\n")
@@ -264,6 +338,8 @@ class Session:
 
 
 def _tell(line: str) -> None:
+    if sys.stderr is None:  # closed: click would write to stdout, among data
+        return
     with contextlib.suppress(OSError):  # nowhere is left to say it
         click.echo(line, file=sys.stderr)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from ckptz.pages.words import printable
 from ckptz_cli.method_options import method_options
 from ckptz_cli.options import (
     COUNT,
@@ -30,7 +31,7 @@ from ckptz_cli.search_options import (
     search_options,
     search_view,
 )
-from ckptz_cli.session import Session, progress_bar
+from ckptz_cli.session import Session, Verb, progress_bar
 
 if TYPE_CHECKING:
     from ckptz.foreign.inputs import PathLike
@@ -51,7 +52,9 @@ Examples:
 """
 
 
-@click.command(epilog=INSPECT_EXAMPLES, short_help="Show what a .ckptz file holds, without decoding it.")
+@click.command(
+    cls=Verb, epilog=INSPECT_EXAMPLES, short_help="Show what a .ckptz file holds, without decoding it."
+)
 @click.argument("file", type=PATH, metavar="FILE|DIR|DIR@STEP")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @search_path_option
@@ -78,52 +81,59 @@ Examples:
 """
 
 
-@click.command(epilog=VERIFY_EXAMPLES, short_help="Check every stored byte and every value.")
+@click.command(cls=Verb, epilog=VERIFY_EXAMPLES, short_help="Check every stored byte and every value.")
 @click.argument("files", nargs=-1, required=True, type=PATH, metavar="FILE|DIR|DIR@STEP...")
 @click.option("--against", type=PATH, metavar="ORIGINAL", help="Also compare with this checkpoint.")
 @jobs_option
 @search_path_option
 @session_options
 @click.pass_obj
-def verify(session: Session, /, files: tuple[Path, ...], **how: Any) -> None:
+def verify(session: Session, /, files: tuple[Path, ...], against: Path | None, **how: Any) -> None:
     """Check every stored byte and every decoded value, through the whole chain.
 
     With --against, also check that names, types, shapes, metadata and all bits are those of ORIGINAL.
     Lossy tensors must be within the errors that the file records.
 
     In a folder, every file that ckptz log lists is checked with its chain, and in a training run that the
-    files of each step belong together. All files are checked; the first failure decides the exit code.
+    files of each step belong together. Bases that are linked into the folder are not compared with ORIGINAL.
+    All files are checked; the first failure decides the exit code.
     """
     import ckptz
     from ckptz_cli.render import verified_line
 
-    for file in _files_of(files, session):
+    for file, is_base in _files_of(files, session):
         try:
             with progress_bar() as progress:
-                report = ckptz.verify(file, progress=progress, **how)
+                original = None if is_base else against
+                report = ckptz.verify(file, against=original, progress=progress, **how)
             session.add(report, verified_line(report))
         except Exception as error:
             session.add_failure(str(file), error)
 
 
-def _files_of(paths: Sequence[Path], session: Session) -> Iterator[Path]:
-    """Give files as they are, and of folders the files that `log` lists; one without any is a failure."""
+def _files_of(paths: Sequence[Path], session: Session) -> Iterator[tuple[Path, bool]]:
+    """Yield files, and of folders the files that `log` lists; a folder without any is a failure.
+
+    The second value says whether a file is in its folder only as a base of others, under a second name.
+    """
     from ckptz.errors import CkptzError, ConfigError
     from ckptz.format.byte_source import is_folder
     from ckptz.run.folder import leftovers, mismatched_pairs
+    from ckptz.run.links import second_names
     from ckptz.run.names import run_files
 
     for path in paths:
         try:
             if not is_folder(path):
-                yield path
+                yield path, False
                 continue
             left = {path / name for name in leftovers(path)}
             files = [file for file in run_files(path) if file not in left]
             if not files:
                 what = "holds no .ckptz files; name a folder of checkpoints, or a file with --against"
                 raise ConfigError(f"{path}: {what}")
-            yield from files
+            bases = second_names(files)
+            yield from ((file, file in bases) for file in files)
         except (CkptzError, OSError) as error:
             session.add_failure(str(path), error)
     for folder in filter(Path.is_dir, paths):
@@ -141,7 +151,7 @@ Examples:
 """
 
 
-@click.command(epilog=LOG_EXAMPLES, short_help="List the checkpoints of a folder and their bases.")
+@click.command(cls=Verb, epilog=LOG_EXAMPLES, short_help="List the checkpoints of a folder and their bases.")
 @click.argument("folder", type=PATH, default=Path(), metavar="[DIR]")
 @search_path_option
 @session_options
@@ -172,7 +182,7 @@ Examples:
 """
 
 
-@click.command(epilog=DIFF_EXAMPLES, short_help="Show what changed between two checkpoints.")
+@click.command(cls=Verb, epilog=DIFF_EXAMPLES, short_help="Show what changed between two checkpoints.")
 @click.argument("first", metavar="A", type=PATH)
 @click.argument("second", metavar="B", type=PATH)
 @click.option(
@@ -216,7 +226,7 @@ Examples:
 """
 
 
-@click.command(epilog=REPORT_EXAMPLES, short_help="Write a page with charts of checkpoints.")
+@click.command(cls=Verb, epilog=REPORT_EXAMPLES, short_help="Write a page with charts of checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option(
     "-o", "--output", type=PATH, default=Path("report.html"), show_default=True, help="Where the page goes."
@@ -262,6 +272,7 @@ COMPRESS_EXAMPLES: Final = """\b
 Examples:
   ckptz compress model.safetensors               writes model.ckptz beside it
   ckptz compress model.safetensors -o out.ckptz
+  ckptz compress - < model.safetensors > model.ckptz
   ckptz compress step-200.safetensors --base step-100.ckptz --step 200
   ckptz compress step-*.safetensors --chain -o run/
   ckptz compress step-*.safetensors --chain -o run/ --resume   goes on where it was killed
@@ -351,7 +362,7 @@ def compress(
 
     INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
     folder of torch.distributed.checkpoint. Without -o, the output stands beside INPUT, or in it if it is a
-    folder.
+    folder; that of standard input (-) goes to standard output.
     """
     import ckptz
     from ckptz_cli.render import compressed_line, total_line
@@ -401,6 +412,7 @@ RESTORE_EXAMPLES: Final = """\b
 Examples:
   ckptz restore model.ckptz                      writes model.safetensors beside it
   ckptz restore model.ckptz -o restored.safetensors
+  ckptz restore - < model.ckptz > model.safetensors
   ckptz restore packed/checkpoint-64 -o back     a folder, as the Trainer resumes from it
   ckptz restore run/checkpoint-64 -o plain       the same, of CkptzTrainerMixin's own folder
   ckptz restore run@200 -o step-200.safetensors  the weights of a step, exact if they are there
@@ -410,7 +422,7 @@ Examples:
 """
 
 
-@click.command(epilog=RESTORE_EXAMPLES, short_help="Write back what was compressed.")
+@click.command(cls=Verb, epilog=RESTORE_EXAMPLES, short_help="Write back what was compressed.")
 @click.argument("file", type=PATH, metavar="FILE|DIR|DIR@STEP")
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Output file or folder.")
 @click.option(
@@ -428,7 +440,7 @@ def restore(
 
     A folder of shards comes back as a folder, a torch file as a torch file, unless the name of the output
     says otherwise. All values are checked against the checksums that the writer stored. DIR@STEP, with an
-    output, gives the weights of a step of a run.
+    output, gives the weights of a step of a run. Of standard input (-), the file goes to standard output.
     """
     import ckptz
     from ckptz_cli.render import restored_line
@@ -447,7 +459,7 @@ Examples:
 """
 
 
-@click.command(epilog=REBASE_EXAMPLES, short_help="Make a delta stand alone.")
+@click.command(cls=Verb, epilog=REBASE_EXAMPLES, short_help="Make a delta stand alone.")
 @click.argument("file", type=PATH)
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Write here instead of replacing FILE.")
 @writing_options
@@ -478,7 +490,7 @@ Examples:
 """
 
 
-@click.command(epilog=PRUNE_EXAMPLES)
+@click.command(cls=Verb, epilog=PRUNE_EXAMPLES)
 @click.argument("folder", type=PATH, metavar="DIR")
 @click.option("--keep-last", type=COUNT, metavar="N", help="Keep the N newest steps.")
 @click.option("--keep-every", type=COUNT, metavar="K", help="Keep steps that are multiples of K.")
@@ -561,5 +573,9 @@ def warm_up(session: Session, jobs: int | None) -> None:
     import ckptz
 
     report = ckptz.warm_up(jobs=jobs)
-    where = f"kept in {report.folder}" if report.folder else "but no folder can be written to keep them in"
+    where = (
+        f"kept in {printable(report.folder)}"
+        if report.folder
+        else "but no folder can be written to keep them in"
+    )
     session.show(report, f"kernels of {', '.join(report.methods)}: ready, {where}, {report.seconds:.2f} s")

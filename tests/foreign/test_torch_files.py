@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from ckptz.foreign import torch_files  # noqa: E402
 from ckptz.format.publish import TEMPORARY_SUFFIX  # noqa: E402
 from ckptz.format.sources import chunk_bounds  # noqa: E402  # torch is optional
 from ckptz.state.flatten import Flat, flatten  # noqa: E402
+from ckptz.torch import load_state, save_state  # noqa: E402
+from tests.support.cli_support import ckptz  # noqa: E402
 
 
 def values(flat: Flat, name: str) -> Any:
@@ -91,6 +94,37 @@ def test_what_torch_saves_and_only_loads_with_code_is_refused(
         torch.load(path, weights_only=True)
     with pytest.raises((FormatError, UnsupportedError), match=r"new\.pt: "):
         torch_files.read(path)
+
+
+class _HidesMethods:
+    """Pickled as an OrderedDict whose state is one attribute."""
+
+    def __init__(self, attribute: str) -> None:
+        self.attribute = attribute
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (), {self.attribute: 1}, None, iter([("weight", torch.ones(3))])
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "old"])
+@pytest.mark.parametrize("attribute", ["items", "keys", "update", "__reduce__", "__class__", "__dict__"])
+def test_an_ordered_dict_that_hides_its_methods_is_refused(
+    attribute: str, is_zip: bool, tmp_path: Path
+) -> None:
+    for name, state in (("root", _HidesMethods(attribute)), ("nested", {"model": _HidesMethods(attribute)})):
+        torch.save(state, tmp_path / f"{name}.pt", _use_new_zipfile_serialization=is_zip)
+        run = ckptz("compress", tmp_path / f"{name}.pt", fails=True)
+        assert run.exit_code == 3
+        assert f"{name}.pt: an OrderedDict whose attribute '{attribute}' hides its method" in run.error
+
+
+def test_an_ordered_dict_in_memory_that_hides_its_methods_is_kept_or_named(tmp_path: Path) -> None:
+    state = OrderedDict(weight=torch.ones(3))
+    vars(state)["items"] = None
+    save_state(state, tmp_path / "a.ckptz")
+    assert torch.equal(load_state(tmp_path / "a.ckptz")["weight"], torch.ones(3))
+    with pytest.raises(UnsupportedError, match="attribute 'items' cannot be kept"):
+        flatten(state)
 
 
 def test_records_that_are_not_aligned_are_read_into_memory(small_file: Path) -> None:

@@ -150,7 +150,6 @@ def test_a_file_goes_through(folder: Path, tmp_path: Path) -> None:
 def test_streams_that_cannot_be(folder: Path) -> None:
     for line, what in (
         (("diff", "-", "-"), "one file only"),
-        (("restore", folder / "step-9.ckptz", "-o", "-", "--json"), "--json"),
         (("inspect", "-"), "standard input"),
     ):
         code, out, said = piped(b"not a checkpoint", *line)

@@ -14,7 +14,7 @@ import accelerate
 from accelerate.utils import DistributedType, ProjectConfiguration
 
 from ckptz import Grid
-from ckptz.errors import UnsupportedError
+from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.integrations import accelerate as integration
 from ckptz.integrations.accelerate import ChainOptions, register
 from ckptz.integrations.versions import UntestedVersionWarning
@@ -100,3 +100,31 @@ def test_ways_with_checkpoints_of_their_own_are_refused() -> None:
     for kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         with pytest.raises(UnsupportedError, match=kind.value):
             register(SimpleNamespace(distributed_type=kind))
+
+
+def test_load_state_that_is_not_strict_lists_what_does_not_match(tmp_path: Path) -> None:
+    accelerator, models, _ = prepared(tmp_path)
+    register(accelerator)
+    accelerator.save_state(str(tmp_path / "1"))
+    wanted = models[0].weight.detach().clone()
+    models[0].register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
+    models[0].weight.data.zero_()
+    with pytest.raises(RuntimeError, match="scale"):
+        accelerator.load_state(str(tmp_path / "1"))
+    with pytest.warns(RuntimeWarning, match=r"missing \['scale'\], unexpected nothing"):
+        accelerator.load_state(str(tmp_path / "1"), strict=False)
+    assert torch.equal(models[0].weight, wanted)
+    with pytest.raises(RuntimeError, match="scale"):
+        accelerator.load_state(str(tmp_path / "1"))
+
+
+def test_load_state_that_matches_nothing_is_refused(tmp_path: Path) -> None:
+    accelerator, models, _ = prepared(tmp_path)
+    registration = register(accelerator)
+    accelerator.save_state(str(tmp_path / "1"))
+    del models[0].weight, models[0].bias
+    models[0].register_parameter("scale", torch.nn.Parameter(torch.ones(2)))
+    with pytest.raises(ConfigError, match="no name matches the model"):
+        accelerator.load_state(str(tmp_path / "1"), strict=False)
+    registration.remove()
+    assert "load_state" not in vars(accelerator)

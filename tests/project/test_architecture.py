@@ -46,7 +46,7 @@ OWNERS = {
     "pickle": ("ckptz.foreign.pickled", "ckptz.foreign.torch_files"),  # with stand-ins; the name of an error
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.state.torch"),
-        *("ckptz.torch", "ckptz.api.apply"),
+        *("ckptz.state.modules", "ckptz.torch", "ckptz.api.apply"),
         *("ckptz.hooks", "ckptz.training", "ckptz.integrations"),
         *("ckptz.wire.link", "ckptz.wire.stage", "ckptz.wire.ddp"),
     ),

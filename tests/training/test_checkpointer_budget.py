@@ -123,7 +123,7 @@ def test_a_budget_is_kept_by_what_the_files_restore_to(tmp_path: Path, config: A
     assert 0.005 < record.measured - 1 <= 0.05
     assert found["0.bias"].equal(exact["0.bias"])
     loaded = load_file(tmp_path / "step-00000001.ckptz")
-    assert loaded["model.0.weight"].equal(found["0.weight"])
+    assert loaded["0.weight"].equal(found["0.weight"])
 
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
@@ -339,7 +339,7 @@ def test_a_grid_resumes_with_lossy_weights_and_moments(tmp_path: Path) -> None:
 
 def relative_output_error(run: Training, folder: Path) -> float:
     """Of the first layer, on inputs such as those that were recorded."""
-    error = load_file(folder / "step-00000001.ckptz")["model.0.weight"] - run.state()["0.weight"]
+    error = load_file(folder / "step-00000001.ckptz")["0.weight"] - run.state()["0.weight"]
     return float((error @ correlated(256).T).norm())
 
 

@@ -73,13 +73,6 @@ def test_maybe_save_needs_to_know_when(tmp_path: Path) -> None:
         Checkpointer(tmp_path, linear()).maybe_save(1)
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError):
-        Checkpointer(tmp_path, linear()).save(1)
-
-
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "run").touch()
     with pytest.raises(OSError, match="run"):
@@ -239,7 +232,7 @@ def test_a_damaged_step_is_named_and_changes_nothing(tmp_path: Path) -> None:
     before, seen = state_of(run), dict(run.position)
     with run.checkpointer(tmp_path) as checkpointer:
         with pytest.raises((ChecksumError, CorruptionError), match=r"step-00000002\.state\.ckptz"):
-            checkpointer.restore_latest()
+            checkpointer.restore_latest(fall_back=False)
         assert same(state_of(run), before)
         assert run.position == seen
         assert checkpointer.restore(1) == 1

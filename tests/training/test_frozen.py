@@ -57,7 +57,7 @@ def saved(folder: Path, **more: Any) -> Adapted:
 def test_frozen_weights_stay_out_and_the_run_goes_on(tmp_path: Path) -> None:
     model = saved(tmp_path)
     stored = load_file(tmp_path / "step-00000003.ckptz")
-    assert {"model.down.weight", "model.up.weight", "model.norm.running_mean"} <= set(stored)
+    assert {"down.weight", "up.weight", "norm.running_mean"} <= set(stored)
     assert not any("base" in name for name in stored)
     other, optimizer = trained(0)
     with Checkpointer(tmp_path, other, optimizer, trainable_only=True, jobs=1) as checkpointer:
@@ -116,7 +116,7 @@ def test_without_frozen_weights_nothing_is_left_out(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, model, trainable_only=True, jobs=1) as checkpointer:
         checkpointer.save(1)
         checkpointer.restore(1)
-    assert set(load_file(tmp_path / "step-00000001.ckptz")) == {"model.weight", "model.bias"}
+    assert set(load_file(tmp_path / "step-00000001.ckptz")) == {"weight", "bias"}
 
 
 def test_the_id_is_of_values_and_is_told_anew_when_they_change() -> None:

@@ -21,10 +21,9 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.trail import Lost, Trail, Trained
-from ckptz.hooks.names import model_state
 from ckptz.torch import load_file
 from ckptz.training.optimizers import optimizer_state
-from ckptz.training.state import trained_weights
+from ckptz.training.state import model_state, trained_weights
 from tests.support.checkpointer_support import LOSSY
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
@@ -295,7 +294,7 @@ def test_files_hold_weights_that_have_moved_on(tmp_path: Path, name: str) -> Non
     assert not [note for note in report.notes if UNKNOWN in note]
     share = moves_recorded(tmp_path, 65)["weight"]
     assert share > 0.85
-    exact, now = flat(run.model.weight), load_file(tmp_path / "step-00000065.ckptz")["model.weight"]
+    exact, now = flat(run.model.weight), load_file(tmp_path / "step-00000065.ckptz")["weight"]
     first, second = run.moments()
     kept = load_file(tmp_path / "step-00000065.state.ckptz")
     key = next(k for k in MOMENTS if f"optimizer.weight.{k}" in kept)
@@ -309,7 +308,7 @@ def test_errors_are_recorded_against_the_weights_themselves(tmp_path: Path) -> N
     run = Run(OPTIMIZERS["AdamW"], size=256)
     saved(tmp_path, run)
     for tensor in inspect(tmp_path / "step-00000065.ckptz").tensors:
-        restored = load_file(tmp_path / "step-00000065.ckptz")[tensor.name]
+        restored = load_file(tmp_path / "step-00000065.ckptz")[tensor.name.removeprefix("model.")]
         exact = run.model.state_dict()[tensor.name.removeprefix("model.")]
         error = (restored - exact).square().mean().sqrt().item()
         assert tensor.lossy.rms_error == pytest.approx(error, rel=1e-3)
@@ -320,7 +319,7 @@ def test_moves_do_not_add_up_where_nothing_is_restored(tmp_path: Path) -> None:
     saved(tmp_path / "one", run, (50, 65, 80, 95))
     saved(tmp_path / "other", other, (50, 80, 95))
     files = [tmp_path / name / "step-00000095.ckptz" for name in ("one", "other")]
-    a, b = (flat(load_file(file)["model.weight"]) for file in files)
+    a, b = (flat(load_file(file)["weight"]) for file in files)
     assert torch.equal(run.model.weight, other.model.weight)
     assert np.abs(a - b).mean() < 0.2 * np.abs(a).mean()
     assert moves_recorded(tmp_path / "one", 95)["weight"] == moves_recorded(tmp_path / "other", 95)["weight"]
@@ -365,7 +364,7 @@ def test_weights_of_16_bits_are_rounded_once(tmp_path: Path) -> None:
     run.optimizer = OPTIMIZERS["AdamW"](list(run.model.parameters()))
     saved(tmp_path, run, config=Grid(step=2**-6))
     assert moves_recorded(tmp_path, 65)["weight"] is not None
-    restored = load_file(tmp_path / "step-00000065.ckptz")["model.weight"]
+    restored = load_file(tmp_path / "step-00000065.ckptz")["weight"]
     assert restored.dtype == torch.bfloat16
     assert not torch.equal(restored, run.model.weight)
 

@@ -1,0 +1,193 @@
+"""`-` without an output: data to standard output, reports to standard error, and streams that cannot be."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from ckptz.kernels.cache import _Compilation
+from ckptz_cli.main import main
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, plain_bytes, write_plain
+
+pty = pytest.importorskip("pty")
+PLAIN = plain_bytes(a_state(n=500))
+PROGRAM = [sys.executable, "-c", "from ckptz_cli.main import main; main()"]
+
+
+def piped(data: bytes, *line: object) -> tuple[int, bytes, str]:
+    """A command line with bytes on its standard input: exit code, standard output, standard error."""
+    done = CliRunner().invoke(main, [str(word) for word in line], input=data)
+    return done.exit_code, done.stdout_bytes, done.stderr
+
+
+@pytest.fixture(scope="module")
+def packed() -> bytes:
+    return piped(PLAIN, "compress", "-", "-o", "-")[1]
+
+
+def in_shell(line: str, *arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
+    """A command line behind redirections of a shell; a process that nobody forks from this one."""
+    text = f'"$@" {line}'
+    command = ["bash", "-c", text, "bash", *PROGRAM, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **how)
+
+
+# --- standard output by default -------------------------------------------------------------------
+
+
+def test_what_is_made_of_standard_input_goes_to_standard_output(packed: bytes, tmp_path: Path) -> None:
+    code, out, said = piped(PLAIN, "compress", "-")
+    (tmp_path / "out.ckptz").write_bytes(out)
+    (tmp_path / "original.safetensors").write_bytes(PLAIN)
+    assert code == 0
+    assert content_of(tmp_path / "out.ckptz") == content_of(tmp_path / "original.safetensors")
+    assert "ckptz: note: standard output: " in said
+    code, out, said = piped(packed, "restore", "-")
+    assert (code, out) == (0, PLAIN)
+    assert "all checksums match" in said
+    assert piped(packed, "restore", "-", "-q") == (0, PLAIN, "")
+
+
+def test_rebase_of_standard_input_goes_to_standard_output(chain: Chain, tmp_path: Path) -> None:
+    code, out, _ = piped(chain.delta.read_bytes(), "rebase", "-", "--search-path", chain.folder)
+    (tmp_path / "alone.ckptz").write_bytes(out)
+    assert code == 0
+    assert content_of(tmp_path / "alone.ckptz") == content_of(chain.second)
+
+
+def test_an_output_that_is_named_gets_the_data(packed: bytes, tmp_path: Path) -> None:
+    code, out, _ = piped(packed, "restore", "-", "-o", tmp_path / "back.safetensors")
+    assert (code, b"all checksums match" in out) == (0, True)
+    assert (tmp_path / "back.safetensors").read_bytes() == PLAIN
+
+
+@pytest.mark.parametrize("verb", ["compress", "restore"])
+def test_json_goes_to_standard_error_where_data_goes_out(verb: str, packed: bytes) -> None:
+    data = PLAIN if verb == "compress" else packed
+    code, out, said = piped(data, verb, "-", "--json")
+    assert (code, out == piped(data, verb, "-", "-q")[1]) == (0, True)
+    document = json.loads(said)
+    report = document["files"][0] if verb == "compress" else document
+    assert (report["input"], report["output"]) == ("standard input", "standard output")
+
+
+def test_an_error_is_the_json_on_standard_error(packed: bytes) -> None:
+    code, out, said = piped(packed[:100], "restore", "-", "--json")
+    assert (code, out) == (3, b"")
+    line, document = said.split("\n", 1)
+    assert line.startswith("ckptz: standard input: ")
+    assert json.loads(document)["error"]["exit_code"] == 3
+
+
+def test_a_dry_run_writes_no_data(tmp_path: Path) -> None:
+    (tmp_path / "quality.py").write_text("def loss(state):\n    return 1.0\n")
+    line = ("compress", "-", "--eval", f"{tmp_path}/quality.py:loss", "--budget", "1%", "--dry-run")
+    code, out, said = piped(PLAIN, *line, "--max-evaluations", 2)
+    assert code == 0, said
+    assert not out.startswith(PLAIN[:8])
+    assert b"a dry run" in out + said.encode()
+
+
+def test_a_plan_may_go_to_standard_output(tmp_path: Path) -> None:
+    original = write_plain(tmp_path / "a.safetensors", a_state(n=500))
+    code, out, said = piped(b"", "compress", original, "--method", "kmeans", "--save-plan", "-")
+    assert (code, json.loads(out)["method"]) == (0, "kmeans"), said
+    assert "a.ckptz: " in said
+
+
+# --- what cannot be -------------------------------------------------------------------------------
+
+
+def test_outputs_that_are_folders_are_refused_before_they_are_written(tmp_path: Path) -> None:
+    ckptz("compress", hf_folder(tmp_path / "hf"), "-o", tmp_path / "packed")
+    folder = (tmp_path / "packed" / "model.ckptz").read_bytes()
+    for line in (("restore", "-"), ("restore", "-", "--to", "dcp"), ("restore", "-", "-o", "-")):
+        code, out, said = piped(folder, *line)
+        assert (code, out) == (2, b""), said
+        assert "standard output: " in said
+        assert "folder" in said
+    code, out, said = piped(PLAIN, "compress", "-", "--chain")
+    assert (code, out) == (2, b"")
+    assert "a chain needs a folder as output" in said
+
+
+def test_contradictions_are_refused_before_standard_input_is_read(chain: Chain) -> None:
+    for line, what in (
+        (("compress", "-", chain.first), "name it with -o"),
+        (("compress", "-", "--resume"), "--resume goes on with files"),
+        (("restore", "-", "--jobs", "0"), "--jobs"),
+        (("diff", "-", "-"), "one file only"),
+    ):
+        code, out, said = piped(PLAIN, *line)
+        assert (code, out) == (2, b"")
+        assert what in said
+
+
+@pytest.mark.parametrize("verb", ["compress", "restore", "verify", "inspect"])
+def test_closed_standard_input_is_one_line(verb: str) -> None:
+    done = in_shell("<&-", verb, "-", *(("-o", "out") if verb == "restore" else ()))
+    assert (done.returncode, done.stdout) == (7, "")
+    assert done.stderr == "ckptz: standard input: is closed\n"
+
+
+def test_standard_output_that_takes_no_data_is_an_error_and_no_success(tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(PLAIN)
+    for where, what in (
+        (">/dev/full", "No space left"),
+        (">&-", "is closed"),
+        ("| true", "its reader ended"),
+    ):
+        done = in_shell(f"< a.safetensors {where}; exit ${{PIPESTATUS[0]}}", "compress", "-", cwd=tmp_path)
+        assert done.returncode == 7, (where, done.stderr)
+        [line] = [line for line in done.stderr.splitlines() if "ompil" not in line]
+        assert line.startswith(f"ckptz: standard output: {what}")
+
+
+def test_closed_standard_error_leaves_the_data_alone(packed: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.ckptz").write_bytes(packed)
+    done = in_shell("< a.ckptz 2>&- > b.safetensors", "restore", "-", cwd=tmp_path)
+    assert (done.returncode, (tmp_path / "b.safetensors").read_bytes()) == (0, PLAIN)
+    done = in_shell("2>&-", "inspect", "gone", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (5, "")
+
+
+def test_the_notice_of_compiling_never_goes_among_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = SimpleNamespace(py_func=SimpleNamespace(__module__="ckptz.kernels.plain"))
+    monkeypatch.setattr(sys, "stderr", None)
+    _Compilation().on_start(SimpleNamespace(data={"dispatcher": kernel}))
+    assert capsys.readouterr().out == ""
+
+
+def on_terminal(stream: str, *arguments: object, data: bytes = b"") -> tuple[int, str]:
+    """A command line of which one stream is a terminal: exit code, and standard error."""
+    ours, theirs = pty.openpty()
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} | {stream: theirs}
+    process = subprocess.Popen([*PROGRAM, *map(str, arguments)], stderr=subprocess.PIPE, **streams)
+    try:
+        _, said = process.communicate(data if stream == "stdout" else None, timeout=60)
+    finally:
+        process.kill()
+        os.close(theirs)
+        os.close(ours)
+    return process.returncode, said.decode()
+
+
+@pytest.mark.parametrize("line", [("compress", "-"), ("restore", "-", "-o", "-")])
+def test_data_is_not_sent_to_a_terminal(line: tuple[str, ...]) -> None:
+    code, said = on_terminal("stdout", *line, data=PLAIN)
+    assert code == 2
+    assert said.startswith("ckptz: standard output is a terminal")
+
+
+def test_no_file_is_read_from_a_terminal() -> None:
+    code, said = on_terminal("stdin", "inspect", "-")
+    assert code == 2
+    assert said.startswith("ckptz: standard input is a terminal")
