@@ -110,6 +110,13 @@ def test_names_match_behind_the_prefixes_of_wrappers(saved: Path, prefix: str) -
         assert unmatched == ["linear.weight", "conv.weight", "gate.weight"]
 
 
+def test_names_match_with_wrappers_of_submodules(saved: Path) -> None:
+    names = ("model.head._orig_mod.weight", "gate._checkpoint_wrapped_module._orig_mod.weight")
+    with CalibrationFile(saved) as file:
+        matched, _ = file.match({names[0]: (7, 6), names[1]: (6, 6), "head.module.weight": (1,)})
+    assert set(matched) == set(names)
+
+
 def test_exact_names_go_before_prefixes(saved: Path) -> None:
     with CalibrationFile(saved) as file:
         assert list(file.match({"model.gate.weight": (9,), "gate.weight": (6, 6)})[0]) == ["gate.weight"]
