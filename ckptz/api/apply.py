@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -131,6 +131,7 @@ def patch(
     check: Check,
     workers: Workers,
     max_decoded_bytes: int | None = None,
+    before_write: Callable[[], None] = lambda: None,
 ) -> Patched:
     """Write the checkpoint in `container` over `live`.
 
@@ -141,6 +142,7 @@ def patch(
             writes only what changes.
         workers: threads.
         max_decoded_bytes: most memory beside the tensors; by default, what is free.
+        before_write: called once everything is decoded and checked, before the first write.
 
     Raises:
         ConfigError: `live` lacks a tensor, or has another dtype or shape.
@@ -163,6 +165,7 @@ def patch(
             raise MissingBaseError("")
     except MissingBaseError as error:
         raise _wrong_base(container, live, error) from None
+    before_write()
     _commit(edits)
     return Patched(
         content_id=index.content_id,

@@ -162,7 +162,8 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
         _name_runtime()
         key = self._index_key(sig, target_context.codegen())
         for file in self._files.values():
-            with contextlib.suppress(OSError):
+            # A damaged file raises whatever its bytes make of unpickling and linking: compile again instead.
+            with contextlib.suppress(Exception):
                 found = file.load(key)
                 if found is not None:
                     return self._impl.rebuild(target_context, found)
@@ -172,8 +173,17 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
         """Keep a kernel, if it can be written: a full disk is no reason to end a command."""
         folder = written_to()
         if folder is not None and self._impl.check_cachable(data):
+            file, key, reduced = (
+                self._files[folder],
+                self._index_key(sig, data.codegen),
+                self._impl.reduce(data),
+            )
             with contextlib.suppress(OSError):
-                self._files[folder].save(self._index_key(sig, data.codegen), self._impl.reduce(data))
+                try:
+                    file.save(key, reduced)
+                except Exception:  # the index is damaged: begin a new one
+                    file.flush()
+                    file.save(key, reduced)
 
 
 # --- what users are told ------------------------------------------------------------------------

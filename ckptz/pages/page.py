@@ -32,6 +32,7 @@ Spec = dict[str, Any]
 
 COLOURS: Final = tuple(f"var(--c{n})" for n in range(1, 7))
 MOST_KINDS, MOST_CELLS = 80, 4000  # of a heat map: its rows, and tensors in all
+MOST_LAYERS: Final = 1000  # columns of a map
 
 _TEXT: Final = {"labelColor": "var(--soft)", "labelFontSize": 12}
 _TITLE: Final = {"titleColor": "var(--soft)", "titleFontSize": 12, "titleFontWeight": "normal"}
@@ -104,12 +105,16 @@ def heat_map(title: str, about: str, items: Values, quotient: str) -> list[Chart
     """Draw numbers by kind of tensor and layer as depths of a colour; nothing where there are none.
 
     Each item is a tensor: `group`, `kind`, `layer`, `top` and `bottom`; the number of a cell is the quotient
-    of the sums, as an expression of Vega. Kinds beyond `MOST_KINDS` are left out.
+    of the sums, as an expression of Vega. Kinds beyond `MOST_KINDS` are left out; layers beyond `MOST_LAYERS`
+    are summed.
     """
     kinds = list(dict.fromkeys((item["group"], item["kind"]) for item in items))[:MOST_KINDS]
     shown = [item for item in items if (item["group"], item["kind"]) in kinds][:MOST_CELLS]
     if not shown:
         return []
+    if len({item["layer"] for item in shown}) > MOST_LAYERS:  # the chart library's stack ends at some 1,200
+        shown = [{**item, "layer": "none"} for item in shown]
+        about += f" More than {MOST_LAYERS:,} layers: each kind is summed over all of them."
     room = min(182, 7 * max(len(kind) for _, kind in kinds))  # browsers' fonts are wider than the library's
     label = (
         "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"  # names differ at the end

@@ -95,8 +95,9 @@ class Follower:
     def apply_to(self, state_dict: State, step: int | None = None) -> Update:
         """Bring tensors to the newest step, or to `step`.
 
-        Each file is applied whole or not at all, so after an error the tensors hold the step that
-        `step` says: the one before, or one on the way.
+        Each file is applied whole or not at all. After an error the tensors hold the step that `step`
+        says, the one before or one on the way; where writing was interrupted, `step` is None and the next
+        call compares the tensors with the published checksums.
 
         Args:
             state_dict: tensors by name, on any device, always the same ones; others in it are left alone.
@@ -161,7 +162,8 @@ class Follower:
                     f"{container.name}: leads on from other values than step {self.step} has here, "
                     f"{base.title}; is it another run? reset() starts afresh"
                 )
-            patched = patch(container, live, check=self._check, workers=workers)
+            # An interrupt after the write must not leave the old step here: the delta would be applied twice.
+            patched = patch(container, live, check=self._check, workers=workers, before_write=self.reset)
         self.step, self._content_id = version.step, patched.content_id
         return patched
 

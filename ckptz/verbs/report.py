@@ -141,7 +141,10 @@ def report(
         problems=tuple(problems),
     )
     if output is not None:
-        with naming_output(Path(output)), publish(output) as file:
+        shown = [*inside, *named, *documents]
+        shown += [path / e.file for path, run in zip(folders, runs, strict=True) for e in run.entries]
+        like = [path for path in shown if path.exists()]
+        with naming_output(Path(output)), publish(output, like) as file:
             file.write(found.html.encode())
     return found
 

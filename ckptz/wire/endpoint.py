@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import CkptzError, ConfigError, WireError, whole
+from ckptz.errors import CkptzError, ConfigError, WireError, WriteError, whole
 from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType
 from ckptz.kernels import floats
@@ -87,6 +87,7 @@ class Link:
         self.state = LinkState(f"{src}-{dst}", self.policy, kernels, like, samples)
         self._fixed, self._same_shape, self._verify = fixed, same_shape, verify
         self._found: list[tuple[Truth, str]] = []
+        self._torn = ""  # name of the message whose change of the state has begun and not ended
         if verify == "step" and not can_wait(self.policy, fixed):
             raise ConfigError("verify='step' needs messages of fixed size, without aqsgd")
         self._shapes: dict[tuple[Direction, int], tuple[str, tuple[int, ...]]] = {}
@@ -102,9 +103,13 @@ class Link:
             ConfigError: the patterns are not a tensor of this type and shape.
             WireError: the shape changed, or the positions to reuse are not there.
         """
-        tensor, k = _Message(direction, dtype, tuple(shape), place), self.state.kernels
+        tensor = _Message(direction, dtype, tuple(shape), place)
+        return self._guarded("tx", tensor, lambda: self._send(tensor, patterns))
+
+    def _send(self, tensor: _Message, patterns: Array) -> Sent:
+        direction, dtype, place, k = tensor.direction, tensor.dtype, tensor.place, self.state.kernels
         due = self.message_cap(direction, dtype, tensor.shape, place, "tx") if self._fixed else 0
-        received, header, frame = self._guarded(tensor, lambda: self._encode(tensor, patterns))
+        received, header, frame = self._encode(tensor, patterns)
         payload = k.concat(frame.parts)
         words = k.words(dataclasses.replace(header, payload_bytes=len(payload)).pack(), payload)
         words[0] |= k.truth(frame.not_finite) * NOT_FINITE
@@ -120,10 +125,13 @@ class Link:
     ) -> Array:
         """Give what `send` brings to the other end, without making the message; its bytes are counted."""
         tensor = _Message(direction, dtype, tuple(shape), place)
-        decode, _, frame = self._guarded(tensor, lambda: self._encode(tensor, patterns))
+        return self._guarded("tx", tensor, lambda: self._simulate(tensor, patterns))
+
+    def _simulate(self, tensor: _Message, patterns: Array) -> Array:
+        decode, _, frame = self._encode(tensor, patterns)
         received = decode()
         n_bytes = sum(-(-len(part) // 16) * 16 for part in frame.parts)
-        self.sent_bytes[direction] += HEADER_BYTES + n_bytes
+        self.sent_bytes[tensor.direction] += HEADER_BYTES + n_bytes
         return received
 
     def _encode(self, tensor: _Message, patterns: Array) -> tuple[Callable[[], Array], LinkHeader, Payload]:
@@ -182,7 +190,7 @@ class Link:
             WireError: the message is damaged, or another one than the one that is due.
         """
         tensor = _Message(direction, dtype, tuple(shape), place)
-        return self._guarded(tensor, lambda: self._decode(tensor, message))
+        return self._guarded("rx", tensor, lambda: self._decode(tensor, message))
 
     def _decode(self, tensor: _Message, message: Array) -> Array:
         k, state, place = self.state.kernels, self.state, tensor.place
@@ -293,14 +301,33 @@ class Link:
             plans += [filled] if self._fixed else [raw]
         return max(plan.cap for plan in plans)
 
-    def _guarded(self, tensor: _Message, run: Callable[[], Any]) -> Any:
-        """Name the message in whatever is found wrong with it."""
+    def _guarded(self, end: End, tensor: _Message, run: Callable[[], Any]) -> Any:
+        """Process a message and change the state for all of it or, after an error, for none of it.
+
+        Raises:
+            WireError: the message is wrong, or the state was left half changed by an interrupt.
+        """
+        name = self.name_of(tensor.direction, tensor.place)
+        if self._torn:
+            raise WireError(
+                f"{name}: {self._torn} was interrupted while it changed the state; "
+                "load_state_dict of a checkpoint at both ends"
+            )
+        before = self.state.snapshot(end, tensor.direction, tensor.place)
+        self._torn = name
         try:
-            return run()
-        except ConfigError:
+            result = run()
+        except BaseException as error:
+            # Rows of samples are written in place: after an interrupt they cannot be trusted.
+            is_ours = isinstance(error, CkptzError)
+            if is_ours or self.policy.feedback_of(tensor.direction) != "aqsgd":
+                self.state.roll_back(end, tensor.direction, tensor.place, before)
+                self._torn = ""
+            if is_ours and not isinstance(error, ConfigError | WriteError):
+                raise WireError(f"{name}: {error}") from None
             raise
-        except CkptzError as error:
-            raise WireError(f"{self.name_of(tensor.direction, tensor.place)}: {error}") from None
+        self._torn = ""
+        return result
 
     def name_of(self, direction: Direction, place: Place) -> str:
         """Name a message in words, for errors."""
@@ -368,6 +395,7 @@ class Link:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave."""
         self.state.load_state_dict(state)
+        self._torn = ""
 
 
 def can_wait(policy: LinkPolicy, fixed: bool) -> bool:

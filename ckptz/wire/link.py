@@ -312,6 +312,7 @@ class CompressLink(nn.Module):
         super().__init__()
         self.simulation = None if policy is None else simulate(policy, **options)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # the codec's kernels cannot be traced
     def forward(self, activation: Tensor, sample_ids: Tensor | None = None) -> Tensor:
         """Give the activation as the next stage gets it."""
         if self.simulation is None:

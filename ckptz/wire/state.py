@@ -7,7 +7,10 @@ is kept. Arrays are F32 patterns of one of the wire's kernel modules.
 
 from __future__ import annotations
 
+import copy
+import errno
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +20,15 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import ConfigError, WireError
+from ckptz.errors import ConfigError, WireError, WriteError
 from ckptz.kernels import wire as compiled
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import KINDS, RAW, LinkPolicy, TensorPlan
 
 Array = Any
 TWO_SIDED = ("ef21", "aqsgd")  # the receiver has state too
+NO_ALLOCATION: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of file systems without it
+ZEROS: Final = 1 << 20  # bytes written at once where blocks cannot be allocated
 End = Literal["tx", "rx"]
 ENTRY: Final = re.compile(  # spec/08-wire.md#names-in-a-checkpoint, behind the prefix of the link
     r"(?P<direction>forward|backward)/(?P<tensor>\d{1,9})/"
@@ -101,6 +106,31 @@ class Following(Memory):
 MEMORIES: dict[str, Any] = {"ef": ErrorFeedback, "ef21": Following}
 
 
+def allocate(path: Path, n_bytes: int) -> None:
+    """Create a file of zeros whose blocks are all on the disk.
+
+    A write through a memory map to a block that the disk has no room for ends the process with SIGBUS.
+
+    Raises:
+        WriteError: the disk is full, or the file cannot be created.
+    """
+    try:
+        with path.open("wb") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, n_bytes)
+            except (AttributeError, OSError) as error:
+                if isinstance(error, OSError) and error.errno not in NO_ALLOCATION:
+                    raise
+                for begin in range(0, n_bytes, ZEROS):
+                    file.write(bytes(min(ZEROS, n_bytes - begin)))
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        raise WriteError(
+            f"{path}: cannot allocate {n_bytes} bytes for sample buffers ({error.strerror}); "
+            "free disk space, or put `samples` on another disk"
+        ) from None
+
+
 class SampleBuffers:
     """AQ-SGD's last activation of each sample, in memory or in a memory-mapped file.
 
@@ -115,7 +145,10 @@ class SampleBuffers:
             raise ConfigError("sample buffers in a file need n_samples")
         self.size, self._n_samples, self._seen = size, n_samples, set[int]()
         shape = (n_samples or 0, size)
-        self._rows: Any = {} if path is None else np.memmap(path, np.uint32, "w+", shape=shape)
+        self._rows: Any = {}
+        if path is not None:
+            allocate(path, 4 * math.prod(shape))
+            self._rows = np.memmap(path, np.uint32, "r+", shape=shape)
 
     def has(self, ids: NDArray[np.int64]) -> bool:
         """Tell whether every sample [n] was seen before."""
@@ -232,6 +265,23 @@ class LinkState:
     def count(self, end: End, direction: Direction, place: Place) -> None:
         """Count one message more."""
         self.slot(end, direction, place).seq += not place.is_eval
+
+    def snapshot(
+        self, end: End, direction: Direction, place: Place
+    ) -> tuple[Slot, dict[tuple[int, int], Positions]]:
+        """Copy references to all that a message may change, but for the rows of samples."""
+        slot = self.slot(end, direction, place)
+        return Slot(slot.seq, copy.copy(slot.memory), slot.shape), self.masks.copy()
+
+    def roll_back(
+        self,
+        end: End,
+        direction: Direction,
+        place: Place,
+        before: tuple[Slot, dict[tuple[int, int], Positions]],
+    ) -> None:
+        """Return to a snapshot; arrays are replaced by messages and never written to."""
+        self._slots[end, direction, place.tensor, place.microbatch], self.masks = before
 
     def memory(
         self, end: End, direction: Direction, plan: TensorPlan, place: Place

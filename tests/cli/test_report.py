@@ -360,3 +360,20 @@ def test_steps_of_training_lost_are_said_as_steps() -> None:
     lost |= {"lower_is_better": True, "exact": 0.0, "measured": 2.5, "is_met": True, "date": ""}
     record = msgspec.convert(lost, QualityRecord)
     assert words.quality_text(record) == "2.5 steps of training lost (5 are allowed)"
+
+
+def test_a_model_of_very_many_layers_is_summed_by_kind(tmp_path: Path) -> None:
+    tensors = {f"layers.{i}.weight": np.full(4, i, np.float32) for i in range(1300)}
+    save_file(tensors, tmp_path / "deep.safetensors")
+    cli("compress", tmp_path / "deep.safetensors")
+    assert "each kind is summed over all of them" in ckptz.report(tmp_path / "deep.ckptz").html
+
+
+def test_a_page_is_no_more_public_than_its_files(tmp_path: Path) -> None:
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "w.safetensors")
+    cli("compress", tmp_path / "w.safetensors")
+    (tmp_path / "w.ckptz").chmod(0o600)
+    for i, path in enumerate([tmp_path, tmp_path / "w.ckptz"]):
+        page = tmp_path / f"{i}.html"
+        ckptz.report(path, page)
+        assert page.stat().st_mode & 0o777 == 0o600

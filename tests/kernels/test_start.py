@@ -1,6 +1,7 @@
 """The start of a process: little work needs no compiled kernels, and these need no folder of their own."""
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -252,3 +254,47 @@ def test_a_processor_without_shuffles_codes_the_same_rans_streams(tmp_path: Path
         check=False,
     )
     assert "1 passed" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated", "zeros", "garbage", "unreadable", "wrong type"])
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_a_damaged_cache_file_is_compiled_again_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, suffix: str
+) -> None:
+    monkeypatch.setattr(cache, "_usual", lambda: [tmp_path])
+    cache.written_to.cache_clear()
+    try:
+        values = np.arange(3)
+        assert one_more().py_func(values[0]) == one_more()(values[0]) == 1
+        (file,) = tmp_path.rglob(f"*.{suffix}")
+        whole = file.read_bytes()
+        damaged = {
+            "empty": b"",
+            "truncated": whole[: len(whole) // 2],
+            "zeros": bytes(len(whole)),
+            "garbage": bytes(range(256)),
+            "wrong type": pickle.dumps(7),
+        }
+        if damage == "unreadable":
+            file.unlink()
+            file.mkdir()
+        else:
+            file.write_bytes(damaged[damage])
+        assert one_more()(values[0]) == 1
+        if damage != "unreadable":
+            again = one_more()
+            assert again(values[0]) == 1
+            assert sum(again.stats.cache_hits.values()) == 1  # it was written anew
+    finally:
+        cache.written_to.cache_clear()
+
+
+def one_more() -> Any:
+    """Return a kernel as a new process has it, with nothing loaded."""
+
+    def plus_one(x: int) -> int:
+        return x + 1
+
+    kernel = numba.njit(plus_one)
+    kernel._cache = cache.CachedKernels(plus_one)
+    return kernel

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ckptz.errors import ConfigError
 from ckptz.torch import load_file, save_file
@@ -24,6 +24,7 @@ from ckptz.wire import (
     simulate,
 )
 from ckptz.wire.header import Direction
+from ckptz.wire.policy import Codec
 from ckptz.wire.state import Place
 
 
@@ -151,3 +152,30 @@ def test_metadata_tells_what_a_model_was_trained_with() -> None:
     assert check_policy({}) is None
     with pytest.raises(ConfigError, match="not one of"):
         policy_of("fastest")
+
+
+@pytest.mark.parametrize("feedback", [None, "ef", "ef21", "aqsgd"])
+@pytest.mark.parametrize("codec", [Uniform(4), TopK(0.25)])
+def test_a_compiled_layer_gives_the_bits_of_an_eager_one(codec: Codec, feedback: Any) -> None:
+    policy = LinkPolicy(forward=codec, backward=codec, feedback=feedback)
+    ids = torch.arange(4) if feedback == "aqsgd" else None
+    results = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        layer, head = CompressLink(policy), nn.Linear(512, 512)
+
+        def run(x: Tensor, layer: nn.Module = layer, head: nn.Module = head) -> Tensor:
+            out: Tensor = layer(head(x), ids) * 2
+            return out
+
+        step = torch.compile(run, backend="eager") if is_compiled else run
+        for _ in range(3):
+            x = torch.randn(4, 512, requires_grad=True)
+            out = step(x)
+            out.square().sum().backward()
+            results.append((is_compiled, out.detach(), x.grad))
+    for eager, compiled in zip(results[:3], results[3:], strict=True):
+        assert torch.equal(eager[1], compiled[1])
+        assert eager[2] is not None
+        assert compiled[2] is not None
+        assert torch.equal(eager[2], compiled[2])

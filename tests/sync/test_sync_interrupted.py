@@ -1,0 +1,80 @@
+"""An interrupt at any line of a follower: the next call brings the tensors to the published values."""
+
+import random
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from ckptz.sync import Follower
+from tests.support.sync_support import cloned, published, same
+
+MODULES = ("ckptz/sync/follower.py", "ckptz/api/apply.py")
+
+
+def interrupted_at(position: int, run: Any, modules: tuple[str, ...] = MODULES) -> bool:
+    """Run, with a KeyboardInterrupt at the bytecode of this number; False if there were fewer."""
+    n = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal n
+        if not frame.f_code.co_filename.endswith(modules):
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            n += 1
+            if n == position:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("stride", [997, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_interrupt_makes_a_trusting_follower_apply_a_delta_twice(tmp_path: Path, stride: int) -> None:
+    states = published(tmp_path, 3, full_every=5)
+    position, n_interrupted, n_wrong = random.Random(0).randint(1, stride), 0, 0
+    while True:
+        live, follower = cloned(states[1]), Follower(tmp_path, check="stored", jobs=1)
+        follower.apply_to(live, step=1)
+        if not interrupted_at(position, lambda f=follower, to=live: f.apply_to(to)):
+            break
+        n_interrupted += 1
+        follower.apply_to(live)
+        n_wrong += not same(live, states[2])
+        position += stride
+    assert n_interrupted > 5
+    assert n_wrong == 0
+
+
+def test_an_interrupt_behind_the_last_write_makes_the_follower_look_afresh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptz.api import apply
+
+    states = published(tmp_path, 3, full_every=5)
+    live, follower = cloned(states[1]), Follower(tmp_path, check="stored", jobs=1)
+    follower.apply_to(live, step=1)
+    commit = apply._commit
+
+    def interrupted(edits: Any) -> None:
+        commit(edits)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(apply, "_commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            follower.apply_to(live)
+    assert follower.step is None
+    follower.apply_to(live)
+    assert follower.step == 2
+    assert same(live, states[2])
