@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 VAGUE = ("Give", "Tell", "Say", "Let", "Bring", "What", "Whether", "Whoever")
 # Files whose docstrings still begin with one.
 VAGUE_FILES = (
-    *("ckptz/api", "ckptz/encode", "ckptz/foreign", "ckptz/format", "ckptz/guidance", "ckptz/hooks"),
+    *("ckptz/api", "ckptz/codec", "ckptz/foreign", "ckptz/format", "ckptz/guidance", "ckptz/hooks"),
     *("ckptz/integrations", "ckptz/kernels", "ckptz/pages", "ckptz/run", "ckptz/state", "ckptz/store"),
     *("ckptz/sync", "ckptz/training", "ckptz/verbs", "ckptz/wire", "ckptz/write", "cli/", "ckptz/search"),
     *("ckptz/codec", "ckptz/parallel", "ckptz/errors", "ckptz/torch"),

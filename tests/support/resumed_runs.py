@@ -49,7 +49,7 @@ class Run:
             self.model[1].weight.requires_grad_(False)
         try:
             self.optimizer = self.make(list(self._groups()))
-        except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+        except Exception as error:  # of any package
             raise Impossible(str(error)) from error
 
     def _groups(self) -> Iterator[Any]:
@@ -81,7 +81,7 @@ class Run:
                     parameter.grad = gradient.to_sparse() if self.is_sparse else gradient
             try:
                 self._step(step)
-            except (RuntimeError, TypeError, ValueError, AssertionError, NotImplementedError) as error:
+            except Exception as error:
                 if begin:
                     raise
                 raise Impossible(str(error)) from error
