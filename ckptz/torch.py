@@ -464,12 +464,12 @@ def _check(tensors: Tensors) -> None:
 
 
 def _fetched(flat: torch.Tensor, n: int, begin: int, end: int) -> Patterns:
-    """Bring patterns begin..end of `n` bytes each here, of a tensor uint8 [n_bytes] on a device."""
+    """Copy patterns begin..end of `n` bytes each from a device tensor uint8 [n_bytes] to the host."""
     return flat[n * begin : n * end].cpu().numpy().view(PATTERN_TYPES[n])
 
 
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
-    """Give the patterns of a dense, contiguous tensor without gradient, on any device; errors name `name`."""
+    """Return a source for a dense, contiguous tensor on any device; errors contain `name`."""
     if tensor.device.type == "meta":
         # These words, like those above, are safetensors' own: its callers look for them.
         raise NotImplementedError(f"Cannot copy out of meta tensor; no data! (tensor {name!r})")

@@ -129,7 +129,7 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
 
 
 def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> Patterns:
-    """Give the patterns [n] that a chunk will decode to, without coding it: contexts of others, perhaps."""
+    """Return the patterns [n] that a chunk will decode to, without coding it."""
     patterns = source.patterns(sources.begin, sources.end)
     if encoding.plan.quant_map is None:
         if encoding.rounding is None:
@@ -260,14 +260,14 @@ class Batch:
         return [(own, base)]
 
     def _each(self, out: Any) -> Iterator[tuple[Patterns, Patterns, Any]]:
-        """Give each piece of the tensors and their bases, and its part of `out`."""
+        """Yield each piece of the tensors and of their bases, with its part of `out`."""
         begin = 0
         for own, base in self._pieces:
             yield own, base, out[..., begin : begin + len(own)]
             begin += len(own)
 
     def only(self, which: Sequence[int], most: int | None = None) -> Batch:
-        """Give some of the tensors, in this order, and of each its first patterns, `most` or all."""
+        """Return some of the tensors, in this order, with the first `most` patterns of each, or all."""
         if most is None and len(which) == len(self.patterns):
             return self
         patterns = [self.patterns[k][:most] for k in which]
@@ -282,7 +282,7 @@ class Batch:
         return Contexts(labels, self.ends, N_MAGNITUDE_CONTEXTS)
 
     def transformed(self, mode: PlaneMode) -> Patterns:
-        """Give patterns [n] as a mode changes them, before they are split into planes."""
+        """Return patterns [n] transformed by a plane mode, before they are split into planes."""
         found = np.empty(self.ends[-1], self.patterns[0].dtype)
         for own, base, out in self._each(found):
             cpu().transform(own, base, kernel_mode(mode, self.dtype), out)

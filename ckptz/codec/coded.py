@@ -41,7 +41,7 @@ class CodedSource(TensorSource):
     errors: tuple[Errors, ...]
 
     def codes_of(self, begin: int, end: int) -> Bytes:
-        """Give the codes uint8 [end - begin] of patterns begin..end, which are one chunk."""
+        """Return the codes uint8 [end - begin] of patterns begin..end, which are one chunk."""
         n_bits = bits_for(self.quant_map.n_codes)
         codes = np.empty(end - begin, np.uint8)
         first = begin * n_bits // 8
@@ -70,7 +70,7 @@ class CodedSource(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class CodedQuantizer(Quantizer):
-    """Gives the codes that are there already."""
+    """Quantizer of a tensor that is coded already."""
 
     source: CodedSource
 
@@ -79,5 +79,5 @@ class CodedQuantizer(Quantizer):
         return self.source.codes_of(begin, end)
 
     def errors(self, begin: int) -> Errors:
-        """Give (largest error, sum of squared errors, sum of squares) of the chunk that starts at `begin`."""
+        """Return (largest error, sum of squared errors, sum of squares) of the chunk at `begin`."""
         return self.source.errors[begin // CHUNK_VALUES]

@@ -280,7 +280,7 @@ class Grid(Method):
         return self.moments is not None
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
-        """Give the recipe: weights of two or more dimensions become lossy, if large enough."""
+        """Return the recipe: large weights of two or more dimensions become lossy."""
         if not is_large_weight(role, dtype, shape, self.min_elements):
             return EXACT
         return UniformGrid(self.step, self.dead_zone, self.purpose, self.full_step)
@@ -383,7 +383,7 @@ class _GridTensor(OnGrid):
         return n if n * self.rows.n_contexts <= MAX_CONTEXTS else 1
 
     def whole_residual(self) -> NDArray[np.float32]:
-        """Give the values less those of the base, float32 [rows, patterns of a row]."""
+        """Return the differences to the base, float32 [rows, patterns of a row]."""
         source, base = self.source, self.base
         whole = np.empty(source.n_patterns, np.float32)
         for begin, end in source.chunk_bounds():
@@ -392,7 +392,7 @@ class _GridTensor(OnGrid):
         return whole.reshape(n_rows_of(tuple(source.shape)), -1)
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Give the codes of patterns begin..end, uint8 [end - begin], the last one beyond the alphabet."""
+        """Return the codes of patterns begin..end, uint8 [end - begin], the last one beyond the alphabet."""
         if self.rounded is None:
             return OnGrid.codes(self, begin, end, patterns)
         return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))

@@ -102,13 +102,13 @@ class OnGrid(Quantizer):
     most: int = MAX_MAGNITUDE
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> Codes:
-        """Give the codes of patterns begin..end, uint8 [end - begin], the last one beyond the alphabet."""
+        """Return the codes of patterns begin..end, uint8 [end - begin], the last one beyond the alphabet."""
         codes = np.empty(end - begin, np.uint8)
         rounding().residual_codes(*self.inputs(begin, end, patterns), self.dead_zone, self.key, begin, codes)
         return np.minimum(codes, np.uint8(2 * self.most + 1))
 
     def inputs(self, begin: int, end: int, patterns: Patterns) -> tuple[Any, ...]:
-        """Give what the kernels round: values, their base or None, steps, labels, patterns of a row."""
+        """Return the kernels' input: values, their base or None, steps, labels, patterns of a row."""
         kind = KINDS[self.source.dtype.name]
         values = floats_of(patterns, kind)
         base = None if self.base is None else floats_of(self.base.patterns(begin, end), kind)
@@ -133,7 +133,7 @@ def largest_magnitude(counts: Counts | Reals) -> int:
 
 
 def bare_levels(steps: Reals, most: int = MAX_MAGNITUDE) -> LinearTable:
-    """Give the multiples of the steps [n_contexts], up to a magnitude."""
+    """Return multiples of the steps [n_contexts], up to a magnitude."""
     return _table(steps, np.arange(1.0, most + 1))
 
 

@@ -53,7 +53,7 @@ class Histogram:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no value is an infinity or NaN."""
+        """True if no value is an infinity or NaN."""
         exponent = np.uint32(0x7C00 if self.kind == floats.F16 else _INFINITY)
         special = (np.arange(floats.N_BUCKETS, dtype=np.uint32) & exponent) == exponent
         return not self.counts[special].any()
@@ -64,14 +64,14 @@ class Histogram:
         return int(self.counts.sum())
 
     def representatives(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Give finite buckets that occur [n] and what stands for each [n], values ascending."""
+        """Return the finite buckets that occur [n] and their representative values [n], ascending."""
         values = _bucket_values(self.kind)
         used = np.flatnonzero((self.counts > 0) & np.isfinite(values))
         ascending = used[np.argsort(values[used], kind="stable")]
         return ascending, values[ascending]
 
     def occupied(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Give finite representative values [n] in ascending order, and how often they occur [n]."""
+        """Return the finite representative values [n], ascending, and their counts [n]."""
         buckets, values = self.representatives()
         return values, self.counts[buckets]
 

@@ -271,7 +271,7 @@ class KMeans(Method):
                 raise ConfigError(f"{name} must be one of {words}, got {getattr(self, name)!r}")
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
-        """Give the recipe: weights of two or more dimensions become lossy, if large enough."""
+        """Return the recipe: large weights of two or more dimensions become lossy."""
         if not is_large_weight(role, dtype, shape, self.min_elements):
             return EXACT
         levels = self.levels

@@ -58,7 +58,7 @@ class Exact(Recipe):
     is_lossy: ClassVar[bool] = False
 
     def settings(self) -> dict[str, Setting]:
-        """Give no settings: files have no records of exact tensors."""
+        """Return no settings: files have no records of exact tensors."""
         return {}
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:

@@ -72,7 +72,7 @@ class FirstMoments:
         return cls(source, rows, columns)
 
     def blocks(self) -> Iterator[tuple[slice, Floats]]:
-        """Give blocks of rows, [at most a chunk of elements, n_columns], 0 where there is no root."""
+        """Yield blocks of rows, [at most a chunk of elements, n_columns], 0 where the root is 0."""
         over_rows, over_columns = _inverse(self.rows), _inverse(self.columns)
         for begin, block in _blocks(self.source, len(self.columns)):
             at = slice(begin, begin + len(block))
@@ -130,7 +130,7 @@ def _inverse(means: Floats) -> Floats:
 
 
 def _orthogonal(vectors: Floats) -> Floats:
-    """Give unit vectors [n, k] that span the same space as vectors [n, k]; zeros where these are fewer."""
+    """Return orthonormal vectors [n, k] with the span of vectors [n, k]; zeros if the rank is lower."""
     turns, sizes = _axes(vectors)
     return _turned(vectors, turns * _inverse(np.where(sizes > NO_SIZE * sizes[0], sizes, 0)))
 

@@ -46,7 +46,7 @@ class Recipe:
 
     @property
     def prunes(self) -> bool:
-        """Whether a share of the elements becomes zero."""
+        """True if a share of the elements becomes zero."""
         return False
 
     @property
@@ -112,7 +112,7 @@ class Method:
 
     @property
     def loses_state(self) -> bool:
-        """Whether restored optimizer state may differ."""
+        """True if restored optimizer state may differ."""
         return False
 
     @property

@@ -70,12 +70,12 @@ class LogLevelSums:
         return LogLevelSums(self.first, counts, roots, n_zeros, n_exceptions)
 
     def level_range(self) -> LevelRange:
-        """Give codes to the levels that occur."""
+        """Assign codes to the levels that occur."""
         used = np.flatnonzero(self.counts)
         return level_range_of(self.first + used, self.counts[used], self.n_zeros, self.n_exceptions)
 
     def levels(self, log_levels: LogLevels, level_range: LevelRange, prediction: Prediction) -> Integers:
-        """Give what each code stands for, from the predictor in units of the last place [n_levels].
+        """Return the level of each code relative to the predictor, in units of the last place [n_levels].
 
         Adam's steps are proportional to 1 / sqrt(v). At the levels themselves, the steps of all elements
         of a code together would be larger or smaller than before; so levels are moved to where they are not.
@@ -118,7 +118,7 @@ class LogLevelQuantizer(Quantizer):
         return LogLevelSums(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Give the codes of patterns begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
+        """Return the codes of patterns begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
 
         A level is the nearest one, if all that it may come to stand for are finite numbers above zero.
         """
@@ -170,7 +170,7 @@ class StepQuantizer(Quantizer):
         return LevelSums.of(cpu().to_f32(patterns, self.kind), labels, steps, self.dead_zone)
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Give the codes of patterns begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
+        """Return the codes of patterns begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
         level_range, labels = self.level_range, self.contexts.labels(begin, end)
         assert level_range is not None
         codes = np.empty(len(patterns), np.uint8)
@@ -181,6 +181,6 @@ class StepQuantizer(Quantizer):
 
 
 def values_of(patterns: Patterns, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """Give patterns [n] as F32 patterns and as the floats that these are."""
+    """Return patterns [n] as F32 patterns and as the floats that these are."""
     f32_patterns = cpu().to_f32(patterns, kind)
     return f32_patterns, f32_patterns.view(np.float32)

@@ -32,12 +32,12 @@ SMALLEST_SCALE: Final = 2.0**-1022  # of a table: subnormal doubles are not allo
 
 
 def exponent_mask(kind: int) -> int:
-    """Give the bits of an exponent, which are all 1 in an infinity or a NaN."""
+    """Return the bit mask of the exponent, which is all 1 in infinities and NaN."""
     return (0x7F800000, 0x7F80, 0x7C00)[kind]
 
 
 def largest_pattern(kind: int) -> int:
-    """Give the bit pattern of the largest finite number."""
+    """Return the bit pattern of the largest finite number."""
     return exponent_mask(kind) - 1
 
 
@@ -59,11 +59,11 @@ class LogLevels:
     middle: int = 0
 
     def distances(self, indices: Integers) -> Integers:
-        """Give the distances [n] at which levels [n] stand."""
+        """Return the distances [n] of levels [n]."""
         return indices * self.step + self.phase
 
     def span(self, kind: int) -> tuple[int, int]:
-        """Give the lowest level that can occur, and how many; MAX_SPAN in the middle if there are more."""
+        """Return the lowest possible level and the number of levels, at most the middle MAX_SPAN."""
         reach = (1 << (32 if kind == floats.F32 else 16)) // self.step + 2
         if 2 * reach < MAX_SPAN:
             return -reach, 2 * reach
@@ -130,7 +130,7 @@ class LevelRange:
 
 
 def level_range_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: int) -> LevelRange:
-    """Give codes to the levels that occur, the most frequent ones if they are too many.
+    """Assign codes to the levels that occur, to the most frequent ones if there are too many.
 
     Args:
         indices: of levels that occur, ascending [n].
@@ -213,7 +213,7 @@ def _rounded_powers(exponents: Floats) -> NDArray[np.uint32]:
 
 
 def context_roots(kind: int) -> Floats:
-    """Give the root of what second moments of each magnitude context are about [256]; 0 if not finite."""
+    """Return the typical root of the second moments of each magnitude context [256]; 0 if not finite."""
     width = 32 if kind == floats.F32 else 16
     labels = np.arange(N_LABELS, dtype=np.int64)
     middles = (labels << (width - 9)) | (1 << (width - 10))
@@ -245,12 +245,12 @@ class LevelSums:
         return LevelSums(self.counts + other.counts, self.sums + other.sums)
 
     def window(self, level_range: LevelRange) -> slice:
-        """Give the columns of the levels that have codes."""
+        """Return the slice of columns whose levels have codes."""
         first = level_range.lowest + MAX_INDEX + 1
         return slice(first, first + level_range.n_levels)
 
     def level_range(self) -> LevelRange:
-        """Give codes to the levels that occur; what is beyond them escapes."""
+        """Assign codes to the levels that occur; values beyond them escape."""
         totals = self.counts.sum(axis=0)
         used = np.flatnonzero(totals[1:-1]) - MAX_INDEX
         n_beyond = int(totals[0] + totals[-1])

@@ -93,7 +93,7 @@ BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and 
 
 
 def _fault_of_second(histogram: Histogram) -> str:
-    """Say why a tensor is no second moment, or nothing."""
+    """Return the reason why a tensor is no second moment; empty if it is one."""
     if not histogram.is_finite:
         return "holds NaN or infinity"
     if histogram.counts[len(histogram.counts) // 2 :].any():
@@ -284,7 +284,7 @@ class FirstMoment(Recipe):
 
 @dataclass(frozen=True, slots=True)
 class _Zeros(Quantizer):
-    """Gives every pattern the one code that there is."""
+    """Quantizer with a single code."""
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
         del patterns
@@ -340,7 +340,7 @@ def _one_label(begin: int, end: int) -> Labels:
 
 
 def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
-    """Give all elements one step: the geometric mean of the contexts' roots."""
+    """Use one step for all elements: the geometric mean of the contexts' roots."""
     roots = context_roots(KINDS[second.dtype.name])
     counts = summed(run, lambda b: cpu().histogram(cpu().magnitudes(second.patterns(*b))), second)
     used = (counts > 0) & (roots > 0)
@@ -349,7 +349,7 @@ def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 
 
 def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
-    """Give each row a step in proportion to its root mean square; rows of a half octave share one."""
+    """Use a step per row in proportion to its RMS; rows within half an octave share one."""
     n_patterns, n_rows = source.n_patterns, n_rows_of(tuple(source.shape))
     row_patterns = max(n_patterns // n_rows, 1)
     is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES

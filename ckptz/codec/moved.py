@@ -48,5 +48,5 @@ class Moves:
 
 
 def unmoved(source: TensorSource) -> TensorSource:
-    """Give the tensor itself."""
+    """Return the tensor without its momentum correction."""
     return source.source if isinstance(source, MovedSource) else source

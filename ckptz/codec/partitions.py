@@ -77,11 +77,11 @@ class Partitions:
 
     @property
     def needs_sensitivity(self) -> bool:
-        """Whether a share is taken by sensitivity."""
+        """True if a share is selected by sensitivity."""
         return bool(self.prunes_by_sensitivity or self.protects_by_sensitivity)
 
     def by_magnitude(self) -> Partitions:
-        """Give the partitions for a tensor whose sensitivity is not known."""
+        """Return the partitions for a tensor without known sensitivity."""
         return replace(self, prune_by="magnitude", protect_by="magnitude")
 
 
@@ -95,7 +95,7 @@ class RegionQuantizer(Quantizer):
     keep_as_bf16: bool
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Give the codes uint8 [n] of patterns [n], whichever of the tensor they are."""
+        """Return the codes uint8 [n] of patterns [n] from anywhere in the tensor."""
         del begin, end
         return cpu().region_codes(patterns, self.boundaries, self.region_code)
 
@@ -167,12 +167,12 @@ class Cut:
 
     @property
     def prunes(self) -> bool:
-        """Whether there is a code for zero."""
+        """True if there is a code for zero."""
         return self.floor >= 0 or self.by_sensitivity.floor >= 0
 
     @property
     def protects(self) -> bool:
-        """Whether there is a code for what stays."""
+        """True if protected elements have a code."""
         return bool(np.isfinite(self.ceiling) or np.isfinite(self.by_sensitivity.ceiling))
 
 

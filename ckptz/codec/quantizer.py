@@ -26,16 +26,16 @@ FARTHEST: Final = 2.0  # steps; what lies beyond counts as this
 
 
 class Quantizer:
-    """Gives the codes of one tensor; by default what its map cannot hold is kept exactly."""
+    """Code assignment for one tensor; by default, values outside the map are kept exactly."""
 
     __slots__ = ()
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Give the codes uint8 [end - begin] of patterns begin..end of the tensor."""
+        """Return the codes uint8 [end - begin] of patterns begin..end of the tensor."""
         raise NotImplementedError
 
     def kept(self, begin: int, patterns: Patterns) -> Patterns:
-        """Give what escaped positions from `begin` on restore to: `patterns`, or a rounding."""
+        """Return the restored values of escaped positions from `begin` on: `patterns` or a rounding."""
         del begin
         return patterns
 
@@ -72,6 +72,6 @@ def key_of(
 
 
 def _explained(places: Floats, thresholds: Floats) -> bool:
-    """Tell whether the last rounding's errors are still there: low where the threshold was high."""
+    """Return whether the errors of the last rounding are still present: low where the threshold was high."""
     slope = ((thresholds - 0.5) * places).mean()
     return bool(slope < -SURE * np.sqrt(np.square(places).mean() / 12 / len(places)))

@@ -71,7 +71,7 @@ class CachedTensor(ViewOf):
 
 
 def restored_source(source: TensorSource, base: TensorSource | None, encoding: TensorPlan) -> LazySource:
-    """Give a tensor as the file will restore it."""
+    """Return the tensor as the file will restore it."""
     return LazySource.of(
         source, lambda begin, end: restored_patterns(source, encoding, ChunkSources(begin, end, base))
     )
@@ -95,9 +95,9 @@ class TensorPlans:
         return name in self._names
 
     def has(self, name: str) -> bool:
-        """Tell whether the encoding plan of a tensor is at hand."""
+        """Return whether the plan of a tensor is cached."""
         return self._held.held(name) is not None
 
     def encoding(self, name: str, make: Callable[[], TensorPlan]) -> TensorPlan:
-        """Give the encoding plan of a tensor, made now if it is not at hand."""
+        """Return the plan of a tensor; make it first if it is not cached."""
         return self._held.get(name, make)

@@ -102,7 +102,7 @@ class Feedback:
         return cls(order, upper, costs)
 
     def round(self, columns: Floats, grid: ColumnGrid, targets: Floats | None = None) -> Codes:
-        """Give the codes uint8 [n, n_rows] of the columns of a weight, float32 [n, n_rows].
+        """Return the codes uint8 [n, n_rows] of the columns of a weight, float32 [n, n_rows].
 
         What they are rounded from, values with the errors of others, goes into `targets` [n, n_rows].
         """

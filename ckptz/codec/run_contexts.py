@@ -96,7 +96,7 @@ def _run_patterns(source: TensorSource) -> int | None:
 
 
 def _is_narrow(patterns: Patterns, size: int) -> NDArray[np.bool_]:
-    """Tell of each run of `size` patterns whether its values seem to come from a narrower type."""
+    """Return for each run of `size` patterns whether its values look converted from a narrower dtype."""
     if patterns.itemsize == 2:  # the low byte has bits of the mantissa that any value has
         return np.zeros(len(patterns) // size, np.bool_)
     tested = patterns.reshape(-1, size)[:, :N_TESTED] & patterns.dtype.type(0x7F)
@@ -105,7 +105,7 @@ def _is_narrow(patterns: Patterns, size: int) -> NDArray[np.bool_]:
 
 
 def _gain(counts: Counts) -> float:
-    """Give the share of bits that contexts save, by counts of codes [n_contexts, 256]; tables not counted."""
+    """Return the share of bits that contexts save, by counts [n_contexts, 256]; without tables."""
     *by_context, together = row_entropy_bits(np.vstack((counts, counts.sum(axis=0)))).tolist()
     return 1 - sum(by_context) / together if together else 0.0
 
@@ -149,7 +149,7 @@ class _Measured:
         )
 
     def where_it_pays(self) -> _Measured:
-        """Give runs that save too little by their contexts the most frequent one, which needs no labels."""
+        """Merge runs that save too little by contexts into the most frequent context, without labels."""
         if self.planes.any() or _gain(self.scales) > MIN_GAIN:
             return self
         total = self.scales.sum(axis=0)

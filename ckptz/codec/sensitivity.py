@@ -73,7 +73,7 @@ class SensitivityHistogram:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every element has a rank."""
+        """True if every element has a rank."""
         return self.sensitivities.is_finite
 
     def cut(self, prune: float, protect: float) -> SensitivityCut:

@@ -1,4 +1,4 @@
-"""What a method may know of a tensor before it plans: its values, its base, its guide, and their measures.
+"""A tensor to encode: its values, base and side information, and statistics of them.
 
 Encoder only: nothing of it is stored, and whatever steps, partitions or codes follow from it are in the
 frame. Measures (how large a tensor is, how far from its base, how sensitive) are summed over chunks, so
@@ -60,9 +60,8 @@ class SideInformation:
     inputs: InputCovariance | None = None  # second moments of the inputs that it is multiplied with
     # of the whole tensor where this is a shard of it, so that all shards get one map
     histogram: Histogram | None = None
-    # of a first moment whose moves are proportional to it: how far its weight will move, in all, for a first
-    # moment of one root of the second (of one, without a second), in root mean squares of what training moves
-    # that weight from one save to the next
+    # of a first moment: total weight update that a first moment of sqrt(v) (of 1, without second moments) will
+    # still cause, relative to the RMS update between two saves
     reach: float | None = None
     # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
     # of its tensors to one another
@@ -186,7 +185,7 @@ class TensorStatistics:
         return float(np.sqrt(self.power / self.n_patterns))
 
     def fault(self, dtype: DType) -> str:
-        """Say why no grid fits, or nothing."""
+        """Return the reason why no grid fits the tensor; empty if one does."""
         if not np.isfinite(self.largest):
             return "it or its base holds NaN or infinity, so it stays lossless"
         if self.largest > LARGEST[dtype.name]:

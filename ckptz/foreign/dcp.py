@@ -62,7 +62,7 @@ _OTHERS: Final = (
 
 
 def problem_of_parts(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
-    """Say what is wrong with the parts of a tensor, or nothing.
+    """Return the fault in the parts of a tensor; empty if there is none.
 
     Takes time and memory by the number of parts or cells of their grid, never by the size of the tensor.
     """
@@ -103,7 +103,7 @@ def _overlap(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
 
 
 def is_dcp(folder: Path) -> bool:
-    """Tell whether torch wrote the folder."""
+    """Return whether torch.distributed.checkpoint wrote the folder."""
     return (folder / METADATA_FILE).is_file()
 
 
@@ -143,7 +143,7 @@ class _StoredPart:
 def _source(
     name: str, torch_type: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Patterns]
 ) -> LazySource:
-    """Give a tensor of the folder, which is read as a whole; `kept` are those that were read last."""
+    """Return a source for a tensor of the folder, read as a whole; `kept` caches recently read ones."""
     if torch_type not in CODES:
         raise UnsupportedError(
             f"tensor {name!r} has the element type {torch_type!r}, which ckptz does not have"
@@ -319,7 +319,7 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 
 
 def _numbers(value: Any) -> Numbers:
-    """Give the numbers of a `torch.Size`."""
+    """Return the numbers of a `torch.Size`."""
     items = (
         value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
     )

@@ -76,7 +76,7 @@ def read(path: Path) -> Flat:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Tell whether a file begins as `torch.save` begins one."""
+    """Return whether a file begins as `torch.save` begins one."""
     with path.open("rb") as file:
         return file.read(len(ZIP_MAGIC)).startswith((ZIP_MAGIC, LEGACY_MAGIC))
 
@@ -124,7 +124,7 @@ def _load(file: Path | BinaryIO, *, mmap: bool) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Give the line of torch's error that says why; where it refuses, that stands behind long advice."""
+    """Return the line with the cause from torch's error, which may follow long advice."""
     lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
     return (lines or [type(error).__name__])[0][:120]
 

@@ -459,7 +459,7 @@ class FrameHeader:
         return {}
 
     def slot_tables(self, stream: int) -> NDArray[np.uint32]:
-        """Give the decoding tables [n_tables, 4096] of a stream that uses the tensor's tables, made once."""
+        """Return the decoding tables [n_tables, 4096] of a stream with the tensor's tables, made once."""
         if stream not in self._slots:
             self._slots[stream] = slot_tables(self.plan.tables[stream].frequencies)
         return self._slots[stream]

@@ -220,7 +220,7 @@ def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
 
 
 def writer_name() -> str:
-    """Give the text of `Index.writer`."""
+    """Return the text of `Index.writer`."""
     return f"ckptz {__version__}"
 
 
@@ -293,12 +293,12 @@ def envelope_metadata(features: Collection[str], packed_index: bytes) -> dict[st
 
 
 def version_of(features: Collection[str]) -> str:
-    """Give the lowest version of the format that has all of these features."""
+    """Return the lowest version of the format that has all of these features."""
     return FORMAT_VERSION if LOW_RANK_FEATURE in features else "1.0"
 
 
 def is_ckptz(metadata: dict[str, str] | None) -> bool:
-    """Tell whether an envelope announces a `.ckptz` file."""
+    """Return whether an envelope announces a `.ckptz` file."""
     return metadata is not None and metadata.get(KEY_FORMAT) == FORMAT_NAME
 
 

@@ -80,7 +80,7 @@ class Segments:
     slots: NDArray[np.uint32] | None = field(default=None, repr=False)
 
     def slot_tables(self) -> NDArray[np.uint32]:
-        """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or, if one, here."""
+        """Return decoding tables [n_tables, 4096], made once per tensor."""
         return slot_tables(self.tables) if self.slots is None else self.slots
 
 
@@ -156,7 +156,7 @@ def encode_rans_streams(
 
 
 def lanes_byte(n_lanes: int) -> bytes:
-    """Give the byte that begins a stream of so many lanes."""
+    """Return the first byte of a stream with this number of lanes."""
     return bytes((LANE_CHOICES.index(n_lanes),))
 
 
@@ -360,7 +360,7 @@ def _own_tables(sizes: Sequence[int], counts: Counts) -> tuple[Frequencies, list
 
 
 def least_packed(counts: Counts) -> Counts:
-    """Give the bytes [n] that tables for counts [n, 256] take at least.
+    """Return a lower bound [n] of the bytes of tables for counts [n, 256].
 
     A frequency takes a bit or more, and there is one for each symbol from the first to the last.
     """
@@ -433,19 +433,19 @@ class OwnTable:
 
 
 def middle_of(symbols: Any) -> Any:
-    """Give the sample that zstd is tried on, of an array or tensor [..., n]."""
+    """Return the sample of an array or tensor [..., n] that zstd is tried on."""
     begin = max((symbols.shape[-1] - ZSTD_SAMPLE) // 2, 0)
     return symbols[..., begin : begin + ZSTD_SAMPLE]
 
 
 def spread_of(symbols: Any) -> Any:
-    """Give samples from all over an array or tensor [..., n]: [..., 64, 512 at most]."""
+    """Return samples from the whole of an array or tensor [..., n]: [..., 64, 512 at most]."""
     n = symbols.shape[-1]
     return symbols[..., : n // 64 * 64].reshape(*symbols.shape[:-1], 64, -1)[..., :512]
 
 
 def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
-    """Tell whether samples [64, 512] and [2^14] of many codes have nearly eight bits and no repeats."""
+    """Return whether samples [64, 512] and [2^14] have almost eight bits of entropy and no repeats."""
     if n < RANDOM_MIN:
         return False
     counts = cpu().histogram(np.ascontiguousarray(spread).reshape(-1))
@@ -470,13 +470,13 @@ def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[floa
 
 
 def repeats(sample: Bytes) -> bool:
-    """Tell whether zstd takes less than an ideal coder of single codes of a sample [n]."""
+    """Return whether zstd beats an ideal order-0 coder on a sample [n]."""
     own = OwnTable.of(len(sample), 0, entropy_bits(cpu().histogram(sample)))
     return zstd_promises(sample, own.n, own.bits / 8, *_least_zstd([sample], [own]))
 
 
 def zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
-    """Tell by the middle [m] of n codes if zstd takes less than `other_bytes`; it takes at least `least`."""
+    """Predict from the middle [m] of n codes whether zstd takes less than `other_bytes`."""
     other_bytes *= len(middle) / n
     if least > ZSTD_MAY_GAIN * other_bytes:
         return False
@@ -533,7 +533,7 @@ class Embedded:
         out.raw(self.stream)
 
     def codes(self, n: int) -> Bytes:
-        """Give the codes [n]; see `read_embedded`."""
+        """Return the codes [n]; see `read_embedded`."""
         symbols = np.empty(n, np.uint8)
         # Not as bytes, for whose arrays, which are read-only, kernels would be compiled once more.
         decode_stream(self.coder, memoryview(bytearray(self.stream)), symbols)

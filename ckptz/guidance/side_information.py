@@ -24,7 +24,7 @@ from ckptz.state.roles import Role, Rule, role_of
 if TYPE_CHECKING:
     from ckptz.foreign.inputs import Input
 
-UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
+UNCALIBRATED: Final = "no calibration given: weights rounded to nearest"
 Calibrated: TypeAlias = Path | Recordings[RecordedInputs]  # saved, or in memory
 # A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
 INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")

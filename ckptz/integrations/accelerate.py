@@ -58,7 +58,7 @@ class Registration:
     _strict: bool = True  # of the `load_state` that runs now
 
     def remove(self) -> None:
-        """Let accelerate save and load models itself again."""
+        """Remove the hooks, so that accelerate saves and loads models itself again."""
         while self._handles:
             self._handles.pop().remove()
         self._accelerator.__dict__.pop("load_state", None)
@@ -75,7 +75,7 @@ class Registration:
             self._strict = True
 
     def chain(self, i: int) -> Chain:
-        """Give the files of the i-th model."""
+        """Return the files of the i-th model."""
         if i not in self._chains:
             settings = self._accelerator.project_configuration
             limit = settings.total_limit if settings.automatic_checkpoint_naming else None
@@ -125,7 +125,7 @@ def _path(folder: str, i: int) -> Path:
 
 
 def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Registration:
-    """Let `save_state` and `load_state` keep models as `.ckptz` files, each against the one before.
+    """Make `save_state` and `load_state` store models as `.ckptz` files, each as a delta to the one before.
 
     `load_state(folder, strict=False)` loads what matches, and a warning lists missing and unexpected names.
 

@@ -171,7 +171,7 @@ class Chain(LinkedFiles):
 
 
 def on_host(state: Any) -> Any:
-    """Bring a nested state to the CPU, its tensors as plain ones; what is there already is shared."""
+    """Copy a nested state to the CPU; tensors that are there already are shared."""
     copies: dict[object, torch.Tensor] = {}  # those that are one stay one
 
     def tensor(value: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:

@@ -269,7 +269,7 @@ def _newest_complete(folder: Path) -> str | bool | None:
 
 
 def _put_times_right(folder: Path) -> None:
-    """Give each checkpoint the time at which it was complete: the Trainer deletes those of the oldest times.
+    """Set each folder's time to that of its completion: the Trainer deletes the oldest by time.
 
     A delete that failed halfway changes the time of its folder, and a younger one would go in its place. What
     was not written to its end goes first.

@@ -50,7 +50,7 @@ TINY_EXPONENT = 27  # sums of two floats below 2^-100 are made of integers, see 
 
 
 def region_codes(patterns: Patterns, boundaries: Patterns, codes: Bytes) -> Bytes:
-    """Give codes[r] of each pattern, r the number of boundaries at or below it in the order of the values.
+    """Return codes[r] of each pattern, r the number of boundaries at or below it in the order of the values.
 
     `boundaries` are ascending results of `order`; `codes` has one more entry.
     """
@@ -82,7 +82,7 @@ def from_f32(patterns: NDArray[np.uint32], kind: int) -> Patterns:
 
 
 def all_finite(patterns: Patterns, kind: int) -> bool:
-    """Tell whether no pattern is an infinity or NaN."""
+    """Return whether no pattern is an infinity or NaN."""
     exponent = patterns.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
     return not bool(((patterns & exponent) == exponent).any())
 

@@ -1,4 +1,4 @@
-"""What lossless files need, in plain numpy: the start of a process, and the definition of its compiled twin.
+"""Kernels of lossless files in plain numpy: used for small work, and the definition of the compiled ones.
 
 Loading compiled kernels takes a third of a second, and compiling them several. Work that is done sooner is
 done here: `ckptz.kernels` turns to the compiled ones after `PATIENCE` seconds of it. Both write the same
@@ -45,7 +45,7 @@ _spent = [0.0]  # seconds
 
 
 def suffices() -> bool:
-    """Tell whether the work of this process was small so far, and no compiled kernel was needed."""
+    """Return whether this process has done little work so far, so that no compiled kernel is needed."""
     return _spent[0] < PATIENCE
 
 
@@ -59,7 +59,7 @@ def _compiled() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Give a compiled kernel that has no twin here."""
+    """Return a compiled kernel that has no numpy version here."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(_compiled(), name)

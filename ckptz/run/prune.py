@@ -96,7 +96,7 @@ Units = Sequence[Unit]
 def decide(
     name: str, units: Units, policy: KeepPolicy, after: int | None = None
 ) -> tuple[set[Unit], Units, Units, tuple[str, ...]]:
-    """Tell what stays of a run.
+    """Decide which parts of a run are kept.
 
     Args:
         name: of the folder, for messages.

@@ -66,12 +66,12 @@ class Reading:
 
     @property
     def value(self) -> float:
-        """Give the mean over all answers."""
+        """The mean over all examples."""
         return float(self.values.sum() / self.total)
 
     @property
     def total(self) -> float:
-        """Give the number of answers."""
+        """The number of examples in all."""
         return float(len(self.values) if self.counts is None else self.counts.sum())
 
 
@@ -84,7 +84,7 @@ class Limit:
     sharing: int = 1  # what the limit of single changes is divided by
 
     def in_units(self, exact: Reading) -> float:
-        """Give the limit in the unit of the value."""
+        """Return the limit in the unit of the value."""
         return self.max_drop * exact.value if self.is_relative else self.max_drop
 
 
@@ -118,22 +118,22 @@ class Judgement:
 
     @property
     def most_changes(self) -> float:
-        """Give the largest `changes` that the budget allows."""
+        """The largest per-example change within the budget."""
         return _most_changes(self.allowed, self.error or 0.0) / self.sharing
 
     @property
     def is_kept(self) -> bool:
-        """Whether the budget is kept."""
+        """True if the budget is kept."""
         return self.used is not None and self.used <= 1
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the mean decides: its standard error is at most half the budget, or is not known."""
+        """True if the mean decides: its standard error is at most half the budget, or unknown."""
         return self.error is None or self.error <= RESOLVED * self.allowed
 
     @property
     def n_wanted(self) -> float:
-        """Give how many values it takes for the mean to decide; NaN where that cannot be known."""
+        """The number of values at which the mean would decide; NaN if unknown."""
         if self.error is None or not self.allowed:
             return math.nan
         return self.n_values * (self.error / (RESOLVED * self.allowed)) ** 2
@@ -169,7 +169,7 @@ def judge(limit: Limit, exact: Reading, found: Reading) -> Judgement:
 
 
 def share_used(change: float, error: float, changes: float, allowed: float, sharing: int = 1) -> float:
-    """Give the share of a budget that the larger of both numbers uses; not finite where one is not."""
+    """Return the larger share of a budget that mean and per-example change use; not finite if one is not."""
     if not (math.isfinite(change) and math.isfinite(changes)):
         return math.inf
     change, error = abs(change), error if math.isfinite(error) else 0.0
@@ -188,7 +188,7 @@ def _most_changes(allowed: float, error: float) -> float:
 
 
 def used_by_changes(judged: Judgement) -> float:
-    """Give the share of a budget that the changes of single answers use; infinite if they are not known."""
+    """Return the share of a budget that the per-example change uses; infinite if it is unknown."""
     return math.inf if judged.changes is None else _share(judged.changes, judged.most_changes)
 
 
@@ -266,7 +266,7 @@ class Budget:
             raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")
 
     def limit(self, per_step: float | None, restores: int = 0, *, is_one: bool = False) -> Limit:
-        """Give what one restore may use, in units of the value; NaN for steps that cannot be measured.
+        """Return the limit for one restore, in units of the value; NaN for steps that cannot be measured.
 
         Args:
             per_step: what a step of training lowers the value by, or None.

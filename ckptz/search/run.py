@@ -154,7 +154,7 @@ def _judge(ready: Prepared, options: SearchOptions, run: SearchRun) -> Judge:
 
 
 def _is_of_model(name: str, ready: Prepared) -> bool:
-    """Tell whether a model has the tensor: weights, and buffers of integers, but no optimizer state."""
+    """Return whether a tensor belongs to the model: a weight or an integer buffer, no optimizer state."""
     job, source, role = ready.job, ready.job.tensors[name], ready.roles[name]
     if not source.dtype.is_float:
         role = (job.roles or {}).get(name) or role_of(name, source.shape, is_float=True, rules=job.role_rules)
@@ -165,14 +165,14 @@ def _is_of_model(name: str, ready: Prepared) -> bool:
 
 
 def searched_template(options: SearchOptions) -> Method:
-    """Give the template of a search, as its budgets need it."""
+    """Return the template of a search, as its budgets need it."""
     trains = any(map(is_of_training, options.budgets))
     template = options.template
     return space_of(template).template(template, trains=trains, restarts=options.restores > 0)
 
 
 def parent_config(options: SearchOptions, job: Job) -> Method | None:
-    """Give what the user says, or what the checkpoint before was written with, if by the same method."""
+    """Return the user's settings, or those of the base if it was written by the same method; else None."""
     template = searched_template(options)
     parent = options.parent if options.parent is not None else recorded_in(job.bases, template)
     space = space_of(template)
@@ -227,7 +227,7 @@ class Trial:
     written: Written
 
     def publish(self, run: SearchRun, options: SearchOptions) -> None:
-        """Give the file its name, unless its inputs have changed or the run is a dry one; remove it then."""
+        """Publish the file, or remove it if its inputs have changed or this is a dry run."""
         try:
             run.check()
             if not options.is_dry_run:
@@ -337,7 +337,7 @@ class Searcher:
         return outcome
 
     def publish(self) -> tuple[Written, tuple[QualityRecord, ...]]:
-        """Give the best its records and its name; a lossless file where nothing keeps the budget."""
+        """Publish the best file with its quality records; a lossless one if nothing is within the budget."""
         records: tuple[QualityRecord, ...] = ()
         if self.best is None:
             trial = write_trial(self.target, self.ready.plan(LOSSLESS, self.earlier), self.run)

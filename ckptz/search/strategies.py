@@ -32,7 +32,7 @@ class Outcome:
 
     @property
     def is_feasible(self) -> bool:
-        """Whether the budget is kept."""
+        """True if the budget is kept."""
         return self.used <= FULL
 
 
@@ -75,7 +75,7 @@ DRAWS: Final = 3  # of the rounding of one configuration
 
 
 def _is_chance(history: History, config: Method) -> bool:
-    """Tell whether this alone was tried, and only its mean broke the budget, each time by another amount.
+    """Return whether only this configuration was tried, and only its mean exceeded the budget each time.
 
     Where weights are rounded at random, errors of the first order move a mean up or down by chance. Another
     draw may keep the budget at the same size, on the levels of the base, which other settings would leave.
@@ -185,7 +185,7 @@ class _Points:
 
 
 def _beside(points: _Points, history: History, best: Outcome) -> Method | None:
-    """Give the smallest untried configuration beside the best one, if it promises to be smaller than that."""
+    """Return the smallest untried neighbour of the best configuration, if it is predicted to be smaller."""
     places = points.places.get(best.config, [])
     if not places or len(history) >= int(MAX_SHARE * len(points.places)):
         return None
@@ -205,7 +205,7 @@ def _middle(points: _Points, left: NDArray[np.int64]) -> int:
 
 
 def dominates(point: Point, other: Point) -> bool:
-    """Tell whether `point` is at least as aggressive as `other` along every axis."""
+    """Return whether `point` is at least as aggressive as `other` along every axis."""
     return all(a >= b for a, b in zip(point, other, strict=True))
 
 
@@ -248,7 +248,7 @@ class Neighbourhood:
         return list(dict.fromkeys([*kept, *same_knobs, *by_ratio]))
 
     def _is_of_cubes(self) -> bool:
-        """Tell whether the parent differs from what the cubes hold along their axes alone."""
+        """Return whether the parent differs from a cube's template along its axes only."""
         return any(
             cube.space.at(cube.template, values) == cube.space.at(self.parent, values)
             for cube in self.cubes
@@ -256,7 +256,7 @@ class Neighbourhood:
         )
 
     def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
-        """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""
+        """Return whether a configuration was tried, or is beyond one that exceeded the budget."""
         return any(
             dominates(point, other)
             for cube in self.cubes
@@ -335,7 +335,7 @@ class MultiplierSearch:
         return None if any(outcome.config == config for outcome in history) else config
 
     def _multiplier(self, x: float) -> float:
-        """Give a multiplier of three digits, which plans and records show as they are; or the parent's own.
+        """Round a multiplier to three digits, or return the parent's exact one.
 
         Only at the very same one does the grid of the parent's file stay.
         """
@@ -368,7 +368,7 @@ class _Bracket:
         return cls(kept, above[0] if above else None, _power(points))
 
     def is_done(self, close: float) -> bool:
-        """Tell whether another trial would gain too little, or leave the range."""
+        """Return whether another trial would gain too little or leave the range."""
         if self.kept is None:
             return self.broken is not None and self.broken.x <= math.log(SMALLEST)
         if self.kept.y >= math.log(close) or self.kept.x >= math.log(LARGEST):
@@ -376,7 +376,7 @@ class _Bracket:
         return self.broken is not None and self.broken.x - self.kept.x <= NARROW
 
     def next(self, start: float) -> float:
-        """Say where to measure next, as the logarithm of a multiplier."""
+        """Return the logarithm of the next multiplier to measure."""
         low = math.log(SMALLEST) if self.kept is None else self.kept.x
         high = math.log(LARGEST) if self.broken is None else self.broken.x
         return _within(self._wanted(start), low, high)

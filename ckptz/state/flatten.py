@@ -92,17 +92,17 @@ class Geometry:
 
     @cached_property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in C order without gaps."""
+        """True if the elements are in C order without gaps."""
         return not self.n_items or (self.is_dense and self._steps() == sorted(self._steps(), reverse=True))
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether every element of the span belongs to exactly one index."""
+        """True if every element of the span belongs to exactly one index."""
         return not self.n_items or (self.is_injective and self.span == self.n_items)
 
     @cached_property
     def is_injective(self) -> bool:
-        """Whether no two indices certainly mean one element: each stride steps over all below it."""
+        """True if no two indices share an element: each stride exceeds the span of all smaller ones."""
         reach = 0
         for stride, n in sorted(self._steps()):
             if stride <= reach:
@@ -188,7 +188,7 @@ def _checked_tensor(value: Any, path: TreePath) -> Tensor:
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """Tell where a tensor's elements lie."""
+    """Return the geometry of a tensor in its storage."""
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     return Geometry(
         _dtype_name(tensor.dtype), tensor.element_size(), shape, strides, int(tensor.storage_offset())
@@ -254,7 +254,7 @@ def _parts(group: Sequence[_Leaf]) -> list[_SharedRun]:
 
 
 def part_offsets(sizes: Iterable[int]) -> list[int]:
-    """Tell where the parts of a storage begin, and as the last number, where it ends."""
+    """Return the offsets of the parts of a storage, and its end as the last number."""
     aligned = (-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes)
     return [0, *itertools.accumulate(aligned)]
 
@@ -340,7 +340,7 @@ def _in_order(items: NDArray[Any], pattern_bytes: int, begin: int, end: int) -> 
 
 
 def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
-    """Give the stored names by other names of the whole tensor; views of parts of it have none."""
+    """Return the stored name for every other name of a whole tensor; partial views have none."""
     if tree is None:
         return {}
     parsed = parse_tree(tree)

@@ -79,7 +79,7 @@ class Holder:
         return None
 
     def pack(self) -> bytes:
-        """Give the holder as JSON."""
+        """Return the lock's holder as JSON."""
         return json.dumps(asdict(self)).encode()
 
 
@@ -164,7 +164,7 @@ class FileLock:
 
     @property
     def is_lost(self) -> bool:
-        """Whether others may write: this process was forked, or somebody removed the file or the folder."""
+        """True if others may write: this process was forked, or the file or folder was removed."""
         if self._descriptor is None:
             return True
         try:
@@ -173,7 +173,7 @@ class FileLock:
             return True
 
     def is_of(self, descriptor: int) -> bool:
-        """Tell whether this is a lock of the file that is open as `descriptor`."""
+        """Return whether this lock belongs to the file open as `descriptor`."""
         own = self._descriptor
         with contextlib.suppress(OSError):  # released meanwhile
             return own is not None and os.path.sameopenfile(own, descriptor)
@@ -381,7 +381,7 @@ def acquire(place: Place, folder: Path | None) -> Lock:
 
 
 def is_held(folder: Path) -> bool:
-    """Tell whether a process holds the `flock` of a local folder."""
+    """Return whether a process holds the `flock` of a local folder."""
     try:
         FileLock(folder).release()
     except ConfigError:

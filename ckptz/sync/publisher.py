@@ -185,7 +185,7 @@ class Publisher:
     def _open_base(
         self, snapshot: Snapshot, versions: list[Version], notes: list[str], held: contextlib.ExitStack
     ) -> _Last | None:
-        """Give the base of the next delta; None for a full file. `notes` say why if it has other tensors."""
+        """Return the base of the next delta; None for a full file, with a note if its tensors differ."""
         newest = newest_step(versions)
         if newest is None:
             return None

@@ -1,4 +1,4 @@
-"""What a save may lose: settings that a search finds for a budget, and calibrations that guide them.
+"""Settings of a lossy save that a search finds for a budget, and the calibrations that guide them.
 
 Knows snapshots and the store that they go into, and no training loop.
 """

@@ -356,7 +356,7 @@ class Checkpointer:
         return self._last
 
     def _method(self) -> LossSettings:
-        """What may be lost, before a search; a calibration that does not fit is noticed here."""
+        """Return the loss settings before a search; check that the calibration fits."""
         found = calibrated(self._calibration)
         if found is not None:
             live = model_state(self.model).items()
@@ -378,7 +378,7 @@ class Checkpointer:
     def _searched(
         self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int
     ) -> tuple[LossSettings, SearchReport]:
-        """What a search finds; random numbers that evaluations draw are not the run's."""
+        """Search for settings; the run's random state is restored after the evaluations."""
         self._snapshot.synchronize()
         file, random = StepFile(step, "weights"), random_state()
         try:
@@ -529,7 +529,7 @@ class Checkpointer:
         warnings.warn(note, RuntimeWarning, stacklevel=7)
 
     def restore(self, step: int, *, weights_only: bool = False, strict: bool = True) -> int:
-        """Bring the run back to a step, random numbers included.
+        """Restore the run to a step, random numbers included.
 
         Everything is read and checked before anything is changed. To go on from a step that is not the
         newest, `discard_after` it first. Afterwards everything that was restored is compared with what was

@@ -144,7 +144,7 @@ class _Coder:
         return self._quantizer.kept(0, patterns)
 
     def finished(self) -> CodedSource:
-        """Bring everything to the host."""
+        """Copy everything to the host."""
         task = self._task
         kept = torch.cat(self._kept)
         return CodedSource(

@@ -72,14 +72,14 @@ class LossSettings:
     bases: Mapping[FileKind, str | None] = field(default_factory=dict)
 
     def against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
-        """Give what may be lost of a file that is stored against a base."""
+        """Return the loss settings of a file with this base."""
         if kind not in self.bases or self.bases[kind] == id_of(base):
             return self
         return LossSettings(config=LOSSLESS)
 
 
 def id_of(base: Checkpoint | None) -> str | None:
-    """Give the content id of a base."""
+    """Return the content id of a base."""
     return None if base is None else base.content_id()
 
 
@@ -133,7 +133,7 @@ class StepState:
             self.roles[name] = Role("weight", parameter, layer_type)
 
     def like(self, base: Checkpoint | None) -> StepState:
-        """Give a snapshot whose weights are named as in a base, which may have the model's own names."""
+        """Return a snapshot with the weight names of a base, which may be the model's own names."""
         if base is None:
             return self
         names = [name.removeprefix(self.prefix) for name in self.weights.tensors]
@@ -186,7 +186,7 @@ def _weight_roles(weights: Mapping[str, TensorSource], prefix: str) -> Iterator[
 def moment_roles(
     optimizer: Mapping[str, Any], tensors: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, Role]]:
-    """Say what the tensors of optimizer state are that is kept by the names of parameters."""
+    """Yield the roles of the tensors of optimizer state by parameter name."""
     for parameter, state in optimizer.items():
         for key in state:
             name = f"{OPTIMIZER}.{parameter}.{key}"
@@ -256,7 +256,7 @@ class StepEncoder:
     def _guides_of_copies(
         self, method: LossSettings, held: contextlib.ExitStack
     ) -> dict[str, SideInformation]:
-        """What is known of copies of weights, by their names: what is known of the weights."""
+        """Return the side information of copies of weights: that of the weights."""
         state = self._state
         if not state.copies or not method.config.is_lossy:
             return {}
@@ -268,7 +268,7 @@ class StepEncoder:
         return {name: guide for name, guide in owned.items() if guide is not None}
 
     def _guides(self) -> dict[str, SideInformation]:
-        """What is known of first moments, by their names."""
+        """Return the side information of first moments, by name."""
         if self._trail is None:
             return {}
         trained = self._state.with_optimizers
@@ -330,7 +330,7 @@ def residual_job(job: Job, lossy: Checkpoint, file: str, metadata: Mapping[str, 
 
 
 def lossy_tensors(restored: Checkpoint | None) -> dict[str, TensorSource]:
-    """Give the tensors of an open file that lose something, by name; none of no file."""
+    """Return the lossy tensors of an open file by name; none without a file."""
     records = () if restored is None or restored.container is None else restored.container.index.tensors
     return {one.name: restored.tensors[one.name] for one in records if restored and one.lossy is not None}
 
@@ -369,7 +369,7 @@ def _part(state: Mapping[str, Any], prefix: str | None = None) -> Job:
 
 
 def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource], prefix: str | None) -> bool:
-    """Whether the names of the tensors tell all: one level below `MODEL`, no two of one memory."""
+    """Return whether names alone describe the tree: one level below `MODEL`, no shared memory."""
     return prefix is not None and [f"{prefix}{name}" for name in state[MODEL]] == list(tensors)
 
 
@@ -404,7 +404,7 @@ class StepReader:
         return sum(s.n_bytes for s in self._container.tensors.values())
 
     def outline(self) -> dict[str, Any]:
-        """Give the nested state without its values: tensors on the meta device. Nothing is decoded."""
+        """Return the nested state with tensors on the meta device; nothing is decoded."""
         return self._assembled(
             {
                 name: torch.empty(source.shape, dtype=torch_dtype(source.dtype), device="meta")

@@ -41,7 +41,7 @@ class _Transfer:
         source.record_stream(stream)
 
     def finish(self) -> None:
-        """Let nothing overwrite what is still being copied, and remember when it has been."""
+        """Make the training stream wait for the copies, and record their end."""
         for device, stream in self.streams.items():
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
@@ -147,7 +147,7 @@ def _dense_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def identity_of(tensor: torch.Tensor) -> object:
-    """Tell which tensors of a state are one: the same values in the same memory, in the same order.
+    """Return the identity of a tensor: equal for tensors with the same memory in the same order.
 
     An empty one has no address and is only itself, as long as the state keeps it alive.
     """

@@ -120,7 +120,7 @@ def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
 
 
 def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Let tensors of one number in the state of optimizers share memory, as parts of one under `SCALARS`.
+    """Store the scalar tensors of optimizer state as parts of one tensor under `SCALARS`.
 
     A file then has one tensor for them, where each count of steps would take some 200 bytes by itself.
     """
@@ -153,7 +153,7 @@ def check_training(state: Any, where: str) -> None:
 
 
 def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
-    """Give the states of extras by name, in plain values and tensors; `extras_to_load` brings types back."""
+    """Return the states of extras by name as plain values and tensors; `extras_to_load` restores types."""
     return {name: to_plain(_state_of(name, extra), _itself) for name, extra in extras.items()}
 
 
@@ -209,7 +209,7 @@ def check_states(extras: Mapping[str, Extra], rest: Mapping[str, Any], where: st
 
 
 def _extra_fault(extra: Extra, saved: Any) -> str | None:
-    """Say why an extra cannot take a saved state, as far as that can be told before it is changed."""
+    """Return the reason why an extra cannot load a saved state, if that can be known beforehand."""
     if isinstance(extra, torch.Generator):
         try:
             torch.Generator(extra.device).set_state(saved)
@@ -225,7 +225,7 @@ def _extra_fault(extra: Extra, saved: Any) -> str | None:
 def extras_to_load(
     extras: Mapping[str, Extra], saved: Mapping[str, Any]
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Give for each extra, by name, what gives it its saved state.
+    """Yield for each extra its name and the function that loads its saved state.
 
     Raises:
         CorruptionError: a state has a value of a type that is not known.
@@ -245,7 +245,7 @@ def _load_extra(extra: Extra, saved: Any) -> None:
 
 
 def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -> None:
-    """Give parts of a run, by name, their states.
+    """Load the states of the parts of a run, in order.
 
     Raises:
         ConfigError: one refused its state; the message says which had been changed by then.
@@ -322,7 +322,7 @@ def as_number(value: Any) -> Any:
 
 
 def random_state() -> RandomState:
-    """Give the state of all generators, of every CUDA device too where CUDA is in use."""
+    """Return the state of all generators, including those of CUDA devices in use."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: RandomState = {

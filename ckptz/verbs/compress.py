@@ -238,7 +238,7 @@ def _steps_of(sources: Sequence[Path]) -> dict[Path, int]:
 
 
 def _has_steps(sources: Sequence[Path], steps: Mapping[Path, int]) -> bool:
-    """Tell whether all inputs have a step of their own."""
+    """Return whether all inputs have different steps."""
     return len(set(steps.values())) == len(sources)
 
 
@@ -324,7 +324,7 @@ def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
 
 
 def _is_copied(carried: Carried, place: Path) -> bool:
-    """Tell whether a folder has a file under a relative path, with the same bytes."""
+    """Return whether a folder has a file with the same bytes under a relative path."""
     name, source = carried
     copy = place / name
     return copy.is_file() and not copy.is_symlink() and filecmp.cmp(source, copy, shallow=False)
@@ -352,7 +352,7 @@ def _base_differences(opened: Input, base: _Base | None) -> list[str]:
 
 
 def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bool) -> _Base | None:
-    """Give the base, or None if its chain is at its longest; append to `notes` what the user should know."""
+    """Return the base, or None with a note if its chain has the maximum length."""
     if base is None:
         return None
     if CHAIN_RULE.base_of(base.ref.depth) is None:
@@ -395,7 +395,7 @@ class _Compression:
 
     @property
     def is_dry(self) -> bool:
-        """Whether a search writes nothing."""
+        """True if the search writes nothing."""
         return self.search is not None and self.search.is_dry_run
 
     def all(self, output: PathLike | None, base_path: Path | None) -> Iterator[CompressReport]:

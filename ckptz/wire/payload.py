@@ -293,7 +293,7 @@ def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: i
 
 
 def _peaks(top: Array, steps: Array) -> Array:
-    """Give the greatest magnitude of each tile as a bf16 pattern, int64 [tiles]: 0, or not finite."""
+    """Return the greatest magnitude of each tile as a bf16 pattern, int64 [tiles]: 0, or not finite."""
     peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MOST_STEPS)
     return peaks + wire_arrays.NAN_SCALE * (steps == NAN_TILE)
 

@@ -87,7 +87,7 @@ _Chunk = tuple[str, TensorSource, TensorPlan | None, ChunkSources]
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
-    """Give the base if its dtype and shape fit, else None: the tensor then stands alone."""
+    """Return the base if its dtype and shape fit; None for a self-contained tensor."""
     fits = base is not None and (base.dtype, base.shape) == (source.dtype, source.shape)
     return base if fits else None
 
@@ -157,7 +157,7 @@ class FilePlan:
         return self._planned(name, self.base(name), self.context_tensors(name), map)
 
     def base(self, name: str) -> TensorSource | None:
-        """Give what a tensor may be stored against; held where several passes will read it."""
+        """Return the base of a tensor; cached if several passes will read it."""
         base = matching_base(self.tensors[name], self.record.bases.get(name))
         recipe = self.recipes[name]
         if base is None or recipe == EXACT or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
@@ -165,7 +165,7 @@ class FilePlan:
         return CachedTensor(base, f"base of {name}", self._chunks)
 
     def alike(self, chunk: _Chunk) -> tuple[DType, bool] | None:
-        """Say with which others a tensor can be encoded: by dtype and having a base; None for none."""
+        """Return the key of the batch that a tensor can be encoded in, or None if it is encoded alone."""
         name, source, encoding, sources = chunk
         is_exact = self.recipes[name] == EXACT
         if encoding is not None or not is_exact:
@@ -206,7 +206,7 @@ class FilePlan:
         return TensorToEncode(self.tensors[name], base, guide, context_tensors, run, seed, self._movement)
 
     def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:
-        """Give the tensors that a tensor's contexts depend on, as the file restores them."""
+        """Return the tensors that a tensor's contexts depend on, as the file restores them."""
         wanted = self.recipes[name].context_tensor
         if wanted is None:
             return context_tensors_of({})
@@ -241,7 +241,7 @@ def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
 
 
 def _is_small(plan: FilePlan, batch: Sequence[_Chunk]) -> bool:
-    """Tell whether the chunks of a batch take more Python than arithmetic, by their patterns on average."""
+    """Return whether the chunks of a batch are so small that Python's overhead dominates."""
     is_together = all(plan.alike(chunk) for chunk in batch)
     n_patterns = sum(sources.end - sources.begin for *_, sources in batch)
     return n_patterns < len(batch) * (SMALL_VALUES_TOGETHER if is_together else SMALL_VALUES)

@@ -117,7 +117,7 @@ def _roles_of(job: Job) -> tuple[dict[str, Role], list[str]]:
 
 
 def mark_restored(job: Job) -> None:
-    """Let the next file know the weights that a restore has left, which the job describes."""
+    """Record the restored weights as the reference for the next save's momentum correction."""
     if job.momentum is not None:
         trained = job.momentum.trained_in(job.tensors, job.tree, _roles_of(job)[0])
         job.momentum.trail.mark(trained, job.momentum.step, is_restored=True)

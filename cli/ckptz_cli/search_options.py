@@ -120,7 +120,7 @@ class Evaluation:
         return cls(kind or (name if name in KINDS else "quality"), function)
 
     def quality(self, n_steps: int | None) -> Any:
-        """Give the function or measure that a budget calls."""
+        """Return the function or measure that a budget calls."""
         from ckptz.search.measures import Agreement, ResumeProbe
 
         if self.kind == "logits":
@@ -224,7 +224,7 @@ search_options = together(
 
 @contextlib.contextmanager
 def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
-    """Give what is told of each trial of a search: a table on a terminal, a line each with --verbose."""
+    """Yield the callback for trials: a table on a terminal, a line each with --verbose."""
 
     def tell_line(trial: TrialReport) -> None:
         if is_verbose:

@@ -116,7 +116,7 @@ def test_quality_that_a_file_records_is_shown(run: Path, tmp_path: Path) -> None
     forge(run / "c.ckptz", run / "c.ckptz", lambda index: {**index, "quality": rows})
     out = ckptz("log", run, "--json").json["entries"][3]["quality"]
     assert out[0]["measured"] == 3.015
-    assert "loss 3.015 against 3, 0.50% worse (1% is allowed)" in ckptz("log", run).stdout
+    assert "loss 3.015 against 3, 0.50% worse (limit 1%)" in ckptz("log", run).stdout
 
 
 # --- what is not whole ----------------------------------------------------------------------------

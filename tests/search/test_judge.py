@@ -328,7 +328,7 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert changes.max_drop == pytest.approx(0.005 * mean.exact)  # too few answers for the mean to decide
     assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
     assert 0 < changes.measured <= changes.max_drop
-    what = "half the mean square of the changes of loss by token"
+    what = "per-token change of loss"
     assert words.metric_name(changes) == what
     ckptz("report", output, "-o", folder / "page.html")
     page = (folder / "page.html").read_text()

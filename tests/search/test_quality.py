@@ -292,7 +292,7 @@ def test_a_budget_in_steps_is_kept_and_recorded_beside_the_loss(
     assert loss.measured - loss.exact <= 2 * 0.01 + 1e-9
     assert steps.measured == pytest.approx((loss.measured - loss.exact) / 0.01, rel=1e-6)
     assert (steps.max_drop, steps.is_relative, steps.is_met) == (pytest.approx(2), False, True)
-    assert "steps of training lost (2 are allowed)" in ckptz("inspect", folder / "out.ckptz").stdout
+    assert "steps of training lost (limit 2)" in ckptz("inspect", folder / "out.ckptz").stdout
 
 
 def test_a_share_of_the_loss_is_also_said_in_steps(folder: Path, functions: dict[str, Any]) -> None:

@@ -436,7 +436,7 @@ def test_trials_are_told_line_by_line(folder: Path) -> None:
     assert len(lines) == 4
     assert "levels" in lines[0]
     assert re.search(r"2\.\d+, \d+\.\d\d% worse, \d+% of the budget", lines[0])
-    assert re.search(r"loss 2\.\d+ against 2, \d\.\d\d% worse \(1% is allowed\)", run.stdout)
+    assert re.search(r"loss 2\.\d+ against 2, \d\.\d\d% worse \(limit 1%\)", run.stdout)
     assert "loss 2.0" in ckptz("inspect", folder / "out.ckptz").stdout
     assert "attention" in ckptz("inspect", folder / "out.ckptz", "--tensors").stdout
 
