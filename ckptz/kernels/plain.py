@@ -340,7 +340,7 @@ def _code_lengths(counts: list[int]) -> list[int]:
 
 
 def huffman_codes(lengths: Bytes) -> NDArray[np.int64]:
-    """Number the codes of lengths [256] by length and symbol; their first bit is the lowest."""
+    """Compute the code words of lengths [256], numbered by length and symbol; the first bit is the lowest."""
     codes, code, before = np.zeros(256, np.int64), 0, 0
     for symbol in np.argsort(lengths, kind="stable")[np.count_nonzero(lengths == 0) :].tolist():
         n_bits = int(lengths[symbol])
@@ -351,7 +351,7 @@ def huffman_codes(lengths: Bytes) -> NDArray[np.int64]:
 
 
 def quarters(n: int) -> Counts:
-    """Return the ends of four parts of n codes, each of n / 4 rounded up while codes are left."""
+    """Compute the ends [4] of parts of n codes, each of n / 4 rounded up while codes are left."""
     size = -(-n // HUFFMAN_STREAMS)
     return np.minimum(np.arange(1, HUFFMAN_STREAMS + 1) * size, n)
 
