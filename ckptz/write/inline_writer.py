@@ -139,10 +139,8 @@ class _Writing:
         return msgspec.structs.replace(entry, name=name, lossy=None)
 
     def _encoded(self, tensors: Tensors) -> Iterator[TensorEntry]:
-        start, plan = (
-            self._offset,
-            FilePlan(dict(tensors), FileRecord(), dict.fromkeys(tensors, EXACT), effort=SMALL),
-        )
+        recipes = dict.fromkeys(tensors, EXACT)
+        start, plan = self._offset, FilePlan(dict(tensors), FileRecord(), recipes, effort=SMALL)
         where = self._sink, self._reserved + start
         for entry, _, _ in write_frames(*where, plan, self._workers, self._progress):
             self._offset += entry.n_bytes

@@ -12,7 +12,14 @@ from ckptz.encode.effort import DEFAULT, FAST, SMALL, Effort
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.frame import FrameHeader
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
-from ckptz.format.streams import OF_CODE_STREAMS, CoderId, encode_stream, encode_streams
+from ckptz.format.streams import (
+    HUFFMAN_CODES,
+    OF_CODE_STREAMS,
+    CoderId,
+    decode_stream,
+    encode_stream,
+    encode_streams,
+)
 from ckptz.kernels import compiled, plain
 from ckptz.kernels.floats import Bytes, Patterns
 from ckptz.methods.lossless import plan_and_encode, plan_lossless
@@ -112,3 +119,23 @@ def test_streams_are_those_of_codes_encoded_one_by_one(start: object) -> None:
         (coder, bytes(data)) for coder, data in map(encode_stream, parts)
     ]
     assert {coder for coder, _ in together} == set(CoderId) - OF_CODE_STREAMS
+
+
+@pytest.mark.parametrize("kernels", ["numpy", "compiled"])
+def test_huffman_streams_are_those_of_codes_encoded_one_by_one_and_come_back(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "_spent", [0.0])
+    if kernels == "compiled":
+        compiled()
+    skewed = np.random.default_rng(1).binomial(30, 0.3, 30_003).astype(np.uint8)
+    parts = (*codes(), *(skewed[:n] for n in (HUFFMAN_CODES - 1, HUFFMAN_CODES, 30_001, 30_002, 30_003)))
+    together = encode_streams(parts, huffman_margin=0.1)
+    for part, (coder, data) in zip(parts, together, strict=True):
+        [(own, alone)] = encode_streams([part], huffman_margin=0.1)
+        assert (coder, bytes(data)) == (own, bytes(alone))
+        out = np.empty_like(part)
+        decode_stream(coder, memoryview(bytearray(data)), out)
+        np.testing.assert_array_equal(out, part)
+    n_huffman = sum(coder is CoderId.HUFFMAN for coder, _ in together)
+    assert n_huffman == sum(len(part) >= HUFFMAN_CODES for part in parts[-5:]) + 1  # of the first parts one

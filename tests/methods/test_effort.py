@@ -14,7 +14,7 @@ from ckptz.encode.effort import EffortName
 from ckptz.errors import ConfigError
 from ckptz.format.plan import PlaneMode
 from ckptz.format.streams import CoderId
-from ckptz.integrations.linked import ChainOptions
+from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.numpy import load_file, save, save_file
 from ckptz.store.resolve import open_checkpoint
 from ckptz.sync import Publisher
@@ -142,6 +142,20 @@ def test_a_run_is_saved_with_the_effort_of_its_checkpointer(tmp_path: Path) -> N
             checkpointer.restore_latest()
         assert torch.equal(model.weight, expected)
     assert sizes["small"] < sizes["fast"]
+
+
+def test_runs_of_frameworks_are_written_with_the_effort_of_their_options(tmp_path: Path) -> None:
+    weights = {name: torch.from_numpy(tensor) for name, tensor in state().items()}
+    for effort in ("fast", "small"):
+        Chain(ChainOptions(effort=effort)).write(tmp_path / f"{effort}.ckptz", job_of(weights))
+        assert (CoderId.HUFFMAN in coders(tmp_path / f"{effort}.ckptz")) is (effort == "fast")
+
+
+def test_published_weights_are_written_with_the_effort_of_the_publisher(tmp_path: Path) -> None:
+    weights = {name: torch.from_numpy(tensor) for name, tensor in state().items()}
+    for effort in ("fast", "small"):
+        [file] = Publisher(tmp_path / effort, effort=effort).publish(weights, step=1).files
+        assert (CoderId.HUFFMAN in coders(tmp_path / effort / file)) is (effort == "fast")
 
 
 @pytest.mark.parametrize(
