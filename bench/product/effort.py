@@ -53,7 +53,7 @@ EFFORTS: Final[dict[str, Effort]] = {
     "default, no Huffman": replace(DEFAULT, huffman_margin=None),
     "default, Huffman for 2 % more": replace(DEFAULT, huffman_margin=0.02),
     "default, Huffman for 10 % more": replace(DEFAULT, huffman_margin=0.1),
-    "fast, Huffman for 2 % more": replace(FAST, huffman_margin=0.02),
+    "fast, Huffman for 10 % more": replace(FAST, huffman_margin=0.1),
 }
 
 

@@ -36,7 +36,7 @@ class Effort:
 
 FAST: Final = Effort(
     "fast",
-    huffman_margin=0.1,
+    huffman_margin=0.05,
     run_gain=None,
     has_delta_contexts=False,
     tries_xor=False,

@@ -147,7 +147,7 @@ class Checkpointer:
         on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
             log it, for example. What it raises is a warning, for the step is there.
         effort: how much time to spend on smaller files: "fast", "default" or "small". Deltas are most of a
-            run's files, and "fast" makes them 6 to 44 % larger for little time, so it suits full files.
+            run's files, and "fast" makes them 6 to 38 % larger for little time, so it suits full files.
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
 
     Attributes:
