@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.encode.effort import DEFAULT, Effort
 from ckptz.encode.histogram import Histogram
 from ckptz.encode.sensitivity import Floats, floats_of
 from ckptz.format.dtypes import DType
@@ -111,6 +112,7 @@ class TensorToEncode:
     # other tensors of the file as it restores them, where the recipe names one
     context_tensors: ContextTensors | None = None
     run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
+    effort: Effort = DEFAULT
     seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
     movement: float | None = None  # of the file: see `Recipe.movement`; None where it is not known
 

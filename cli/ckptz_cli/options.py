@@ -29,7 +29,7 @@ NEXT: Final = "eval"  # the option that follows those of methods
 SECTIONS: Final[Mapping[str, Sequence[str]]] = {
     "Common options": (
         *("output", "base", "chain", "method", "eval", "max_drop", "budget"),
-        *("jobs", "force"),
+        *("effort", "jobs", "force"),
     ),
     "What is read and written": (
         *("resume", "step", "optimizer", "param_names", "roles", "search_path"),
