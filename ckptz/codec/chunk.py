@@ -76,10 +76,11 @@ class EncodedChunk:
 
 def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) -> list[Stream]:
     """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
+    margin = encoding.huffman_margin
     if labels is None:
-        return encode_streams(cpu().split_planes(codes, codes, RAW))
+        return encode_streams(cpu().split_planes(codes, codes, RAW), huffman_margin=margin)
     contexts = Contexts(labels, np.array([len(labels)]), encoding.plan.n_contexts)
-    return contexts.sort(codes, encoding.counted).encode_by(encoding.plan.tables)
+    return contexts.sort(codes, encoding.counted).encode_by(encoding.plan.tables, margin)
 
 
 def encode_values(patterns: Patterns) -> list[Stream]:
@@ -192,7 +193,7 @@ def _encode_planes(
         return changes, decoded, deviation
     batch = Batch(source.dtype, [decoded], [base])
     if not plan.rules:
-        [streams] = batch.streams(plan.mode)
+        [streams] = batch.streams(plan.mode, encoding.huffman_margin)
     elif not encoding.by_table:
         labels = labels_of(plan.rules, sources, header.row_patterns)
         streams = _encode_codes(batch.transformed(plan.mode), encoding, labels)
@@ -200,7 +201,8 @@ def _encode_planes(
         runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns)
         assert runs is not None  # they were counted
         by_table = encoding.by_table[sources.begin // CHUNK_VALUES]
-        streams = encode_by_runs([*batch.planes(plan.mode)], runs, plan.tables, by_table)
+        planes, margin = [*batch.planes(plan.mode)], encoding.huffman_margin
+        streams = encode_by_runs(planes, runs, plan.tables, by_table, margin)
     return streams, decoded, deviation
 
 
@@ -295,25 +297,26 @@ class Batch:
             cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
         return found
 
-    def streams(self, mode: PlaneMode) -> list[list[Stream]]:
+    def streams(self, mode: PlaneMode, huffman_margin: float | None) -> list[list[Stream]]:
         """Code the planes of each tensor, without contexts."""
         columns, n = [cut(plane, self.ends) for plane in self.planes(mode)], self.dtype.pattern_bytes
-        coded = encode_streams([part for parts in zip(*columns, strict=True) for part in parts])
+        parts = [part for own in zip(*columns, strict=True) for part in own]
+        coded = encode_streams(parts, huffman_margin=huffman_margin)
         return [coded[i : i + n] for i in range(0, len(coded), n)]
 
 
-def encode_planes(batch: Batch, plan: Plan) -> list[Encoded]:
+def encode_planes(batch: Batch, plan: Plan, huffman_margin: float | None) -> list[Encoded]:
     """Encode tensors by a plan without contexts."""
-    encoding, streams = TensorPlan(plan), batch.streams(plan.mode)
+    encoding, streams = TensorPlan(plan), batch.streams(plan.mode, huffman_margin)
     return [
         (encoding, encoded_chunk(own_streams, own))
         for own, own_streams in zip(batch.patterns, streams, strict=True)
     ]
 
 
-def encode_by_contexts(batch: Batch, mode: PlaneMode) -> list[Encoded]:
+def encode_by_contexts(batch: Batch, mode: PlaneMode, huffman_margin: float | None) -> list[Encoded]:
     """Encode deltas of a mode with contexts by the base's magnitude, each with tables of its own."""
-    tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode()
+    tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode(huffman_margin)
     return [
         (TensorPlan(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
         for own, own_tables, own_streams in zip(batch.patterns, tables, streams, strict=True)

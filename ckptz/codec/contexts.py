@@ -105,7 +105,7 @@ class Sorted:
         parts = np.add.reduceat(rows, self._first_rows)
         return parts.reshape(len(self.planes), -1).sum(axis=0)
 
-    def encode(self) -> tuple[list[list[StreamTables]], list[list[Stream]]]:
+    def encode(self, huffman_margin: float | None) -> tuple[list[list[StreamTables]], list[list[Stream]]]:
         """Make tables and streams: of each tensor, one of each plane."""
         table_of, sums, ends = planning().merge_rows(
             self.counts, self.part_rows, MAX_TABLES, TABLE_BITS, TABLE_BITS_PER_SYMBOL
@@ -117,7 +117,7 @@ class Sorted:
         m, rows_of = len(self.contexts.ends), self.contexts.rows_of
         table_bytes = np.diff(packed_ends[ends - 1], prepend=0)
         totals = np.add.reduceat(sums, begins, axis=0)
-        streams = self._coded(frequencies, table_of, n_bytes, table_bytes, totals)
+        streams = self._coded(frequencies, table_of, n_bytes, table_bytes, totals, huffman_margin)
         parts = zip(
             begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, streams, strict=True
         )
@@ -129,7 +129,7 @@ class Sorted:
         ]
         return [tables[t::m] for t in range(m)], [streams[t::m] for t in range(m)]
 
-    def encode_by(self, tables: Sequence[StreamTables]) -> list[Stream]:
+    def encode_by(self, tables: Sequence[StreamTables], huffman_margin: float | None) -> list[Stream]:
         """Code one tensor by tables that are given for each plane."""
         contexts = self.contexts.contexts
         found = [ContextCounts(contexts, counts) for counts in cut(self.counts, self.part_rows)]
@@ -143,7 +143,7 @@ class Sorted:
             np.concatenate([own.frequencies for own in tables]),
             np.zeros(len(n_bytes), np.int64),
         )
-        return self._coded(frequencies, table_of, n_bytes, paid, totals)
+        return self._coded(frequencies, table_of, n_bytes, paid, totals, huffman_margin)
 
     @cached_property
     def _parts(self) -> list[Bytes]:
@@ -157,6 +157,7 @@ class Sorted:
         n_bytes: Reals,
         table_bytes: Counts,
         totals: Counts,
+        huffman_margin: float | None,
     ) -> list[Stream]:
         """Code each part by the table of each row, or by another coder where that is smaller.
 
@@ -166,6 +167,7 @@ class Sorted:
             n_bytes: that the codes of each part take by them.
             table_bytes: that the tables of each part take, where another coder does without them.
             totals: occurrences of each code in each part.
+            huffman_margin: see `encode_streams`.
         """
         sizes, n_lanes = totals.sum(axis=1), np.array([n_lanes_for(n) for n in n_bytes.tolist()])
         most = n_bytes + 1 + 4 * n_lanes + table_bytes
@@ -177,7 +179,10 @@ class Sorted:
         # No other coder takes less than the entropy without contexts, a table and a head, repeats aside.
         least = row_entropy_bits(totals) / 8 + least_packed(totals) + HEAD_BYTES
         if at := np.flatnonzero(~is_constant & (least < most)).tolist():
-            others = encode_streams([self._parts[part] for part in at], totals[at], beats=most[at].tolist())
+            beats = most[at].tolist()
+            others = encode_streams(
+                [self._parts[part] for part in at], totals[at], beats=beats, huffman_margin=huffman_margin
+            )
             streams |= zip(at, others, strict=True)
         parts = range(len(totals))
         left = [part for part in parts if part not in streams or len(streams[part][1]) > most[part]]

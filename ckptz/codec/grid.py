@@ -149,7 +149,7 @@ class UniformGrid(Recipe):
         found = TensorStatistics.whole(source, base, guide, run)
         fault = found.fault(source.dtype)
         if fault or not found.power:
-            return replace(plan_lossless(source, base, run), note=fault)
+            return replace(plan_lossless(source, base, run, tensor.effort), note=fault)
         if found.residual_power >= found.power:
             base = None
         # Against weights on no grid, as those that a fine-tune began from, the step is that of full files.

@@ -23,6 +23,7 @@ from ckptz.codec.chunk import (
     encode_chunk,
     encode_planes,
 )
+from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.method import Method, Recipe, Setting, register
 from ckptz.codec.moment_codes import LogLevelQuantizer, StepQuantizer
@@ -64,7 +65,7 @@ class Exact(Recipe):
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a tensor that comes back bit for bit."""
         plan = plan_sparse if self.is_sparse else plan_lossless
-        return plan(tensor.source, tensor.base, tensor.run)
+        return plan(tensor.source, tensor.base, tensor.run, tensor.effort)
 
 
 @register
@@ -101,29 +102,33 @@ LOSSLESS: Final = Lossless()
 EXACT: Final = Exact()
 
 
-def plan_sparse(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> TensorPlan:
+def plan_sparse(
+    source: TensorSource, base: TensorSource | None, run: MapFunction = map, effort: Effort = DEFAULT
+) -> TensorPlan:
     """Plan the frame that decodes fastest: positions of changed patterns, unless too many are."""
     n_patterns = source.n_patterns
     if base is None or not n_patterns:
         return TensorPlan(exact_plan(source.dtype))
     n_changed = summed(run, lambda b: np.count_nonzero(source.patterns(*b) != base.patterns(*b)), source)
     if n_changed > MAX_SPARSE_SHARE * n_patterns:
-        return plan_lossless(source, base, run)
+        return plan_lossless(source, base, run, effort)
     # A step down and a step up are both small as ordered differences, whatever they carry into.
     return TensorPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
 
 
-def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunction = map) -> TensorPlan:
-    """Plan the smallest frame; `base` has the same dtype and shape, and `run` maps over chunks."""
+def plan_lossless(
+    source: TensorSource, base: TensorSource | None, run: MapFunction = map, effort: Effort = DEFAULT
+) -> TensorPlan:
+    """Plan a frame; `base` has the same dtype and shape, and `run` maps over chunks."""
     n_patterns = source.n_patterns
     if base is None or not n_patterns:
-        return plan_contexts(source, run) or TensorPlan(exact_plan(source.dtype))
+        return plan_contexts(source, effort, run) or TensorPlan(exact_plan(source.dtype))
     begin = (
         n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
     )  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_VALUES, n_patterns)
     [(mode, has_contexts)] = _choose(
-        Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns]
+        Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns], effort
     )
     if not has_contexts:
         return TensorPlan(planes_plan(mode))
@@ -135,7 +140,9 @@ def plan_lossless(source: TensorSource, base: TensorSource | None, run: MapFunct
     return TensorPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
 
 
-def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSource]) -> list[Encoded]:
+def plan_and_encode(
+    sources: Sequence[TensorSource], bases: Sequence[TensorSource], effort: Effort = DEFAULT
+) -> list[Encoded]:
     """Plan and encode tensors of one dtype, each of one chunk that is not empty; all or none have a base."""
     dtype = sources[0].dtype
     patterns, base_patterns = (
@@ -143,21 +150,26 @@ def plan_and_encode(sources: Sequence[TensorSource], bases: Sequence[TensorSourc
     )
     batch = Batch(dtype, patterns, base_patterns)
     if not bases:
-        return _encode_whole(sources, batch)
-    choices, encoded = _choose(batch, [len(own) for own in patterns]), dict[int, Encoded]()
+        return _encode_whole(sources, batch, effort)
+    choices, encoded = _choose(batch, [len(own) for own in patterns], effort), dict[int, Encoded]()
     for choice in dict.fromkeys(choices):
         which, (mode, has_contexts) = [k for k, other in enumerate(choices) if other == choice], choice
-        part = batch.only(which)
-        found = encode_by_contexts(part, mode) if has_contexts else encode_planes(part, planes_plan(mode))
+        part, margin = batch.only(which), effort.huffman_margin
+        if has_contexts:
+            found = encode_by_contexts(part, mode, margin)
+        else:
+            found = encode_planes(part, planes_plan(mode), margin)
         encoded |= zip(which, found, strict=True)
     return [encoded[k] for k in range(len(sources))]
 
 
-def _encode_whole(sources: Sequence[TensorSource], batch: Batch) -> list[Encoded]:
+def _encode_whole(sources: Sequence[TensorSource], batch: Batch, effort: Effort) -> list[Encoded]:
     """Encode tensors without bases: those that contexts make smaller, and the others together."""
-    encodings = [plan_contexts(source) for source in sources]
+    margin = effort.huffman_margin
+    encodings = [plan_contexts(source, effort) for source in sources]
+    encodings = [encoding and replace(encoding, huffman_margin=margin) for encoding in encodings]
     plain = [k for k, encoding in enumerate(encodings) if encoding is None]
-    rest = iter(encode_planes(batch.only(plain), exact_plan(batch.dtype)) if plain else ())
+    rest = iter(encode_planes(batch.only(plain), exact_plan(batch.dtype), margin) if plain else ())
     return [
         next(rest)
         if encoding is None
@@ -166,21 +178,22 @@ def _encode_whole(sources: Sequence[TensorSource], batch: Batch) -> list[Encoded
     ]
 
 
-def _choose(batch: Batch, n_patterns: Sequence[int]) -> list[tuple[PlaneMode, bool]]:
+def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[tuple[PlaneMode, bool]]:
     """Choose the mode of tensors of so many patterns, and whether they have contexts, by the first ones."""
-    modes = (*_DELTA_MODES, exact_plan(batch.dtype).mode)
+    delta_modes = _DELTA_MODES if effort.tries_xor else _DELTA_MODES[1:]
+    modes = (*delta_modes, exact_plan(batch.dtype).mode)
     sample = batch.only(range(len(n_patterns)), SAMPLE_VALUES)
     counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
     bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_patterns)).sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
     # Where the difference says little by itself, it may say more by contexts.
-    for j, mode in enumerate(_DELTA_MODES):
+    for j, mode in enumerate(delta_modes if effort.has_delta_contexts else ()):
         if which := np.flatnonzero((own == j) & (least > UNSURE_SHARE * plain)).tolist():
             unsure = sample.only(which)
             ordered = unsure.by_magnitude.sort(unsure.transformed(mode))
             least[which] = ordered.by_tensor(planning().entropies(ordered.counts))
     is_plain = (least > plain * PLAIN_BIAS) & (plain > 0)
-    is_long = np.array(n_patterns) >= MIN_CONTEXT_VALUES
+    is_long = np.array(n_patterns) >= MIN_CONTEXT_VALUES if effort.has_delta_contexts else np.False_
     has_contexts = ~is_plain & is_long & ((np.array(n_patterns) > SAMPLE_VALUES) | (least > 0))
     mode_of = np.where(is_plain, len(modes) - 1, own)
     return [
@@ -218,5 +231,5 @@ def counts_by_base(
 
 def exact_with_note(tensor: TensorToEncode, note: str) -> TensorPlan:
     """Plan without loss, and say why it is that."""
-    exact = plan_lossless(tensor.source, tensor.base, tensor.run)
+    exact = plan_lossless(tensor.source, tensor.base, tensor.run, tensor.effort)
     return replace(exact, note=f"{note} and stays lossless")

@@ -120,7 +120,7 @@ class SecondMoment(Recipe):
         """Plan a tensor of second moments."""
         source = tensor.source
         if source.n_patterns < MIN_LOSSY_VALUES:
-            return plan_lossless(source, tensor.base, tensor.run)
+            return plan_lossless(source, tensor.base, tensor.run, tensor.effort)
         if fault := _fault_of_second(histogram_of(source, tensor.run)):
             return exact_with_note(tensor, fault)
         sample = _Sample.of(source, tensor.base)
@@ -208,7 +208,7 @@ def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:
     quantizer = LogLevelQuantizer(prediction, chosen.log_levels)
     found: LogLevelSums = sums_by(quantizer, source, run)
     if found.n_exceptions > MAX_EXCEPTIONS * source.n_patterns:
-        return plan_lossless(source, base, run)
+        return plan_lossless(source, base, run, tensor.effort)
     level_range = found.level_range()
     quantizer = replace(quantizer, level_range=level_range)
     levels = found.levels(chosen.log_levels, level_range, prediction)
@@ -262,7 +262,7 @@ class FirstMoment(Recipe):
         if self.source is not None and tensor.context_tensors is not None:
             second = tensor.context_tensors(self.source)
         if source.n_patterns < MIN_LOSSY_VALUES:
-            return plan_lossless(source, tensor.base, run)
+            return plan_lossless(source, tensor.base, run, tensor.effort)
         if not histogram_of(source, run).is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")
         if tensor.guide.reach is not None:
@@ -460,7 +460,7 @@ class FineRounding(Recipe):
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
         )
         found = {"size": chosen.size} if chosen.size else {}
-        return replace(plan_lossless(restored, tensor.base, run), rounding=chosen, found=found)
+        return replace(plan_lossless(restored, tensor.base, run, tensor.effort), rounding=chosen, found=found)
 
     def _size_for(self, tensor: TensorToEncode) -> float:
         """Choose the size by what errors cost; 0 where nothing tells that."""

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.effort import Effort
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.context_rules import MIN_RUN, Block, Runs
 from ckptz.format.dtypes import DType
@@ -52,15 +53,16 @@ MIN_SAMPLE_GAIN: Final = 1 / 600  # of the same of a sample; below, the rest is 
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
 
 
-def plan_contexts(source: TensorSource, run: MapFunction = map) -> TensorPlan | None:
+def plan_contexts(source: TensorSource, effort: Effort, run: MapFunction = map) -> TensorPlan | None:
     """Plan a tensor whose runs of elements share tables by scale; None if that saves too little.
 
     Args:
         source: the tensor.
+        effort: how much contexts by scale must save.
         run: maps over parts of it.
     """
     n, size = source.n_patterns, _run_patterns(source)
-    if size is None:
+    if size is None or effort.run_gain is None:
         return None
     borders = [-(-begin // size) * size for begin, _ in source.chunk_bounds()]
     bounds = [*itertools.pairwise((*borders, n))]
@@ -69,19 +71,30 @@ def plan_contexts(source: TensorSource, run: MapFunction = map) -> TensorPlan | 
         begin, end = bounds[0]
     n_runs = min(end - begin, max(SAMPLE_VALUES, size)) // size
     sample = source.patterns(begin, begin + n_runs * size)
+    is_narrow = _is_narrow(sample, size)
+    is_mixed = is_narrow.any() and not is_narrow.all()
+    if effort.run_gain:  # a rough answer is enough where much must be saved
+        sample = sample[: max(n_runs // 4, 1) * size]
     # In numpy: where it says no, the kernel that measures the whole is not compiled.
     exponents = (sample >> sample.dtype.type(8 * sample.itemsize - 9)).astype(np.uint8)
     levels = (PER_OCTAVE * exponents.reshape(-1, size).mean(axis=1)).astype(np.int64)
     lowest = int(np.median(levels)) - N_SCALES // 2
     scales = np.clip(levels - lowest, 0, N_SCALES - 1).astype(np.uint8)
-    is_narrow = _is_narrow(sample, size)
-    is_mixed = is_narrow.any() and not is_narrow.all()
-    if not is_mixed and _gain(_count(exponents, scales, size, N_SCALES)) <= MIN_SAMPLE_GAIN:
-        return None
+    if not is_mixed:
+        counts = _count(exponents, scales, size, N_SCALES)
+        gain = _gain(counts)
+        if gain <= max(MIN_SAMPLE_GAIN, effort.run_gain * _bytes_of_all(counts, sample.itemsize)):
+            return None
     if repeats(middle_of(exponents)):
         return None
     found = [*run(lambda part: _Measured.of(source.patterns(*part), size, lowest), bounds)]
     return _plan(source.dtype, size, [part.where_it_pays() for part in found] if len(found) > 1 else found)
+
+
+def _bytes_of_all(counts: Counts, n_planes: int) -> float:
+    """Estimate the bytes of all planes relative to those of the exponents, by counts [n_contexts, 256]."""
+    per_pattern = entropy_bits(counts.sum(axis=0)) / float(counts.sum())
+    return (per_pattern + 8 * (n_planes - 1)) / max(per_pattern, 1e-9)
 
 
 def _run_patterns(source: TensorSource) -> int | None:
@@ -193,7 +206,11 @@ def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> TensorPlan | N
 
 
 def encode_by_runs(
-    planes: Sequence[Bytes], runs: Runs, tables: Sequence[StreamTables], by_table: Sequence[Counts]
+    planes: Sequence[Bytes],
+    runs: Runs,
+    tables: Sequence[StreamTables],
+    by_table: Sequence[Counts],
+    huffman_margin: float | None,
 ) -> list[Stream]:
     """Code planes of a chunk [n] by the tables of its runs, or by another coder where these save little.
 
@@ -202,6 +219,7 @@ def encode_by_runs(
         runs: of the chunk.
         tables: of each plane.
         by_table: how often each plane has each code under each table, of the runs that begin in the chunk.
+        huffman_margin: see `encode_streams`.
     """
     contexts = np.flatnonzero(runs.per_context)
     streams = list[Stream]()
@@ -212,7 +230,7 @@ def encode_by_runs(
         is_shared = n_patterns.max() <= (1 - MIN_GAIN) * len(plane)
         n_bytes = row_cost_bits(counts, own.frequencies).sum() / 8 if is_shared else 0
         if not is_shared or n_bytes > (1 - MIN_GAIN) * entropy_bits(counts.sum(axis=0)) / 8:
-            streams += encode_streams([plane])
+            streams += encode_streams([plane], huffman_margin=huffman_margin)
         else:
             streams.append((CoderId.RANS_SHARED, encode_rans(runs.group(plane), segments, n_bytes)))
     return streams

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.sensitivity import Floats, floats_of
 from ckptz.format.dtypes import DType
@@ -60,8 +61,8 @@ class SideInformation:
     inputs: InputCovariance | None = None  # second moments of the inputs that it is multiplied with
     # of the whole tensor where this is a shard of it, so that all shards get one map
     histogram: Histogram | None = None
-    # of a first moment: total weight update that a first moment of sqrt(v) (of 1, without second moments) will
-    # still cause, relative to the RMS update between two saves
+    # of a first moment: total weight update that a first moment of sqrt(v) (of 1, without second moments)
+    # will still cause, relative to the RMS update between two saves
     reach: float | None = None
     # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
     # of its tensors to one another
@@ -110,6 +111,7 @@ class TensorToEncode:
     # other tensors of the file as it restores them, where the recipe names one
     context_tensors: ContextTensors | None = None
     run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
+    effort: Effort = DEFAULT
     seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
     movement: float | None = None  # of the file: see `Recipe.movement`; None where it is not known
 

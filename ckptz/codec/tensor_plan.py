@@ -129,6 +129,7 @@ class TensorPlan:
     counted: tuple[ContextCounts, ...] = ()
     # of runs with contexts, by chunk and stream: how often each table has each code, where runs begin
     by_table: tuple[tuple[NDArray[np.int64], ...], ...] = ()
+    huffman_margin: float | None = None  # of the effort: see `Effort`
     is_sparse: bool = False  # code a chunk of which few patterns changed by their positions
     # what the file's record says of the planning, beside what was asked
     found: Mapping[str, int | float | bool | str] = field(default_factory=dict)

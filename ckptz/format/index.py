@@ -32,7 +32,7 @@ from ckptz.format.envelope import (
 from ckptz.format.sources import TensorSource
 
 FORMAT_NAME: Final = "ckptz"
-FORMAT_VERSION: Final = "1.1"
+FORMAT_VERSION: Final = "1.2"
 READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not the minor version
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
@@ -43,7 +43,12 @@ DELTA_FEATURE: Final = "delta"
 MAPS_FEATURE: Final = "maps"
 INLINE_FEATURE: Final = "inline"
 LOW_RANK_FEATURE: Final = "low-rank"
-KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, LOW_RANK_FEATURE})
+HUFFMAN_FEATURE: Final = "huffman"
+# Features beside those of version 1.0, and the version that each came with; the newest first.
+VERSION_OF_FEATURE: Final = {HUFFMAN_FEATURE: FORMAT_VERSION, LOW_RANK_FEATURE: "1.1"}
+KNOWN_FEATURES: Final = frozenset(
+    {"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, *VERSION_OF_FEATURE}
+)
 MAX_INLINE: Final = 64  # normative, spec/07-chain.md#depth
 
 KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
@@ -294,7 +299,7 @@ def envelope_metadata(features: Collection[str], packed_index: bytes) -> dict[st
 
 def version_of(features: Collection[str]) -> str:
     """Return the lowest version of the format that has all of these features."""
-    return FORMAT_VERSION if LOW_RANK_FEATURE in features else "1.0"
+    return next((since for name, since in VERSION_OF_FEATURE.items() if name in features), "1.0")
 
 
 def is_ckptz(metadata: dict[str, str] | None) -> bool:

@@ -35,6 +35,7 @@ from ckptz.format.envelope import BASE_METADATA_BYTES, Envelope, parse_base_meta
 from ckptz.format.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.format.index import (
     BASE_METADATA,
+    HUFFMAN_FEATURE,
     KEY_VERSION,
     LOW_RANK_FEATURE,
     MAPS_FEATURE,
@@ -92,6 +93,8 @@ class FrameSource(TensorSource):
                 raise CorruptionError("has a quantization map, and the feature 'maps' is not required")
             if header.plan.is_low_rank and LOW_RANK_FEATURE not in self._container.features:
                 raise CorruptionError("is of low rank, and the feature 'low-rank' is not required")
+            if HUFFMAN_FEATURE not in self._container.features and header.has_huffman:
+                raise CorruptionError("has Huffman streams, and the feature 'huffman' is not required")
             return header
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from ckptz.codec.effort import EffortName, effort_of
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, checked
 from ckptz.errors import ConfigError, WriteError, own_numbers, whole
@@ -48,6 +49,7 @@ class ChainOptions:
         full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
             where old files go so soon that less disk is taken without. 1 stores no deltas.
         exact: so many newest files come back bit for bit where they are lossy; 0 saves the writes for that.
+        effort: "fast", "default" or "small": how much time to spend on smaller files.
         jobs: threads, all cores by default.
         base: the file of weights that training began from; those of a model are stored against it where they
             would need no other file.
@@ -56,12 +58,14 @@ class ChainOptions:
     config: Method = LOSSLESS
     full_every: int = 16
     exact: int = 1
+    effort: EffortName = "default"
     jobs: int | None = None
     base: Path_ | None = None
 
     def __post_init__(self) -> None:
         own_numbers(self)
         checked(self.config)
+        effort_of(self.effort)
         if self.jobs is not None:
             jobs_of(self.jobs)
         whole("exact", self.exact, 0)
@@ -126,12 +130,12 @@ class Chain(LinkedFiles):
         self._last = LastChunks(memory_for_last) if self.options.config.is_lossy else None
 
     def write(self, path: Path, job: Job) -> Written:
-        """Write a file, which appears whole or not at all; the chain's own configuration holds, and its base.
+        """Write a file by the chain's configuration, effort and base; it appears whole or not at all.
 
         Raises:
             WriteError: the disk is full or fails; what was there stays.
         """
-        job = replace(job, config=self.options.config)
+        job = replace(job, config=self.options.config, effort=self.options.effort)
         with self.writing(path):
             try:
                 make_folder(path.parent)

@@ -30,6 +30,8 @@ LAST_MIX = 0x9E3779B97F4A7C15  # hashes them: the top 14 bits are the place, the
 MAX_TABLE_ORDER = 11  # of the codes of a frequency table
 SMALL_PART = 15  # of what is sorted: by insertion
 MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
+HUFFMAN_BITS = 11  # longest code of a Huffman stream, whose decoder looks so many bits up
+HUFFMAN_STREAMS = 4
 
 NEAREST: Final = -1  # instead of a key of thresholds: every one of them is one half
 MAX_MAGNITUDE: Final = 127  # codes of a grid: both signs, zero and the escape fill an alphabet of 256

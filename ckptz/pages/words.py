@@ -26,6 +26,7 @@ CODERS: Final = {
     "rans-shared": "frequent codes get short bits (rANS, table shared)",
     "rans-own": "frequent codes get short bits (rANS, own table)",
     "sparse": "only what differs from the most frequent code",
+    "huffman": "frequent codes get short bits (Huffman, fast to decode)",
 }
 METRICS: Final = {"steps_lost": "steps of training lost"}
 CHANGES: Final = "_changes_by_"  # between a metric and what one of its values is

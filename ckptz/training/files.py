@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from ckptz.api.read import available_memory, check_limit, read_tensors
+from ckptz.codec.effort import EffortName
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method
 from ckptz.codec.restored import CachedTensor
@@ -204,6 +205,7 @@ class StepEncoder:
         step: the step.
         metric: by which the best steps are kept, or None.
         method: what may be lost.
+        effort: how much time to spend on smaller files.
         jobs: threads.
         trail: of the run, by which weights are moved; None where they are not.
     """
@@ -214,11 +216,13 @@ class StepEncoder:
         step: int,
         metric: float | None,
         method: LossSettings,
+        effort: EffortName,
         jobs: int,
         trail: Trail | None = None,
     ) -> None:
         self._trail = trail
-        self._state, self._step, self._metric, self._method, self._jobs = state, step, metric, method, jobs
+        self._state, self._step, self._metric, self._method = state, step, metric, method
+        self._effort, self._jobs = effort, jobs
         self._notes: dict[FileKind, list[str]] = {}
         self._written: dict[FileKind, Job] = {}
 
@@ -290,7 +294,7 @@ class StepEncoder:
         return method
 
     def _write(self, kind: FileKind, sink: BinaryIO, job: Job) -> Written:
-        self._written[kind] = job = replace(job, step=self._step)
+        self._written[kind] = job = replace(job, step=self._step, effort=self._effort)
         with Workers(self._jobs) as workers:
             written = write(sink, job, workers)
         self._notes[kind] += written.notes

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ckptz.codec.effort import EffortName, effort_of
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, checked
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
@@ -118,6 +119,7 @@ def compress(
     calibration: PathLike | None = None,
     sensitivity: PathLike | None = None,
     role_rules: Sequence[Rule] = (),
+    effort: EffortName = "default",
     jobs: int | None = None,
     force: bool = False,
     search_path: Sequence[PathLike] = (),
@@ -148,6 +150,7 @@ def compress(
         calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
         sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
         role_rules: the user's rows of the table of roles.
+        effort: "fast", "default" or "small": how much time to spend on a smaller file.
         jobs: threads, all cores by default.
         force: replace existing outputs.
         search_path: folders to look for the base's own bases in.
@@ -169,6 +172,7 @@ def compress(
         FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
     sources, optimizers = _paths(inputs), [] if optimizer is None else _paths(optimizer)
+    effort_of(effort)
     config, step = checked(config), None if step is None else checked_step(step)
     search = _search_of(search, budget, config)
     base = _path(base)
@@ -195,6 +199,7 @@ def compress(
             chain=chain,
             resume=resume,
             step=step,
+            effort=effort,
             force=force,
             search_path=paths(search_path),
             role_rules=role_rules,
@@ -382,6 +387,7 @@ class _Compression:
     chain: bool
     resume: bool
     step: int | None
+    effort: EffortName
     force: bool
     search_path: list[Path]
     role_rules: Sequence[Rule]
@@ -541,6 +547,7 @@ class _Compression:
             sharding=opened.sharding,
             tree=opened.tree,
             role_rules=self.role_rules,
+            effort=self.effort,
             optimizer_names=opened.optimizer_names,
             parameter_names=ParameterNames(self.param_names, Path(opened.name)),
             guide_files=self.guide_files,

@@ -7,12 +7,13 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Final
 
 import msgspec
 
 from ckptz.codec.chunk import Deviation, EncodedChunk, encode_chunk
+from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.lossless import EXACT, plan_and_encode
 from ckptz.codec.method import Recipe, Setting
 from ckptz.codec.moved import MovedSource, Moves
@@ -24,7 +25,7 @@ from ckptz.format.caches import CachedChunks
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
 from ckptz.format.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
-from ckptz.format.plan import Plan, QuantizationMap, exact_plan
+from ckptz.format.plan import QuantizationMap, exact_plan
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import (
     CHUNK_VALUES,
@@ -107,6 +108,7 @@ class FilePlan:
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
     moves: Moves | None = None  # how weights are moved before they are coded
     draw: int = 0  # of random rounding; by another one, no lossy frame is copied
+    effort: Effort = DEFAULT  # which the earlier file was written with, too
     notes: dict[str, str] = field(default_factory=dict, init=False)  # on moves, by tensor
     _chunks: CachedChunks = field(init=False)
     _shared: TensorPlans = field(init=False)
@@ -191,7 +193,8 @@ class FilePlan:
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
     ) -> TensorPlan:
         recipe = self.recipes[name] if self.tensors[name].n_patterns else EXACT
-        return recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
+        encoding = recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
+        return replace(encoding, huffman_margin=self.effort.huffman_margin)
 
     def _tensor_to_encode(
         self,
@@ -203,7 +206,16 @@ class FilePlan:
         guide, against = self.guides.get(name, NO_SIDE_INFORMATION), self.record.base
         key = f"{'' if against is None else against.content_id}\n{name}{self.draw or ''}"
         seed = xxh64(key.encode()) & 0xFFFFFFFF
-        return TensorToEncode(self.tensors[name], base, guide, context_tensors, run, seed, self._movement)
+        return TensorToEncode(
+            source=self.tensors[name],
+            base=base,
+            guide=guide,
+            context_tensors=context_tensors,
+            run=run,
+            effort=self.effort,
+            seed=seed,
+            movement=self._movement,
+        )
 
     def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:
         """Return the tensors that a tensor's contexts depend on, as the file restores them."""
@@ -255,7 +267,7 @@ def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[TensorPla
             encoded += [_encode(plan, chunk) for chunk in chunks]
         else:
             bases = [sources.base for *_, sources in chunks if sources.base is not None]
-            encoded += plan_and_encode([source for _, source, *_ in chunks], bases)
+            encoded += plan_and_encode([source for _, source, *_ in chunks], bases, plan.effort)
     return encoded
 
 
@@ -309,8 +321,8 @@ def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
 
 def write_frames(
     sink: BinaryIO, data_offset: int, plan: FilePlan, workers: Workers, progress: Progress | None
-) -> Iterator[tuple[TensorEntry, Plan, str]]:
-    """Write all frames; yields of each its row of the index, its plan, and a note."""
+) -> Iterator[tuple[TensorEntry, FrameHeader, str]]:
+    """Write all frames; yields of each its row of the index, its header, and a note."""
     offset, settled = 0, plan.prepare(workers.map)
     fresh = [name for name in plan.tensors if name not in settled]
     share = sum(plan.tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
@@ -319,7 +331,7 @@ def write_frames(
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
     for name, source in plan.tensors.items():
         if name in settled:
-            entry, frame_plan = copy_frame(sink, offset, settled[name]), settled[name].header.plan
+            entry, header = copy_frame(sink, offset, settled[name]), settled[name].header
             note = "" if plan.earlier is None else plan.earlier.notes.get(name, "")
             if progress:
                 progress(source.n_bytes)
@@ -333,8 +345,8 @@ def write_frames(
                 )
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
-            frame_plan, note = encoding.plan, encoding.note or plan.notes.get(name, "")
-        yield entry, frame_plan, note
+            note = encoding.note or plan.notes.get(name, "")
+        yield entry, header, note
         offset += entry.n_bytes
 
 

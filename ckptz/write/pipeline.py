@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
+from ckptz.codec.effort import EffortName, effort_of
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, Recipe, checked
 from ckptz.codec.tensor import SideInformation
@@ -44,7 +45,11 @@ class Job(FileRecord):
     guides: Mapping[str, SideInformation] | None = None  # what is known of them, by name; None to find it
     # tensors of another file that tell of these: optimizer state beside weights
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
+    effort: EffortName = "default"  # how much time goes into a smaller file
     momentum: Momentum | None = None  # by which weights are moved, where the file or another loses momentum
+
+    def __post_init__(self) -> None:
+        effort_of(self.effort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,8 @@ class Prepared:
         """
         moves = None if self.job.momentum is None else self.job.momentum.moves(self.trained)
         tensors, recipes = dict(self.job.tensors), self._recipes(config)
-        return FilePlan(tensors, self.job, recipes, self.roles, self.guides, earlier, moves, draw)
+        effort = effort_of(self.job.effort)
+        return FilePlan(tensors, self.job, recipes, self.roles, self.guides, earlier, moves, draw, effort)
 
     def _recipes(self, config: Method) -> dict[str, Recipe]:
         return config.recipes(self.job.tensors, self.roles, self.job.trained)

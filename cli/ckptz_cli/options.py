@@ -18,7 +18,7 @@ force_option = click.option("--force", is_flag=True, help="Replace an existing o
 OUTPUTS: Final = ("output", "save_config")  # options for files that are written
 # Sections of the help of compress.
 SECTIONS: Final[Mapping[str, Sequence[str]]] = {
-    "Common options": ("output", "base", "chain", "method", "budget", "jobs", "force"),
+    "Common options": ("output", "base", "chain", "method", "budget", "effort", "jobs", "force"),
     "Settings of the method": ("settings", "config", "help_methods"),
     "With a search (--eval)": ("eval", "dry_run", "save_config", "verbose"),
     "What is read and written": (

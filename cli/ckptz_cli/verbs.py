@@ -353,6 +353,13 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 @click.option(
     "--sensitivity", type=PATH, metavar="FILE", help="Gradients that ckptz.hooks.SensitivityTracker saved."
 )
+@click.option(
+    "--effort",
+    type=click.Choice(["fast", "default", "small"]),
+    default="default",
+    help="How much time to spend on a smaller file. fast: Huffman codes, deltas without contexts; small: the "
+    "smallest file; default: what saves 1 % or more for its time.",
+)
 @writing_options
 @click.pass_obj
 def compress(

@@ -51,7 +51,7 @@ def test_contexts_make_a_file_smaller_than_rows_in_any_order_would(tmp_path: Pat
 def test_flat_tensors_have_runs_too(tmp_path: Path, n_rest: int) -> None:
     values, path = _weights(narrow=False).reshape(-1)[: 512 * 768 + n_rest], tmp_path / "w.ckptz"
     values[: 1 << 16] *= 64
-    save_file({"w": values}, path)
+    save_file({"w": values}, path, effort="small")
     [rule] = _rules(path)
     assert (type(rule), rule.size) == (Block, 512)
     np.testing.assert_array_equal(load_file(path)["w"], values)
@@ -66,3 +66,17 @@ def test_lengths_that_no_run_divides_come_back(tmp_path: Path, n: int, dtype: An
     for shape in ((n,), (2, n // 2), (n // 4, 4)):
         save_file({"w": values.reshape(shape)}, tmp_path / "w.ckptz")
         np.testing.assert_array_equal(load_file(tmp_path / "w.ckptz")["w"], values.reshape(shape))
+
+
+@pytest.mark.parametrize(
+    ("scale", "effort", "has_contexts"),
+    [(1.5, "default", False), (1.5, "small", True), (8, "default", True), (8, "fast", False)],
+)
+def test_contexts_of_scale_are_used_where_they_save_what_the_effort_asks_for(
+    tmp_path: Path, scale: float, effort: Any, has_contexts: bool
+) -> None:
+    values = np.random.default_rng(3).standard_normal((1024, 512)).astype(np.float32)
+    values[::2] *= scale
+    save_file({"w": values}, tmp_path / "w.ckptz", effort=effort)
+    assert bool(_rules(tmp_path / "w.ckptz")) is has_contexts
+    np.testing.assert_array_equal(load_file(tmp_path / "w.ckptz")["w"], values)

@@ -211,9 +211,9 @@ class Run:
         return np.asarray(state[key].to(torch.float32).numpy()).copy()
 
 
-def saved(folder: Path, run: Run, steps: tuple[int, ...] = (20, 35), config: Any = None) -> None:
-    config = Grid() if config is None else config
-    with Checkpointer(folder, run.model, run.optimizer, config=config, keep=LOSSY, background=False) as saver:
+def saved(folder: Path, run: Run, steps: tuple[int, ...] = (20, 35), **options: Any) -> None:
+    options = {"config": Grid(), "keep": LOSSY, "background": False, **options}
+    with Checkpointer(folder, run.model, run.optimizer, **options) as saver:
         for step in steps:
             run.train(15)
             saver.save(step)
@@ -257,8 +257,8 @@ def test_files_without_such_a_tensor_stay_of_the_first_version(tmp_path: Path) -
     run.direction *= 0
     with torch.no_grad():
         run.model.weight *= 1
-    saved(tmp_path / "noise", run, config=Grid(moments=Moments()))
-    saved(tmp_path / "exact", run, config=Grid(moments=None))
+    saved(tmp_path / "noise", run, config=Grid(moments=Moments()), effort="small")
+    saved(tmp_path / "exact", run, config=Grid(moments=None), effort="small")
     for folder in ("noise", "exact"):
         for path in (tmp_path / folder).glob("*.ckptz"):
             assert inspect(path).format_version == "1.0"

@@ -28,6 +28,12 @@ CHECKED = {
     "_rans_decode": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_decode_scalar": "ckptz/kernels/coding_cpu.py:_decode_scalar",
     "_table_unpack": "ckptz/kernels/coding_cpu.py:_table_unpack",
+    # a complete code; parts within the bytes that are there
+    "_huffman_codes": "ckptz/format/huffman.py:parse_lengths",
+    "_fill_entries": "ckptz/format/huffman.py:parse_lengths",
+    "_huffman_decode": "ckptz/format/huffman.py:parse_parts",
+    "_decode_tail": "ckptz/kernels/huffman_cpu.py:_decode_tail",
+    "_ends_at": "ckptz/format/huffman.py:parse_parts",
     # contexts below their number
     "_ungroup": "ckptz/format/frame.py:_parse_indices",
     "_context_counts": "ckptz/format/frame.py:_parse_indices",
@@ -76,7 +82,8 @@ CHECKED = {
 # encoder made of tensors in memory.
 OWN = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
-    *("_normalise", "_pack_tables"),
+    *("_normalise", "_pack_tables", "_count_pairs"),
+    *("_rank", "_huffman_lengths", "_huffman_encode", "_encode_quarter"),
     *("_ordered_difference", "_split_2", "_split_4", "_split_rotated_2", "_split_rotated_4"),
     *("_slot_tables",),
     *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
@@ -94,6 +101,7 @@ OWN = {
 CALLERS = {
     "rans_decode": {"format/streams.py"},
     "table_unpack": {"format/frequency.py"},
+    "huffman_decode": {"format/huffman.py"},
     "group": {"codec/contexts.py"},
     "ungroup": {"format/decode.py"},
     "context_counts": {"format/decode.py", "codec/contexts.py"},
