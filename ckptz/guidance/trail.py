@@ -3,8 +3,8 @@
 A first moment that is restored with errors updates its weight less than the exact one would have. How much
 less cannot be computed from it alone, because later gradients undo a part. So the update P that the lost
 momentum would still cause is compared with the update D that training has made since the last save or
-restore; a sample of the weights at that time is kept in memory. Weights are moved by <P, D> / <P, P> of P; see
-`ckptz.guidance.moves`. On three runs (bench/studies/momentum.py) this ends nearer to the uninterrupted run
+restore; a sample of the weights at that time is kept in memory. Weights are moved by <P, D> / <P, P> of P
+(`ckptz.guidance.moves`). On three runs (bench/studies/momentum.py) this ends nearer to the uninterrupted run
 than moves by all of P or by none.
 """
 

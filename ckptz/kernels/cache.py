@@ -36,7 +36,10 @@ caching: Any = _caching  # numba has no types
 events: Any = _event
 appdirs: Any = _appdirs
 SOURCES: Final = Path(__file__).parent
-NOTICE: Final = "ckptz: compiling kernels (first use on this machine, up to 20 seconds in all; ckptz warm-up does it ahead)"
+NOTICE: Final = (
+    "ckptz: compiling kernels (first use on this machine, up to 20 seconds in all; "
+    "ckptz warm-up compiles them ahead of time)"
+)
 
 
 @functools.cache

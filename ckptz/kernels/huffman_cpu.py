@@ -306,7 +306,7 @@ def _huffman_decode(source: Any, ends: Any, lengths: Any, codes: Any, entries: A
 
 @part
 def _ends_at(source: Any, p: Any, end: Any) -> bool:
-    """Return whether a stream that ends before bit `p` ends in the byte before `end`, with bits 0 behind it."""
+    """Return whether a stream that ends before bit `p` ends in the byte before `end`, padded with zeros."""
     if np.int64((p + uint64(7)) >> uint64(3)) != end:
         return False
     return (p & uint64(7)) == uint64(0) or (uint64(source[end - 1]) >> (p & uint64(7))) == uint64(0)

@@ -4,10 +4,10 @@ Every writer of runs uses this choice, whatever its files are called and whoever
 
 A delta is smaller than a full file, but its base must be kept as long as the delta. Which one takes less
 disk depends on how long the keep rules keep files, on the size of deltas and on the chain length. So the next
-saves are simulated under several policies (`ChainRule`): full files only, a shorter full-file interval, deltas
-against the full file instead of a later file. Policies that would at some moment take more disk than plain
-files are excluded; where the keep rules are unknown, so are those in which one file with its bases would. The
-policy with the smallest mean wins.
+saves are simulated under several policies (`ChainRule`): full files only, a shorter full-file interval,
+deltas against the full file instead of a later file. Policies that would at some moment take more disk than
+plain files are excluded; where the keep rules are unknown, so are those in which one file with its bases
+would. The policy with the smallest mean wins.
 
 The size of a file is unknown before it is encoded, so it is estimated from existing and earlier files: a
 first delta is written where it may pay, and if it does not, the next file is a full file. This module reads
