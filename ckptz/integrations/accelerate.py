@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.format.publish import publish
 from ckptz.integrations.linked import (
     DEFAULTS,
     Chain,
@@ -33,7 +34,7 @@ from ckptz.integrations.linked import (
     warn_of_differences,
 )
 from ckptz.integrations.versions import warn_untested
-from ckptz.run.step_files import Kept
+from ckptz.run.step_files import COMPLETE, Kept
 from ckptz.state.modules import names_without_wrappers
 from ckptz.store.resolve import SUFFIX
 from ckptz.torch import nothing_matches
@@ -56,12 +57,24 @@ class Registration:
     _chains: dict[int, Chain] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
     _strict: bool = True  # of the `load_state` that runs now
+    _folder: Path | None = None  # of the `save_state` that runs now
 
     def remove(self) -> None:
         """Remove the hooks, so that accelerate saves and loads models itself again."""
         while self._handles:
             self._handles.pop().remove()
-        self._accelerator.__dict__.pop("load_state", None)
+        for name in ("load_state", "save_state"):
+            self._accelerator.__dict__.pop(name, None)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Call accelerate's `save_state`, and mark the folder as complete when all processes have written."""
+        self._folder = None
+        result = type(self._accelerator).save_state(self._accelerator, *args, **kwargs)
+        self._accelerator.wait_for_everyone()
+        if self._folder is not None and self._accelerator.is_main_process:
+            with publish(self._folder / COMPLETE) as sink:
+                sink.write(b"{}\n")
+        return result
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Call accelerate's `load_state`, which does not pass `strict` to hooks."""
@@ -87,6 +100,8 @@ class Registration:
         """Write the models and take them from what accelerate writes."""
         del models
         if self._accelerator.is_main_process:
+            self._folder = Path(output_dir)
+            (self._folder / COMPLETE).unlink(missing_ok=True)
             for i, state in enumerate(weights):
                 self.chain(i).settle()  # of the save before: nobody says when this one is complete
                 self.chain(i).write(_path(output_dir, i), job_of(dict(state)))
@@ -146,6 +161,7 @@ def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Regi
         )
     made = Registration(checked_options(options), accelerator)
     accelerator.load_state = made.load_state
+    accelerator.save_state = made.save_state
     made._handles += [
         accelerator.register_save_state_pre_hook(made.save),
         accelerator.register_load_state_pre_hook(made.load),
