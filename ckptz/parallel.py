@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
+import functools
+import math
 import os
+import queue
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Final, Generic, Protocol, Self, TypeVar
+from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from ckptz.errors import whole
 
@@ -18,6 +23,7 @@ V = TypeVar("V")
 
 
 RESULTS_IN_FLIGHT: Final = 2  # of each thread that may wait to be consumed, which bounds memory
+PATIENCE: Final = 0.1  # seconds between two looks at a task, in case what wakes the waiting was missed
 SMALL_IN_FLIGHT: Final = 64  # results of small items among them
 MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads only when asked for
 SMALL_VALUES: Final = 1 << 15  # of a chunk that takes more Python than arithmetic, measured on two cores
@@ -35,6 +41,90 @@ def jobs_of(jobs: int | None) -> int:
     return min(cores, MAX_DEFAULT_JOBS)
 
 
+def pause(lock: Any) -> None:
+    """Wait for a lock for a moment; the lock is free afterwards if it was."""
+    if lock.acquire(timeout=PATIENCE):
+        lock.release()
+
+
+class Task(Generic[R]):
+    """A call that one thread makes and others wait for, which no interrupt of the waiting can disturb.
+
+    The conditions behind futures, events and `Thread.start` stay locked where Ctrl-C comes as they are
+    entered or left, and then whoever sets them waits for ever. This waits for a plain lock, and looks again.
+
+    Attributes:
+        is_done: whether the call has ended; set last.
+        thread: the thread that makes it.
+        error: what it raised.
+    """
+
+    def __init__(self, call: Callable[[], R]) -> None:
+        self.is_done = False
+        self.thread: int | None = None
+        self.error: BaseException | None = None
+        self._call: Callable[[], R] | None = call
+        self._result: list[R] = []
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+        self._claim = _thread.allocate_lock()
+
+    def cancel(self) -> bool:
+        """Return whether nobody makes the call yet; nobody will then."""
+        return self._claim.acquire(blocking=False)
+
+    def run(self) -> None:
+        """Make the call on this thread, unless another does or it was cancelled."""
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            assert self._call is not None
+            self.thread = threading.get_ident()
+            self._result.append(self._call())
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._call = None
+            self.finish()
+        del self  # the traceback of an error has this frame
+
+    def finish(self) -> None:
+        """End the waiting of others; once."""
+        if not self.is_done:
+            self.is_done = True
+            self._lock.release()
+
+    def start(self) -> None:
+        """Make the call on a new thread, which the end of the program does not wait for."""
+        _thread.start_new_thread(self.run, ())
+
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Wait for the end of the call, `seconds` at most, and return whether it has ended."""
+        end = time.monotonic() + seconds
+        while not self.is_done and time.monotonic() < end:
+            pause(self._lock)
+        return self.is_done
+
+    def result(self) -> R:
+        """Wait for the call, and return its result or raise its error."""
+        self.wait()
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                del self  # the traceback has this frame
+        return self._result[0]
+
+
+Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | None]"
+
+
+def _serve(tasks: Tasks) -> None:
+    while (task := tasks.get()) is not None:
+        task.run()
+        del task  # nor its result, while this thread waits for the next
+
+
 class Workers:
     """Threads that map in order; with one job, everything runs on the caller's thread.
 
@@ -47,7 +137,8 @@ class Workers:
     def __init__(self, jobs: int | None = None, *, with_caller: bool = False) -> None:
         self.jobs = jobs_of(jobs)
         self._with_caller = with_caller
-        self._pool = ThreadPoolExecutor(self.jobs - with_caller, "ckptz") if self.jobs > 1 else None
+        self._tasks: Tasks = queue.SimpleQueue()
+        self._threads: list[Task[None]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -55,8 +146,35 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+        self._dismiss()
+        for thread in self._threads:
+            if not thread.cancel():
+                thread.wait()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_threads"):  # made whole; an interrupt may come before the end of a `with`
+            self._dismiss()
+
+    def _dismiss(self) -> None:
+        """End the threads after their tasks; those that have not begun are cancelled."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (task := self._tasks.get_nowait()) is not None:
+                    task.cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def _submit(self, task: Task[Any]) -> None:
+        self._tasks.put(task)
+        if len(self._threads) < self.jobs - self._with_caller:
+            self._threads.append(Task(functools.partial(_serve, self._tasks)))
+            self._threads[-1].start()
+
+    def _is_busy(self, submitted: deque[Task[R]]) -> bool:
+        """Return whether the caller's thread is to take the next task, as the others have enough."""
+        while submitted and submitted[0].is_done:
+            submitted.popleft()
+        return self._with_caller and len(submitted) >= RESULTS_IN_FLIGHT * (self.jobs - 1)
 
     def map(
         self, function: Callable[[T], R], items: Iterable[T], is_small: Callable[[T], bool] | None = None
@@ -65,43 +183,50 @@ class Workers:
 
         Small work is mostly Python, for which threads only take turns: two need longer than one.
         """
-        if self._pool is None:
+        if self.jobs == 1:
             yield from map(function, items)
             return
-        pending: deque[tuple[Future[R], bool]] = deque()  # and whether the item is small
-        given: deque[Future[R]] = deque()
+        # A task is here before it is submitted, and until its result is: an interrupt may come at any call.
+        pending: deque[tuple[Task[R], bool]] = deque()  # and whether the item is small
+        submitted: deque[Task[R]] = deque()
         n_large = 0
         try:
             for item in items:
-                while given and given[0].done():
-                    given.popleft()
-                is_busy = self._with_caller and len(given) >= RESULTS_IN_FLIGHT * (self.jobs - 1)
                 small = is_small is not None and is_small(item)
-                if small or is_busy:
-                    pending.append((_at_once(function, item), small))
-                else:
-                    given.append(self._pool.submit(function, item))
-                    pending.append((given[-1], small))
+                is_here = small or self._is_busy(submitted)
+                task = Task(functools.partial(function, item))
+                if is_here:
+                    _run_here(task)  # one that an interrupt ends is not waited for
+                pending.append((task, small))
+                if not is_here:
+                    submitted.append(task)
+                    self._submit(task)
                 n_large += not small
                 while n_large >= RESULTS_IN_FLIGHT * self.jobs or len(pending) >= SMALL_IN_FLIGHT:
-                    done, small = pending.popleft()
-                    n_large -= not small
-                    yield done.result()
+                    n_large -= not pending[0][1]
+                    yield _first_result(pending)
             while pending:
-                yield pending.popleft()[0].result()
+                yield _first_result(pending)
         finally:
-            # Not left to the end of the pool: threads that are joined when Ctrl-C comes may run on, and write
-            # into memory that is used again.
-            wait([future for future, _ in pending if not future.cancel()])
+            _end(pending)
 
 
-def _at_once(function: Callable[[T], R], item: T) -> Future[R]:
-    done = Future[R]()
-    try:
-        done.set_result(function(item))
-    except Exception as error:  # raised in its turn
-        done.set_exception(error)
-    return done
+def _first_result(pending: deque[tuple[Task[R], bool]]) -> R:
+    result = pending[0][0].result()
+    pending.popleft()
+    return result
+
+
+def _end(pending: Iterable[tuple[Task[Any], bool]]) -> None:
+    """Cancel tasks, and wait for those that run: after Ctrl-C they would write into memory used again."""
+    for task in [task for task, _ in pending if not task.cancel()]:
+        task.wait()
+
+
+def _run_here(task: Task[Any]) -> None:
+    task.run()
+    if task.error is not None and not isinstance(task.error, Exception):
+        raise task.error  # an interrupt; errors are raised in their turn
 
 
 class Recent(Generic[V]):
@@ -147,15 +272,19 @@ class Recent(Generic[V]):
         with self._lock:
             if key in self._held or (weight > self._most and not self._keeps_any):
                 return
+            # An interrupt comes after calls only, so none may stand between a value and its weight.
             self._held[key] = value
             self.weight += weight
             while self.weight > self._most and len(self._held) > 1:
-                self.weight -= self._weigh(self._held.popitem(last=False)[1])
+                oldest = next(iter(self._held))
+                weight = self._weigh(self._held[oldest])
+                del self._held[oldest]
+                self.weight -= weight
 
     def clear(self) -> None:
         """Remove all entries."""
         with self._lock:
-            self._held.clear()
+            self._held = OrderedDict()
             self.weight = 0
 
 

@@ -30,6 +30,7 @@ from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
 from ckptz.format.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
 from ckptz.format.values import KINDS, predicted
 from ckptz.kernels import cpu, planning
+from ckptz.kernels.blas import product
 from ckptz.kernels.floats import RAW, Bytes, Counts, Patterns, widen_f64
 
 FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
@@ -125,7 +126,8 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
         # Differences this small may have been flushed to zero by the processor.
         wide, wide_restored = (widen_f64(f.view(np.uint32)) for f in (exact, restored))
         difference = wide_restored - wide
-        largest, error, power = np.abs(difference).max(initial=0.0), difference @ difference, wide @ wide
+        largest = np.abs(difference).max(initial=0.0)
+        error, power = product(difference, difference), product(wide, wide)
     return Deviation(float(largest), float(error), float(power), counts)
 
 

@@ -22,6 +22,7 @@ from ckptz.format.plan import LinearTable
 from ckptz.format.sources import Patterns, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.kernels import rounding
+from ckptz.kernels.blas import product
 from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, NEAREST, Counts, Reals
 
 Labels = NDArray[np.uint8]
@@ -155,8 +156,8 @@ def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> 
     total = sums[:, 1 : 2 * most + 1].reshape(len(steps), most, 2).sum(axis=2) / steps[:, None]
     scales, levels = np.ones(len(steps)), np.arange(1.0, most + 1)
     for _ in range(N_FITS):
-        levels = _ratio(scales @ total, scales**2 @ n, levels)
-        scales = _ratio(total @ levels, n @ levels**2, scales)
+        levels = _ratio(product(scales, total), product(scales**2, n), levels)
+        scales = _ratio(product(total, levels), product(n, levels**2), scales)
     return _table(steps * scales, levels)
 
 

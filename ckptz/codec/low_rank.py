@@ -30,6 +30,7 @@ from ckptz.format.sources import CHUNK_VALUES, TensorSource
 from ckptz.format.streams import Embedded
 from ckptz.format.values import KINDS
 from ckptz.kernels import moments as kernels
+from ckptz.kernels.blas import eigh, least_squares
 
 Floats = NDArray[np.float32]
 
@@ -137,7 +138,7 @@ def _orthogonal(vectors: Floats) -> Floats:
 
 def _axes(vectors: Floats) -> tuple[Floats, Floats]:
     """Find what turns vectors [n, k] into orthogonal ones, [k, k], and the sizes of these [k], descending."""
-    squares, turns = np.linalg.eigh(_products_of(vectors))
+    squares, turns = eigh(_products_of(vectors))
     sizes = np.sqrt(np.maximum(squares[::-1], 0))
     return turns[:, ::-1].astype(np.float32), sizes.astype(np.float32)
 
@@ -213,7 +214,7 @@ def _coded(
     codes = np.concatenate([rows, columns]).T.astype(np.int8)
     kept = np.arange(len(codes))
     while len(kept):
-        scales = np.linalg.lstsq(products[np.ix_(kept, kept)], along[kept], rcond=None)[0]
+        scales = least_squares(products[np.ix_(kept, kept)], along[kept])
         is_worth = reach * reach * along[kept] * scales > WORTH * _bits(codes[kept])
         if is_worth.all():
             patterns = scales.astype(np.float32).view(np.uint32)

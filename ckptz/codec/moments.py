@@ -78,6 +78,7 @@ from ckptz.format.plan import Domain, ExplicitTable, LowRank, Outer, Plan, Predi
 from ckptz.format.sources import CHUNK_VALUES, LazySource, TensorSource, n_rows_of
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, floats, moments, rounding
+from ckptz.kernels.blas import product
 from ckptz.kernels.floats import NEAREST, Patterns
 from ckptz.state.roles import Role
 
@@ -344,7 +345,7 @@ def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     roots = context_roots(KINDS[second.dtype.name])
     counts = summed(run, lambda b: cpu().histogram(cpu().magnitudes(second.patterns(*b))), second)
     used = (counts > 0) & (roots > 0)
-    logarithms = np.log2(roots[used]) @ counts[used] / max(counts[used].sum(), 1)
+    logarithms = product(np.log2(roots[used]), counts[used]) / max(counts[used].sum(), 1)
     return StepContexts((), np.array([wanted.step * 2.0**logarithms]), _one_label)
 
 

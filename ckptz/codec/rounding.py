@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.grid_steps import Codes
 from ckptz.kernels import rounding
+from ckptz.kernels.blas import cholesky, product
 from ckptz.kernels.floats import ESCAPE, NEAREST, Floats, Reals
 
 Matrix = NDArray[Any]
@@ -111,10 +112,10 @@ class Feedback:
         errors = columns[order]
         for begin in range(0, len(order), BLOCK_COLUMNS):
             end = min(begin + BLOCK_COLUMNS, len(order))
-            pushed = upper[:begin, begin:end].T @ errors[:begin]
+            pushed = product(upper[:begin, begin:end].T, errors[:begin])
             for j in range(begin, end):
                 exact = errors[j].copy()
-                target = exact + pushed[j - begin] + upper[begin:j, j] @ errors[begin:j]
+                target = exact + pushed[j - begin] + product(upper[begin:j, j], errors[begin:j])
                 codes[order[j]], restored = grid.round(int(order[j]), target, exact)
                 if targets is not None:
                     targets[order[j]] = target
@@ -147,8 +148,5 @@ def _cholesky(matrix: Matrix, damping: float) -> Matrix | None:
     """The lower factor of a damped matrix, or None if that is not positive."""
     damped = matrix.copy()
     damped[np.diag_indices_from(damped)] += damped.dtype.type(damping)
-    try:
-        factor: Matrix = np.linalg.cholesky(damped)
-    except np.linalg.LinAlgError:
-        return None
-    return factor if np.isfinite(factor).all() else None
+    factor: Matrix | None = cholesky(damped)
+    return factor if factor is not None and np.isfinite(factor).all() else None

@@ -139,11 +139,16 @@ class LastChunks:
         with self._lock:
             if self._limit < 0:
                 self._limit = self._most()
-            _, before = self._held.pop((name, index), (None, None))
-            self.n_bytes -= 0 if before is None else before.n_bytes
-            if self.n_bytes + chunk.n_bytes <= self._limit:
+            before = self._held.get((name, index))
+            n_others = self.n_bytes - (0 if before is None else before[1].n_bytes)
+            n_bytes = n_others + chunk.n_bytes
+            # An interrupt comes after calls only, so none may stand between a chunk and its bytes.
+            if n_bytes <= self._limit:
                 self._held[name, index] = record, chunk
-                self.n_bytes += chunk.n_bytes
+                self.n_bytes = n_bytes
+            elif before is not None:
+                del self._held[name, index]
+                self.n_bytes = n_others
 
 
 def _weight(header: FrameHeader) -> int:

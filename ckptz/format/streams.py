@@ -39,6 +39,7 @@ from ckptz.format.huffman import (
     pack_lengths,
 )
 from ckptz.kernels import cpu
+from ckptz.kernels.blas import product
 from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions
 
 
@@ -526,7 +527,8 @@ def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
     counts = cpu().histogram(np.ascontiguousarray(spread).reshape(-1))
     total = int(counts.sum())
     # The chance that two codes are equal bounds their entropy from below, and is quick to compute.
-    is_even = int(counts @ counts) * 2**RANDOM_BITS < total**2 or entropy_bits(counts) > RANDOM_BITS * total
+    squares = int(product(counts, counts))
+    is_even = squares * 2**RANDOM_BITS < total**2 or entropy_bits(counts) > RANDOM_BITS * total
     return is_even and not zstd_promises(middle, n, n)
 
 

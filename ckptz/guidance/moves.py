@@ -20,6 +20,8 @@ from typing import Any, Final, Self, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.kernels.blas import product
+
 LEFT: Final = 1e-6  # of a first moment, that no update to come is counted for
 MOST_UPDATES: Final = 1 << 16
 NADAM_DECAY: Final = 0.96  # of torch's NAdam
@@ -109,7 +111,7 @@ def course_of(
     return Course(
         moment="momentum_buffer",
         decay=decay,
-        total=float(_rates(rate, before, k) @ left),
+        total=float(product(_rates(rate, before, k), left)),
         rate=rate,
         at_once=(1 - decay) / decay if is_nesterov else 0.0,
     )
@@ -135,11 +137,11 @@ def _of_adam(
     rates = _rates(rate, before, k)
     at_once = 0.0
     if "momentum_decay" in group:
-        slowing, product = _number(group["momentum_decay"]), _number(state.get("mu_product"))
-        if slowing is None or product is None:
+        slowing, mu_product = _number(group["momentum_decay"]), _number(state.get("mu_product"))
+        if slowing is None or mu_product is None:
             return None
         shares = b1 * (1 - 0.5 * NADAM_DECAY ** ((step + np.arange(1, len(k) + 2)) * slowing))
-        left = b1**k * shares[1:] / (1 - product * np.cumprod(shares)[1:])
+        left = b1**k * shares[1:] / (1 - mu_product * np.cumprod(shares)[1:])
         at_once = float((1 - shares[0]) / shares[1])
     else:
         left = b1**k / (1 - b1 ** (step + k))
@@ -147,7 +149,7 @@ def _of_adam(
         moment="exp_avg",
         second=second,
         decay=b1,
-        total=float(rates @ left),
+        total=float(product(rates, left)),
         root=1 / math.sqrt(1 - b2**step),
         eps=eps,
         rate=rate,

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, own_numbers, whole
+from ckptz.kernels.blas import product
 from ckptz.kernels.floats import Reals
 
 State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, the callee's to change
@@ -242,7 +243,7 @@ def _divergence(exact: Reals, found: Reals) -> float:
     """Sum the divergence over positions; entries that the exact model excludes count nothing."""
     shares = np.exp(exact)
     apart = np.subtract(exact, found, out=np.zeros_like(exact), where=shares > 0)
-    return float(np.vdot(shares, apart))
+    return float(product(shares.ravel(), apart.ravel()))
 
 
 def _rows_of(logits: Any, name: str) -> Logits:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import gc
 import json
 import os
@@ -23,7 +24,6 @@ import shutil
 import socket
 import stat
 import tempfile
-import threading
 import time
 import weakref
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +33,7 @@ from typing import Final, Self
 
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_alive
+from ckptz.parallel import Task
 from ckptz.store.storage import Place
 
 try:
@@ -274,10 +275,9 @@ class Lease:
         time.sleep(min(SETTLE_SECONDS, beat))
         if not self._is_ours():
             raise _refused(self._place.name, self._read())
-        self._is_over = threading.Event()
-        what = weakref.ref(self), self._is_over, beat
-        self._thread = threading.Thread(target=_renew, args=what, name="ckptz-lease", daemon=True)
-        self._thread.start()
+        self._end = Task(bool)  # is never run: `release` ends the waiting for it
+        self._renewal = Task(functools.partial(_renew, weakref.ref(self), self._end, beat))
+        self._renewal.start()
         _leases[self._holder.token] = weakref.ref(self)
 
     def _wait_for_stale(self) -> None:
@@ -339,8 +339,8 @@ class Lease:
 
     def release(self) -> None:
         """Release the lock, so that others may write."""
-        self._is_over.set()
-        self._thread.join()
+        self._end.finish()
+        self._renewal.wait()
         _leases.pop(self._holder.token, None)
         with contextlib.suppress(Exception):
             if self._is_ours():
@@ -350,9 +350,9 @@ class Lease:
 _leases: dict[str, weakref.ref[Lease]] = {}  # of this process, by token
 
 
-def _renew(lease: weakref.ref[Lease], is_over: threading.Event, beat: float) -> None:
-    """Renew a lease until it is over, lost, or nobody uses it any more."""
-    while not is_over.wait(beat):
+def _renew(lease: weakref.ref[Lease], end: Task[bool], beat: float) -> None:
+    """Renew a lease until it ends, is lost, or nobody uses it any more."""
+    while not end.wait(beat):
         # A store that cannot be reached now may be later; until then others may take the lease.
         with contextlib.suppress(Exception):
             used = lease()

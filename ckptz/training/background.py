@@ -1,15 +1,15 @@
 """One job at a time on a thread of its own; its error surfaces at the next call.
 
 Nobody joins the thread: a `Thread.join` that Ctrl-C interrupts takes a running thread for an ended one on
-Python 3.11, and what the job still reads would be overwritten. What is waited for is set by the job's own
-`finally`. All of this may be interrupted anywhere, and called again by the handler of a signal.
+Python 3.11, and what the job still reads would be overwritten. The job is a `Task`, which is waited for
+instead. All of this may be interrupted anywhere, and called again by the handler of a signal.
 """
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
+import functools
 import os
 import sys
 import threading
@@ -18,13 +18,13 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
 from ckptz.errors import ConfigError
+from ckptz.parallel import Task
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 # The writer takes what training leaves over. Linux has a niceness for every thread.
 WRITER_NICENESS: Final = 5
-PATIENCE: Final = 0.1  # seconds between two looks at a job, in case what wakes the waiting was missed
 
 
 def yield_priority() -> None:
@@ -34,35 +34,9 @@ def yield_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
 
 
-def pause(lock: Any) -> None:
-    """Wait for a lock for a moment; the lock is free afterwards if it was."""
-    if lock.acquire(timeout=PATIENCE):
-        lock.release()
-
-
-class _Running:
-    """A job under way: `is_done` is set last, whatever it raised."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self.thread: int | None = None
-        self._lock = _thread.allocate_lock()
-        self._lock.acquire()
-        self._claim = _thread.allocate_lock()
-
-    def claim(self) -> bool:
-        """Claim the job for the first caller: its thread, or the caller that abandons it."""
-        return self._claim.acquire(blocking=False)
-
-    def finish(self) -> None:
-        """Wake the waiting callers; called where the job ran."""
-        self.is_done = True
-        self._lock.release()
-
-    def wait(self) -> None:
-        """Wait until the job is done; an interrupt of the waiting leaves the job as it is."""
-        while not self.is_done:
-            pause(self._lock)
+def _run_beside(task: Task[None]) -> None:
+    yield_priority()
+    task.run()
 
 
 class Background(Generic[T]):
@@ -82,7 +56,7 @@ class Background(Generic[T]):
         self.label = ""
         self.result: T | None = None
         self.error: BaseException | None = None
-        self._running: _Running | None = None
+        self._running: Task[None] | None = None
         _alive.add(self)
 
     def __del__(self) -> None:
@@ -97,34 +71,27 @@ class Background(Generic[T]):
         """
         if self._running is not None:
             raise RuntimeError(f"{self.label} was not waited for")
-        running, is_ending = _Running(), not threading.main_thread().is_alive()
-        what = job, running
-        thread = threading.Thread(target=self._run_beside, args=what, name="ckptz-writer", daemon=False)
-        self.label, self._running = label, running  # before it starts: an interrupt must not lose sight of it
+        task, is_ending = Task(functools.partial(self._do, job)), not threading.main_thread().is_alive()
+        self.label, self._running = label, task  # before it starts: an interrupt must not lose sight of it
         try:
             if is_ending:  # the interpreter, and it waits for no new thread
-                self._run(job, running)
+                task.run()
             else:
-                thread.start()
+                # `Thread.start` waits for the thread, which an interrupt of this wait could stop for ever.
+                thread = threading.Thread(target=_run_beside, args=(task,), name="ckptz-writer", daemon=False)
+                starting = Task(thread.start)
+                starting.start()
+                starting.result()
         except BaseException:  # no thread can be started, or an interrupt: it may run, or will never
-            if running.claim():
+            if task.cancel() or is_ending:
                 self._running = None
             raise
 
-    def _run_beside(self, job: Callable[[], T], running: _Running) -> None:
-        yield_priority()
-        self._run(job, running)
-
-    def _run(self, job: Callable[[], T], running: _Running) -> None:
-        if not running.claim():
-            return
-        running.thread = threading.get_ident()
+    def _do(self, job: Callable[[], T]) -> None:
         try:
             self.result = job()
         except BaseException as error:
             self.error = error
-        finally:
-            running.finish()
 
     @property
     def is_here(self) -> bool:

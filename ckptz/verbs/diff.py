@@ -19,6 +19,7 @@ from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.reader import FrameSource, check_empty
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
+from ckptz.kernels.blas import product
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.pages.words import Report
@@ -307,7 +308,7 @@ def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -
         change = _difference(a, b)
         reference = a.astype(np.float64, copy=False)
         sums.largest = float(change.max(initial=0.0))
-        sums.error, sums.power = float(change @ change), float(reference @ reference)
+        sums.error, sums.power = float(product(change, change)), float(product(reference, reference))
 
 
 def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:

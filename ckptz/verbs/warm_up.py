@@ -63,12 +63,19 @@ def warm_up(*, jobs: int | None = None) -> WarmUpReport:
         for name in CONFIGS:
             _write_and_read(name)
     else:
-        # One process compiles one kernel at a time. A forked one may wait for locks of threads that it lacks.
-        with ProcessPoolExecutor(n_jobs, multiprocessing.get_context("spawn")) as pool:
-            first, *others = CONFIGS
-            pool.submit(_write_and_read, first).result()  # most of its kernels serve every method
-            list(pool.map(_write_and_read, others))
+        with Workers(
+            2
+        ) as workers:  # Ctrl-C must not meet the conditions of the pool, which might stay locked
+            list(workers.map(_in_processes, [n_jobs]))
     return WarmUpReport(methods=tuple(CONFIGS), folder=kept_in(), seconds=time.perf_counter() - start)
+
+
+def _in_processes(n_jobs: int) -> None:
+    # One process compiles one kernel at a time. A forked one may wait for locks of threads that it lacks.
+    with ProcessPoolExecutor(n_jobs, multiprocessing.get_context("spawn")) as pool:
+        first, *others = CONFIGS
+        pool.submit(_write_and_read, first).result()  # most of its kernels serve every method
+        list(pool.map(_write_and_read, others))
 
 
 def _write_and_read(method: str) -> None:

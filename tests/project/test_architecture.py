@@ -61,6 +61,7 @@ LATE = (  # what few runs of a command need, for its start
     ("ckptz.guidance.side_information", "ckptz.foreign.inputs"),
     ("ckptz.foreign.trainer_folders", "ckptz.state.torch"),
 )
+BLAS_NAMES = {f"np.{name}" for name in ("linalg", "dot", "vdot", "inner", "matmul", "tensordot")}
 LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
 
 
@@ -275,3 +276,15 @@ def test_the_changelog_opens_with_this_version_and_its_format() -> None:
     assert version == __version__
     assert sections == ["Format"], "what changed in the format comes first"
     assert f"Format version {FORMAT_VERSION}" in newest
+
+
+def test_the_blas_of_numpy_is_called_where_forks_wait_for_it() -> None:
+    """OpenBLAS ends its threads at a fork: a call under way on a thread would never return."""
+    calls = [
+        f"{module}:{node.lineno}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult))
+        or (isinstance(node, ast.Attribute) and ast.unparse(node) in BLAS_NAMES)
+    ]
+    assert {call.split(":")[0] for call in calls} == {"ckptz.kernels.blas"}, calls

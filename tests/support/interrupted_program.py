@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from ckptz import Checkpointer
+from ckptz import Checkpointer, parallel
 from ckptz.run.folder import StepStore
-from ckptz.training import background
 
 SIGNALS = {"ctrl-c": signal.SIGINT, "caught": signal.SIGINT, "saves": signal.SIGTERM, "flag": signal.SIGUSR1}
-WRITE, PAUSE = StepStore.write, background.pause
+WRITE, PAUSE = StepStore.write, parallel.pause
 
 
 class Program:
@@ -37,7 +36,7 @@ class Program:
         return WRITE(*given, **options)
 
     def interrupt(self, lock: Any) -> None:
-        background.pause = PAUSE
+        parallel.pause = PAUSE
         threading.Timer(0.3, self.go.set).start()
         os.kill(os.getpid(), SIGNALS[self.kind])
         PAUSE(lock)
@@ -77,8 +76,8 @@ class Program:
         if self.kind in ("saves", "flag"):
             signal.signal(SIGNALS[self.kind], self.handle)
         StepStore.write = lambda *given, **options: self.write_when_told(*given, **options)
-        background.pause = self.interrupt
         self.save(1)
+        parallel.pause = self.interrupt
         if self.where == "exit":
             threading.Thread(target=self.signal_at_exit, daemon=True).start()
             return

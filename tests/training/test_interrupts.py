@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptz import Checkpointer
+from ckptz import Checkpointer, parallel
 from ckptz.errors import ConfigError
 from ckptz.run import folder as run_folder
 from ckptz.store import lock
@@ -122,7 +122,7 @@ def job() -> Any:
 def test_an_interrupted_wait_leaves_the_job_to_be_waited_for(
     at: int, job: _Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer, n_pauses, real = Background[str](), [0], background.pause
+    writer, n_pauses, real = Background[str](), [0], parallel.pause
 
     def pause(lock: Any) -> None:
         n_pauses[0] += 1
@@ -132,9 +132,9 @@ def test_an_interrupted_wait_leaves_the_job_to_be_waited_for(
             job.go.set()
         real(lock)
 
-    monkeypatch.setattr(background, "PATIENCE", 0.01)
-    monkeypatch.setattr(background, "pause", pause)
     writer.start("step 1", job)
+    monkeypatch.setattr(parallel, "PATIENCE", 0.01)
+    monkeypatch.setattr(parallel, "pause", pause)
     with pytest.raises(KeyboardInterrupt):
         writer.wait()
     with pytest.raises(RuntimeError, match="step 1 was not waited for"):
@@ -195,7 +195,7 @@ def test_a_loss_that_nobody_can_ask_for_is_said(capfd: pytest.CaptureFixture[str
     writer = Background[None]()
     writer.start("step 7", fail)
     while not writer._running.is_done:
-        background.pause(writer._running._lock)
+        parallel.pause(writer._running._lock)
     del writer
     gc.collect()
     assert "step 7 was lost: no room" in capfd.readouterr().err
@@ -251,7 +251,7 @@ def test_a_handler_may_call_nothing_in_the_midst_of_a_call(
     outer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpointer, refused = Checkpointer(tmp_path, torch.nn.Linear(2, 2)), list[str]()
-    real = background.pause
+    real = parallel.pause
 
     def handled(lock: Any) -> None:
         for name, call in calls_of(checkpointer).items():
@@ -264,7 +264,7 @@ def test_a_handler_may_call_nothing_in_the_midst_of_a_call(
     job = _Job()
     checkpointer.wait()
     checkpointer._writer.start("a job", job)
-    monkeypatch.setattr(background, "pause", lambda lock: (handled(lock), job.go.set()))
+    monkeypatch.setattr(parallel, "pause", lambda lock: (handled(lock), job.go.set()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointer, "_last", None)
         result = list[BaseException]()
@@ -311,7 +311,7 @@ def test_on_save_may_not_wait_for_itself(tmp_path: Path) -> None:
 # --- a signal at every point where Python runs handlers ---------------------------------------------------
 
 CHECKED = ("CALL", "RESUME", "JUMP_BACKWARD")  # after these, Python looks for signals
-TRACED = tuple(module.__file__ for module in (background, checkpointer, lock, run_folder))
+TRACED = tuple(module.__file__ for module in (parallel, background, checkpointer, lock, run_folder))
 
 
 @functools.cache
