@@ -219,6 +219,8 @@ DELETES = {
     "ckptz.verbs.compress": "with --resume, unfinished files of processes that have ended",
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.format.publish": "temporary files that got no name",
+    "ckptz.integrations.accelerate": "the mark of a complete folder that is written anew",
+    "ckptz.wire.state": "the file of sample buffers that a full disk left no room for",
     "ckptz.store.storage": "`remove` of a folder, which those below call",
     "ckptz.run.links": "symbolic links of its own that lead nowhere",
     "ckptz.store.lock": "its own lease; copies of what was uploaded or not saved; spools nobody holds",
