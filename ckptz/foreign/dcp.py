@@ -278,7 +278,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
     places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
     kept: Recent[Patterns] = Recent(KEPT_TENSORS, lambda _: 1)
     tensors: dict[str, TensorSource] = {}
-    objects = {}
+    objects, stored = {}, list[_StoredPart]()
     for name, entry in _dict(top, "state_dict_metadata"):
         if type(name) is not str:
             raise CorruptionError(f"{METADATA_FILE}: a name is no text")
@@ -293,8 +293,22 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
             parts.append(_part(folder, places, name, offset, sizes))
         if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
             raise CorruptionError(f"tensor {name!r}: {problem}")
+        stored += parts
         tensors[name] = _source(name, _dtype(found.get("properties"), name), shape, parts, kept)
+    _check_disjoint([*objects.values(), *stored])
     return tensors, objects, top.get("planner_data")
+
+
+def _check_disjoint(parts: Sequence[_StoredPart]) -> None:
+    """Refuse parts that share bytes: a small file could become any number of objects in memory."""
+    ends: dict[Path, tuple[int, str]] = {}
+    for part in sorted(parts, key=lambda part: (part.path, part.begin)):
+        end, other = ends.get(part.path, (0, ""))
+        if part.n_bytes and part.begin < end:
+            raise CorruptionError(
+                f"{METADATA_FILE}: {other!r} and {part.name!r} share bytes of {part.path.name}"
+            )
+        ends[part.path] = part.begin + part.n_bytes, part.name
 
 
 def _dtype(properties: Any, name: str) -> str:
