@@ -215,7 +215,7 @@ def read_inputs(
         )
     without = [name for name, shape in shapes.items() if name not in matched and len(shape) > 1]
     if without:
-        notes.append(f"{len(without)} weights are uncalibrated, first {without[0]!r}")
+        notes.append(f"{len(without)} weights have no calibration, first {without[0]!r}")
     return {
         name: next(one.covariances[kind] for kind in INPUT_KINDS if kind in one.covariances)
         for name, one in matched.items()

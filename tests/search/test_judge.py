@@ -333,7 +333,7 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     ckptz("report", output, "-o", folder / "page.html")
     page = (folder / "page.html").read_text()
     assert all(words.quality_text(record) in page for record in (mean, changes))
-    said = f"{what} {changes.measured:.4g} ("
+    said = f"{what} {changes.measured:.2g} ("
     assert said in run.stdout
     assert said in ckptz("inspect", output).stdout
     assert said in ckptz("log", folder).stdout
