@@ -17,12 +17,12 @@ from ckptz._version import __version__
 
 if TYPE_CHECKING:
     from ckptz.api.read import safe_open
+    from ckptz.codec.grid import Grid
+    from ckptz.codec.kmeans import KMeans
+    from ckptz.codec.lossless import LOSSLESS, Lossless
+    from ckptz.codec.moments import Moments
+    from ckptz.codec.registry import register
     from ckptz.errors import CkptzError
-    from ckptz.methods.grid import Grid
-    from ckptz.methods.kmeans import KMeans
-    from ckptz.methods.lossless import LOSSLESS, Lossless
-    from ckptz.methods.state import Moments
-    from ckptz.methods.table import register
     from ckptz.run.keep import KeepPolicy, KeepRules
     from ckptz.search.budget import Budget, SearchOptions
     from ckptz.search.measures import Agreement, ResumeProbe
@@ -68,12 +68,12 @@ __all__ = [
 
 # Where names stand that have no module of `verbs` for themselves, as most verbs do.
 _HOMES: Final = {
-    "LOSSLESS": "methods.lossless",
-    "Lossless": "methods.lossless",
-    "KMeans": "methods.kmeans",
-    "Grid": "methods.grid",
-    "Moments": "methods.state",
-    "register": "methods.table",
+    "LOSSLESS": "codec.lossless",
+    "Lossless": "codec.lossless",
+    "KMeans": "codec.kmeans",
+    "Grid": "codec.grid",
+    "Moments": "codec.moments",
+    "register": "codec.registry",
     "Agreement": "search.measures",
     "Budget": "search.budget",
     "ResumeProbe": "search.measures",

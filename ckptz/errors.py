@@ -134,7 +134,7 @@ class naming:  # used like a function
 
 
 def whole(name: str, given: object, least: float = -inf, most: float = inf) -> int:
-    """Give an argument as Python's own whole number, whatever library's it is.
+    """Return an argument as a built-in int, whichever library it comes from.
 
     Raises:
         ConfigError: it is none, or not within `least`..`most`.
@@ -150,7 +150,7 @@ def whole(name: str, given: object, least: float = -inf, most: float = inf) -> i
 
 
 def real(name: str, given: object) -> float:
-    """Give an argument as Python's own number, whatever library's it is; a whole one stays whole.
+    """Return an argument as a built-in int or float, whichever library it comes from.
 
     Raises:
         ConfigError: it is none, or beyond those that a float can hold.
@@ -179,7 +179,7 @@ _TAKEN: Final[Mapping[str, Callable[[str, object], object]]] = {"int": whole, "f
 
 
 def own_numbers(settings: Any) -> None:
-    """Make Python's own what stands in the fields of a dataclass that are annotated int, float or bool.
+    """Convert numeric fields of a dataclass to built-in int, float and bool.
 
     So what is written does not depend on whose numbers they were.
 

@@ -23,7 +23,8 @@ from ckptz.format.sources import PATTERN_TYPES, ArraySource
 from ckptz.run.step_files import model_prefix
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method
+    from ckptz.codec.effort import EffortName
+    from ckptz.codec.method import Method
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -35,6 +36,7 @@ def save(
     metadata: dict[str, str] | None = None,
     *,
     config: Method | None = None,
+    effort: EffortName = "default",
     jobs: int | None = None,
 ) -> bytes:
     """Make the bytes of a `.ckptz` file that holds these arrays.
@@ -43,6 +45,7 @@ def save(
         tensor_dict: arrays by name; of any layout, their values are saved.
         metadata: text to keep with them.
         config: what may be lost; nothing by default.
+        effort: "fast", "default" or "small": how much time to spend on a smaller file.
         jobs: threads, all cores by default.
 
     Example:
@@ -51,7 +54,7 @@ def save(
         >>> load(save({"weight": np.ones(2)}))
         {'weight': array([1., 1.])}
     """
-    return save_to_bytes(_sources(tensor_dict), metadata, config, jobs)
+    return save_to_bytes(_sources(tensor_dict), metadata, config, jobs, effort)
 
 
 def save_file(
@@ -61,6 +64,7 @@ def save_file(
     *,
     config: Method | None = None,
     base: PathLike | None = None,
+    effort: EffortName = "default",
     jobs: int | None = None,
 ) -> None:
     """Write arrays to a `.ckptz` file, which appears whole or not at all.
@@ -72,6 +76,7 @@ def save_file(
         config: what may be lost; nothing by default.
         base: an earlier `.ckptz` or `.safetensors` file to store only the difference to. It is needed
             for reading: keep it in the folder of `filename`.
+        effort: "fast", "default" or "small": how much time to spend on a smaller file.
         jobs: threads, all cores by default.
 
     Example:
@@ -82,7 +87,7 @@ def save_file(
         >>> load_file("step-2.ckptz")
         {'weight': array([1.01, 1.01])}
     """
-    save_to_file(_sources(tensor_dict), filename, metadata, config, base, jobs)
+    save_to_file(_sources(tensor_dict), filename, metadata, config, base, jobs, effort)
 
 
 def load(

@@ -246,7 +246,7 @@ class Recent(Generic[V]):
         self._making: dict[Hashable, threading.RLock] = {}
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Give the value that is held, or else what `make` gives."""
+        """Return the cached value, or make and cache it."""
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
@@ -263,7 +263,7 @@ class Recent(Generic[V]):
         return value
 
     def held(self, key: Hashable) -> V | None:
-        """Give the value that is held, or None."""
+        """Return the cached value, or None."""
         with self._lock:
             return self._held.get(key)
 
@@ -282,7 +282,7 @@ class Recent(Generic[V]):
                 self.weight -= weight
 
     def clear(self) -> None:
-        """Let go of everything."""
+        """Remove all entries."""
         with self._lock:
             self._held = OrderedDict()
             self.weight = 0
@@ -295,20 +295,20 @@ class Progress(Protocol):
     """Told in tensor bytes, from the caller's own thread."""
 
     def start(self, name: str, n_bytes: int) -> None:
-        """Say that a file of this many bytes comes next."""
+        """Begin a file of this many bytes."""
         ...
 
     def advance(self, n_bytes: int) -> None:
-        """Say that so many more bytes are done."""
+        """Add finished bytes."""
         ...
 
 
 class _Silent:
     def start(self, name: str, n_bytes: int) -> None:
-        """Say nothing."""
+        """Do nothing at all here."""
 
     def advance(self, n_bytes: int) -> None:
-        """Say nothing."""
+        """Do nothing at all here."""
 
 
 SILENT: Final[Progress] = _Silent()

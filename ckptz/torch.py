@@ -34,7 +34,8 @@ from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.wire.policy import LinkPolicy, check_policy
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method
+    from ckptz.codec.effort import EffortName
+    from ckptz.codec.method import Method
 
 Tensors = dict[str, torch.Tensor]
 
@@ -56,6 +57,7 @@ def save(
     metadata: dict[str, str] | None = None,
     *,
     config: Method | None = None,
+    effort: EffortName = "default",
     jobs: int | None = None,
 ) -> bytes:
     """Make the bytes of a `.ckptz` file that holds these tensors.
@@ -64,6 +66,7 @@ def save(
         tensors: contiguous, dense tensors by name, on any device.
         metadata: text to keep with them.
         config: what may be lost; nothing by default.
+        effort: "fast", "default" or "small": how much time to spend on a smaller file.
         jobs: threads, all cores by default.
 
     Raises:
@@ -76,7 +79,7 @@ def save(
         >>> load(save({"weight": torch.ones(2)}))
         {'weight': tensor([1., 1.])}
     """
-    return save_to_bytes(_sources(tensors), metadata, config, jobs)
+    return save_to_bytes(_sources(tensors), metadata, config, jobs, effort)
 
 
 def save_file(
@@ -86,6 +89,7 @@ def save_file(
     *,
     config: Method | None = None,
     base: PathLike | None = None,
+    effort: EffortName = "default",
     jobs: int | None = None,
 ) -> None:
     """Write tensors to a `.ckptz` file, which appears whole or not at all.
@@ -97,6 +101,7 @@ def save_file(
         config: what may be lost; nothing by default.
         base: an earlier `.ckptz` or `.safetensors` file to store only the difference to. It is needed
             for reading: keep it in the folder of `filename`.
+        effort: "fast", "default" or "small": how much time to spend on a smaller file.
         jobs: threads, all cores by default.
 
     Raises:
@@ -111,7 +116,7 @@ def save_file(
         >>> load_file("step-2.ckptz")
         {'weight': tensor([1.5000, 1.5000])}
     """
-    save_to_file(_sources(tensors), filename, metadata, config, base, jobs)
+    save_to_file(_sources(tensors), filename, metadata, config, base, jobs, effort)
 
 
 def load(
@@ -185,6 +190,7 @@ def save_model(
     *,
     config: Method | None = None,
     base: PathLike | None = None,
+    effort: EffortName = "default",
     jobs: int | None = None,
 ) -> None:
     """Write a model's state; of parameters that share memory one is kept, the metadata name the others.
@@ -196,6 +202,7 @@ def save_model(
         force_contiguous: save tensors of other layouts as contiguous ones instead of refusing them.
         config: what may be lost; nothing by default.
         base: an earlier file to store only the difference to; see `save_file`.
+        effort: "fast", "default" or "small": how much time to spend on a smaller file.
         jobs: threads, all cores by default.
 
     Example:
@@ -212,7 +219,7 @@ def save_model(
     if force_contiguous:
         tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     texts = {**dropped, **(metadata or {})} if dropped else metadata
-    save_file(tensors, filename, texts, config=config, base=base, jobs=jobs)
+    save_file(tensors, filename, texts, config=config, base=base, effort=effort, jobs=jobs)
 
 
 def load_model(
@@ -289,6 +296,7 @@ def save_state(
     *,
     config: Method | None = None,
     base: PathLike | None = None,
+    effort: EffortName = "default",
     jobs: int | None = None,
 ) -> None:
     """Write a nested state to a `.ckptz` file, as `torch.save` would, but without pickle.
@@ -301,6 +309,7 @@ def save_state(
         filename: the file, replaced if it exists.
         config: what weights and moments may lose; nothing by default.
         base: an earlier file to store only the difference to; see `save_file`.
+        effort: "fast", "default" or "small": how much time to spend on a smaller file.
         jobs: threads, all cores by default.
 
     Raises:
@@ -319,7 +328,7 @@ def save_state(
         flat = flatten(to_plain(state, lambda tensor, _: move(tensor)))
     except RecursionError:
         raise ConfigError("the state is nested too deep, or holds itself; save a flatter one") from None
-    save_to_file(flat.tensors, filename, None, config, base, jobs, flat.tree)
+    save_to_file(flat.tensors, filename, None, config, base, jobs, effort, flat.tree)
 
 
 def load_state(
@@ -464,12 +473,12 @@ def _check(tensors: Tensors) -> None:
 
 
 def _fetched(flat: torch.Tensor, n: int, begin: int, end: int) -> Patterns:
-    """Bring patterns begin..end of `n` bytes each here, of a tensor uint8 [n_bytes] on a device."""
+    """Copy patterns begin..end of `n` bytes each from a device tensor uint8 [n_bytes] to the host."""
     return flat[n * begin : n * end].cpu().numpy().view(PATTERN_TYPES[n])
 
 
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
-    """Give the patterns of a dense, contiguous tensor without gradient, on any device; errors name `name`."""
+    """Return a source for a dense, contiguous tensor on any device; errors contain `name`."""
     if tensor.device.type == "meta":
         # These words, like those above, are safetensors' own: its callers look for them.
         raise NotImplementedError(f"Cannot copy out of meta tensor; no data! (tensor {name!r})")

@@ -16,8 +16,8 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from ckptz.encode.chunk import encode_chunk, encode_values
-from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.codec.chunk import encode_chunk, encode_values
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.bits import ByteReader, xxh64
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.context_rules import Row, RuleId
@@ -96,7 +96,7 @@ def lossless_tensor() -> Framed:
     """Byte planes, each by the coder that the writer chooses."""
     dtype = dtype_of("BF16")
     source, plan = ArraySource(dtype, BIAS.shape, BIAS), exact_plan(dtype)
-    chunk = encode_chunk(source, EncodingPlan(plan), ChunkSources(0, BIAS.size))
+    chunk = encode_chunk(source, TensorPlan(plan), ChunkSources(0, BIAS.size))
     return Framed("bias", FrameHeader(dtype, BIAS.shape, plan, (chunk.record,)), chunk.payload)
 
 

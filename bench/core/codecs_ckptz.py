@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,15 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.core.sources import Tensors, concatenated, n_bytes
-from ckptz.encode.chunk import encode_chunk
+from ckptz.codec.chunk import encode_chunk
+from ckptz.codec.effort import DEFAULT, EffortName
+from ckptz.codec.lossless import plan_lossless
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.decode import decode_chunk
 from ckptz.format.frame import FrameHeader
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import ChunkSources, chunk_bounds
-from ckptz.methods.lossless import plan_lossless
 from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.write import pipeline
 from ckptz.write.pipeline import Job
@@ -60,7 +61,7 @@ def encode_frames(tensors: Tensors) -> dict[str, Frame]:
     """Plan and encode every chunk of every tensor."""
     frames = {}
     for name, tensor in tensors.items():
-        encoding = plan_lossless(tensor, None)
+        encoding = replace(plan_lossless(tensor, None), huffman_margin=DEFAULT.huffman_margin)
         bounds = chunk_bounds(tensor.dtype.n_patterns(tensor.shape))
         records, payloads = [], []
         for begin, end in bounds:
@@ -127,13 +128,17 @@ class Memory(io.RawIOBase):
 
 
 def write_file(
-    tensors: Tensors, bases: Tensors | None = None, base_file: str = "base.ckptz", jobs: int = 1
+    tensors: Tensors,
+    bases: Tensors | None = None,
+    base_file: str = "base.ckptz",
+    jobs: int = 1,
+    effort: EffortName = "default",
 ) -> memoryview:
     """A whole `.ckptz` file; a delta if there are bases."""
     sink = Memory(n_bytes(tensors) + HEADERS * (len(tensors) + 16))
     ref = BaseRef(BASE_ID, base_file, 1) if bases is not None else None
     with Workers(jobs) as workers:
-        pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases or {}), workers)
+        pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases or {}, effort=effort), workers)
     return sink.content()
 
 

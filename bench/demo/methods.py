@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 import ckptz.torch
 from bench.demo.training import is_same_state
-from ckptz.methods.grid import Grid
-from ckptz.methods.kmeans import KMeans
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method as Config
-from ckptz.methods.state import Moments
+from ckptz.codec.grid import Grid
+from ckptz.codec.kmeans import KMeans
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method as Config
+from ckptz.codec.moments import Moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ INSTRUMENTED: Final = (
         "ckptz.format",
         "ckptz.format",
         "ckptz.format",
-        "ckptz.encode",
+        "ckptz.codec",
         "ckptz.format.context_rules",
     ),
     *("ckptz.state.skeleton", "ckptz.store", "ckptz.wire"),

@@ -32,7 +32,7 @@ from bench.core.measure import Row, cpu_seconds, machine, parser_of, save_rows
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
 from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, inspect
-from ckptz.methods.method import Method
+from ckptz.codec.method import Method
 from ckptz.run.prune import prune_folder
 from ckptz.torch import load_state, save_state
 from ckptz.training.checkpointer import SaveReport

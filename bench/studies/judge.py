@@ -24,7 +24,7 @@ from bench.studies.search import REDUCED
 from bench.studies.tasks import HELD_OUT, SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, weights_of
 from ckptz import Grid, KMeans
-from ckptz.methods.method import Method
+from ckptz.codec.method import Method
 from ckptz.search.budget import Judgement, Limit, Reading, judge
 from ckptz.torch import load_file
 

@@ -36,7 +36,7 @@ from bench.studies.restarts import PLANS, Arm, Plan, exact_end, folder_of, saver
 from bench.studies.tasks import HELD_OUT, SEARCH, Task
 from bench.studies.training import N_THREADS, State, Trainer, remembered
 from ckptz import Grid, KMeans
-from ckptz.methods.method import Method
+from ckptz.codec.method import Method
 from ckptz.search.budget import Judgement, Reading, judge
 
 NAME: Final = "judged_restarts"

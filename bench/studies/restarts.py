@@ -65,8 +65,8 @@ from bench.studies.training import (
     weights_of,
 )
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans
-from ckptz.methods.method import Method
-from ckptz.methods.state import MOMENTS
+from ckptz.codec.method import Method
+from ckptz.codec.moments import MOMENTS
 
 Texts = Callable[[], tuple[Tensor, Tensor]]
 FINE_TUNE_RATE, FINE_TUNE_BATCH, FINE_TUNE_EVERY, FINE_TUNE_CHECKPOINTS = 3e-4, 16, 15, 10

@@ -77,7 +77,7 @@ def every(task: Task, budget: float) -> dict[str, Any]:
 
 def _guides(task: Task) -> dict[str, Path]:
     run, has_second_moments = Run(task), "exp_avg_sq" in task.moments
-    return {"read_optimizer": run.path(0)} if has_second_moments else {"sensitivity": run.gradients_path(0)}
+    return {"moments_from": run.path(0)} if has_second_moments else {"sensitivity": run.gradients_path(0)}
 
 
 def guided(task: Task, budget: float) -> dict[str, Any]:

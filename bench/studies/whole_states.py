@@ -37,7 +37,7 @@ from bench.studies.training import (
     resumed_gap,
 )
 from ckptz import Checkpointer, Grid, KeepPolicy
-from ckptz.methods.method import Method
+from ckptz.codec.method import Method
 
 POINTS: Final = (2, 5, 8, 10, 12)  # checkpoints that training resumes from
 STORED: Final[dict[str, Any]] = {"keep": KeepPolicy(last=None, exact=0), "background": False, "jobs": 1}

@@ -56,7 +56,7 @@ class LiveTensor(TensorSource):
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Let go of what was read before: the memory may have been written to under another name."""
+        """Discard cached values: the memory may have been written to under another name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def other_values(source: FrameSource) -> MissingBaseError:
 
 
 def _is_applied(container: Container, live: Mapping[str, LiveTensor]) -> bool:
-    """Tell whether live tensors have the values of a delta, and not those of its base."""
+    """Return whether live tensors hold the values of a delta rather than those of its base."""
     base, new_id = container.index.base, container.index.content_id
     is_change = base is not None and base.content_id != new_id
     return is_change and content_id_of({name: live[name] for name in container.tensors}) == new_id
@@ -398,7 +398,7 @@ def apply_(
 
 
 def live_tensors(state_dict: State) -> dict[str, LiveTensor]:
-    """Give the tensors of a state as sources that can be written to.
+    """Return writable sources for the tensors of a state.
 
     Raises:
         ConfigError: not a mapping of dense tensors by name.
@@ -430,7 +430,7 @@ def _live(name: str, tensor: Any) -> LiveTensor:
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
-    """Tell whether elements may share memory, as in what `expand` gives."""
+    """Return whether elements may share memory, as after `expand`."""
     reach = 0  # of all dimensions with smaller steps
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1 and stride <= reach:

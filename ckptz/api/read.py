@@ -66,7 +66,7 @@ def _meminfo_available() -> int | None:
 
 
 def _limit_available() -> int | None:
-    """Give the bytes that `ulimit -v` leaves; None without a limit."""
+    """Return the bytes that `ulimit -v` leaves; None without a limit."""
     if resource is None:
         return None
     try:
@@ -173,7 +173,7 @@ def read_selection(source: FrameSource, selection: Selection, framework: Framewo
 
 
 def _fill(source: FrameSource, chunk: int, pieces: Iterable[WindowPart], out: Patterns) -> None:
-    """Bring the patterns of one chunk to their places."""
+    """Copy the patterns of one chunk to their places."""
     first, *more = pieces
     n_patterns = min(CHUNK_VALUES, source.n_patterns - chunk * CHUNK_VALUES)
     if not more and first.is_run and first.n_patterns == n_patterns:
@@ -195,7 +195,7 @@ PathLike: TypeAlias = str | os.PathLike[str]
 
 
 class _NoSuchFile(FileNotFoundError):
-    """Says that a file is missing in the words of safetensors."""
+    """A missing file, with the message of safetensors."""
 
     def __str__(self) -> str:
         return f"{self.strerror}: {self.filename}"
@@ -260,11 +260,11 @@ class SafeSlice:
         self._source = source
 
     def get_shape(self) -> list[int]:
-        """Give the shape of the whole tensor."""
+        """Return the shape of the whole tensor."""
         return list(self._source.shape)
 
     def get_dtype(self) -> str:
-        """Give the code safetensors has for the dtype, such as "BF16"."""
+        """Return the dtype's code in safetensors, such as "BF16"."""
         return self._source.dtype.name
 
     def __getitem__(self, index: Any) -> Any:
@@ -364,7 +364,7 @@ class safe_open:
         return list(self._open.sources)
 
     def metadata(self) -> dict[str, str] | None:
-        """Give the text that was saved with the tensors; None if there was none."""
+        """Return the metadata that was saved with the tensors, or None."""
         metadata = self._open.checkpoint.metadata
         return None if metadata is None else dict(metadata)
 
@@ -378,7 +378,7 @@ class safe_open:
         return opened.read(list(opened.sources))
 
     def get_slice(self, name: str) -> SafeSlice:
-        """Give a tensor to be indexed: only what the index touches is decoded."""
+        """Return a tensor to be indexed; only the indexed chunks are decoded."""
         opened = self._open
         return SafeSlice(opened, opened.source(name))
 
@@ -401,7 +401,7 @@ def _handle(
 
 
 def checked_path(filename: PathLike) -> str:
-    """Give the path as text; bytes and file descriptors are refused, as by safetensors."""
+    """Return the path as text; bytes and file descriptors are refused, as by safetensors."""
     path = os.fspath(filename)
     if not isinstance(path, str):
         raise TypeError(f"filename must be a str or a path of str, got {type(path).__name__}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from ckptz.api.read import PathLike, checked_path
+from ckptz.codec.effort import EffortName, effort_of
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
@@ -21,7 +22,7 @@ from ckptz.parallel import Workers
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method
+    from ckptz.codec.method import Method
 
 # safetensors lays tensors out by falling alignment; files of both list their offset_keys() alike.
 _LAYOUT: Final = (
@@ -65,11 +66,12 @@ def save_to_bytes(
     metadata: Mapping[str, str] | None,
     config: Method | None,
     jobs: int | None,
+    effort: EffortName,
 ) -> bytes:
     """Make the bytes of a `.ckptz` file."""
     check_texts(metadata)
     sink = io.BytesIO()
-    _write(sink, tensors, metadata, config, None, jobs)
+    _write(sink, tensors, metadata, config, None, jobs, effort)
     return sink.getvalue()
 
 
@@ -80,6 +82,7 @@ def save_to_file(
     config: Method | None,
     base: PathLike | None,
     jobs: int | None,
+    effort: EffortName,
     tree: dict[str, Any] | None = None,
 ) -> None:
     """Write a `.ckptz` file, as a delta if there is a base; it appears whole or not at all.
@@ -88,6 +91,7 @@ def save_to_file(
     """
     path = os.fspath(filename)
     check_texts(metadata)
+    effort_of(effort)
     with contextlib.ExitStack() as held:
         opened = None
         if base is not None:
@@ -97,7 +101,7 @@ def save_to_file(
                 raise ConfigError(f"{path}: {what}; save under another name")
         try:
             with publish(path) as sink:
-                _write(sink, tensors, metadata, config, opened, jobs, tree)
+                _write(sink, tensors, metadata, config, opened, jobs, effort, tree)
         except OSError as error:
             raise WriteError(error.errno, f"{path}: could not be saved: {error.strerror or error}") from error
 
@@ -109,11 +113,12 @@ def _write(
     config: Method | None,
     base: Checkpoint | None,
     jobs: int | None,
+    effort: EffortName,
     tree: dict[str, Any] | None = None,
 ) -> None:
     from ckptz.write.pipeline import Job, write
 
-    job = Job(tensors=tensors, tree=tree, metadata=metadata)
+    job = Job(tensors=tensors, tree=tree, metadata=metadata, effort=effort)
     if tree is None:
         ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
         # Roles follow from names alone: notes on tensors of unknown owners have no reader here.

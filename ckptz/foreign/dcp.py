@@ -62,7 +62,7 @@ _OTHERS: Final = (
 
 
 def problem_of_parts(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
-    """Say what is wrong with the parts of a tensor, or nothing.
+    """Return the fault in the parts of a tensor; empty if there is none.
 
     Takes time and memory by the number of parts or cells of their grid, never by the size of the tensor.
     """
@@ -103,7 +103,7 @@ def _overlap(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
 
 
 def is_dcp(folder: Path) -> bool:
-    """Tell whether torch wrote the folder."""
+    """Return whether torch.distributed.checkpoint wrote the folder."""
     return (folder / METADATA_FILE).is_file()
 
 
@@ -143,7 +143,7 @@ class _StoredPart:
 def _source(
     name: str, torch_type: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Patterns]
 ) -> LazySource:
-    """Give a tensor of the folder, which is read as a whole; `kept` are those that were read last."""
+    """Return a source for a tensor of the folder, read as a whole; `kept` caches recently read ones."""
     if torch_type not in CODES:
         raise UnsupportedError(
             f"tensor {name!r} has the element type {torch_type!r}, which ckptz does not have"
@@ -278,7 +278,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
     places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
     kept: Recent[Patterns] = Recent(KEPT_TENSORS, lambda _: 1)
     tensors: dict[str, TensorSource] = {}
-    objects = {}
+    objects, stored = {}, list[_StoredPart]()
     for name, entry in _dict(top, "state_dict_metadata"):
         if type(name) is not str:
             raise CorruptionError(f"{METADATA_FILE}: a name is no text")
@@ -293,8 +293,22 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
             parts.append(_part(folder, places, name, offset, sizes))
         if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
             raise CorruptionError(f"tensor {name!r}: {problem}")
+        stored += parts
         tensors[name] = _source(name, _dtype(found.get("properties"), name), shape, parts, kept)
+    _check_disjoint([*objects.values(), *stored])
     return tensors, objects, top.get("planner_data")
+
+
+def _check_disjoint(parts: Sequence[_StoredPart]) -> None:
+    """Refuse parts that share bytes: a small file could become any number of objects in memory."""
+    ends: dict[Path, tuple[int, str]] = {}
+    for part in sorted(parts, key=lambda part: (part.path, part.begin)):
+        end, other = ends.get(part.path, (0, ""))
+        if part.n_bytes and part.begin < end:
+            raise CorruptionError(
+                f"{METADATA_FILE}: {other!r} and {part.name!r} share bytes of {part.path.name}"
+            )
+        ends[part.path] = part.begin + part.n_bytes, part.name
 
 
 def _dtype(properties: Any, name: str) -> str:
@@ -319,7 +333,7 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 
 
 def _numbers(value: Any) -> Numbers:
-    """Give the numbers of a `torch.Size`."""
+    """Return the numbers of a `torch.Size`."""
     items = (
         value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
     )

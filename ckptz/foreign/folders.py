@@ -49,7 +49,7 @@ Carried = tuple[str, Path]  # relative path with slashes, and where the file is
 
 
 def is_file_name(name: str) -> bool:
-    """Tell whether `name` is one path component on every system, not hidden, without control characters."""
+    """Return whether `name` is one path component on every system, not hidden, without control characters."""
     try:
         n_bytes = len(name.encode())
     except UnicodeEncodeError:
@@ -60,13 +60,13 @@ def is_file_name(name: str) -> bool:
 
 
 def is_relative_path(path: str) -> bool:
-    """Tell whether `path` is file names joined with slashes."""
+    """Return whether `path` is file names joined with slashes."""
     parts = path.split("/")
     return len(parts) <= MAX_DEPTH and all(map(is_file_name, parts))
 
 
 def is_shard_name(name: str) -> bool:
-    """Tell whether a shard may be called so."""
+    """Return whether this is an allowed name of a shard."""
     return is_file_name(name) and name.endswith(SHARD_SUFFIXES)
 
 
@@ -338,7 +338,7 @@ def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[
 
 
 def is_model_file(file: str) -> bool:
-    """Tell whether a torch file of a folder holds weights of the model, and not a state beside them."""
+    """Return whether a torch file of a folder holds weights of the model, and not a state beside them."""
     return "model" in file
 
 
@@ -486,7 +486,7 @@ def _find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], 
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """Tell whether `path` is a regular file in `root`, which is resolved, or in the cache it belongs to."""
+    """Return whether `path` is a regular file in `root`, which is resolved, or in the cache it belongs to."""
     try:
         real = path.resolve(strict=True)
     except (OSError, RuntimeError, UnicodeEncodeError):  # of a name that this locale cannot encode

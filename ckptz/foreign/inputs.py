@@ -45,24 +45,24 @@ def paths(many: Iterable[PathLike]) -> list[Path]:
 
 
 def stem_of(path: Path) -> str:
-    """Give the name without a checkpoint's suffix; other dots belong to the name."""
+    """Return the file name without a checkpoint's suffix; other dots belong to the name."""
     # "." and a trailing slash have no name of their own.
     name = path.name if is_url(path) else Path(os.path.abspath(path)).name
     return name.removesuffix(Path(name).suffix) if Path(name).suffix in INPUT_SUFFIXES else name
 
 
 def beside(path: Path) -> Path:
-    """Give the folder for what is made of a file: its own, or the working folder for one behind a URL."""
+    """Return the folder for outputs of a file: its own, or the working directory for a URL."""
     return Path() if is_url(path) else path.parent
 
 
 def ends_as_folder(output: PathLike | None) -> bool:
-    """Tell whether an output is written as a folder, with a separator at its end, which a `Path` loses."""
+    """Return whether an output ends with a separator and so names a folder; a `Path` loses the separator."""
     return isinstance(output, str) and output.endswith(("/", os.sep))
 
 
 def file_path(output: PathLike) -> Path:
-    """Give the path of an output that is one file.
+    """Return the path of an output that is a single file.
 
     Raises:
         ConfigError: it is written as a folder.
@@ -271,13 +271,13 @@ def beside_weights(weights: Path) -> list[Path]:
 
 
 def is_trainer_folder(folder: Path) -> bool:
-    """Tell whether a folder holds a checkpoint of `CkptzTrainerMixin`."""
+    """Return whether a folder holds a checkpoint of `CkptzTrainerMixin`."""
     files = (WEIGHTS, STATE, "trainer_state.json")
     return is_folder(folder) and all((folder / name).is_file() for name in files)
 
 
 def checked_kind(path: Path) -> Path:
-    """Give the path of what may be a `.ckptz` or safetensors file, as far as its first bytes say.
+    """Return the path if its first bytes may begin a `.ckptz` or safetensors file.
 
     Raises:
         ConfigError: a torch file, or no checkpoint at all.
@@ -365,7 +365,7 @@ def join(model: Input, optimizer: Input) -> Input:
 
 
 def _part_of(opened: Input) -> Part:
-    """Give the shards of an input, and the states [file, JSON node] and storages of torch files."""
+    """Return the shards of an input, and the states [file, JSON node] and storages of torch files."""
     if opened.kind == "ckptz":
         raise ConfigError(f"{opened.name}: is a .ckptz file already; restore it first")
     tree = opened.tree or {"root": {"dict": []}, "storages": []}

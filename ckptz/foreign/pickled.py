@@ -48,7 +48,7 @@ class PickledObject:
         return type(self).__name__
 
     def attributes(self) -> Mapping[str, Any]:
-        """Give the state by name, as of a dataclass."""
+        """Return the attributes by name, as of a dataclass."""
         if not isinstance(self.state, dict):
             raise CorruptionError(f"a {self.kind} without attributes")
         return self.state
@@ -95,7 +95,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
             raise CorruptionError(f"not a pickle of plain values ({type(error).__name__})") from None
 
     def find_class(self, module: str, name: str) -> Any:
-        """Give what stands for a name."""
+        """Return the stand-in for a global name."""
         if f"{module}.{name}" not in self._names:
             raise UnsupportedError(
                 f"it needs code to load ({module[:80]}.{name[:80]}), which ckptz does not run; "
@@ -104,7 +104,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
         return self._names[f"{module}.{name}"]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Give what is kept outside of the stream."""
+        """Return an object that is stored outside of the stream."""
         if self._stored is None:
             raise CorruptionError("refers to something outside of it")
         return self._stored(pid)
@@ -141,7 +141,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
 
 
 def _is_bounded_key(key: Any) -> bool:
-    """Tell whether a value is hashed quickly: shared tuples in tuples may take for ever."""
+    """Return whether a value is hashed quickly: nested shared tuples may take exponential time."""
     todo, n_parts = [key], 0
     while todo:
         value = todo.pop()

@@ -36,6 +36,8 @@ ZIP_MAGIC: Final = b"PK\x03\x04"
 LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a"  # a pickled long, the first thing in a file of torch before 1.6
 LEGACY_NUMBER: Final = 0x1950A86A20F9469CFC6C
 LOCAL_HEADER: Final = 30  # bytes of a zip record before its name
+END_RECORD, END_LOCATOR, END_RECORD_64 = 22, 20, 56  # bytes of the records at the end of a zip
+NONE_32: Final = (1 << 32) - 1  # in place of a number that only the record of 64 bits holds
 ALIGNMENT: Final = 16  # of the largest element
 MAX_DIMS: Final = 64
 MAX_LINE: Final = 1000  # the longest is the name of a class
@@ -76,7 +78,7 @@ def read(path: Path) -> Flat:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Tell whether a file begins as `torch.save` begins one."""
+    """Return whether a file begins as `torch.save` begins one."""
     with path.open("rb") as file:
         return file.read(len(ZIP_MAGIC)).startswith((ZIP_MAGIC, LEGACY_MAGIC))
 
@@ -124,7 +126,7 @@ def _load(file: Path | BinaryIO, *, mmap: bool) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Give the line of torch's error that says why; where it refuses, that stands behind long advice."""
+    """Return the line with the cause from torch's error, which may follow long advice."""
     lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
     return (lines or [type(error).__name__])[0][:120]
 
@@ -304,10 +306,11 @@ def _names() -> dict[str, Any]:
 def _check_zip(file: BinaryIO, n_bytes: int) -> bool:
     try:
         with zipfile.ZipFile(file) as archive:
-            found = archive.infolist()
+            found, start = archive.infolist(), archive.start_dir
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
         raise CorruptionError(f"cut or damaged ({error}); try an intact copy") from None
-    records = _records(file, n_bytes, found)
+    _check_directory(file, n_bytes, start)
+    records = _records(file, start, found)
     order = records.get("byteorder")
     if order is not None and (order.n_bytes > len("little") or order.read(file) != b"little"):
         raise UnsupportedError("of a machine with another order of bytes; save it again on this one")
@@ -319,6 +322,34 @@ def _check_zip(file: BinaryIO, n_bytes: int) -> bool:
 
     Unpickler(io.BytesIO(_pickle_in(records, file)), _names(), _Storages(room_of)).read_all()
     return all(record.begin % ALIGNMENT == 0 for name, record in records.items() if name.startswith("data/"))
+
+
+def _check_directory(file: BinaryIO, n_bytes: int, start: int) -> None:
+    """Check that the central directory is where the end records say, without bytes before or behind it.
+
+    Readers of zips differ in where they look if it is not: they would read different pickles.
+
+    Args:
+        file: the whole file.
+        n_bytes: its size.
+        start: where `zipfile` found the directory.
+    """
+    end = n_bytes - END_RECORD
+    file.seek(max(end, 0))
+    *head, size, offset, n_comment = struct.unpack("<4s4H2IH", file.read(END_RECORD).ljust(END_RECORD, b"\0"))
+    file.seek(max(end - END_LOCATOR, 0))
+    magic, _, at, _ = struct.unpack("<4sIQI", file.read(END_LOCATOR).ljust(END_LOCATOR, b"\0"))
+    if magic == b"PK\x06\x07":
+        file.seek(min(at, n_bytes))
+        record = file.read(END_RECORD_64).ljust(END_RECORD_64, b"\0")
+        size_64, offset_64 = struct.unpack_from("<QQ", record, 40)
+        if at + END_RECORD_64 != end - END_LOCATOR or not record.startswith(b"PK\x06\x06"):
+            _refuse("its end records contradict each other")
+        if size not in (size_64, NONE_32) or offset not in (offset_64, NONE_32):
+            _refuse("its end records contradict each other")
+        end, size, offset = at, size_64, offset_64
+    if head[0] != b"PK\x05\x06" or n_comment or offset != start or offset + size != end:
+        _refuse("its directory is not where its end record says")
 
 
 def _pickle_in(records: Mapping[str, _ZipRecord], file: BinaryIO) -> bytes:
@@ -349,7 +380,7 @@ class _ZipRecord:
 
 
 def _records(file: BinaryIO, n_bytes: int, found: list[zipfile.ZipInfo]) -> dict[str, _ZipRecord]:
-    """Find the records of a zip by their names within the archive; none may overlap."""
+    """Find the records of a zip, in its first `n_bytes`, by their names within; none may overlap."""
     records: dict[str, _ZipRecord] = {}
     seen: set[str] = set()
     at = 0

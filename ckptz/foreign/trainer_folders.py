@@ -65,17 +65,17 @@ class TrainerFolder:
 
     @property
     def inputs(self) -> tuple[Input, ...]:
-        """Give all files with tensors."""
+        """All inputs with tensors."""
         return (self.weights, self.state, *self.rngs)
 
     @property
     def is_adapter(self) -> bool:
-        """Tell whether the weights are those of an adapter of PEFT."""
+        """True if the weights are those of a PEFT adapter."""
         return any(name == "adapter_config.json" for name, _ in self.carried)
 
     @property
     def lacks_frozen(self) -> bool:
-        """Tell whether frozen weights are left out that a whole model needs; an adapter does not."""
+        """True if frozen weights are left out that a full model needs; an adapter does not need them."""
         return FROZEN_KEY in (self.weights.metadata or {}) and not self.is_adapter
 
     @property
@@ -151,7 +151,7 @@ def write_plain_trainer(
 
 
 def _named_weights(trainer: TrainerFolder) -> dict[str, TensorSource]:
-    """Give the weights by their names in the plain file, tied ones by one name, as transformers does."""
+    """Return the weights by their names in the plain file, tied ones once, as transformers writes them."""
     weights = trainer.weights
     if weights.tree is not None:
         with naming(weights.name):
@@ -168,7 +168,7 @@ def _named_weights(trainer: TrainerFolder) -> dict[str, TensorSource]:
 
 
 def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[str, Any]:
-    """Give the state that each torch file holds, by name."""
+    """Return the state that each torch file holds, by name."""
 
     def state_of(file: Input) -> Any:
         from ckptz.state.torch import from_plain
@@ -190,7 +190,7 @@ def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[s
 
 
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Give an optimizer's state as its `state_dict` has it: parameters by number, through all groups."""
+    """Return an optimizer's state in the form of `state_dict`: parameters numbered through all groups."""
     names = [name for group in state["groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     return {
@@ -202,7 +202,7 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _random_numbers(state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
-    """Give the states of generators as the Trainer keeps them; one process has that of one CUDA device."""
+    """Return the random states in the Trainer's form; a process has the state of one CUDA device."""
     python, legacy = state["python"], state["numpy"]
     keys = legacy["keys"].numpy().astype(np.uint32)
     found = {

@@ -148,5 +148,5 @@ class ByteWriter:
         self.raw(encoded)
 
     def getvalue(self) -> bytes:
-        """Give everything written so far."""
+        """Return everything written so far."""
         return bytes(self._parts)

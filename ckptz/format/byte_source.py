@@ -49,7 +49,7 @@ def _check_end(source: ByteSource, end: int) -> None:
 
 
 def path_of(given: str | os.PathLike[str]) -> Path:
-    """Give the path that somebody named; of an fsspec URL such as "s3://bucket/run" what reads like one.
+    """Return the path of a name; for an fsspec URL such as "s3://bucket/run" a path-like object.
 
     Raises:
         ConfigError: the library for URLs is not installed, or knows nothing of this kind.
@@ -72,7 +72,7 @@ def path_of(given: str | os.PathLike[str]) -> Path:
 
 
 def url_options(url: str) -> dict[str, Any]:
-    """Give what fsspec is to be told of a URL: a server that says nothing for `PATIENCE` seconds is given up.
+    """Return fsspec's options for a URL: the request fails if the server is silent for `PATIENCE` seconds.
 
     Raises:
         ImportError: the library that speaks the protocol is not installed.
@@ -88,7 +88,7 @@ def _is_http(url: str) -> bool:
 
 
 def seconds_for(url: str, n_bytes: int) -> float | None:
-    """Give the seconds after which a request for so many bytes is given up; None for other protocols.
+    """Return the timeout of a request for `n_bytes`, in seconds; None for other protocols.
 
     Silence alone is no limit: a byte now and then would break it for ever.
     """
@@ -128,7 +128,7 @@ def failed(name: str, error: Exception) -> OSError:
 
 
 def naming_urls(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function raise errors of reading, with the name of the URL that is its first argument."""
+    """Decorate a function so that read errors contain the URL in its first argument."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -144,17 +144,17 @@ def naming_urls(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_url(path: object) -> bool:
-    """Tell whether this names something behind a URL, or is a path of such, as `path_of` gives it."""
+    """Return whether this is a URL, or a path that `path_of` made from one."""
     return hasattr(path, "fs") or (isinstance(path, str) and "://" in path)
 
 
 def is_folder(path: Path) -> bool:
-    """Tell whether this is a folder; what is behind a URL and named like a file is not asked for its list."""
+    """Return whether this is a folder; a URL with a file's name is not listed."""
     return not (is_url(path) and path.suffix in FILE_SUFFIXES) and path.is_dir()
 
 
 def local_copy(path: Path) -> BinaryIO:
-    """Bring a file here, as one that goes when it is closed; its `name` can be opened until then."""
+    """Copy a file to a temporary local file, which is deleted when it is closed."""
     copy = tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=path.suffix)  # noqa: SIM115
     try:
         n_bytes = 0

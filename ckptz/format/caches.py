@@ -1,4 +1,4 @@
-"""What is decoded once and used again: chunks of other frames that one chunk needs, and what was read last.
+"""Caches of decoded chunks: those of other frames that a chunk needs, and recently read ones.
 
 A chain may be 64 files long, and contexts may look at other tensors of each of them. Following that by calls
 of calls would decode some frames again and again, and end where Python's stack does. All caches are bounded.
@@ -83,7 +83,7 @@ def gather(index: int, first: Iterable[Node]) -> DecodedBases:
 
 
 def _in_order(wanted: list[Node]) -> dict[Node, list[Node]]:
-    """What each frame needs, every frame after all that it needs itself."""
+    """Order frames so that each one comes after all frames it needs."""
     found: dict[Node, list[Node]] = {}
     done: dict[Node, list[Node]] = {}
     waiting = list(wanted)
@@ -130,7 +130,7 @@ class LastChunks:
         self.n_bytes = 0  # of all that is held
 
     def get(self, name: str, index: int, record: ChunkRecord) -> Decoded | None:
-        """Give a chunk of a tensor, if what is held has the same checksums as stored and as decoded."""
+        """Return a cached chunk of a tensor if its stored and decoded checksums match; else None."""
         found = self._held.get((name, index))
         return found[1] if found is not None and found[0] == record else None
 

@@ -123,7 +123,7 @@ def _labels_of(rule: ContextRule, sources: ContextSources, row_patterns: int) ->
 
 
 def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_patterns: int) -> NDArray[np.uint8]:
-    """Give the labels [end - begin] of patterns begin..end of rows, or blocks, with a label each."""
+    """Return the labels [end - begin] of patterns begin..end of rows, or blocks, with a label each."""
     first, last = begin // row_patterns, -(-end // row_patterns)
     own = indices[first:last]
     if row_patterns < MIN_REPEATED:
@@ -186,7 +186,7 @@ def runs_of(rules: Sequence[ContextRule], begin: int, end: int, row_patterns: in
 
 
 def labels_of(rules: Sequence[ContextRule], sources: ContextSources, row_patterns: int) -> Labels:
-    """Give the context of each pattern of a chunk [n], by at least one rule; `row_patterns`: of one row."""
+    """Return the context of each pattern of a chunk [n]; `row_patterns` is the size of a row."""
     labels: Labels = _labels_of(rules[0], sources, row_patterns)
     if len(rules) > 1:
         labels = labels.astype(np.uint16)

@@ -185,7 +185,7 @@ def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
 
 
 def is_text_map(value: Any) -> bool:
-    """Tell whether a value of JSON maps names to strings; there may be millions."""
+    """Return whether a JSON value maps names to strings; there may be millions."""
     return isinstance(value, dict) and set(map(type, value.values())) <= {str}
 
 

@@ -61,7 +61,7 @@ from ckptz.format.plan import (
     StreamTables,
 )
 from ckptz.format.sources import PATTERN_TYPES, n_chunks_of, n_rows_of
-from ckptz.format.streams import CoderId, read_embedded, take_embedded, write_embedded
+from ckptz.format.streams import CoderId, check_coder, read_embedded, take_embedded, write_embedded
 from ckptz.format.values import ValueTable
 
 FRAME_VERSION: Final = 1  # spec/versions.md
@@ -445,6 +445,11 @@ class FrameHeader:
         return combine(chunk.decoded for chunk in self.chunks)
 
     @property
+    def has_huffman(self) -> bool:
+        """True if a stream is coded by Huffman."""
+        return any(stream.coder == CoderId.HUFFMAN for chunk in self.chunks for stream in chunk.streams)
+
+    @property
     def payload_bytes(self) -> int:
         """Stored bytes of all chunks."""
         return self.chunk_offsets[-1]
@@ -459,7 +464,7 @@ class FrameHeader:
         return {}
 
     def slot_tables(self, stream: int) -> NDArray[np.uint32]:
-        """Give the decoding tables [n_tables, 4096] of a stream that uses the tensor's tables, made once."""
+        """Return the decoding tables [n_tables, 4096] of a stream with the tensor's tables, made once."""
         if stream not in self._slots:
             self._slots[stream] = slot_tables(self.plan.tables[stream].frequencies)
         return self._slots[stream]
@@ -523,15 +528,15 @@ def _parse_chunks(
     for numbers in layout.iter_unpack(source.take(source.left, "chunk records")):
         rest = numbers[n_sums:]
         streams = tuple(map(StreamRecord, rest[::2], rest[1::2]))
-        _check_coders(streams, len(plan.tables))
+        _check_coders(streams, plan, dtype)
         chunks.append(ChunkRecord(numbers[0], numbers[1], streams, *numbers[2:n_sums]))
     return tuple(chunks)
 
 
-def _check_coders(streams: tuple[StreamRecord, ...], n_shared: int) -> None:
-    """Refuse coders that are not known, or that streams behind the first `n_shared` cannot have."""
+def _check_coders(streams: tuple[StreamRecord, ...], plan: Plan, dtype: DType) -> None:
+    """Refuse coders that are not known, or that a stream cannot have."""
+    n_code_streams = plan.n_code_streams(dtype)
     for i, stream in enumerate(streams):
-        if stream.coder > CoderId.SPARSE:
-            raise UnsupportedError(f"coder {stream.coder} is not known to this ckptz; upgrade it")
-        if stream.coder == CoderId.RANS_SHARED and i >= n_shared:
-            raise CorruptionError("a stream uses the tensor's tables, and there are none for it")
+        check_coder(stream.coder, is_of_codes=i < n_code_streams)
+        if stream.coder == CoderId.RANS_SHARED and not plan.tables:
+            raise CorruptionError("a stream uses the tensor's tables, and the frame has none")

@@ -76,7 +76,7 @@ def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
 
 
 def _kernels_for(tables: NDArray[Any]) -> Any:
-    """Give kernels for tables [n, 256]: numpy makes the first ones sooner than kernels are compiled."""
+    """Return kernels for tables [n, 256]: numpy for the first ones, as compiling takes longer."""
     _n_made[0] += len(tables)
     return cpu() if _n_made[0] > FEW_TABLES else plain
 

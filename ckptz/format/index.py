@@ -32,7 +32,7 @@ from ckptz.format.envelope import (
 from ckptz.format.sources import TensorSource
 
 FORMAT_NAME: Final = "ckptz"
-FORMAT_VERSION: Final = "1.1"
+FORMAT_VERSION: Final = "1.2"
 READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not the minor version
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
@@ -43,7 +43,12 @@ DELTA_FEATURE: Final = "delta"
 MAPS_FEATURE: Final = "maps"
 INLINE_FEATURE: Final = "inline"
 LOW_RANK_FEATURE: Final = "low-rank"
-KNOWN_FEATURES: Final = frozenset({"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, LOW_RANK_FEATURE})
+HUFFMAN_FEATURE: Final = "huffman"
+# Features beside those of version 1.0, and the version that each came with; the newest first.
+VERSION_OF_FEATURE: Final = {HUFFMAN_FEATURE: FORMAT_VERSION, LOW_RANK_FEATURE: "1.1"}
+KNOWN_FEATURES: Final = frozenset(
+    {"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, *VERSION_OF_FEATURE}
+)
 MAX_INLINE: Final = 64  # normative, spec/07-chain.md#depth
 
 KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
@@ -220,7 +225,7 @@ def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
 
 
 def writer_name() -> str:
-    """Give the text of `Index.writer`."""
+    """Return the text of `Index.writer`."""
     return f"ckptz {__version__}"
 
 
@@ -293,12 +298,12 @@ def envelope_metadata(features: Collection[str], packed_index: bytes) -> dict[st
 
 
 def version_of(features: Collection[str]) -> str:
-    """Give the lowest version of the format that has all of these features."""
-    return FORMAT_VERSION if LOW_RANK_FEATURE in features else "1.0"
+    """Return the lowest version of the format that has all of these features."""
+    return next((since for name, since in VERSION_OF_FEATURE.items() if name in features), "1.0")
 
 
 def is_ckptz(metadata: dict[str, str] | None) -> bool:
-    """Tell whether an envelope announces a `.ckptz` file."""
+    """Return whether an envelope announces a `.ckptz` file."""
     return metadata is not None and metadata.get(KEY_FORMAT) == FORMAT_NAME
 
 

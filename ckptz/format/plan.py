@@ -35,7 +35,7 @@ LARGEST_SCALE: Final = 0x71800000  # 2^100 as an F32 pattern, of a term of low r
 
 
 class _Table(ABC):
-    """What the codes of each row stand for: F32 patterns, or integers as wide as a pattern."""
+    """Levels of the codes of each row: F32 patterns, or integers of a pattern's width."""
 
     __slots__ = ()
 
@@ -139,7 +139,7 @@ BASE_MODES = frozenset((PlaneMode.XOR, PlaneMode.DIFFERENCE))
 
 
 def kernel_mode(mode: PlaneMode, dtype: DType) -> int:
-    """Give the kernels' number for a mode: the difference of floats goes through `order`."""
+    """Return the kernels' number of a plane mode; differences of floats use `order`."""
     if mode is PlaneMode.DIFFERENCE:
         return floats.ORDERED_DIFFERENCE if dtype.is_float else floats.DIFFERENCE
     return (floats.RAW, floats.ROTATED, floats.XOR)[mode]
@@ -176,7 +176,7 @@ class StreamTables:
         per_context: NDArray[np.int64],
         slots: NDArray[np.uint32] | None = None,
     ) -> Segments:
-        """Say how a stream, sorted by context, runs through the tables.
+        """Describe how a stream sorted by context passes through the tables.
 
         Args:
             contexts: that occur in the chunk, ascending [n_used].
@@ -277,7 +277,7 @@ class LowRank:
 
     @functools.cached_property
     def _is_plain(self) -> bool:
-        """Whether no product or sum can be subnormal: all are 0 or multiples of 2^-123.
+        """True if no product or sum can be subnormal: all are 0 or multiples of 2^-123.
 
         Then it does not matter whether the processor flushes subnormal numbers.
         """
@@ -341,33 +341,33 @@ class Plan:
 
     @property
     def reads_base_patterns(self) -> bool:
-        """Whether decoding reads the base's values."""
+        """True if decoding reads the base's values."""
         return self.reads_patterns(only_codes=False)
 
     def reads_patterns(self, *, only_codes: bool) -> bool:
-        """Tell whether decoding, or decoding the codes alone, reads the base's values."""
+        """Return whether decoding, or decoding the codes alone, reads the base's values."""
         if not only_codes and self.predictor is Predictor.BASE:
             return True
         return any([isinstance(rule, Magnitude) and rule.source is None for rule in self.rules])
 
     @property
     def is_low_rank(self) -> bool:
-        """Whether decoding adds outer products up."""
+        """True if decoding sums outer products."""
         return self.predictor is Predictor.LOW_RANK
 
     @property
     def needs_base(self) -> bool:
-        """Whether decoding reads the base's values or codes."""
+        """True if decoding reads the base's values or codes."""
         return self.reads_base_patterns or self.reads_base_codes
 
     @property
     def stands_alone(self) -> bool:
-        """Whether decoding reads nothing but the frame."""
+        """True if decoding reads nothing but the frame."""
         return not self.needs_base and not self.context_tensor_names
 
     @property
     def reads_base_codes(self) -> bool:
-        """Whether a context rule looks at the codes of the base's frame."""
+        """True if a context rule reads the codes of the base's frame."""
         return any([isinstance(rule, BaseCode) for rule in self.rules])
 
     @property

@@ -134,7 +134,7 @@ class Publication:
         self._staged.append((temporary, target))
 
     def commit(self) -> None:
-        """Give all files their names."""
+        """Rename all temporary files to their targets."""
         for temporary, target in self._staged:
             with _naming(temporary, target):
                 os.replace(temporary, target)
@@ -158,7 +158,7 @@ def _machine() -> str:
 
 
 def is_same(a: Path, b: Path) -> bool:
-    """Tell whether two paths are one file."""
+    """Return whether two paths are one file."""
     try:
         return a.samefile(b)
     except OSError:
@@ -176,7 +176,7 @@ def abandoned(folder: Path) -> list[Path]:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether there may be a process of this number; only where it is certain, that there is none."""
+    """Return False only if there certainly is no process with this number."""
     if os.name != "posix":  # elsewhere `os.kill` does kill
         return True
     try:
@@ -190,7 +190,7 @@ def is_alive(pid: int) -> bool:
 
 @contextlib.contextmanager
 def _naming(temporary: Path, target: Path) -> Iterator[None]:
-    """Let errors of the system name the file that was asked for, not the one that becomes it."""
+    """Make OS errors name the target instead of its temporary file."""
     try:
         yield
     except OSError as error:

@@ -35,6 +35,7 @@ from ckptz.format.envelope import BASE_METADATA_BYTES, Envelope, parse_base_meta
 from ckptz.format.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.format.index import (
     BASE_METADATA,
+    HUFFMAN_FEATURE,
     KEY_VERSION,
     LOW_RANK_FEATURE,
     MAPS_FEATURE,
@@ -92,11 +93,13 @@ class FrameSource(TensorSource):
                 raise CorruptionError("has a quantization map, and the feature 'maps' is not required")
             if header.plan.is_low_rank and LOW_RANK_FEATURE not in self._container.features:
                 raise CorruptionError("is of low rank, and the feature 'low-rank' is not required")
+            if HUFFMAN_FEATURE not in self._container.features and header.has_huffman:
+                raise CorruptionError("has Huffman streams, and the feature 'huffman' is not required")
             return header
 
     @property
     def cache(self) -> CachedChunks:
-        """Give the cache of its file, of the chunks that were read last."""
+        """Cache of the file's recently read chunks."""
         return self._container.cache
 
     @functools.cached_property
@@ -116,7 +119,7 @@ class FrameSource(TensorSource):
 
     @property
     def needs_other_file(self) -> bool:
-        """Whether the frame is decoded from a base in another file."""
+        """True if the frame is decoded from a base in another file."""
         return self._container.outer_base is not None and self.header.plan.needs_base
 
     def needs(self, only_codes: bool) -> list[Node]:
@@ -259,7 +262,7 @@ class FrameSource(TensorSource):
         return held | dict(gather(index, missing)) if missing else held
 
     def last(self, index: int) -> Decoded | None:
-        """Give chunk `index` if it is held for the next file of a run."""
+        """Return chunk `index` if it is cached for the next file of the run; else None."""
         last = self._container.last
         return None if last is None else last.get(self.entry.name, index, self.header.chunks[index])
 
@@ -320,7 +323,7 @@ class FrameSource(TensorSource):
             check_stored(self.header.chunks[index], index, payload)
 
     def chunk(self, index: int) -> Patterns:
-        """Give the patterns of chunk `index`, shared with whoever asked for them before: read only."""
+        """Return the patterns of chunk `index`, shared with earlier callers: read only."""
         begin, end = self._bounds(index)
         kept = self.cache.get((self, begin), lambda: Decoded(*self.patterns_and_codes(begin, end)))
         assert kept.patterns is not None
@@ -357,7 +360,7 @@ class _DecodedChunk(ViewOf):
         return self.chunk.codes
 
     def patterns_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
-        """Give both, the patterns only if they were decoded; callers that want codes alone ignore them."""
+        """Return patterns and codes; the patterns are valid only if they were decoded."""
         return self.chunk.patterns, self.chunk.codes
 
 
@@ -432,7 +435,7 @@ class Container:
         return self._source.read(self._data_offset + offset, n_bytes)
 
     def base_metadata(self) -> int | None:
-        """Give the checksum of the metadata that the base had as a plain file, where the file says so.
+        """Return the recorded checksum of a plain base's metadata, or None.
 
         Raises:
             ChecksumError: the section that says so was changed.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Final, Protocol
@@ -30,6 +31,13 @@ from ckptz.format.frequency import (
     row_entropy_bits,
     slot_tables,
 )
+from ckptz.format.huffman import (
+    SIZES,
+    code_lengths,
+    decode_huffman,
+    encode_huffman_streams,
+    pack_lengths,
+)
 from ckptz.kernels import cpu
 from ckptz.kernels.blas import product
 from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions
@@ -44,8 +52,12 @@ class CoderId(IntEnum):
     RANS_SHARED = 3
     RANS_OWN = 4
     SPARSE = 5
+    HUFFMAN = 7  # 6 will never be a coder
 
 
+CODERS: Final = frozenset(map(int, CoderId))
+# Coders of the code streams of chunks alone: no other stream of a file or a message has them.
+OF_CODE_STREAMS: Final = frozenset({CoderId.RANS_SHARED, CoderId.HUFFMAN})
 LANE_CHOICES: Final = (1, 4, 32)  # spec/02-entropy.md#lanes; the stream holds the index
 MAX_ZSTD_WINDOW: Final = 8 << 20  # spec/02-entropy.md#streams; the codes of the stream, if more
 LANE_MIN_BYTES: Final = (0, 400, 6400)  # encoder only: lane states stay near 2 % of the stream
@@ -63,6 +75,8 @@ ZSTD_HEAD: Final = 32  # bytes of headers and tables
 QUICK_BITS: Final = 5  # a code; from here on zstd finds little to try, and is quick
 QUICK_CODES: Final = 1 << 13  # below, its smaller tables may gain more than repeats
 SPARSE_MIN_SHARE: Final = 0.97
+HUFFMAN_CODES: Final = 1 << 12  # of a stream; below, its table takes longer than rANS
+HUFFMAN_HEAD: Final = SIZES.size + 4  # bytes of sizes, and of bits that fill up its parts
 # 32,768 uniform bytes measure 7.994, the low bytes of weights 7.955 to 7.97; MIN_GAIN asks for 7.94 of all.
 RANDOM_MIN: Final = 1 << 17
 RANDOM_BITS: Final = 7.95
@@ -81,7 +95,7 @@ class Segments:
     slots: NDArray[np.uint32] | None = field(default=None, repr=False)
 
     def slot_tables(self) -> NDArray[np.uint32]:
-        """Give decoding tables [n_tables, 4096], made once for a tensor by the caller or, if one, here."""
+        """Return decoding tables [n_tables, 4096], made once per tensor."""
         return slot_tables(self.tables) if self.slots is None else self.slots
 
 
@@ -157,7 +171,7 @@ def encode_rans_streams(
 
 
 def lanes_byte(n_lanes: int) -> bytes:
-    """Give the byte that begins a stream of so many lanes."""
+    """Return the first byte of a stream with this number of lanes."""
     return bytes((LANE_CHOICES.index(n_lanes),))
 
 
@@ -294,6 +308,7 @@ def encode_streams(
     *,
     nested: bool = False,
     beats: Sequence[float] | None = None,
+    huffman_margin: float | None = None,
 ) -> list[Stream]:
     """Code streams [m], each as `encode_stream` does by itself, in few calls for all of them.
 
@@ -302,10 +317,12 @@ def encode_streams(
         counts: their histograms [m, 256], where the caller has them.
         nested: inside a sparse stream.
         beats: with counts, the bytes that another coder would take of each.
+        huffman_margin: of code streams, the share of bytes that Huffman may take beyond an ideal coder of
+            single codes; None for no Huffman.
     """
     is_random = [counts is None and looks_random(len(p), spread_of(p), middle_of(p)) for p in parts]
     ordinary = [part for part, is_it in zip(parts, is_random, strict=True) if not is_it]
-    coded = iter(_encode_ordinary(ordinary, counts, beats, nested=nested) if ordinary else ())
+    coded = iter(_encode_ordinary(ordinary, counts, beats, huffman_margin, nested=nested) if ordinary else ())
     return [
         (CoderId.STORED, part.data) if is_it else next(coded)
         for part, is_it in zip(parts, is_random, strict=True)
@@ -313,31 +330,29 @@ def encode_streams(
 
 
 def _encode_ordinary(
-    parts: Sequence[Bytes], counts: Counts | None, beats: Sequence[float] | None, *, nested: bool
+    parts: Sequence[Bytes],
+    counts: Counts | None,
+    beats: Sequence[float] | None,
+    huffman_margin: float | None,
+    *,
+    nested: bool,
 ) -> list[Stream]:
     if counts is None:
         counts = np.empty((len(parts), 256), np.int64)
         for at in _side_by_side(parts, range(len(parts))):
             counts[at] = cpu().count_streams(*joined([parts[k] for k in at]))
-    tables, packed, owns = _own_tables([len(part) for part in parts], counts)
+    tables = _OwnTables([len(part) for part in parts], counts, huffman_margin)
     sparse = {} if nested else _encode_sparse(parts, counts)
-    least = _least_zstd([middle_of(part) for part in parts], owns)
+    least = _least_zstd([middle_of(part) for part in parts], tables.owns)
     found = [
         _by_another(
-            part, counts[k], owns[k], sparse.get(k), least[k], float("inf") if beats is None else beats[k]
+            part, counts[k], own, sparse.get(k), least[k], float("inf") if beats is None else beats[k]
         )
-        for k, part in enumerate(parts)
+        for k, (part, own) in enumerate(zip(parts, tables.owns, strict=True))
     ]
     for at in _side_by_side(parts, [k for k, other in enumerate(found) if other is None]):
-        symbols, ends = joined([parts[k] for k in at])
-        segments = Segments(ends, np.arange(len(at)), tables[at])
-        begins = np.concatenate(([0], ends[:-1]))
-        lanes = np.array([n_lanes_for(owns[k].n_bytes) for k in at])
-        coded = encode_rans_streams(
-            symbols, begins, np.arange(1, len(at) + 1), segments, lanes, [packed[k] for k in at]
-        )
-        for k, stream in zip(at, coded, strict=True):
-            found[k] = CoderId.RANS_OWN, stream
+        for k, stream in tables.encode(parts, at):
+            found[k] = stream
     return [stream for stream in found if stream is not None]
 
 
@@ -347,21 +362,81 @@ def _side_by_side(parts: Sequence[Bytes], which: Sequence[int]) -> list[list[int
     return [small] * bool(small) + [[k] for k in which if len(parts[k]) >= RANDOM_MIN]
 
 
-def _own_tables(sizes: Sequence[int], counts: Counts) -> tuple[Frequencies, list[bytes], list[OwnTable]]:
-    """Make, pack and weigh a table for each stream of so many codes; none is made that cannot pay."""
-    weighed = zip(sizes, least_packed(counts).tolist(), row_entropy_bits(counts).tolist(), strict=True)
-    owns = [OwnTable.of(*each) for each in weighed]
-    tables, packed = np.zeros(counts.shape, np.uint16), [b""] * len(owns)
-    if at := [k for k, own in enumerate(owns) if own.pays]:
-        tables[at] = normalise(counts[at])
-        tables_bits = row_cost_bits(counts[at], tables[at]).tolist()
-        for k, table, bits in zip(at, cut(*pack_tables(tables[at])), tables_bits, strict=True):
-            packed[k], owns[k] = table.tobytes(), OwnTable.of(sizes[k], len(table), bits)
-    return tables, packed, owns
+class _OwnTables:
+    """Tables of streams [m] for themselves, of rANS or Huffman; none is made that cannot pay.
+
+    Args:
+        sizes: codes of each.
+        counts: their histograms [m, 256].
+        huffman_margin: see `encode_streams`.
+
+    Attributes:
+        owns: each stream under its table.
+    """
+
+    def __init__(self, sizes: Sequence[int], counts: Counts, huffman_margin: float | None) -> None:
+        weighed = zip(sizes, least_packed(counts).tolist(), row_entropy_bits(counts).tolist(), strict=True)
+        self.owns = [OwnTable.of(*each) for each in weighed]
+        self._packed = [b""] * len(sizes)
+        self._lengths, self._huffman = np.zeros(counts.shape, np.uint8), set[int]()
+        self._frequencies = np.zeros(counts.shape, np.uint16)
+        paying = [k for k, own in enumerate(self.owns) if own.pays]
+        if huffman_margin is not None:
+            peaks = counts.max(axis=1).tolist()
+            several = [k for k in paying if sizes[k] >= HUFFMAN_CODES and peaks[k] < sizes[k]]
+            self._add_huffman(several, counts, huffman_margin)
+        self._add_rans([k for k in paying if k not in self._huffman], counts)
+
+    def _add_huffman(self, at: list[int], counts: Counts, margin: float) -> None:
+        """Make the code lengths of these streams, and use those that cost no more than the margin allows."""
+        self._lengths[at] = code_lengths(counts[at])
+        all_bits = (counts[at] * self._lengths[at]).sum(axis=1).tolist()
+        for k, n_bits in zip(at, all_bits, strict=True):
+            packed, ideal = pack_lengths(self._lengths[k]), self.owns[k]
+            n_bytes = n_bits / 8 + len(packed) + HUFFMAN_HEAD
+            if n_bytes <= (1 + margin) * ideal.n_bytes:
+                self._packed[k] = packed
+                self._huffman.add(k)
+                self.owns[k] = OwnTable(ideal.n, n_bytes, n_bytes < ideal.n * (1 - MIN_GAIN), ideal.bits)
+
+    def _add_rans(self, at: list[int], counts: Counts) -> None:
+        if at:
+            self._frequencies[at] = normalise(counts[at])
+            tables_bits = row_cost_bits(counts[at], self._frequencies[at]).tolist()
+            tables = cut(*pack_tables(self._frequencies[at]))
+            for k, table, bits in zip(at, tables, tables_bits, strict=True):
+                self._packed[k] = table.tobytes()
+                self.owns[k] = OwnTable.of(self.owns[k].n, len(table), bits)
+
+    def encode(self, parts: Sequence[Bytes], at: Sequence[int]) -> Iterator[tuple[int, Stream]]:
+        """Encode those streams that have these numbers, each by its table."""
+        for which, coder, encode in (
+            ([k for k in at if k in self._huffman], CoderId.HUFFMAN, self._encode_huffman),
+            ([k for k in at if k not in self._huffman], CoderId.RANS_OWN, self._encode_rans),
+        ):
+            if which:
+                symbols, ends = joined([parts[k] for k in which])
+                packed = [self._packed[k] for k in which]
+                for k, stream in zip(which, encode(symbols, ends, which, packed), strict=True):
+                    yield k, (coder, stream)
+
+    def _encode_huffman(
+        self, symbols: Bytes, ends: Counts, which: list[int], packed: list[bytes]
+    ) -> list[memoryview]:
+        n_bytes = np.array([math.ceil(self.owns[k].n_bytes) for k in which])
+        return encode_huffman_streams(symbols, ends, self._lengths[which], n_bytes, packed)
+
+    def _encode_rans(
+        self, symbols: Bytes, ends: Counts, which: list[int], packed: list[bytes]
+    ) -> list[memoryview]:
+        segments = Segments(ends, np.arange(len(which)), self._frequencies[which])
+        begins = np.concatenate(([0], ends[:-1]))
+        lanes = np.array([n_lanes_for(self.owns[k].n_bytes) for k in which])
+        return encode_rans_streams(symbols, begins, np.arange(1, len(which) + 1), segments, lanes, packed)
 
 
 def least_packed(counts: Counts) -> Counts:
-    """Give the bytes [n] that tables for counts [n, 256] take at least.
+    """Return a lower bound [n] of the bytes of tables for counts [n, 256].
 
     A frequency takes a bit or more, and there is one for each symbol from the first to the last.
     """
@@ -434,19 +509,19 @@ class OwnTable:
 
 
 def middle_of(symbols: Any) -> Any:
-    """Give the sample that zstd is tried on, of an array or tensor [..., n]."""
+    """Return the sample of an array or tensor [..., n] that zstd is tried on."""
     begin = max((symbols.shape[-1] - ZSTD_SAMPLE) // 2, 0)
     return symbols[..., begin : begin + ZSTD_SAMPLE]
 
 
 def spread_of(symbols: Any) -> Any:
-    """Give samples from all over an array or tensor [..., n]: [..., 64, 512 at most]."""
+    """Return samples from the whole of an array or tensor [..., n]: [..., 64, 512 at most]."""
     n = symbols.shape[-1]
     return symbols[..., : n // 64 * 64].reshape(*symbols.shape[:-1], 64, -1)[..., :512]
 
 
 def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
-    """Tell whether samples [64, 512] and [2^14] of many codes have nearly eight bits and no repeats."""
+    """Return whether samples [64, 512] and [2^14] have almost eight bits of entropy and no repeats."""
     if n < RANDOM_MIN:
         return False
     counts = cpu().histogram(np.ascontiguousarray(spread).reshape(-1))
@@ -472,24 +547,38 @@ def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[floa
 
 
 def repeats(sample: Bytes) -> bool:
-    """Tell whether zstd takes less than an ideal coder of single codes of a sample [n]."""
+    """Return whether zstd beats an ideal order-0 coder on a sample [n]."""
     own = OwnTable.of(len(sample), 0, entropy_bits(cpu().histogram(sample)))
     return zstd_promises(sample, own.n, own.bits / 8, *_least_zstd([sample], [own]))
 
 
 def zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
-    """Tell by the middle [m] of n codes if zstd takes less than `other_bytes`; it takes at least `least`."""
+    """Predict from the middle [m] of n codes whether zstd takes less than `other_bytes`."""
     other_bytes *= len(middle) / n
     if least > ZSTD_MAY_GAIN * other_bytes:
         return False
     return len(_zstd_compress(middle, ZSTD_SAMPLE_LEVEL)) < ZSTD_MIN_GAIN * other_bytes
 
 
+def check_coder(coder: int, *, is_of_codes: bool) -> None:
+    """Refuse coders that are not known, or that only code streams of chunks may have.
+
+    Args:
+        coder: the id.
+        is_of_codes: whether the stream is a code stream.
+    """
+    if coder not in CODERS:
+        raise UnsupportedError(f"coder {coder} is not known to this ckptz; upgrade it")
+    if coder in OF_CODE_STREAMS and not is_of_codes:
+        name = CoderId(coder).name.lower().replace("_", "-")
+        raise CorruptionError(f"coder {name} is for code streams, and another stream has it")
+
+
 def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments | None = None) -> None:
     """Decode one stream into `out`.
 
     Args:
-        coder: a CoderId.
+        coder: a CoderId that `check_coder` let pass.
         stream: exactly the bytes of the stream.
         out: where the codes go [n]; with `segments` in context order.
         segments: for RANS_SHARED.
@@ -504,10 +593,7 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
         decode_rans(ByteReader(stream), segments, out)
         return
-    decode = _DECODERS.get(coder)
-    if decode is None:
-        raise UnsupportedError(f"coder {coder} is not known to this ckptz; upgrade it")
-    decode(ByteReader(stream), out)
+    _DECODERS[coder](ByteReader(stream), out)
 
 
 def write_embedded(out: ByteWriter, symbols: Bytes) -> None:
@@ -535,7 +621,7 @@ class Embedded:
         out.raw(self.stream)
 
     def codes(self, n: int) -> Bytes:
-        """Give the codes [n]; see `read_embedded`."""
+        """Return the codes [n]; see `read_embedded`."""
         symbols = np.empty(n, np.uint8)
         # Not as bytes, for whose arrays, which are read-only, kernels would be compiled once more.
         decode_stream(self.coder, memoryview(bytearray(self.stream)), symbols)
@@ -552,8 +638,7 @@ def take_embedded(source: ByteReader, what: str, *, nested: bool = False) -> Emb
     coder = source.u8(f"{what}: coder")
     if nested and coder == CoderId.SPARSE:
         raise CorruptionError(f"{what}: a sparse stream in a sparse stream")
-    if coder > CoderId.SPARSE:
-        raise UnsupportedError(f"coder {coder} is not known to this ckptz; upgrade it")
+    check_coder(coder, is_of_codes=False)
     return Embedded(coder, bytes(source.take(source.varint(f"{what}: length"), what)))
 
 
@@ -611,4 +696,5 @@ _DECODERS: Final[Mapping[int, Callable[[ByteReader, Bytes], None]]] = {
     CoderId.ZSTD: _decode_zstd,
     CoderId.RANS_OWN: _decode_own,
     CoderId.SPARSE: _decode_sparse,
+    CoderId.HUFFMAN: decode_huffman,
 }

@@ -62,7 +62,7 @@ def blob(name: str, begin: int, n_bytes: int) -> Region:
 
 
 def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) -> tuple[TensorEntry, ...]:
-    """Give lossy tensors what their file promises of all of them together."""
+    """Add the file's common promise to the records of its lossy tensors."""
     kept = {record.promise for record in quality}
     promise: Promise = next((one for one in PROMISED_TENSORS if one in kept), "none")
     return tuple(

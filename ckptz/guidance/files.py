@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.tensor import InputCovariance
+from ckptz.codec.tensor import InputCovariance
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.envelope import Count, PlainFile, strict_json
@@ -375,12 +375,12 @@ class CalibrationFile(SideInformationFile[RecordedInputs]):
 
 
 def _repeated(items: Iterable[T]) -> list[T]:
-    """Give the items that occur more than once."""
+    """Return the items that occur more than once."""
     return [item for item, n in Counter(items).items() if n > 1]
 
 
 def _fits(kind: LayerKind, weight: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Tell whether sums of this shape belong to a weight of that shape."""
+    """Return whether sums of this shape fit a weight of that shape."""
     if kind == "conv":
         n = math.prod(weight[1:])
         is_grouped = len(shape) == 3 and shape[0] > 1 and len(weight) > 0 and weight[0] % shape[0] == 0

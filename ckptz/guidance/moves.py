@@ -68,7 +68,7 @@ class Course:
         return found
 
     def in_noise(self, n_updates: float) -> float:
-        """Give <P, D> / <P, P> where gradients are noise, for the moves D of the last updates, 1 or more.
+        """Return <P, D> / <P, P> for gradients that are noise, D being the last `n_updates` updates.
 
         Each of those moved by what m still holds of it.
         """
@@ -170,7 +170,7 @@ def _rates(rate: float, before: tuple[float, float] | None, k: Rates) -> Rates:
 
 
 def _number(value: Any) -> float | None:
-    """Give a finite number as a float; None for anything else."""
+    """Return a finite number as a float; None for anything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
 
@@ -232,7 +232,7 @@ class Products:
 
 
 def shares_of(found: Mapping[str, Products]) -> dict[str, float]:
-    """Give the share of each tensor; those that are too small to tell have one together.
+    """Return the share of each tensor; tensors that are too small get a common one.
 
     They are left out where even all tensors together do not tell.
     """

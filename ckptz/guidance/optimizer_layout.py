@@ -16,10 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from ckptz.codec.method import MOMENT_ROLES
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.envelope import strict_json
 from ckptz.format.sources import TensorSource
-from ckptz.methods.method import MOMENT_ROLES
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import TensorRef, parse_tree
 
@@ -59,7 +59,7 @@ class ParameterNames:
         return names
 
     def orders(self) -> Sequence[Sequence[str]]:
-        """Give the orders in which an optimizer may number the model's parameters; none without a model."""
+        """Return the orders in which an optimizer may number the model's parameters; none without a model."""
         if self.beside is None:
             return ()
         folder = self.beside if self.beside.is_dir() else self.beside.parent
@@ -91,7 +91,7 @@ def _orders(config: Path) -> tuple[tuple[str, ...], ...]:
 
 
 def _is_bounded(config: Path) -> bool:
-    """Tell whether a model of this description has few enough layers to be built quickly."""
+    """Return whether the model of a config has few enough layers to be built quickly."""
     layers: list[Any] = []
 
     def look(node: Any, key: str = "") -> None:
@@ -231,7 +231,7 @@ def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> I
 
 
 def _labelled(optimizers: Sequence[Sequence[_Entry]], names: ParameterNames) -> Iterator[list[_Entry]]:
-    """Give the entries of each optimizer the names that the user listed, in order."""
+    """Yield the entries of each optimizer with the names that the user listed, in order."""
     listed, n = names.listed(), sum(map(len, optimizers))
     if names.listed_in is not None and len(listed) != n:
         raise ConfigError(
@@ -368,7 +368,7 @@ def _lossless_states(
     tensors: Mapping[str, TensorSource],
     notes: list[str],
 ) -> dict[str, Role]:
-    """Give the role "other", which stays lossless, to state under unknown words or for unknown weights.
+    """Assign the role "other", which stays lossless, to state with unknown keys or unknown weights.
 
     `inside` are names of optimizer state, `given` those whose role the user has given; they keep it.
     """
@@ -399,5 +399,5 @@ def _lossless_states(
 
 
 def _is_large(source: TensorSource) -> bool:
-    """Tell whether a state has an element for each of a parameter's, and is no counter."""
+    """Return whether a state has one element for each element of its parameter, unlike a counter."""
     return source.dtype.is_float and source.n_patterns > 1

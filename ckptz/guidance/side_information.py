@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ckptz.encode.coded import CodedSource
-from ckptz.encode.tensor import InputCovariance, SideInformation, moments_energy
+from ckptz.codec.coded import CodedSource
+from ckptz.codec.method import CALIBRATION, METHODS, MOMENTS_FROM, SENSITIVITY, Method
+from ckptz.codec.tensor import InputCovariance, SideInformation, moments_energy
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.files import CalibrationFile, RecordedInputs, Recordings, SensitivityFile, Shapes
 from ckptz.guidance.optimizer_layout import roles_beside
-from ckptz.methods.method import CALIBRATION, METHODS, READ_OPTIMIZER, SENSITIVITY, Method
 from ckptz.state.roles import Role, Rule, role_of
 
 if TYPE_CHECKING:
     from ckptz.foreign.inputs import Input
 
-UNCALIBRATED: Final = "uncalibrated: weights were rounded without the inputs of their layers"
+UNCALIBRATED: Final = "no calibration given: weights rounded to nearest"
 Calibrated: TypeAlias = Path | Recordings[RecordedInputs]  # saved, or in memory
 # A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
 INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
@@ -34,7 +34,7 @@ INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 class SideInformationFiles:
     """The files that side information is read from."""
 
-    read_optimizer: Path | None = None  # a checkpoint with Adam's second moments
+    moments_from: Path | None = None  # a checkpoint with Adam's second moments
     calibration: Calibrated | None = None  # what `ckptz.hooks.Calibration` saved, or has in memory
     sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
 
@@ -48,7 +48,7 @@ def check_files(config: Method, files: SideInformationFiles) -> None:
     Raises:
         ConfigError: names the file and the method.
     """
-    for name in (READ_OPTIMIZER, CALIBRATION, SENSITIVITY):
+    for name in (MOMENTS_FROM, CALIBRATION, SENSITIVITY):
         given = getattr(files, name)
         if given is None or name in config.reads:
             continue
@@ -96,10 +96,10 @@ def guides_of(
     }
     notes: list[str] = []
     moments = _own_moments(tensors, weights, roles, notes)
-    if files.read_optimizer is not None:
+    if files.moments_from is not None:
         from ckptz.foreign.inputs import open_input  # what saves and loads do without
 
-        opened = held.enter_context(contextlib.closing(open_input(files.read_optimizer)))
+        opened = held.enter_context(contextlib.closing(open_input(files.moments_from)))
         moments = _read_moments(opened, weights, roles, tree, rules, notes)
     gradients = {}
     if files.sensitivity is not None:
@@ -170,7 +170,7 @@ def _read_moments(
         reason = "".join(f" ({note})" for note in reasons[:1])
         raise ConfigError(
             f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; "
-            "give the optimizer of this model, or name its tensors with --roles"
+            "give the optimizer of this model, or name its tensors with --tensor-roles"
         )
     without = [name for name, weight in weights.items() if name not in found and len(weight.shape) > 1]
     if without:
@@ -215,7 +215,7 @@ def read_inputs(
         )
     without = [name for name, shape in shapes.items() if name not in matched and len(shape) > 1]
     if without:
-        notes.append(f"{len(without)} weights are uncalibrated, first {without[0]!r}")
+        notes.append(f"{len(without)} weights have no calibration, first {without[0]!r}")
     return {
         name: next(one.covariances[kind] for kind in INPUT_KINDS if kind in one.covariances)
         for name, one in matched.items()

@@ -1,10 +1,11 @@
-"""What a save makes up for of the momentum that its files lose: weights are moved before they are coded.
+"""Momentum correction: what lossy first moments lose of a weight's update is applied before encoding.
 
-First moments that come back poorer move weights less than they would have. How much less cannot be told from
-them alone: gradients may undo a part of it. So the moves that lost momentum would still cause, P, are held
-against those that training has made, D, since the last save or restore: a sample of the live weights there is
-kept in memory for that. Weights are moved by <P, D> / <P, P> of P; see `ckptz.guidance.moves`. On three runs
-(bench/studies/momentum.py) that ends nearer to the uninterrupted run than moves by all of P or by none.
+A first moment that is restored with errors updates its weight less than the exact one would have. How much
+less cannot be computed from it alone, because later gradients undo a part. So the update P that the lost
+momentum would still cause is compared with the update D that training has made since the last save or
+restore; a sample of the weights at that time is kept in memory. Weights are moved by <P, D> / <P, P> of P
+(`ckptz.guidance.moves`). On three runs (bench/studies/momentum.py) this ends nearer to the uninterrupted run
+than moves by all of P or by none.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.coded import CodedSource
-from ckptz.encode.moved import MovedSource, Moves
-from ckptz.encode.restored import HELD_BYTES, CachedTensor
-from ckptz.encode.sensitivity import floats_of
-from ckptz.encode.tensor import SideInformation
+from ckptz.codec.coded import CodedSource
+from ckptz.codec.moved import MovedSource, Moves
+from ckptz.codec.restored import HELD_BYTES, CachedTensor
+from ckptz.codec.sensitivity import floats_of
+from ckptz.codec.tensor import SideInformation
 from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import LazySource, TensorSource
 from ckptz.format.values import KINDS
@@ -77,7 +78,7 @@ class Trained:
         return float(found) if isinstance(found, int | float) else None
 
     def lost(self, before: tuple[float, float] | None) -> Lost | None:
-        """Give all of the first moment as lost; None where its moves, or the weight's values, are not known.
+        """Return the whole first moment as lost; None if its updates or the weight's values are unknown.
 
         Args:
             before: its rate before and the updates since, where they are known.
@@ -141,7 +142,7 @@ class Lost:
         return _at_samples(self.moment, self.moves)
 
     def moved(self, weight: TensorSource, share: float) -> LazySource:
-        """Give a weight after a share of its moves; what would not be finite is left as it is."""
+        """Return a weight after a share of its lost updates; elements that would overflow stay."""
         kind = KINDS[weight.dtype.name]
 
         def moved_patterns(begin: int, end: int) -> Patterns:
@@ -176,7 +177,7 @@ class Trail:
                 self._marks[parameter] = _Mark(_sampled(one.weight), one.updates, step, one.rate, is_restored)
 
     def lost(self, trained: Mapping[str, Trained], step: int | None) -> dict[str, Lost]:
-        """Give all of the first moments whose weights can be moved as lost, by parameter.
+        """Return the first moments of all weights that can be corrected as lost, by parameter.
 
         Their rates go on in the line that they have been on since the mark.
         """
@@ -189,7 +190,7 @@ class Trail:
         return found
 
     def reaches(self, trained: Mapping[str, Trained], step: int | None) -> dict[str, float]:
-        """Give `SideInformation.reach` of first moments, by their names, from what all of each would move.
+        """Return the update scale of first moments (`SideInformation.reach`) by their names.
 
         Where training has moved less, as between frequent saves, they do not count for more than that.
         """
@@ -267,18 +268,18 @@ class Momentum:
     def trained_in(
         self, tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
     ) -> Mapping[str, Trained]:
-        """Give what is known already, or find it in a file; see `trained_in`."""
+        """Return the known parameters, or find them in a file; see `trained_in`."""
         return trained_in(tensors, tree, roles) if self.trained is None else self.trained
 
     def guides(self, trained: Mapping[str, Trained]) -> dict[str, SideInformation]:
-        """Give guides of the first moments that stand in the same file, by name."""
+        """Return side information of first moments in the same file, by name."""
         if self.restored is not None:
             return {}
         reaches = self.trail.reaches(trained, self.step)
         return {name: SideInformation(reach=reach) for name, reach in reaches.items()}
 
     def moves(self, trained: Mapping[str, Trained]) -> Moves:
-        """Give the moves of weights that are trained so, for the writer of their file."""
+        """Return the momentum correction of these weights for the writer of their file."""
         if self.restored is not None:
             moved = self._moved(trained, self.restored)
             return Moves((), lambda _: moved)
@@ -314,7 +315,7 @@ class Momentum:
 
 
 def can_move(weight: TensorSource) -> bool:
-    """Tell whether a weight has values here that can be moved."""
+    """Return whether a weight has values that momentum correction can change."""
     return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_patterns > 0
 
 
@@ -377,7 +378,7 @@ def _master_of(
 
 
 def _rounded_from(weight: TensorSource, master: TensorSource) -> LazySource:
-    """Give a weight of 16 bits, rounded from its master."""
+    """Return a weight of 16 bits, rounded from its master."""
     return LazySource.of(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
 
 
@@ -388,7 +389,7 @@ def _rounded(patterns: Patterns, to: TensorSource) -> Patterns:
 
 
 def _number(value: Any, tensors: Mapping[str, TensorSource]) -> Any:
-    """Give a stored tensor of one number as that number, others as themselves; everything else as it is."""
+    """Return a stored tensor of one number as a float, everything else unchanged."""
     if not isinstance(value, TensorRef):
         return value
     source = tensors[value.name]
@@ -405,7 +406,7 @@ def _n_updates(mark: _Mark, one: Trained, step: int | None) -> float:
 
 
 def stride_of(n: int) -> int:
-    """Give the distance of the elements that are sampled of n."""
+    """Return the stride of the sampled elements among n."""
     return max(-(-n // SAMPLED), 1)
 
 

@@ -137,7 +137,7 @@ Gather = Vectors | Patches | Tokens
 
 
 def gather_of(module: nn.Module) -> tuple[LayerKind, Gather] | None:
-    """Tell what kind of layer this is and how it takes its inputs; None for one that is not recorded."""
+    """Return the kind of a layer and how its inputs are gathered; None if it is not recorded."""
     if isinstance(module, nn.Linear):
         return "linear", Vectors(module.in_features)
     if isinstance(module, nn.Conv1d | nn.Conv2d):
@@ -165,7 +165,7 @@ def _patches(module: nn.Conv1d | nn.Conv2d) -> Patches:
 
 
 def _paddings(module: nn.Conv1d | nn.Conv2d) -> Iterator[tuple[int, int]]:
-    """Give the padding (before, after) of each dimension; "same" puts the odd one behind."""
+    """Yield the padding (before, after) of each dimension; "same" puts an odd one after."""
     for i, (kernel, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
         if module.padding == "same":
             both = dilation * (kernel - 1)
@@ -200,7 +200,7 @@ class Sum:
         self.n_samples += other.n_samples
 
     def is_finite(self) -> bool:
-        """Tell whether all that was added was finite: the diagonal holds the squares, and bounds the rest."""
+        """Return whether all added values were finite: the diagonal of squares bounds the other sums."""
         diagonal = self.total.diagonal(dim1=-2, dim2=-1) if self.total.ndim > 1 else self.total
         return bool(diagonal.isfinite().all())
 
@@ -236,7 +236,7 @@ class Sums:
         self.by_users = kept.by_users
 
     def of(self, layer: str) -> Iterator[tuple[Users, Sum]]:
-        """Give the sums that a layer uses."""
+        """Yield the sums that a layer uses."""
         return ((users, one) for users, one in self.by_users.items() if layer in users)
 
     @property
@@ -290,7 +290,7 @@ class Recorder:
             self._open[key] = _Open(weakref.ref(tensor), [layer], made)
 
     def _close(self, keys: Iterable[_Key]) -> None:
-        """Let no further layers share these sums."""
+        """Stop further layers from sharing these sums."""
         for key in list(keys):
             one = self._open.pop(key)
             self._batch.add(frozenset(one.users), one.sum)
@@ -340,7 +340,7 @@ class Recorder:
             yield other.users, other.sum.n_bytes
 
     def _trim(self) -> None:
-        """Bring the sums of complete batches within their half of the cap."""
+        """Reduce the sums of complete batches to their half of the memory limit."""
         while self.kept.n_bytes > self._half:
             sums = reversed(self.kept.by_users.items())
             users, one = max(sums, key=lambda item: item[1].n_bytes)
@@ -486,7 +486,7 @@ class Calibration:
             )
 
     def covariance(self, layer: str) -> torch.Tensor:
-        """Give a layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
+        """Return a layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
 
         Raises:
             CalibrationError: nothing was recorded for it.
@@ -527,7 +527,7 @@ class Calibration:
         return tuple(name for name in self._layers if name in users)
 
     def recorded(self) -> Recordings[RecordedInputs]:
-        """Give what encoders want to know, in host memory: a copy, which later batches do not change.
+        """Return a copy of the recordings for encoders, in host memory.
 
         Raises:
             CalibrationError: nothing was recorded.
@@ -537,7 +537,7 @@ class Calibration:
         return Recordings("calibration", inputs_by_weight(rows, lambda name: copies[name].copy()))
 
     def _rows(self, where: str | os.PathLike[str]) -> tuple[tuple[ModuleRow, ...], dict[str, Sum]]:
-        """Give a row for each layer that was called, and the sums by the names that their tensors get."""
+        """Return a row for each layer that was called, and the sums by the names of their tensors."""
         kept = self._recorder.kept
         if not kept.by_users:
             raise CalibrationError(

@@ -1,4 +1,4 @@
-"""What a model's parameters are called, each once, and files of tensors that belong to them."""
+"""Names of a model's parameters, each once, and files of tensors by these names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 def fingerprint_of(parameters: Iterable[ModelParameter]) -> str:
-    """Give the `shape_fingerprint` of parameters."""
+    """Return the `shape_fingerprint` of parameters."""
     return shape_fingerprint({one.names[0]: tuple(one.parameter.shape) for one in parameters})
 
 

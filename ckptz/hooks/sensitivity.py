@@ -71,11 +71,11 @@ class SensitivityTracker:
         weakref.finalize(self, self._handle.remove).atexit = False
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Give the averages by parameter name: the tracker's own tensors, which change with the next step."""
+        """Return the averages by parameter name: tensors that change with the next step."""
         return dict(self._averages)
 
     def sensitivity(self) -> dict[str, torch.Tensor]:
-        """Give |average * weight| by parameter name, float32: the change of the loss if the weight were 0.
+        """Return |average * weight| by parameter name, float32: the change of the loss if the weight were 0.
 
         It is the first term of the Taylor series, with the weights as they are now.
         """
@@ -127,7 +127,7 @@ class SensitivityTracker:
             torch._foreach_add_(averages, dense, alpha=self.beta / scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give everything to go on with: "beta", "fingerprint" of the model, and the "averages" by name."""
+        """Return the state: "beta", "fingerprint" of the model, and "averages" by name."""
         return {"beta": self.beta, "fingerprint": self._fingerprint, "averages": self.gradients()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -186,7 +186,7 @@ class SensitivityTracker:
 
 
 def _gradient_scale(optimizer: Optimizer) -> float | None:
-    """Give the factor in the gradients; None if the optimizer will skip the step.
+    """Return the factor in the gradients; None if the optimizer will skip the step.
 
     Fused optimizers unscale gradients themselves: `GradScaler.step` leaves them these two attributes.
     """

@@ -23,12 +23,22 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, checked_options, job_of, read_newest
+from ckptz.format.publish import publish
+from ckptz.integrations.linked import (
+    DEFAULTS,
+    Chain,
+    ChainOptions,
+    checked_options,
+    job_of,
+    read_newest,
+    warn_of_differences,
+)
 from ckptz.integrations.versions import warn_untested
-from ckptz.run.step_files import Kept
+from ckptz.run.step_files import COMPLETE, Kept
 from ckptz.state.modules import names_without_wrappers
 from ckptz.store.resolve import SUFFIX
 from ckptz.torch import nothing_matches
+from ckptz.training.compare import differences, fingerprint
 
 TESTED: Final = ((1, 15), (1, 15))  # first and last version that the tests ran with
 warn_untested("accelerate", accelerate.__version__, TESTED)
@@ -47,12 +57,24 @@ class Registration:
     _chains: dict[int, Chain] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
     _strict: bool = True  # of the `load_state` that runs now
+    _folder: Path | None = None  # of the `save_state` that runs now
 
     def remove(self) -> None:
-        """Let accelerate save and load models itself again."""
+        """Remove the hooks, so that accelerate saves and loads models itself again."""
         while self._handles:
             self._handles.pop().remove()
-        self._accelerator.__dict__.pop("load_state", None)
+        for name in ("load_state", "save_state"):
+            self._accelerator.__dict__.pop(name, None)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Call accelerate's `save_state`, and mark the folder as complete when all processes have written."""
+        self._folder = None
+        result = type(self._accelerator).save_state(self._accelerator, *args, **kwargs)
+        self._accelerator.wait_for_everyone()
+        if self._folder is not None and self._accelerator.is_main_process:
+            with publish(self._folder / COMPLETE) as sink:
+                sink.write(b"{}\n")
+        return result
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Call accelerate's `load_state`, which does not pass `strict` to hooks."""
@@ -66,7 +88,7 @@ class Registration:
             self._strict = True
 
     def chain(self, i: int) -> Chain:
-        """Give the files of the i-th model."""
+        """Return the files of the i-th model."""
         if i not in self._chains:
             settings = self._accelerator.project_configuration
             limit = settings.total_limit if settings.automatic_checkpoint_naming else None
@@ -78,6 +100,8 @@ class Registration:
         """Write the models and take them from what accelerate writes."""
         del models
         if self._accelerator.is_main_process:
+            self._folder = Path(output_dir)
+            (self._folder / COMPLETE).unlink(missing_ok=True)
             for i, state in enumerate(weights):
                 self.chain(i).settle()  # of the save before: nobody says when this one is complete
                 self.chain(i).write(_path(output_dir, i), job_of(dict(state)))
@@ -101,7 +125,11 @@ class Registration:
         state = {name if name in live else keys.get(name, name): value for name, value in state.items()}
         if not self._strict and live and live.keys().isdisjoint(state):
             raise ConfigError(nothing_matches(str(path), state, keys))
+        saved = fingerprint(state)
         missing, unexpected = model.load_state_dict(state, strict=self._strict)
+        live = {name: value for name, value in model.state_dict().items() if name in saved}
+        lines = differences({name: saved[name] for name in live}, fingerprint(live))
+        warn_of_differences(path, list(lines))
         if missing or unexpected:
             note = f"{path}: missing {missing or 'nothing'}, unexpected {unexpected or 'nothing'}"
             warnings.warn(f"{note}; all other names were loaded", RuntimeWarning, stacklevel=5)
@@ -112,7 +140,7 @@ def _path(folder: str, i: int) -> Path:
 
 
 def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Registration:
-    """Let `save_state` and `load_state` keep models as `.ckptz` files, each against the one before.
+    """Make `save_state` and `load_state` store models as `.ckptz` files, each as a delta to the one before.
 
     `load_state(folder, strict=False)` loads what matches, and a warning lists missing and unexpected names.
 
@@ -133,6 +161,7 @@ def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Regi
         )
     made = Registration(checked_options(options), accelerator)
     accelerator.load_state = made.load_state
+    accelerator.save_state = made.save_state
     made._handles += [
         accelerator.register_save_state_pre_hook(made.save),
         accelerator.register_load_state_pre_hook(made.load),

@@ -77,7 +77,7 @@ class CkptzStorageReader(InFolder, StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a folder with an index."""
+        """Return whether this is a folder with an index."""
         return (Path(checkpoint_id) / INDEX_FILE).is_file()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -196,7 +196,7 @@ class CkptzStorageReader(InFolder, StorageReader):
 
 
 def _loaded(planner: LoadPlanner) -> dict[str, Any]:
-    """Give the state that a planner of torch has loaded, by flat names; nothing of other planners."""
+    """Return the state that torch's planner has loaded, by flat names; empty for other planners."""
     state, paths = getattr(planner, "original_state_dict", {}), getattr(planner, "mappings", {})
     return {name: functools.reduce(operator.getitem, path, state) for name, path in paths.items()}
 

@@ -77,7 +77,7 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str | msgspec.UnsetType = msgspec.UNSET
 
     def layout(self) -> dict[int, set[tuple[Any, ...]]]:
-        """Give what each rank holds: (name, dtype, whole shape, offset, shape) of every piece."""
+        """Return the pieces of each rank: (name, dtype, whole shape, offset, shape)."""
         found: dict[int, set[tuple[Any, ...]]] = {rank: set() for rank in range(self.ranks)}
         for name, tensor in self.tensors.items():
             for piece in tensor.chunks:
@@ -111,7 +111,7 @@ class InFolder:
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """What every version has."""
+    """Fields that every version has."""
 
     version: int
 
@@ -124,7 +124,7 @@ def write_index(folder: Path, index: FolderIndex) -> None:
 
 
 def _tail(text: bytes) -> bytes:
-    """Give what stands in place of the last brace of an index."""
+    """Return the replacement of the last brace of an index."""
     return b',"checksum":"%016x"}' % xxh64(text)
 
 
@@ -176,7 +176,7 @@ def _piece_problem(name: str, tensor: WholeTensor) -> str:
 
 
 def shard_path(folder: Path, index: FolderIndex, number: int) -> Path:
-    """Give the path of a file of the folder.
+    """Return the path of a file of the folder.
 
     Raises:
         FormatError: it is missing.

@@ -39,7 +39,7 @@ class _Kept:
 def described(
     state: Mapping[str, Any], parts: Mapping[str, TensorSource]
 ) -> tuple[dict[str, Role], dict[str, Trained]]:
-    """Say what the parts of a flat state are that a rank holds, and what optimizers keep of its weights.
+    """Return the roles of a rank's parts of a flat state, and the optimizer state of its weights.
 
     Args:
         state: by flat names.
@@ -129,7 +129,7 @@ class RankPool:
         self._pooled: dict[str, Products] | None = None
 
     def __call__(self, own: dict[str, Products]) -> dict[str, Products]:
-        """Give the sums of all ranks; where a file is written a second time, those of the first."""
+        """Return the sums over all ranks; when a file is written again, the first sums."""
         if self._pooled is None:
             self._pooled = {}  # who could not reach the others does not try again
             ranks: list[Any] = [own]

@@ -1,4 +1,4 @@
-"""What each rank holds of a state that `torch.distributed.checkpoint` saves, and what ranks tell each other.
+"""The pieces of a `torch.distributed.checkpoint` state on each rank, and the messages between ranks.
 
 Histograms of tensors that are split over ranks are merged, so that all shards get one quantization map. All
 ranks run the same collectives in the same order, on a gloo group of their own; a rank without a shard takes
@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.tensor import SideInformation
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.tensor import SideInformation
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
 from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource
@@ -81,7 +81,7 @@ def _pieces(plan: SavePlan) -> Iterator[PieceLayout]:
 
 
 def code_of(dtype: torch.dtype, name: str) -> str:
-    """Give the type of a tensor as files name it.
+    """Return the dtype code of a tensor in files.
 
     Raises:
         UnsupportedError: it cannot be stored in parts.
@@ -93,12 +93,12 @@ def code_of(dtype: torch.dtype, name: str) -> str:
 
 
 def layout_of(plans: Sequence[SavePlan]) -> dict[int, set[PieceLayout]]:
-    """Give the pieces that each rank holds, by rank."""
+    """Return the pieces that each rank holds, by rank."""
     return {rank: set(_pieces(plan)) for rank, plan in enumerate(plans)}
 
 
 def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Give (dtype, whole shape) of all tensors by name.
+    """Return (dtype, whole shape) of all tensors by name.
 
     Raises:
         ConfigError: ranks disagree.
@@ -154,7 +154,7 @@ class Gathered:
         self._trees[name] = flat.tree
 
     def described(self, planner: SavePlanner, orders: Orders) -> tuple[dict[str, Role], dict[str, Trained]]:
-        """Say what tensors are, by names in the file, and what optimizers keep of weights, by parameter."""
+        """Return roles by names in the file, and optimizer state by parameter."""
         parts = {key: source for key, source in self.tensors.items() if key in self.pieces}
         roles, trained = described(getattr(planner, "state_dict", {}), parts)
         wholes = {key: record["tensor"] for key, record in self._records.items()}
@@ -175,7 +175,7 @@ class Gathered:
         )
 
     def result(self, item: WriteItem, rank: int, file: str) -> WriteResult:
-        """Say where an item went."""
+        """Return the location of a written item."""
         name = item.index.fqn
         if item.type == WriteItemType.BYTE_IO:
             return WriteResult(item.index, 0, StoredPiece(rank, file, tree=self._trees[name]))
@@ -187,7 +187,7 @@ class Gathered:
 
 
 def object_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """Give what is no tensor; planners of torch hand it out as such, others as the bytes of `torch.save`."""
+    """Return an object that is no tensor; planners other than torch's give the bytes of `torch.save`."""
     look_up = getattr(planner, "lookup_object", None)
     if look_up is not None:
         return look_up(item.index)

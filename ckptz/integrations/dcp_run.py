@@ -99,7 +99,7 @@ def _folders(run: Path) -> list[tuple[int, Path]]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is a file; `Path.is_file` takes some errors for a no."""
+    """Return whether there is a file; unlike `Path.is_file`, raise on errors."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -108,7 +108,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether a folder is a step, or what a save that was cut off left of one."""
+    """Return whether a folder is a step or the remains of an interrupted save."""
     if _is_there(folder / INDEX_FILE):
         return True
     return folder.is_dir() and all(name.endswith((SUFFIX, TEMPORARY_SUFFIX)) for name in os.listdir(folder))

@@ -116,14 +116,14 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         self._trail = Trail() if options.config.loses_state else None
         if options.config.fits_whole_tensors:
             # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
-            options = replace(options, config=options.config.of_parts())
+            options = replace(options, config=options.config.for_shards())
         if options.config.fits_whole_tensors or self._trail is not None:
             self._group = group or own_group(timeout)
         self._chain = Chain(options, kept)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this is a folder of this machine, or a mounted one."""
+        """Return whether this is a local or mounted folder."""
         return "://" not in str(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -132,7 +132,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             self._folder = Path(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Give what goes into the metadata of torch."""
+        """Return the storage part of torch's metadata."""
         return StorageMeta(checkpoint_id=self._folder)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +149,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell all ranks what they have to know of one another; called on the coordinator.
+        """Distribute to all ranks the plans of the others; called on the coordinator.
 
         Raises:
             ConfigError: ranks disagree on the dtype or the shape of a tensor; with `keep_last`, the folder is
@@ -201,7 +201,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         return done
 
     def mark_restored(self, state: Mapping[str, Any], step: int | None) -> None:
-        """Let the next save know the weights that a load has left, in a state by torch's flat names."""
+        """Record restored weights, in a state with torch's flat names, as the reference of the next save."""
         if self._trail is not None:
             self._trail.mark(sampled(state), step, is_restored=True)
 
@@ -217,7 +217,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
 
 
 def _fits(layout: Mapping[int, set[PieceLayout]], base: Path | None) -> bool:
-    """Whether every rank holds the same pieces of the same tensors as in the base."""
+    """Return whether every rank holds the same pieces as in the base."""
     if base is None:
         return False
     try:

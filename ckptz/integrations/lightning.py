@@ -20,12 +20,13 @@ from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
 
 from ckptz.api.read import PathLike
+from ckptz.codec.effort import EffortName
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.versions import warn_untested
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
 from ckptz.state.torch import on_device
 from ckptz.write.pipeline import Job, mark_restored
 
@@ -50,6 +51,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
             where old files go so soon that less disk is taken without.
         exact: so many newest checkpoints come back bit for bit though `config` is lossy.
+        effort: "fast", "default" or "small": how much time to spend on smaller files.
         jobs: threads, all cores by default.
         base: a checkpoint of Lightning's, written by this plug-in, that training began from; those that would
             need no other file are stored against it.
@@ -72,10 +74,13 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         config: Method = LOSSLESS,
         full_every: int = 16,
         exact: int = 1,
+        effort: EffortName = "default",
         jobs: int | None = None,
         base: PathLike | None = None,
     ) -> None:
-        options = ChainOptions(config=config, full_every=full_every, exact=exact, jobs=jobs, base=base)
+        options = ChainOptions(
+            config=config, full_every=full_every, exact=exact, effort=effort, jobs=jobs, base=base
+        )
         self._chain = Chain(options)
         self._trail = Trail() if config.loses_state else None
         self._torch = TorchCheckpointIO()

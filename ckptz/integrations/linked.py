@@ -12,12 +12,13 @@ from typing import Any, Final
 
 import torch
 
+from ckptz.codec.effort import EffortName, effort_of
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method, checked
 from ckptz.errors import ConfigError, WriteError, own_numbers, whole
 from ckptz.format.caches import LastChunks
 from ckptz.format.publish import make_folder, publish_together, sync_folder
 from ckptz.format.written import Written
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method, checked
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.exact import as_exactly_as_may_be, residual_of
 from ckptz.run.linked_files import LinkedFiles
@@ -33,6 +34,7 @@ from ckptz.store.resolve import (
     Path_,
 )
 from ckptz.torch import load_state
+from ckptz.training.compare import notes_on
 from ckptz.training.files import against, memory_for_last, residual_job
 from ckptz.training.snapshot import check_dense, identity_of
 from ckptz.write.pipeline import Job, write
@@ -47,6 +49,7 @@ class ChainOptions:
         full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
             where old files go so soon that less disk is taken without. 1 stores no deltas.
         exact: so many newest files come back bit for bit where they are lossy; 0 saves the writes for that.
+        effort: "fast", "default" or "small": how much time to spend on smaller files.
         jobs: threads, all cores by default.
         base: the file of weights that training began from; those of a model are stored against it where they
             would need no other file.
@@ -55,12 +58,14 @@ class ChainOptions:
     config: Method = LOSSLESS
     full_every: int = 16
     exact: int = 1
+    effort: EffortName = "default"
     jobs: int | None = None
     base: Path_ | None = None
 
     def __post_init__(self) -> None:
         own_numbers(self)
         checked(self.config)
+        effort_of(self.effort)
         if self.jobs is not None:
             jobs_of(self.jobs)
         whole("exact", self.exact, 0)
@@ -85,6 +90,18 @@ def warn_of_no_gain(options: ChainOptions, kept: Kept) -> None:
     """Warn where all files that stay are exact, too, so that what may be lost saves nothing."""
     if options.config.is_lossy and kept.is_within(options.exact):
         warnings.warn(ALL_EXACT, RuntimeWarning, stacklevel=3)
+
+
+def warn_of_differences(path: Path, lines: Sequence[str]) -> None:
+    """Name in a warning the entries that differ from a checkpoint after a framework has loaded it.
+
+    Args:
+        path: the file.
+        lines: of `ckptz.training.compare.differences`.
+    """
+    if lines:
+        what = "; ".join(notes_on(lines))
+        warnings.warn(f"{path}: restored, but not exactly: {what}", RuntimeWarning, stacklevel=3)
 
 
 def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:
@@ -113,12 +130,12 @@ class Chain(LinkedFiles):
         self._last = LastChunks(memory_for_last) if self.options.config.is_lossy else None
 
     def write(self, path: Path, job: Job) -> Written:
-        """Write a file, which appears whole or not at all; the chain's own configuration holds, and its base.
+        """Write a file by the chain's configuration, effort and base; it appears whole or not at all.
 
         Raises:
             WriteError: the disk is full or fails; what was there stays.
         """
-        job = replace(job, config=self.options.config)
+        job = replace(job, config=self.options.config, effort=self.options.effort)
         with self.writing(path):
             try:
                 make_folder(path.parent)
@@ -158,7 +175,7 @@ class Chain(LinkedFiles):
 
 
 def on_host(state: Any) -> Any:
-    """Bring a nested state to the CPU, its tensors as plain ones; what is there already is shared."""
+    """Copy a nested state to the CPU; tensors that are there already are shared."""
     copies: dict[object, torch.Tensor] = {}  # those that are one stay one
 
     def tensor(value: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:

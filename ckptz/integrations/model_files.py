@@ -58,7 +58,7 @@ def _shards(folder: Path, name: str) -> list[Path]:
 
 
 def named_files(folder: Path, files: str | Sequence[str]) -> list[Path]:
-    """Give the files that a caller names.
+    """Return the paths of the files that the caller names.
 
     Raises:
         ConfigError: none.
@@ -99,7 +99,7 @@ class Reader:
         return {name: stored[key] for name, key in pairs}
 
     def slices(self, file: Path) -> dict[str, Any]:
-        """Give tensors that are decoded later, but for those with several names; they keep the file open."""
+        """Return lazily decoded tensors, which keep the file open; tied tensors are decoded now."""
         with self._open(file) as handle:
             pairs = _names(file, handle.keys())
             n_names = Counter(key for _, key in pairs)
@@ -171,6 +171,6 @@ def empty_like(part: Any) -> torch.Tensor:
 
 
 def first_float(parts: Mapping[str, Any]) -> torch.dtype | None:
-    """Give what transformers takes for a model's dtype; it builds none in types of 8 bits or fewer."""
+    """Return the dtype that transformers would build the model in: no type of 8 bits or fewer."""
     dtypes = (empty_like(part).dtype for part in parts.values())
     return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 
-from ckptz.encode.tensor import SideInformation, moments_energy
+from ckptz.codec.method import MOMENT_ROLES
+from ckptz.codec.tensor import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
 from ckptz.format.publish import make_folder
 from ckptz.format.sources import TensorSource
@@ -39,22 +40,22 @@ from ckptz.integrations.linked import (
     ChainOptions,
     job_of,
     read_newest,
+    warn_of_differences,
     warn_of_no_gain,
 )
 from ckptz.integrations.versions import warn_untested
-from ckptz.methods.method import MOMENT_ROLES
 from ckptz.run.step_files import FROZEN_KEY, Kept
 from ckptz.state.roles import Rule
+from ckptz.state.torch import to_plain
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.torch import load_state
+from ckptz.training.compare import differences, fingerprint
 from ckptz.training.files import lossy_tensors, moment_roles
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
+from ckptz.training.optimizers import check_optimizers_fit, comparable, load_optimizers, optimizer_state
 from ckptz.training.state import (
     SCALARS,
-    check_optimizers_fit,
     check_training,
-    load_optimizers,
-    optimizer_state,
     random_state,
     sampled_weights,
     set_random_state,
@@ -214,11 +215,15 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         check_training(state, str(path))
         model, optimizers = _unwrapped(self), [_bare(self.optimizer)]
         check_optimizers_fit(model, optimizers, state, str(path))
+        saved = fingerprint({**comparable(state, state), "scheduler": _plain(state["scheduler"])})
         load_optimizers(model, optimizers, state)
         self.lr_scheduler.load_state_dict(state["scheduler"])
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None and state["scaler"] is not None:
             scaler.load_state_dict(state["scaler"])
+        live = comparable(optimizer_state(model, optimizers), state)
+        live["scheduler"] = _plain(self.lr_scheduler.state_dict())
+        warn_of_differences(path, list(differences(saved, fingerprint(live))))
         self._ckptz_chains[STATE_NAME].go_on_from(path)
         if self._ckptz_trail is not None:  # the weights are there already
             trained = trained_weights(_optimizers_of(self), sampled_weights(model.state_dict()))
@@ -264,7 +269,7 @@ def _newest_complete(folder: Path) -> str | bool | None:
 
 
 def _put_times_right(folder: Path) -> None:
-    """Give each checkpoint the time at which it was complete: the Trainer deletes those of the oldest times.
+    """Set each folder's time to that of its completion: the Trainer deletes the oldest by time.
 
     A delete that failed halfway changes the time of its folder, and a younger one would go in its place. What
     was not written to its end goes first.
@@ -346,6 +351,10 @@ def _training_job(trainer: Any) -> Job:
     return replace(job, roles=dict(moment_roles(state["optimizer"], job.tensors)))
 
 
+def _plain(state: Any) -> Any:
+    return to_plain(state, lambda tensor, _: tensor)
+
+
 def _guides(
     weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]
 ) -> dict[str, SideInformation]:
@@ -365,4 +374,7 @@ def _load_weights(trainer: Any, path: Path, model: Any) -> None:
     target = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
     with contextlib.closing(open_checkpoint(path)) as opened:
         state = with_frozen(target, state, opened.metadata, str(path))
+    saved = fingerprint(state)
     trainer._issue_warnings_after_load(target.load_state_dict(state, strict=False))
+    live = {name: value for name, value in target.state_dict().items() if name in saved}
+    warn_of_differences(path, list(differences(saved, fingerprint(live))))

@@ -1,4 +1,4 @@
-"""Says at import when another library is newer or older than what the adapters were tested with."""
+"""Warning at import when a library's version differs from the tested ones."""
 
 from __future__ import annotations
 

@@ -32,13 +32,13 @@ moments = _door("moments_cpu")  # of optimizers
 
 
 def compiled() -> Any:
-    """Give the compiled kernels of the codec, from now on for everything."""
+    """Return the compiled codec kernels, and use them from now on."""
     plain.retire()
     return _codec()
 
 
 def cpu() -> Any:
-    """Give the kernels of the codec: in numpy while there was little to do, then compiled."""
+    """Return the codec kernels: numpy for small work, compiled ones after that."""
     return plain if plain.suffices() else _codec()
 
 

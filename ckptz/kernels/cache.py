@@ -37,8 +37,8 @@ events: Any = _event
 appdirs: Any = _appdirs
 SOURCES: Final = Path(__file__).parent
 NOTICE: Final = (
-    "ckptz: compiling kernels that were not needed here before, up to 20 seconds of one core in all "
-    "(ahead: ckptz warm-up)"
+    "ckptz: compiling kernels (first use on this machine, up to 20 seconds in all; "
+    "ckptz warm-up compiles them ahead of time)"
 )
 
 
@@ -52,7 +52,7 @@ def stamp() -> str:
 
 
 def _usual() -> list[Path]:
-    """Give the folders in which users and packagers expect kernels."""
+    """Return the usual folders of compiled kernels."""
     name = f"ckptz-{stamp()}"
     if config.CACHE_DIR:
         return [Path(config.CACHE_DIR, name)]
@@ -95,7 +95,7 @@ def _temporary() -> Path | None:
 
 
 def note() -> str:
-    """Say where kernels are kept if it is not the usual place, as the end of a sentence; "" if it is."""
+    """Return a clause that names the kernel folder if it is not the usual one; else an empty string."""
     folder = written_to()
     if folder is None:
         return "; again in each process, as nothing can be written to keep them: set NUMBA_CACHE_DIR"
@@ -108,7 +108,7 @@ def note() -> str:
 
 
 class _Locator(caching._CacheLocator):  # type: ignore[misc]
-    """Tells numba's cache where the kernels of a function are, and what they belong to."""
+    """Locator of numba's cache: the folder of a function's kernels, and their stamp."""
 
     def __init__(self, function: Any, path: str) -> None:
         self._py_file, self._line = path, function.__code__.co_firstlineno
@@ -136,7 +136,7 @@ class _Names(caching.CompileResultCacheImpl):  # type: ignore[misc]
 
 @functools.cache
 def _name_runtime() -> None:
-    """Let compiled code find what numba's runtime offers."""
+    """Register the symbols of numba's runtime for compiled code."""
     for name, address in _nrt_python.c_helpers.items():
         binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 

@@ -13,6 +13,11 @@ from ckptz.kernels.coding_cpu import (  # noqa: F401
     slot_tables,
     table_unpack,
 )
+from ckptz.kernels.huffman_cpu import (  # noqa: F401
+    huffman_decode,
+    huffman_encode,
+    huffman_lengths,
+)
 from ckptz.kernels.planes_cpu import (  # noqa: F401
     context_counts,
     context_histogram,

@@ -26,9 +26,12 @@ from ckptz.kernels.floats import (
     Frequencies,
 )
 from ckptz.kernels.lanes_cpu import decode_step, encode_step
+from ckptz.kernels.memory_cpu import load_64
 from ckptz.kernels.numba_base import ONE, inlined, kernel, part
 
 N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
+N_PAIRS, PAIR = 1 << 16, np.uint64(0xFFFF)
+COUNTED_BY_PAIRS = 1 << 18  # symbols of a stream: tables of 512 KiB are cleared and added up for it
 LOW_12 = np.uint64(0xFFF)
 LOW_32 = np.uint64(0xFFFFFFFF)
 
@@ -36,8 +39,30 @@ LOW_32 = np.uint64(0xFFFFFFFF)
 # --- histograms ---------------------------------------------------------------------------------
 
 
+@part
+def _count_pairs(symbols: Any, begin: Any, end: Any, pairs: Any, counts: Any) -> None:
+    """Count a long stream by pairs of symbols, in two tables in turn, as equal pairs would wait in one."""
+    for i in range(2 * N_PAIRS):
+        pairs[i] = uint32(0)
+    last = begin + ((end - begin) & ~uint64(7))
+    for i in range(begin, last, uint64(8)):
+        word = load_64(symbols, i)
+        pairs[word & PAIR] += uint32(1)
+        pairs[((word >> uint64(16)) & PAIR) + uint64(N_PAIRS)] += uint32(1)
+        pairs[(word >> uint64(32)) & PAIR] += uint32(1)
+        pairs[(word >> uint64(48)) + uint64(N_PAIRS)] += uint32(1)
+    for i in range(last, end):
+        counts[uint64(symbols[i])] += 1
+    for high in range(512):
+        row, n_row = pairs[256 * high : 256 * high + 256], uint32(0)
+        for low in range(256):
+            n_row += row[low]
+            counts[low] += row[low]
+        counts[high & 255] += n_row
+
+
 @kernel
-def _count_streams(symbols: Any, ends: Any, parts: Any, counts: Any) -> None:
+def _count_streams(symbols: Any, ends: Any, parts: Any, pairs: Any, counts: Any) -> None:
     # Four histograms in turn: equal neighbours would wait for each other's store in one.
     begin = uint64(0)
     for k in range(len(ends)):
@@ -45,6 +70,9 @@ def _count_streams(symbols: Any, ends: Any, parts: Any, counts: Any) -> None:
         for j in range(len(parts)):
             parts[j] = uint32(0)
         whole = begin + ((end - begin) & ~uint64(3))
+        if end - begin >= uint64(COUNTED_BY_PAIRS):
+            _count_pairs(symbols, begin, end, pairs, counts[k])
+            begin = whole = end
         for i in range(begin, whole, uint64(4)):
             parts[uint64(symbols[i])] += uint32(1)
             parts[uint64(symbols[i + uint64(1)]) + uint64(256)] += uint32(1)
@@ -53,13 +81,14 @@ def _count_streams(symbols: Any, ends: Any, parts: Any, counts: Any) -> None:
         for i in range(whole, end):
             parts[uint64(symbols[i])] += uint32(1)
         for j in range(256):
-            counts[k, j] = np.int64(parts[j]) + parts[j + 256] + parts[j + 512] + parts[j + 768]
+            counts[k, j] += np.int64(parts[j]) + parts[j + 256] + parts[j + 512] + parts[j + 768]
         begin = end
 
 
 def count_streams(symbols: Bytes, ends: Counts) -> Counts:
-    counts = np.empty((len(ends), 256), np.int64)
-    _count_streams(symbols, ends, np.empty(4 * 256, np.uint32), counts)
+    counts, is_long = np.zeros((len(ends), 256), np.int64), len(symbols) >= COUNTED_BY_PAIRS
+    pairs = np.empty(2 * N_PAIRS if is_long else 0, np.uint32)
+    _count_streams(symbols, ends, np.empty(4 * 256, np.uint32), pairs, counts)
     return counts
 
 

@@ -30,6 +30,8 @@ LAST_MIX = 0x9E3779B97F4A7C15  # hashes them: the top 14 bits are the place, the
 MAX_TABLE_ORDER = 11  # of the codes of a frequency table
 SMALL_PART = 15  # of what is sorted: by insertion
 MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
+HUFFMAN_BITS = 11  # longest code of a Huffman stream, whose decoder looks so many bits up
+HUFFMAN_STREAMS = 4
 
 NEAREST: Final = -1  # instead of a key of thresholds: every one of them is one half
 MAX_MAGNITUDE: Final = 127  # codes of a grid: both signs, zero and the escape fill an alphabet of 256
@@ -50,7 +52,7 @@ TINY_EXPONENT = 27  # sums of two floats below 2^-100 are made of integers, see 
 
 
 def region_codes(patterns: Patterns, boundaries: Patterns, codes: Bytes) -> Bytes:
-    """Give codes[r] of each pattern, r the number of boundaries at or below it in the order of the values.
+    """Return codes[r] of each pattern, r the number of boundaries at or below it in the order of the values.
 
     `boundaries` are ascending results of `order`; `codes` has one more entry.
     """
@@ -82,7 +84,7 @@ def from_f32(patterns: NDArray[np.uint32], kind: int) -> Patterns:
 
 
 def all_finite(patterns: Patterns, kind: int) -> bool:
-    """Tell whether no pattern is an infinity or NaN."""
+    """Return whether no pattern is an infinity or NaN."""
     exponent = patterns.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
     return not bool(((patterns & exponent) == exponent).any())
 

@@ -26,7 +26,7 @@ _PAIRS, _CODES = ir.VectorType(_I64, 4), ir.VectorType(_I8, EIGHT)
 
 
 def _orders(*, to_front: bool) -> bytearray:
-    """Give the bytes that a shuffle takes, [256, 16]: from the words in turn to the lanes of a set, or back.
+    """Return shuffle masks [256, 16] from consecutive words to the lanes of a set, or back.
 
     Words go to lanes `to_front` of the stream's words, or are gathered from lanes at the end of a vector.
     """
@@ -61,7 +61,7 @@ class _Step:
         self.builder.store(value, self.at(array, index, value.type), align=1)
 
     def set_of(self, lanes: Any) -> Any:
-        """Give a set of lanes [8] as a number."""
+        """Return a set of lanes [8] as a bit mask."""
         return self.builder.zext(self.builder.bitcast(lanes, _I8), _I64)
 
     def shuffled(self, words: Any, lanes: Any, *, to_front: bool) -> Any:
@@ -80,7 +80,7 @@ class _Step:
         )
 
     def taken(self, words: Any, q: Any, lanes: Any) -> tuple[Any, Any]:
-        """Give a word from `q` on to each lane of a set, in turn: words [8], and `q` behind them."""
+        """Distribute words from `q` on to the lanes of a set: words [8], and the next `q`."""
         builder = self.builder
         if self.has_shuffle:
             found = self.shuffled(self.load(words, q, _WORDS), lanes, to_front=True)
@@ -109,12 +109,12 @@ class _Step:
 
 
 def _of(kind: Any, value: int) -> Any:
-    """Give a constant, in each element of a vector."""
+    """Return a vector constant."""
     return ir.Constant(kind, [value] * kind.count if isinstance(kind, ir.VectorType) else value)
 
 
 def _signature(*args: Any) -> Any:
-    """Give what a step takes and returns; all arrays lie in one piece."""
+    """Return the signature of a step; all arrays are contiguous."""
     assert all(kind.layout == "C" for kind in args if isinstance(kind, types.Array)), args
     return types.uint64(*args[:3], types.uint64, args[4], types.uint64)
 

@@ -204,7 +204,7 @@ def _level(ratio: Any, nearest: Any, largest: Any) -> Any:
 
 @kernel
 def _near_zero(steps: Any, nearest: Any) -> Any:
-    """Give F32 patterns [n_labels] of magnitudes below which a division would show level 0: most of them."""
+    """Return F32 patterns [n_labels] of magnitudes below which the level is certainly 0."""
     bounds = np.empty(len(steps), np.float32)
     for label in range(len(steps)):
         bounds[label] = float32(min(steps[label] * nearest * 0.999999, 3e38))

@@ -1,4 +1,4 @@
-"""What every file of numba kernels shares: how they are compiled, and constants of their integers.
+"""Decorators and integer constants shared by all numba kernels.
 
 Integer arithmetic is written in u64 with explicit masks: numba widens small integers, and LLVM narrows
 them again when it vectorises. Kernels release the GIL, so that chunks run on threads.
@@ -40,5 +40,5 @@ ONE = np.uint64(1)
 
 @inlined
 def sign_fill(pattern: Any, shift: Any) -> Any:
-    """Give all ones where the sign bit, `shift` places up, is set."""
+    """Return all ones where the sign bit, `shift` places up, is set."""
     return uint64(0) - (pattern >> shift)

@@ -1,4 +1,4 @@
-"""What lossless files need, in plain numpy: the start of a process, and the definition of its compiled twin.
+"""Kernels of lossless files in plain numpy: used for small work, and the definition of the compiled ones.
 
 Loading compiled kernels takes a third of a second, and compiling them several. Work that is done sooner is
 done here: `ckptz.kernels` turns to the compiled ones after `PATIENCE` seconds of it. Both write the same
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from ckptz.kernels.floats import (
     DIFFERENCE,
+    HUFFMAN_BITS,
+    HUFFMAN_STREAMS,
     LAST_MIX,
     MAX_GOLOMB_BITS,
     MAX_TABLE_ORDER,
@@ -45,7 +47,7 @@ _spent = [0.0]  # seconds
 
 
 def suffices() -> bool:
-    """Tell whether the work of this process was small so far, and no compiled kernel was needed."""
+    """Return whether this process has done little work so far, so that no compiled kernel is needed."""
     return _spent[0] < PATIENCE
 
 
@@ -59,7 +61,7 @@ def _compiled() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Give a compiled kernel that has no twin here."""
+    """Return a compiled kernel that has no numpy version here."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(_compiled(), name)
@@ -305,6 +307,139 @@ def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
     entries -= starts << np.uint32(20)  # modulo 2^32; the slot makes up for it
     slots = np.repeat(entries.reshape(-1), frequencies.reshape(-1)).reshape(-1, SCALE)
     return slots + (np.arange(SCALE, dtype=np.uint32) << np.uint32(20))
+
+
+# --- Huffman ------------------------------------------------------------------------------------
+
+
+@_counted
+def huffman_lengths(counts: Counts) -> Bytes:
+    """Compute optimal code lengths of at most 11 bits for counts [n, 256]; 0 for symbols without a code.
+
+    Rows with fewer than two symbols get no code. Equal counts are ranked by symbol.
+    """
+    return np.array([_code_lengths(row) for row in counts.tolist()], np.uint8).reshape(counts.shape)
+
+
+def _code_lengths(counts: list[int]) -> list[int]:
+    """Merge packages: on each level stand the symbols and the pairs of the level before, by weight."""
+    ranked = sorted(filter(counts.__getitem__, range(256)), key=counts.__getitem__)
+    lengths, levels, pairs = [0] * 256, list[list[tuple[int, bool]]](), list[int]()
+    for _ in range(HUFFMAN_BITS):
+        items = [(counts[symbol], False) for symbol in ranked] + [(weight, True) for weight in pairs]
+        items.sort()  # of equal weights symbols first
+        levels.append(items)
+        pairs = [a[0] + b[0] for a, b in zip(items[::2], items[1::2], strict=False)]
+    n_taken = 2 * len(ranked) - 2
+    for items in reversed(levels):
+        n_pairs = sum(is_pair for _, is_pair in items[: max(n_taken, 0)])
+        for symbol in ranked[: n_taken - n_pairs] if n_taken > 0 else ():
+            lengths[symbol] += 1
+        n_taken = 2 * n_pairs
+    return lengths
+
+
+def huffman_codes(lengths: Bytes) -> NDArray[np.int64]:
+    """Compute the code words of lengths [256], numbered by length and symbol; the first bit is the lowest."""
+    codes, code, before = np.zeros(256, np.int64), 0, 0
+    for symbol in np.argsort(lengths, kind="stable")[np.count_nonzero(lengths == 0) :].tolist():
+        n_bits = int(lengths[symbol])
+        code <<= n_bits - before
+        codes[symbol] = int(f"{code:0{n_bits}b}"[::-1], 2)
+        code, before = code + 1, n_bits
+    return codes
+
+
+def quarters(n: int) -> Counts:
+    """Compute the ends [4] of parts of n codes, each of n / 4 rounded up while codes are left."""
+    size = -(-n // HUFFMAN_STREAMS)
+    return np.minimum(np.arange(1, HUFFMAN_STREAMS + 1) * size, n)
+
+
+def huffman_encode(
+    symbols: Bytes, ends: Counts, lengths: Bytes, n_heads: Counts, n_bytes: Counts
+) -> tuple[Bytes, Counts]:
+    """Encode streams [m] that end there, one behind the other, each in four parts.
+
+    Args:
+        symbols: codes of all streams [n].
+        ends: of each stream in `symbols` [m].
+        lengths: code lengths of each stream [m, 256], not 0 for symbols that occur.
+        n_heads: bytes to leave free in front of each stream [m].
+        n_bytes: an upper bound of what each stream takes [m].
+
+    Returns:
+        Bytes among which the streams stand; of each [m, 6] where its head begins, where its first part
+        begins, and where each of its parts ends.
+    """
+    if len(symbols) > MOST_SYMBOLS:
+        found: tuple[Bytes, Counts] = _compiled().huffman_encode(symbols, ends, lengths, n_heads, n_bytes)
+        return found
+    return _huffman_encode(symbols, ends, lengths, n_heads)
+
+
+@_counted
+def _huffman_encode(symbols: Bytes, ends: Counts, lengths: Bytes, n_heads: Counts) -> tuple[Bytes, Counts]:
+    streams, spans, at = list[Bytes](), np.empty((len(ends), 2 + HUFFMAN_STREAMS), np.int64), 0
+    for k, codes in enumerate(np.split(symbols, ends[:-1])):
+        words, n_bits = huffman_codes(lengths[k]), lengths[k].astype(np.int64)
+        parts = [
+            _packed_words(words[part], n_bits[part]) for part in np.split(codes, quarters(len(codes))[:-1])
+        ]
+        head = np.zeros(n_heads[k], np.uint8)
+        streams += [head, *parts]
+        spans[k] = at + np.cumsum([0, len(head), *map(len, parts)])
+        at = int(spans[k, -1])
+    return np.concatenate(streams), spans
+
+
+def _packed_words(words: Counts, n_bits: Counts) -> Bytes:
+    """Pack words [n] of so many bits each, the lowest bit first."""
+    ends = np.cumsum(n_bits)
+    place = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - n_bits, n_bits)
+    return np.packbits((np.repeat(words, n_bits) >> place & 1).astype(np.uint8), bitorder="little")
+
+
+def huffman_decode(source: Bytes, ends: Counts, lengths: Bytes, out: Bytes) -> bool:
+    """Decode `out` [n] from four parts.
+
+    Args:
+        source: the parts, one behind the other.
+        ends: of each part, in bytes, the last one that of `source` [4].
+        lengths: of a complete code [256].
+        out: the codes.
+
+    Returns:
+        Whether each part ends in its last byte, and has zero bits behind its last code.
+    """
+    if len(out) > MOST_SYMBOLS:
+        return bool(_compiled().huffman_decode(source, ends, lengths, out))
+    return _huffman_decode(source, ends, lengths, out)
+
+
+@_counted
+def _huffman_decode(source: Bytes, ends: Counts, lengths: Bytes, out: Bytes) -> bool:
+    words, table = huffman_codes(lengths), np.empty(1 << HUFFMAN_BITS, np.uint8)
+    for symbol in np.flatnonzero(lengths).tolist():
+        table[words[symbol] :: 1 << int(lengths[symbol])] = symbol
+    stops = quarters(len(out))
+    pieces = zip(np.split(source, ends[:-1]), np.split(out, stops[:-1]), strict=True)
+    return all([_decode_part(piece, table, lengths, codes) for piece, codes in pieces])
+
+
+def _decode_part(source: Bytes, table: Bytes, lengths: Bytes, out: Bytes) -> bool:
+    bits = np.unpackbits(source, bitorder="little")
+    padded = np.concatenate((bits, np.zeros(HUFFMAN_BITS, np.uint8))).astype(np.int64)
+    windows = sum(padded[k : k + len(bits)] << k for k in range(HUFFMAN_BITS))
+    symbols = table[windows] if len(bits) else table[:0]
+    following, places, at = lengths[symbols].tolist(), list[int](), 0
+    for _ in range(len(out)):
+        if at >= len(bits):
+            return False
+        places.append(at)
+        at += following[at]
+    out[:] = symbols[places]
+    return -(-at // 8) == len(source) and not bits[at:].any()
 
 
 # --- Exp-Golomb codes ---------------------------------------------------------------------------

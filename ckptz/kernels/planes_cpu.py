@@ -220,7 +220,7 @@ def context_counts(contexts: Patterns, ends: Counts, n_contexts: int) -> NDArray
 
 
 def _starts(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Say where each third of each context of each tensor begins in context order, [m, 3 * n_contexts]."""
+    """Return the start of each third of each context of each tensor in context order, [m, 3 * n_contexts]."""
     starts = np.cumsum(counts, dtype=np.uint32)
     starts -= counts.reshape(-1)
     return starts.reshape(len(counts), -1)

@@ -29,7 +29,7 @@ def _mixed(x: Any) -> Any:
 
 @inlined
 def _seeded(key: Any, index: Any) -> Any:
-    """Give what the thresholds of all indices with the same high 32 bits follow from."""
+    """Return the seed of the thresholds of all indices with the same high 32 bits."""
     high = uint32(uint64(index) >> uint64(32))
     return _mixed(uint32(high * uint32(GOLDEN) + uint32(key)))
 

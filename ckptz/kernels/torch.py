@@ -22,12 +22,12 @@ PATTERN_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch
 
 
 def lives_elsewhere(tensor: Tensor) -> bool:
-    """Tell whether a tensor's values are not in host memory."""
+    """Return whether a tensor is outside host memory."""
     return tensor.device.type != "cpu"
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Give the bytes of a contiguous tensor, sharing its memory: uint8 [n_bytes]."""
+    """Return the bytes of a contiguous tensor, sharing its memory: uint8 [n_bytes]."""
     # A tensor of one element is contiguous whatever its stride, and then torch refuses another size.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -75,7 +75,7 @@ def _order(wide: Tensor, width: int) -> Tensor:
 
 
 def ordered(patterns: Tensor) -> Tensor:
-    """Give the patterns of floats [n] as integers int64 in the order of the values; see `floats.order`."""
+    """Return the patterns of floats [n] as integers int64 in the order of the values; see `floats.order`."""
     return _order(_wide(patterns), _width(patterns))
 
 

@@ -52,7 +52,7 @@ def top_histogram(patterns: Patterns) -> Counts:
 def _region_table(
     boundaries: bytes, codes: bytes, width: int
 ) -> tuple[NDArray[np.uint16], Bytes, NDArray[np.bool_]]:
-    """Tell of each top 16 bits of an ordered pattern what all chunks of a tensor ask.
+    """Build a lookup table over the top 16 bits of ordered patterns, once per tensor.
 
     Returns:
         The number of boundaries at or below their first value, its code, and whether one is above it.

@@ -1,4 +1,4 @@
-"""What the kernels of the wire share, and those that numpy alone is quick enough for; spec/08-wire.md.
+"""Shared parts of the wire kernels, and kernels that are fast enough in numpy; spec/08-wire.md.
 
 Values are F32 bit patterns. `wire_cpu.py` gives all functions here, `wire_torch.py` has one of each name.
 """
@@ -40,29 +40,29 @@ def zeros(n: int, n_bytes: int, like: Any) -> Any:
 
 
 def from_bytes(buffer: Any, like: Any) -> Bytes:
-    """Give the bytes of a buffer as an array, where `like` lives."""
+    """Return the bytes of a buffer as an array [n] on the device of `like`."""
     del like
     return np.frombuffer(buffer, np.uint8)
 
 
 def words(header: bytes, like: Any) -> NDArray[np.uint64]:
-    """Give the words of a header [8], where `like` lives."""
+    """Return the words of a header [8] on the device of `like`."""
     del like
     return np.frombuffer(bytearray(header), "<u8")
 
 
 def host_bytes(data: Bytes) -> Bytes:
-    """Give the bytes as a numpy array."""
+    """Return the bytes as a numpy array."""
     return data
 
 
 def as_bytes(patterns: Any) -> Bytes:
-    """Give the bytes of an array of unsigned integers."""
+    """Return the bytes of an array of unsigned integers."""
     return patterns.view(np.uint8)
 
 
 def as_patterns(data: Bytes, n_bytes: int) -> Any:
-    """Give bytes [n] as unsigned integers of `n_bytes` bytes; copied where the bytes are not aligned."""
+    """Return bytes [n] as unsigned integers of `n_bytes` bytes; copied where the bytes are not aligned."""
     if data.ctypes.data % n_bytes:
         data = data.copy()
     return data.view(f"<u{n_bytes}")
@@ -90,7 +90,7 @@ def mix_64(word: int) -> int:
 
 
 def narrow(numbers: NDArray[np.int64], n_bytes: int) -> Any:
-    """Give the low bytes of each number [n]."""
+    """Return the low bytes of each number [n]."""
     return numbers.astype(f"<u{n_bytes}")
 
 
@@ -100,7 +100,7 @@ def wide(codes: Any) -> NDArray[np.int64]:
 
 
 def count(n: int, like: Any) -> NDArray[np.int64]:
-    """Give the numbers 0, 1, ... [n], where `like` lives."""
+    """Return 0, 1, ..., n - 1 [n] on the device of `like`."""
     del like
     return np.arange(n)
 
@@ -110,7 +110,7 @@ def count(n: int, like: Any) -> NDArray[np.int64]:
 
 @functools.cache
 def signs_of(tile: int) -> NDArray[np.float64]:
-    """Give the signs of a rotation [tile], 1 or -1; spec/08-wire.md#tiles."""
+    """Return the signs of a rotation [tile], 1 or -1; spec/08-wire.md#tiles."""
     x = np.arange(tile, dtype=np.uint32) * np.uint32(STEP_32)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_32_A)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(MIX_32_B)
@@ -118,7 +118,7 @@ def signs_of(tile: int) -> NDArray[np.float64]:
 
 
 def widths_of(logs: Any, n_planes: int) -> Any:
-    """Give the bits of each row, int64 [rows], n_planes in all: one bit for each octave of range, 2 to 8.
+    """Return the bits of each row, int64 [rows], n_planes in all: one bit for each octave of range, 2 to 8.
 
     The range of a row is the mean logarithm of its tiles' ranges, which is what a uniform variable of
     that range has as entropy. The threshold is found bit by bit, without asking a device for numbers.
@@ -161,7 +161,7 @@ def saturate(patterns: Patterns, largest: float) -> Patterns:
 
 
 def truth(found: Any) -> bool:
-    """Give a truth value as the kernels' callers may add and multiply it."""
+    """Return a truth value as a number for arithmetic."""
     return bool(found)
 
 
@@ -171,10 +171,10 @@ def told(found: Sequence[tuple[Any, str]]) -> list[bool]:
 
 
 def unless(flag: Any, old: Any, new: Any) -> Any:
-    """Give the new array where the flag does not hold, and else the old one."""
+    """Return `old` where the flag holds, else `new`."""
     return old if flag else new
 
 
 def not_finite(patterns: Patterns) -> Any:
-    """Tell whether some pattern [n] is an infinity or NaN."""
+    """Return whether some pattern [n] is an infinity or NaN."""
     return ((patterns & np.uint32(INFINITY)) == INFINITY).any()

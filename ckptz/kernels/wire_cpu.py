@@ -36,7 +36,7 @@ N_COARSE, N_MIDDLE = 1 << 11, 1 << 10  # 31 magnitude bits in three steps, the l
 
 
 def __getattr__(name: str) -> Any:
-    """Give a kernel that the files share, or that numpy alone is quick enough for."""
+    """Return a kernel of files, or one that is fast enough in numpy."""
     return getattr(values_cpu if name in ("from_f32", "to_f32") else wire_arrays, name)
 
 

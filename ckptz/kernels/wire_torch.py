@@ -292,7 +292,7 @@ def unpack_rows(planes: Tensor, widths: Tensor, row: int) -> Tensor:
 
 
 def _with_nan_of(found: Tensor, *operands: Tensor) -> Tensor:
-    """Give an operand's NaN, quiet, as processors do; GPUs make one NaN of all. The first counts."""
+    """Propagate the first operand's NaN, quieted, as CPUs do; GPUs return a single NaN."""
     for operand in reversed(operands):
         found = torch.where((operand & 0x7FFFFFFF) > 0x7F800000, operand | 0x400000, found)
     return found

@@ -182,7 +182,7 @@ def _size_tile(label: str, raw: int, stored: int) -> Section:
 
 
 def _facts(report: Any) -> dict[str, str]:
-    """Give the facts of a report, and the qualities that were measured."""
+    """Return the facts of a report and its measured qualities."""
     measured = "; ".join(words.quality_text(record) for record in report.quality)
     return facts_of(report) | ({"quality": measured} if measured else {})
 
@@ -208,7 +208,7 @@ def _part(e: LogEntry) -> str:
 
 
 def _steps(run: LogReport) -> dict[str, list[LogEntry]]:
-    """Give the files of each step, by step and by part; files without a step are one each, and come first."""
+    """Return the files by step and part; files without a step come first, one each."""
     steps: dict[str, list[LogEntry]] = {}
     parts, found = list(PARTS), [e for e in run.entries if e.ratio is not None]
     for e in sorted(found, key=lambda e: (-1 if e.step is None else e.step, parts.index(_part(e)), e.file)):
@@ -217,7 +217,7 @@ def _steps(run: LogReport) -> dict[str, list[LogEntry]]:
 
 
 def _total(entries: Iterable[LogEntry], part: str = WHOLE) -> Section:
-    """Give what can be restored, each counted once, what all files take, and how many times smaller it is."""
+    """Return original bytes (each tensor once), stored bytes of all files, and their ratio."""
     of = [e for e in entries if part in (_part(e), WHOLE)]
     raw, stored = sum(e.tensor_bytes for e in of if _part(e) in RESTORED), sum(e.stored_bytes for e in of)
     return {"tensor_bytes": raw, "stored_bytes": stored, "ratio": raw / stored if raw and stored else None}
@@ -251,7 +251,7 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
     ]
     how: Section = {"by": "part", "known": PARTS, "order": {"field": "part", "sort": "descending"}}
     how["detail"] = [{"field": "file"}, {"field": "kind"}]
-    about, y = "All files of a step. What it is stored against stands earlier.", number("bytes", **BYTES)
+    about, y = "Size of each step, bases not included.", number("bytes", **BYTES)
     yield draw("Size of each step", about, values, ["bar"], y, **how)
     if given := [{"step": step, "metric": metrics[step]} for step in steps if step in metrics]:
         about = "As given to each save. It says nothing of what compression lost."
@@ -263,7 +263,7 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
         if (ratio := _total(of, part)["ratio"])
     ]
     if ratios:
-        about = "Raw by stored bytes. The whole step has all of its files, those that make it exact, too."
+        about = "Original size / stored size. A whole step includes the files that make it exact."
         y = number("times smaller", **LOGARITHMIC)
         yield draw("How many times smaller", about, ratios, LINES, y, by="part", known=PARTS)
     measured: dict[tuple[str, str, float], list[Section]] = {}
@@ -288,7 +288,7 @@ def _role(t: TensorReport) -> str:
 
 
 def _errors(tensors: Iterable[TensorReport]) -> tuple[float | None, float | None]:
-    """Give the typical and the worst error of lossy tensors, by the size of their values, both as roots of
+    """Return the median and the largest relative error of lossy tensors, both as roots of
     mean squares; half of all values are in tensors of at most the typical one.
     """
     lossy = [(t.lossy.rms_error / t.lossy.rms, _n(t)) for t in tensors if t.lossy and t.lossy.rms]

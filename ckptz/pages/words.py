@@ -26,6 +26,7 @@ CODERS: Final = {
     "rans-shared": "frequent codes get short bits (rANS, table shared)",
     "rans-own": "frequent codes get short bits (rANS, own table)",
     "sparse": "only what differs from the most frequent code",
+    "huffman": "frequent codes get short bits (Huffman, fast to decode)",
 }
 METRICS: Final = {"steps_lost": "steps of training lost"}
 CHANGES: Final = "_changes_by_"  # between a metric and what one of its values is
@@ -73,7 +74,7 @@ def percent(share: float | None) -> str:
 
 
 def smaller(tensor_bytes: int, stored_bytes: int) -> str:
-    """Say how many times smaller the stored bytes are; a dash where there are none."""
+    """Format the compression ratio; a dash if there are no bytes."""
     if not tensor_bytes or not stored_bytes:
         return "–"
     factor = tensor_bytes / stored_bytes
@@ -81,7 +82,7 @@ def smaller(tensor_bytes: int, stored_bytes: int) -> str:
 
 
 def heading(name: str) -> str:
-    """Say what a field of a report is."""
+    """Return the heading of a report's field."""
     known = {
         "tensor_bytes": "raw",
         "stored_bytes": "stored",
@@ -121,12 +122,12 @@ def _number_text(name: str, value: float) -> str:
 
 
 def fields_of(report: Any) -> dict[str, Any]:
-    """Give the fields of a report."""
+    """Return the fields of a report."""
     return {field.name: getattr(report, field.name) for field in fields(report)}
 
 
 def facts_of(report: Any) -> dict[str, str]:
-    """Say what the fields of a report are that have a value; of lists of records how many there are."""
+    """Return the non-empty fields of a report as text; lists of records as their length."""
     facts: dict[str, str] = {}
     for name, value in fields_of(report).items():
         if value not in (None, ()):
@@ -140,7 +141,7 @@ class Report:
     __slots__ = ()
 
     def _repr_html_(self) -> str:
-        """Give the report as a table in HTML."""
+        """Return the report as a table in HTML."""
         facts = facts_of(self).items()
         cells = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in facts)
         return f"<table>{''.join(cells)}</table>"
@@ -150,7 +151,7 @@ class Report:
 
 
 def worse(record: QualityRecord) -> float:
-    """Give by how much a measured quality is worse than the exact one, in the unit of its budget."""
+    """Return the loss of quality against the exact value, in the unit of its budget."""
     if record.metric in METRICS:
         return record.measured
     change = (1.0 if record.lower_is_better else -1.0) * (record.measured - record.exact)
@@ -158,34 +159,37 @@ def worse(record: QualityRecord) -> float:
 
 
 def metric_name(record: QualityRecord) -> str:
-    """Name what was measured, and when: a promise may be one of resumed training."""
+    """Name a metric as people read it; metrics of resumed training say so."""
     if CHANGES in record.metric:
         metric, _, unit = record.metric.rpartition(CHANGES)
-        return f"half the mean square of the changes of {cut(metric, 40)} by {cut(unit, 20)}"
+        return f"per-{cut(unit, 20)} change of {cut(metric, 40)}"
     resumed = " (resumed)" if record.promise == "resume-gap" else ""
     return METRICS.get(record.metric) or cut(record.metric, 40) + resumed
 
 
 def quality_text(record: QualityRecord) -> str:
-    """Say what was measured of a budget; an error that stands in for a quality is called a proxy."""
-    kept = "" if record.is_met else ", NOT kept"
+    """Describe a measured quality with its limit."""
     if record.promise == "rmse":
-        measured = f"{record.measured:.4g} of at most {record.max_drop:.4g}"
-        return f"no promise of quality, {cut(record.metric, 40)} {measured}"
-    if record.metric in METRICS:
-        return f"{record.measured:.3g} {metric_name(record)} ({record.max_drop:.3g} are allowed){kept}"
+        measured = f"{record.measured:.4g} (limit {record.max_drop:.4g})"
+        return f"quality not measured, {cut(record.metric, 40)} {measured}"
     if CHANGES in record.metric:
-        return f"{metric_name(record)} {record.measured:.4g} ({record.max_drop:.4g} is allowed){kept}"
+        text = f"{metric_name(record)} {record.measured:.2g} (limit {record.max_drop:.2g})"
+        return text if record.is_met else f"{text}, EXCEEDED"
+    if record.metric in METRICS:
+        text, limit = f"{record.measured:.3g} {metric_name(record)}", f"{record.max_drop:.3g}"
+        return f"{text} (limit {limit})" if record.is_met else f"{text} (limit {limit}, EXCEEDED)"
     change, values = worse(record), f"{record.measured:.6g} against {record.exact:.6g}"
-    allowed = f"{100 * record.max_drop:.4g}%" if record.is_relative else f"{record.max_drop:.4g}"
-    if record.is_met and abs(change) > record.max_drop * (1 + 1e-6):  # it is rounded
-        kept = ", which too few answers tell"
+    limit = f"{100 * record.max_drop:.4g}%" if record.is_relative else f"{record.max_drop:.4g}"
+    if not record.is_met:
+        limit += ", EXCEEDED"
+    elif abs(change) > record.max_drop * (1 + 1e-6):  # it is rounded
+        limit += "; too few examples to be sure"
     how = moved(change, is_relative=record.is_relative)
-    return f"{metric_name(record)} {values}, {how}{kept} ({allowed} is allowed)"
+    return f"{metric_name(record)} {values}, {how} (limit {limit})"
 
 
 def moved(change: float, *, is_relative: bool) -> str:
-    """Say by how much a quality changed; above 0 is worse."""
+    """Format the change of a quality; above 0 is worse."""
     return f"{amount(abs(change), is_relative=is_relative)} {'better' if change < 0 else 'worse'}"
 
 

@@ -1,17 +1,17 @@
-"""Chooses what the next file of a run is stored against: what takes least disk, and no more than plain files.
+"""Choice of the base for the next file of a run: least disk, and never more than plain files.
 
-The one choice for all who write runs, whatever their files are called and whoever deletes them.
+Every writer of runs uses this choice, whatever its files are called and whoever deletes them.
 
-A delta is smaller than a full file, but what it is stored against must stay for as long as it does. Which of
-the two is less depends on how long the keep rules leave files, on how large deltas are, and on how far back
-they reach. So some ways to go on are played through for the next saves, each a `ChainRule`: full files alone,
-full files in shorter intervals than asked for, deltas against the full file instead of a later file. Those
-that would at some moment take more room than whole uncompressed files are left out, and where nobody knows
-which files stay, those in which one file with all that it needs would. Of the rest, the smallest mean wins.
+A delta is smaller than a full file, but its base must be kept as long as the delta. Which one takes less
+disk depends on how long the keep rules keep files, on the size of deltas and on the chain length. So the next
+saves are simulated under several policies (`ChainRule`): full files only, a shorter full-file interval,
+deltas against the full file instead of a later file. Policies that would at some moment take more disk than
+plain files are excluded; where the keep rules are unknown, so are those in which one file with its bases
+would. The policy with the smallest mean wins.
 
-How large a file will be is not known before it is encoded. It is taken from those that are there and those
-that were written before: so a first delta is written where it may pay, and where it then does not, the next
-file is a full file. Nothing here reads or writes.
+The size of a file is unknown before it is encoded, so it is estimated from existing and earlier files: a
+first delta is written where it may pay, and if it does not, the next file is a full file. This module reads
+and writes nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Estimate:
             self._growth = max(0.0, (most - least) / math.log2(far / near))
 
     def delta(self, distance: int) -> float:
-        """Give the bytes of a delta that reaches so many saves back."""
+        """Return the bytes of a delta to the save `distance` saves back."""
         if not self._deltas:
             return HOPED * self.full
         near = max((known for known in self._deltas if known <= distance), default=min(self._deltas))

@@ -25,7 +25,7 @@ F = TypeVar("F")
 
 
 def residual_of(path: Path, named: Path | None = None) -> Path:
-    """Give the path of the residual of the file at `path`, whether there is one or not.
+    """Return the path of the residual file of `path`, whether it exists or not.
 
     `named` is what the file will be called, if it has another name now.
     """
@@ -50,7 +50,7 @@ def unlink_residuals(residuals: Iterable[Path]) -> None:
 
 
 def exact_of(file: Path) -> Path:
-    """Give the residual file that makes a lossy file exact, if there is one; else the file itself.
+    """Return the residual file that makes a lossy file exact, if there is one; else the file itself.
 
     Raises:
         CorruptionError: the residual is one of other values.

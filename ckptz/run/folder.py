@@ -366,7 +366,7 @@ class StepStore:
         return None
 
     def next_is_full(self, kind: FileKind, rule: ChainRule) -> bool:
-        """Tell whether the next file of a kind certainly needs no other: nothing is there, or by the rule."""
+        """Return whether the next file of a kind will certainly be a full file."""
         if self._origin is not None and kind == "weights":
             return False
         try:
@@ -392,7 +392,7 @@ class StepStore:
         return base, 0 if base is None else files[newest].position + 1
 
     def _upload(self, *files: StepFile) -> None:
-        """Bring finished files to a remote store, and keep here only what the next step is stored against."""
+        """Upload finished files to a remote store, and keep only the next base here."""
         if not isinstance(self._place, UploadFolder) or self._spool is None:
             return
         try:

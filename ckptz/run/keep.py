@@ -1,8 +1,8 @@
-"""What stays of a run's folder, and what may be deleted: the one rule of all that deletes files of users.
+"""Retention of the steps of a run: the only rule by which ckptz deletes files of users.
 
-A step stays as long as one of the rules names it. What is not kept may go when nothing that stays needs it.
-What cannot be read, whatever the reason, may need anything older than itself: all of that stays, and callers
-are told why. What could be read in a minute must not be lost because of this one.
+A step is kept as long as one of the keep rules selects it. Other files are deleted once no kept file needs
+them. A file that is unreadable now may become readable later (a slow network mount), so nothing it might need
+is deleted, and callers get the reason.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class KeepPolicy(KeepRules):
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no rule lets a step go."""
+        """True if no rule lets a step be deleted."""
         return self.last is None and self.weights is None
 
     def heads(self, steps: Iterable[int]) -> set[int]:
@@ -166,7 +166,7 @@ def what_stays(
     bases_of: Callable[[T], Iterable[T]],
     may_need: Callable[[T], Collection[T]],
 ) -> Stays[T]:
-    """Tell which files, folders or steps may be deleted.
+    """Decide which files, folders or steps may be deleted.
 
     Args:
         units: all that are there.

@@ -184,7 +184,7 @@ class LinkedFiles:
         return chain
 
     def _there(self, path: Path, newest: Inode) -> tuple[dict[Inode, ChainFile[Inode]], Kept]:
-        """What is there less what is about to be replaced, the newest last; how long it stays."""
+        """Return the existing files except the one to be replaced, newest last, and their retention."""
         there = {place: file for place, file in self._saved.items() if _is_there(place, file)}
         self._is_any_gone |= len(there) < len(self._saved)
         self._saved = there
@@ -291,7 +291,7 @@ def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
 
 
 def _is_no_checkpoint(path: Path) -> bool:
-    """Tell whether what cannot be read as a checkpoint is certainly none of ours."""
+    """Return whether an unreadable file is certainly no checkpoint of ckptz."""
     try:
         if path.name.endswith(TEMPORARY_SUFFIX):  # somebody writes it, or was killed while doing so
             return time.time() - path.stat().st_mtime > ABANDONED_SECONDS

@@ -58,7 +58,7 @@ class Origin:
 
 
 def digest_of(path: Path) -> str:
-    """Give digits that only this very file has: others may have the same values, and other codes for them."""
+    """Return a digest of the file's bytes: other files may have the same values in other codes."""
     with contextlib.closing(open_bytes(path)) as source:
         digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
     return digest[:N_DIGITS]
@@ -75,7 +75,7 @@ def second_names(files: Iterable[Path]) -> set[Path]:
 
 
 def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
-    """Give every file of an open chain a name in a folder.
+    """Hard-link every file of an open chain into a folder.
 
     Returns:
         The names, nearest first; none if the file system does not do that.

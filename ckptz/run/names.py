@@ -54,7 +54,7 @@ def step_of_folder(folder: Path) -> int | None:
 
 
 def is_base_name(path: Path) -> bool:
-    """Tell whether this is a second name, which a file has only for those that are stored against it."""
+    """Return whether this is a second name of a base, kept for its deltas."""
     return _BASE.fullmatch(path.name) is not None
 
 
@@ -75,7 +75,7 @@ def run_files(folder: Path, *, with_links: bool = False) -> list[Path]:
 
 
 def inode_of(path: Path) -> Inode:
-    """Give what all names of a file have in common."""
+    """Return the inode of a file, which all its names share."""
     if is_url(path):
         return str(path), 0
     facts = path.stat()
@@ -128,7 +128,7 @@ def weights_at(path: Path) -> Path | None:
 
 
 def checkpoint_in(path: Path) -> Path:
-    """Give the newest checkpoint of a folder, that of DIR@STEP, or any other path as it is.
+    """Return the newest checkpoint of a folder, the one of DIR@STEP, or any other path unchanged.
 
     Raises:
         ConfigError: the folder has none.
@@ -145,13 +145,13 @@ def checkpoint_in(path: Path) -> Path:
 
 
 def holds_state(path: Path) -> bool:
-    """Tell whether the name says that a file holds no weights, but what resuming needs beside them."""
+    """Return whether a file name is that of resume state without weights."""
     file = StepFile.parse(path.name)
     return _WITHOUT_WEIGHTS.fullmatch(path.name) is not None if file is None else file.kind == "state"
 
 
 def is_aside(path: Path) -> bool:
-    """Tell whether the name says that a file holds no weights, or only for others or with others."""
+    """Return whether a file name is auxiliary: no weights, or only a base or residual."""
     file = StepFile.parse(path.name)
     is_exact = EXACT in path.name if file is None else file.is_exact
     return is_exact or is_base_name(path) or holds_state(path)

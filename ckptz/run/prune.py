@@ -16,6 +16,7 @@ as many of state; every further step that `every` or `best` keeps adds at most A
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,12 +32,13 @@ from ckptz.pages.words import Report
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.links import BASE_PREFIX
-from ckptz.run.names import EXACT, Inode, inode_of, is_base_name, run_files, step_of
-from ckptz.run.step_files import FileFacts, FileKind, Listing, StepFile
-from ckptz.store.resolve import Path_
+from ckptz.run.names import EXACT, Inode, inode_of, is_base_name, run_files, step_of, step_of_folder
+from ckptz.run.step_files import COMPLETE, FileFacts, FileKind, Listing, StepFile
+from ckptz.store.resolve import SUFFIX, Path_
 
+TRAINER_STATE: Final = "trainer_state.json"
 # Files that are written into a step's folder last: without them it was not written to its end.
-LAST_FILES: Final = ("ckptz-index.json", "trainer_state.json")
+LAST_FILES: Final = ("ckptz-index.json", TRAINER_STATE, COMPLETE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,7 @@ class Unit:
     places: frozenset[Path] = frozenset()  # where its files are, whatever links lead there
     metric: float | None = None  # as it was recorded, or None
     error: Exception | None = None  # why it cannot be read, or None
+    is_unfinished: bool = False  # being written, or not written to its end: no step
 
 
 Units = Sequence[Unit]
@@ -96,7 +99,7 @@ Units = Sequence[Unit]
 def decide(
     name: str, units: Units, policy: KeepPolicy, after: int | None = None
 ) -> tuple[set[Unit], Units, Units, tuple[str, ...]]:
-    """Tell what stays of a run.
+    """Decide which parts of a run are kept.
 
     Args:
         name: of the folder, for messages.
@@ -113,12 +116,12 @@ def decide(
     """
     later = {u for u in units if after is not None and u.step is not None and u.step > after}
     rest = [u for u in units if u not in later]
-    seen = [u for u in rest if not u.is_residual and not u.is_aside]
+    seen = [u for u in rest if not (u.is_residual or u.is_aside or u.is_unfinished)]
     weights_steps = {u.step for u in seen if u.kind != "state" and u.step is not None}
     full_steps = weights_steps & {u.step for u in seen if u.kind != "weights"}
     if later:
         _check_goes_back(name, rest, weights_steps)
-    metrics = {u.step: u.metric for u in rest if u.step is not None and u.metric is not None}
+    metrics = {u.step: u.metric for u in seen if u.step is not None and u.metric is not None}
     full = policy.kept(full_steps, metrics)
     # Without rules for weights, those that go on after the newest whole step are steps of their own: all of a
     # folder that holds no state, what `compress` added to a run, or half of a save that was killed.
@@ -129,7 +132,7 @@ def decide(
     kept = {
         u
         for u in rest
-        if not u.is_aside
+        if not (u.is_aside or u.is_unfinished)
         and (u.step is None or u.step in (heads if u.is_residual else full if u.kind == "state" else weights))
     }
     if policy.keeps_all:
@@ -234,7 +237,7 @@ def _carry_out(
         for unit in reversed(needed):
             if not unit.is_aside:
                 hide(unit)
-    there = [(u, u.step) for u in kept if u.step is not None]
+    there = [(u, u.step) for u in kept if u.step is not None and not u.is_unfinished]
     exact = {step for u, step in there if u.is_residual}
     states, weights = (
         {step for u, step in there if u.kind in (kind, None) and not u.is_residual}
@@ -370,11 +373,14 @@ def _units_in(folder: Path) -> list[Unit]:
         files.setdefault(path if path.parent == folder else path.parent, []).append(path)
     units = [_unit_at(path, found) for path, found in files.items()]
     steps = {path.name: path for path, found in files.items() if path != found[0]}
-    for name in LAST_FILES:
-        is_whole = {step: (path / name).exists() for step, path in steps.items()}
-        if any(is_whole.values()):  # as other steps of the run have it
-            error = CorruptionError(f"has no {name}, as of a save that was cut off")
-            units = [unit if is_whole.get(unit.name, True) else replace(unit, error=error) for unit in units]
+    unfinished = _unfinished(steps)
+    # What is being written, or was not written to its end, is no step; nobody knows what it may need.
+    units = [
+        replace(unit, is_unfinished=True, error=CorruptionError(unfinished[unit.name]))
+        if unit.name in unfinished
+        else unit
+        for unit in units
+    ]
     left = [path for where in (folder, *steps.values()) for path in abandoned(where)]
     names = {path: path.relative_to(folder).as_posix() for path in left}
     return units + [Unit(name=names[path], step=None, is_aside=True, sizes=_sizes([path])) for path in left]
@@ -384,11 +390,81 @@ def _sizes(files: Sequence[Path]) -> dict[Inode, int]:
     return {inode_of(file): file.stat().st_size for file in files}
 
 
+def _unfinished(steps: Mapping[str, Path]) -> dict[str, str]:
+    """Return the folders of steps that were not written to their end, with the reason.
+
+    A folder is whole if it has the file that its writer writes last. In runs without such files, which older
+    versions and `compress` write, a folder is whole if it has all that the whole folders before it have.
+
+    Args:
+        steps: folders by name.
+    """
+    own = {name: _own_names(path) for name, path in steps.items()}
+    has_last = {name: any(_is_written(path / last) for last in LAST_FILES) for name, path in steps.items()}
+    reasons, common = {}, None
+    for name in sorted(steps, key=lambda name: step_of_folder(steps[name]) or 0):
+        if not own[name]:
+            reasons[name] = "holds no checkpoint of its own, only bases"
+        elif any(has_last.values()):
+            if not has_last[name]:
+                reasons[name] = f"has none of {', '.join(LAST_FILES)}, as of a save that was cut off"
+        elif common is not None and (lacking := common - own[name]):
+            reasons[name] = f"has no {min(lacking)}, which every step before it has"
+        else:
+            common = own[name] if common is None else common & own[name]
+    return reasons
+
+
+def _own_names(folder: Path) -> set[str]:
+    """Return the names of a step's own files: no bases of other steps, residuals or temporary files."""
+    files = [path for path in folder.iterdir() if not path.name.startswith(".")]
+    names = {path.name for path in files if not (is_base_name(path) or EXACT in path.name)}
+    return names if any(Path(name).suffix == SUFFIX for name in names) else set()
+
+
+def _is_written(path: Path) -> bool:
+    """Return whether a file is there with its content: some writers make it empty first."""
+    try:
+        return path.stat().st_size > 0
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _check_steps_agree(path: Path, recorded: Mapping[str, int]) -> None:
+    """Refuse to prune a run in which a folder's name and its files name different steps.
+
+    Args:
+        path: the folder.
+        recorded: the steps that its own files record, by file name.
+
+    Raises:
+        ConfigError: names the folder and two of the steps.
+    """
+    named = step_of_folder(path)
+    steps = {"its name": named} if named is not None else {}
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        steps[TRAINER_STATE] = int(json.loads((path / TRAINER_STATE).read_bytes())["global_step"])
+    steps |= recorded
+    if len(set(steps.values())) > 1:
+        said = ", ".join(f"{where} says {step}" for where, step in steps.items())
+        raise ConfigError(
+            f"{path}: its step is not certain, as {said}; nothing was removed: rename the folder after its "
+            "step, or move it away"
+        )
+
+
 def _unit_at(path: Path, files: Sequence[Path]) -> Unit:
-    """Describe a file, or the folder of several."""
+    """Describe a file, or the folder of several, by what its own files say.
+
+    Second names of bases in a folder belong to other steps.
+
+    Raises:
+        ConfigError: the folder's name and its files name different steps.
+    """
+    is_folder = path != files[0]
     unit = Unit(
         name=path.name,
-        step=step_of(files[0]),
+        step=step_of_folder(path) if is_folder else step_of(path),
         is_residual=EXACT in path.name,
         is_aside=is_base_name(path),
         sizes=_sizes(files),
@@ -399,11 +475,14 @@ def _unit_at(path: Path, files: Sequence[Path]) -> Unit:
     except (CkptzError, OSError) as error:
         return replace(unit, error=error)
     ids = frozenset(found.content_id for _, found in facts)
-    steps = (step_of(file, found.step, found.metadata) for file, found in facts)
+    own = [(file, found) for file, found in facts if not (is_folder and is_base_name(file))]
+    steps = {file.name: step_of(file, found.step, found.metadata) for file, found in own}
+    if is_folder:
+        _check_steps_agree(path, {name: step for name, step in steps.items() if step is not None})
     return replace(
         unit,
-        step=next((step for step in steps if step is not None), None),
+        step=next((step for step in steps.values() if step is not None), unit.step),
         ids=ids,
-        bases=tuple(f.base for _, f in facts if f.base is not None and f.base.content_id not in ids),
-        metric=next((found.metric for _, found in facts if found.metric is not None), None),
+        bases=tuple(f.base for _, f in own if f.base is not None and f.base.content_id not in ids),
+        metric=next((found.metric for _, found in own if found.metric is not None), None),
     )

@@ -28,6 +28,7 @@ POSITION_KEY: Final = "since_anchor"  # in the metadata of both
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
 FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of those that were left out
 NAMES_KEY: Final = "names"  # in the metadata of weights that have the model's own names: "own"
+COMPLETE: Final = "ckptz-complete.json"  # written last into the folder of a step, if nothing else is
 EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file
 MODEL_PREFIX: Final = "model."  # of the names of weights that do not have the model's own
 MAX_STEP: Final = (1 << 63) - 1
@@ -41,7 +42,7 @@ ALL_EXACT: Final = (
 
 
 def checked_step(step: SupportsIndex) -> int:
-    """Give a step as Python's own number, whatever library's it is.
+    """Return a step as a built-in int, whichever library it comes from.
 
     Raises:
         ConfigError: it is none that a file can record.
@@ -76,7 +77,7 @@ class Kept:
         ]
 
     def stays_of(self, steps: Sequence[int], n_saves: int, full_every: int) -> list[int]:
-        """Tell for each coming save which later one removes its file, counted like these from 0.
+        """Return for each coming save, counted from 0, the later save that deletes its file.
 
         Steps go on as they came last. The best are taken to be those that cost most: far from one another,
         each the last before a full file.
@@ -94,7 +95,7 @@ class Kept:
         return stays
 
     def is_within(self, exact: int | None) -> bool:
-        """Tell whether the files that stay are no more than those that stay exact, None for all."""
+        """Return whether no more files are kept than stay exact; None means all."""
         if self.every or self.best:
             return False
         return exact is None or (self.last is not None and self.last <= exact)
@@ -121,7 +122,7 @@ class ChainRule:
     kept: Mapping[FileKind, Kept] | None = field(default=None, hash=False)
 
     def base_of(self, position: int) -> int | None:
-        """Give the position of the base; None for a full file."""
+        """Return the position of the base; None for a full file."""
         if not 0 < position < self.full_every:
             return None
         if self.is_flat:
@@ -245,7 +246,7 @@ class Listing:
         return {f for f in self.sizes if f.kind == kind and not f.is_exact and f not in self.hidden}
 
     def without(self, files: set[StepFile]) -> Listing:
-        """Give the listing without some files."""
+        """Return the listing without some files."""
         sizes = {file: size for file, size in self.sizes.items() if file not in files}
         return Listing(sizes, self.hidden & set(sizes), self.leftovers)
 

@@ -45,12 +45,12 @@ def versions_in(sizes: Mapping[str, int]) -> list[Version]:
 
 
 def newest_step(versions: Iterable[Version]) -> int | None:
-    """Give the latest step that was published."""
+    """Return the latest step that was published."""
     return max((version.step for version in versions), default=None)
 
 
 def full_files_of(versions: Iterable[Version]) -> list[Version]:
-    """Give the versions that stand alone, oldest first."""
+    """Return the versions that stand alone, oldest first."""
     return [version for version in versions if version.base is None]
 
 

@@ -25,13 +25,15 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from ckptz.codec.method import Method, checked
+from ckptz.codec.registry import METHODS
 from ckptz.errors import CkptzError, ConfigError, own_numbers, whole
 from ckptz.format.envelope import strict_json
 from ckptz.format.index import QualityRecord
@@ -39,10 +41,9 @@ from ckptz.format.publish import publish
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
-from ckptz.methods.method import Method, checked
-from ckptz.methods.table import METHODS, REFERENCE
 from ckptz.pages.words import Report
 from ckptz.search.measures import ANSWER, Comparing, Quality, digest_of, name_of, unit_of, values_of
+from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, space_of
 
 SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
 _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
@@ -65,12 +66,12 @@ class Reading:
 
     @property
     def value(self) -> float:
-        """Give the mean over all answers."""
+        """The mean over all examples."""
         return float(self.values.sum() / self.total)
 
     @property
     def total(self) -> float:
-        """Give the number of answers."""
+        """The number of examples in all."""
         return float(len(self.values) if self.counts is None else self.counts.sum())
 
 
@@ -83,7 +84,7 @@ class Limit:
     sharing: int = 1  # what the limit of single changes is divided by
 
     def in_units(self, exact: Reading) -> float:
-        """Give the limit in the unit of the value."""
+        """Return the limit in the unit of the value."""
         return self.max_drop * exact.value if self.is_relative else self.max_drop
 
 
@@ -117,22 +118,22 @@ class Judgement:
 
     @property
     def most_changes(self) -> float:
-        """Give the largest `changes` that the budget allows."""
+        """The largest per-example change within the budget."""
         return _most_changes(self.allowed, self.error or 0.0) / self.sharing
 
     @property
     def is_kept(self) -> bool:
-        """Whether the budget is kept."""
+        """True if the budget is kept."""
         return self.used is not None and self.used <= 1
 
     @property
     def is_resolved(self) -> bool:
-        """Whether the mean decides: its standard error is at most half the budget, or is not known."""
+        """True if the mean decides: its standard error is at most half the budget, or unknown."""
         return self.error is None or self.error <= RESOLVED * self.allowed
 
     @property
     def n_wanted(self) -> float:
-        """Give how many values it takes for the mean to decide; NaN where that cannot be known."""
+        """The number of values at which the mean would decide; NaN if unknown."""
         if self.error is None or not self.allowed:
             return math.nan
         return self.n_values * (self.error / (RESOLVED * self.allowed)) ** 2
@@ -168,7 +169,7 @@ def judge(limit: Limit, exact: Reading, found: Reading) -> Judgement:
 
 
 def share_used(change: float, error: float, changes: float, allowed: float, sharing: int = 1) -> float:
-    """Give the share of a budget that the larger of both numbers uses; not finite where one is not."""
+    """Return the larger share of a budget that mean and per-example change use; not finite if one is not."""
     if not (math.isfinite(change) and math.isfinite(changes)):
         return math.inf
     change, error = abs(change), error if math.isfinite(error) else 0.0
@@ -187,7 +188,7 @@ def _most_changes(allowed: float, error: float) -> float:
 
 
 def used_by_changes(judged: Judgement) -> float:
-    """Give the share of a budget that the changes of single answers use; infinite if they are not known."""
+    """Return the share of a budget that the per-example change uses; infinite if it is unknown."""
     return math.inf if judged.changes is None else _share(judged.changes, judged.most_changes)
 
 
@@ -265,7 +266,7 @@ class Budget:
             raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")
 
     def limit(self, per_step: float | None, restores: int = 0, *, is_one: bool = False) -> Limit:
-        """Give what one restore may use, in units of the value; NaN for steps that cannot be measured.
+        """Return the limit for one restore, in units of the value; NaN for steps that cannot be measured.
 
         Args:
             per_step: what a step of training lowers the value by, or None.
@@ -419,7 +420,7 @@ class SearchOptions:
 
     budgets: tuple[Budget, ...]
     cubes: tuple[str, ...] = ()
-    template: Method = REFERENCE
+    template: Method = field(default_factory=DEFAULT_METHOD)
     parent: Method | None = None
     restores: int = 0
     max_evaluations: int | None = None
@@ -432,12 +433,12 @@ class SearchOptions:
         if not self.budgets:
             raise ConfigError("a search needs a budget that its files keep")
         template, parent = self.template, self.parent
-        if not (template.is_scalable or template.axes):
-            raise ConfigError(f"the method {template.name} has no settings that a search can look for")
+        space = space_of(template)
         if parent is not None and type(parent) is not type(template):
             raise ConfigError(f"a search for {template.name} cannot begin at settings of {parent.name}")
-        if set(self.cubes) - set(known := self.template.cube_names):
-            raise ConfigError(f"cubes of {self.template.name} are {known}, got {self.cubes}")
+        known = space.cube_names if isinstance(space, CubeSpace) else ()
+        if set(self.cubes) - set(known):
+            raise ConfigError(f"cubes of {template.name} are {known}, got {self.cubes}")
         whole("restores", self.restores, 0)
         if self.max_evaluations is not None:
             whole("max_evaluations", self.max_evaluations, 0)
@@ -514,7 +515,7 @@ def load_plan(path: Path) -> Method:
         document = strict_json(path.read_bytes(), "plan")
         version, method, settings = (document[key] for key in ("ckptz_plan", "method", "settings"))
     except (CkptzError, KeyError, TypeError):
-        raise ConfigError(f"{path}: not a plan; --save-plan writes one") from None
+        raise ConfigError(f"{path}: no settings; --save-config writes them") from None
     if version != PLAN_VERSION:
         raise ConfigError(f"{path}: a plan of another version than {PLAN_VERSION}, which this ckptz reads")
     if type(method) is not str or method not in METHODS:
@@ -542,4 +543,4 @@ def config_of(method: str, settings: Any) -> Method:
 def recorded_in(bases: Mapping[str, TensorSource], template: Method) -> Method | None:
     """Find the settings that the tensors of a base record; `template` has what they do not tell."""
     records = [source.entry.lossy for source in bases.values() if isinstance(source, FrameSource)]
-    return template.recorded([record for record in records if record is not None])
+    return space_of(template).recorded(template, [record for record in records if record is not None])

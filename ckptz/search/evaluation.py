@@ -16,7 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import msgspec
 import numpy as np
 
-from ckptz.encode.tensor import MapFunction
+from ckptz.codec.tensor import MapFunction
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import CHANGES, STEPS_LOST, Promise, QualityRecord
@@ -37,7 +37,7 @@ REPEATABLE: Final = 0.01  # of a budget, which a second look at the exact tensor
 
 
 def is_of_training(budget: Budget) -> bool:
-    """Tell whether a budget is about going on with the training, and so needs optimizer state."""
+    """Return whether a budget measures resumed training, which needs optimizer state."""
     return bool(getattr(budget.quality, "trains", False))
 
 
@@ -192,7 +192,7 @@ class Yardstick:
         )
 
     def doubt(self, judged: Judgement) -> str:
-        """Say whether too few answers were measured to tell what became of the mean, or nothing."""
+        """Return a note if there are too few examples to be sure of the mean; else an empty string."""
         allowed, wanted = self._amount(self.limit.max_drop), ""
         if not judged.is_resolved and judged.error is not None:
             if self.limit.max_drop:
@@ -214,7 +214,7 @@ class Yardstick:
         return f"{100 * value:.3g}%" if self.limit.is_relative else f"{value:.3g}"
 
     def records(self, found: Reading, judged: Judgement, date: str) -> Iterator[QualityRecord]:
-        """Give what the file says of its budget."""
+        """Yield the file's records of a budget."""
         limit, exact = self.limit, self.exact
         record = QualityRecord(
             promise=self.promise,
@@ -244,7 +244,7 @@ class Yardstick:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """Says what a trial used of its budgets."""
+    """The comparison of trials with their budgets."""
 
     yardsticks: tuple[Yardstick, ...]  # one for each budget, at least one
     measure: Callable[[Mapping[str, TensorSource]], Readings]  # of decoded tensors, by name
@@ -269,7 +269,7 @@ class Judge:
         return tuple(filter(None, (one.doubt(judged) for one, judged in pairs)))
 
     def records(self, readings: Readings) -> tuple[QualityRecord, ...]:
-        """Give what the file says of its budgets; values that are not finite have no place in it."""
+        """Return the file's records of its budgets; values that are not finite cannot be stored."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         rows = zip(self.yardsticks, readings, self.judgements(readings), strict=True)
         return tuple(record for one, found, judged in rows for record in one.records(found, judged, date))

@@ -76,7 +76,7 @@ class Comparing(Protocol):
     """A quality that needs the exact state before it can judge another."""
 
     def against(self, exact: ExactState) -> Baseline:
-        """Give what to call with trials, and the result of the exact state."""
+        """Return the function to call with trials, and its result for the exact state."""
         ...
 
 
@@ -204,7 +204,7 @@ class _Compared:
         return name_of(self.logits)
 
     def __call__(self, state: State) -> dict[str, float]:
-        """Give divergence and agreement; not finite where the logits are not."""
+        """Return divergence and agreement; not finite if the logits are not."""
         found = _rows_of(self.logits(state), self.metric)
         if found.shape != self.kept.shape:
             n_found, n_kept = (" x ".join(map(str, logits.shape)) for logits in (found, self.kept))

@@ -17,19 +17,19 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.encode.chunk import encode_chunk
-from ckptz.encode.encoding_plan import ContextCounts, stream_tables
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.partitions import Cut, Partitions, fit_levels, region_cuts
-from ckptz.encode.tensor import MapFunction, TensorToEncode
+from ckptz.codec.chunk import encode_chunk
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.kmeans import Ranked, rank
+from ckptz.codec.lossless import EXACT
+from ckptz.codec.method import Method, Recipe
+from ckptz.codec.partitions import Cut, Partitions, fit_levels, region_cuts
+from ckptz.codec.tensor import MapFunction, TensorToEncode
+from ckptz.codec.tensor_plan import ContextCounts, stream_tables
 from ckptz.format.frame import pack_plan
 from ckptz.format.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, chunk_bounds, n_chunks_of
 from ckptz.format.values import KINDS
 from ckptz.kernels.floats import F32, Counts
-from ckptz.methods.kmeans import Ranked, rank
-from ckptz.methods.lossless import EXACT
-from ckptz.methods.method import Method, Recipe
 from ckptz.state.roles import Role
 
 FRAME_BYTES: Final = 250  # header of a frame, and its rows in index and envelope, beside names and tables

@@ -16,26 +16,27 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptz.encode.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import QualityRecord
 from ckptz.format.publish import Publication
 from ckptz.format.reader import Container
 from ckptz.format.written import Written, amend_quality
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in, used_by_changes
 from ckptz.search.evaluation import Judge, Readings, Scope, is_of_training, judge_of, opened_trial
 from ckptz.search.predicted_sizes import predicted_sizes
+from ckptz.search.spaces import CubeSpace, MultiplierSpace, space_of
 from ckptz.search.strategies import (
     CLOSE_LATER,
     MAX_LATER,
     Finer,
     Guided,
+    MultiplierSearch,
     Neighbourhood,
-    OneKnob,
     Outcome,
     Predict,
     Strategy,
@@ -153,7 +154,7 @@ def _judge(ready: Prepared, options: SearchOptions, run: SearchRun) -> Judge:
 
 
 def _is_of_model(name: str, ready: Prepared) -> bool:
-    """Tell whether a model has the tensor: weights, and buffers of integers, but no optimizer state."""
+    """Return whether a tensor belongs to the model: a weight or an integer buffer, no optimizer state."""
     job, source, role = ready.job, ready.job.tensors[name], ready.roles[name]
     if not source.dtype.is_float:
         role = (job.roles or {}).get(name) or role_of(name, source.shape, is_float=True, rules=job.role_rules)
@@ -164,40 +165,44 @@ def _is_of_model(name: str, ready: Prepared) -> bool:
 
 
 def searched_template(options: SearchOptions) -> Method:
-    """Give the template of a search, as its budgets need it."""
+    """Return the template of a search, as its budgets need it."""
     trains = any(map(is_of_training, options.budgets))
-    return options.template.searched(trains=trains, restarts=options.restores > 0)
+    template = options.template
+    return space_of(template).template(template, trains=trains, restarts=options.restores > 0)
 
 
 def parent_config(options: SearchOptions, job: Job) -> Method | None:
-    """Give what the user says, or what the checkpoint before was written with, if by the same method."""
+    """Return the user's settings, or those of the base if it was written by the same method; else None."""
     template = searched_template(options)
     parent = options.parent if options.parent is not None else recorded_in(job.bases, template)
-    if parent is None or not template.is_scalable:
+    space = space_of(template)
+    if parent is None or not isinstance(space, MultiplierSpace):
         return parent
-    return template.scaled(parent.multiplier)
+    return space.scaled(template, space.multiplier(parent))
 
 
 def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
     """Find the strategies for the options of a search; `run` maps a function over tensors."""
     template, parent = searched_template(options), parent_config(options, ready.job)
-    if template.is_scalable:
-        first = OneKnob(template=template)
+    space = space_of(template)
+    if isinstance(space, MultiplierSpace):
+        first = MultiplierSearch(template=template, space=space)
         if parent is None:
             return [first], None, 0
         # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
-        first = replace(first, start=parent.multiplier, draws=options.restores > 0)
+        first = replace(first, start=space.multiplier(parent), draws=options.restores > 0)
         return [replace(first, most=MAX_LATER, close=CLOSE_LATER), first], None, 0
+    assert isinstance(space, CubeSpace)
     lossy = ready.lossy(template)
     guides = [ready.guides[name] for name in lossy if name in ready.guides]
     is_ranked = any(guide.gradient or guide.second_moment for guide in guides)
     layer_types = {ready.roles[name].layer_type for name in lossy}
-    cubes = template.cubes(options.cubes, layer_types, is_ranked=is_ranked)
+    cubes = space.cubes(template, options.cubes, layer_types, is_ranked=is_ranked)
     tensors_to_encode = {}
     for name, tensor in ready.job.tensors.items():
         base = matching_base(tensor, ready.job.bases.get(name))
         tensors_to_encode[name] = TensorToEncode(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
-    finer = template.finer()
+    finer = space.finer(template)
     others = (*finer, parent) if parent is not None else finer
     points = (cube.config(point) for cube in cubes for point in cube.points)
     configs = list(dict.fromkeys([*points, *others]))
@@ -222,7 +227,7 @@ class Trial:
     written: Written
 
     def publish(self, run: SearchRun, options: SearchOptions) -> None:
-        """Give the file its name, unless its inputs have changed or the run is a dry one; remove it then."""
+        """Publish the file, or remove it if its inputs have changed or this is a dry run."""
         try:
             run.check()
             if not options.is_dry_run:
@@ -332,7 +337,7 @@ class Searcher:
         return outcome
 
     def publish(self) -> tuple[Written, tuple[QualityRecord, ...]]:
-        """Give the best its records and its name; a lossless file where nothing keeps the budget."""
+        """Publish the best file with its quality records; a lossless one if nothing is within the budget."""
         records: tuple[QualityRecord, ...] = ()
         if self.best is None:
             trial = write_trial(self.target, self.ready.plan(LOSSLESS, self.earlier), self.run)

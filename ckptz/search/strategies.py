@@ -15,7 +15,8 @@ from typing import Final, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.methods.method import Cube, Method, Point
+from ckptz.codec.method import Method
+from ckptz.search.spaces import Cube, MultiplierSpace, Point
 
 FULL: Final = 1.0  # share of the budget that may be used
 
@@ -31,7 +32,7 @@ class Outcome:
 
     @property
     def is_feasible(self) -> bool:
-        """Whether the budget is kept."""
+        """True if the budget is kept."""
         return self.used <= FULL
 
 
@@ -42,7 +43,7 @@ Try = Callable[[Method, str], Outcome]
 
 # Each has a name, which is reported with a trial, and `propose(history)`: what to try next after all that was
 # tried, in order, by other strategies too; None if nothing is left to learn.
-Strategy: TypeAlias = "Guided | Neighbourhood | Finer | OneKnob"
+Strategy: TypeAlias = "Guided | Neighbourhood | Finer | MultiplierSearch"
 
 
 def best_of(history: History) -> Outcome | None:
@@ -74,7 +75,7 @@ DRAWS: Final = 3  # of the rounding of one configuration
 
 
 def _is_chance(history: History, config: Method) -> bool:
-    """Tell whether this alone was tried, and only its mean broke the budget, each time by another amount.
+    """Return whether only this configuration was tried, and only its mean exceeded the budget each time.
 
     Where weights are rounded at random, errors of the first order move a mean up or down by chance. Another
     draw may keep the budget at the same size, on the levels of the base, which other settings would leave.
@@ -184,7 +185,7 @@ class _Points:
 
 
 def _beside(points: _Points, history: History, best: Outcome) -> Method | None:
-    """Give the smallest untried configuration beside the best one, if it promises to be smaller than that."""
+    """Return the smallest untried neighbour of the best configuration, if it is predicted to be smaller."""
     places = points.places.get(best.config, [])
     if not places or len(history) >= int(MAX_SHARE * len(points.places)):
         return None
@@ -204,7 +205,7 @@ def _middle(points: _Points, left: NDArray[np.int64]) -> int:
 
 
 def dominates(point: Point, other: Point) -> bool:
-    """Tell whether `point` is at least as aggressive as `other` along every axis."""
+    """Return whether `point` is at least as aggressive as `other` along every axis."""
     return all(a >= b for a, b in zip(point, other, strict=True))
 
 
@@ -235,7 +236,7 @@ class Neighbourhood:
         return next((config for config in self._ordered() if not self._is_excluded(config, broken)), None)
 
     def _ordered(self) -> list[Method]:
-        others = [cube for cube in self.cubes if cube.name != self.parent.cube_name]
+        others = [cube for cube in self.cubes if cube.name != cube.space.cube_name(self.parent)]
         same_knobs = [cube.config(cube.point(self.parent)) for cube in others]
         rest: set[Method] = set()
         for cube in self.cubes:  # as aggressive as the parent, or a few steps milder
@@ -247,12 +248,15 @@ class Neighbourhood:
         return list(dict.fromkeys([*kept, *same_knobs, *by_ratio]))
 
     def _is_of_cubes(self) -> bool:
-        """Tell whether the parent differs from what the cubes hold along their axes alone."""
-        knobs = self.parent.knobs()
-        return any(cube.template.at(knobs) == self.parent.at(knobs) for cube in self.cubes)
+        """Return whether the parent differs from a cube's template along its axes only."""
+        return any(
+            cube.space.at(cube.template, values) == cube.space.at(self.parent, values)
+            for cube in self.cubes
+            if (values := cube.space.coordinates(self.parent))
+        )
 
     def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
-        """Tell whether it was tried, or is at least as aggressive as something that broke the budget."""
+        """Return whether a configuration was tried, or is beyond one that exceeded the budget."""
         return any(
             dominates(point, other)
             for cube in self.cubes
@@ -297,16 +301,16 @@ SAME: Final = 5e-3  # multipliers that differ by less are one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OneKnob:
+class MultiplierSearch:
     """Looks for the largest multiplier that keeps the budget; all steps follow from it.
 
     The sum of expected loss change and lambda times bits is smallest where every part of a checkpoint pays
     the same loss for its last bit. For small errors the change is a_i * step_i^2 and the bits are n_i *
     log2(1 / step_i), so step_i = sqrt(lambda * n_i / (2 ln 2 * a_i)): all steps are proportional to
-    sqrt(lambda), which is the multiplier of `Method.scaled`. What is special to a tensor, a_i, is in the
-    reference steps already: in `ckptz.encode.grid.row_steps` for weights, in the roots of second moments for
-    first ones. Moments follow in proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for 0.05
-    bit (docs/search.md).
+    sqrt(lambda), which is the multiplier of the search space. What is special to a tensor, a_i, is in the
+    reference steps already: in `ckptz.codec.grid_steps.row_steps` for weights, in the roots of second moments
+    for first ones. Moments follow in proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for
+    0.05 bit (docs/search.md).
 
     The share of a budget that is used then grows about with the multiplier's square. Two measurements give
     its power, and the next trial is where the line through them meets the budget, in logarithms.
@@ -314,23 +318,24 @@ class OneKnob:
     """
 
     template: Method  # steps at a multiplier of 1, and everything that does not follow from it
+    space: MultiplierSpace
     start: float = 1.0  # the first multiplier to try
     most: int = MAX_FIRST  # trials, those of strategies before this one included
     close: float = CLOSE  # share of the budget that is near enough to it
     draws: bool = False  # weights are rounded at random to the levels of a base
-    name: str = "one-knob"
+    name: str = "multiplier"
 
     def propose(self, history: History) -> Method | None:
-        points = _Bracket.of(history)
+        points = _Bracket.of(history, self.space)
         if len(history) >= self.most or points.is_done(self.close):
             return None
-        if self.draws and _is_chance(history, first := self.template.scaled(self.start)):
+        if self.draws and _is_chance(history, first := self.space.scaled(self.template, self.start)):
             return first
-        config = self.template.scaled(self._multiplier(points.next(math.log(self.start))))
+        config = self.space.scaled(self.template, self._multiplier(points.next(math.log(self.start))))
         return None if any(outcome.config == config for outcome in history) else config
 
     def _multiplier(self, x: float) -> float:
-        """Give a multiplier of three digits, which plans and records show as they are; or the parent's own.
+        """Round a multiplier to three digits, or return the parent's exact one.
 
         Only at the very same one does the grid of the parent's file stay.
         """
@@ -355,15 +360,15 @@ class _Bracket:
     power: float  # of the multiplier, by which the share that is used grows
 
     @classmethod
-    def of(cls, history: History) -> Self:
-        trials = [(o.config.multiplier, max(o.used, LEAST_USED)) for o in history]
+    def of(cls, history: History, space: MultiplierSpace) -> Self:
+        trials = [(space.multiplier(o.config), max(o.used, LEAST_USED)) for o in history]
         points = sorted((_Point(math.log(x), math.log(y)) for x, y in trials), key=lambda p: p.x)
         kept = max((p for p in points if p.y <= math.log(FULL)), key=lambda p: p.x, default=None)
         above = [p for p in points if kept is None or p.x > kept.x]
         return cls(kept, above[0] if above else None, _power(points))
 
     def is_done(self, close: float) -> bool:
-        """Tell whether another trial would gain too little, or leave the range."""
+        """Return whether another trial would gain too little or leave the range."""
         if self.kept is None:
             return self.broken is not None and self.broken.x <= math.log(SMALLEST)
         if self.kept.y >= math.log(close) or self.kept.x >= math.log(LARGEST):
@@ -371,7 +376,7 @@ class _Bracket:
         return self.broken is not None and self.broken.x - self.kept.x <= NARROW
 
     def next(self, start: float) -> float:
-        """Say where to measure next, as the logarithm of a multiplier."""
+        """Return the logarithm of the next multiplier to measure."""
         low = math.log(SMALLEST) if self.kept is None else self.kept.x
         high = math.log(LARGEST) if self.broken is None else self.broken.x
         return _within(self._wanted(start), low, high)

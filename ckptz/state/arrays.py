@@ -55,7 +55,7 @@ class WindowPart:
 
     @property
     def is_run(self) -> bool:
-        """Whether the patterns lie side by side."""
+        """True if the patterns are contiguous."""
         return not self.dims or (len(self.dims) == 1 and self.dims[0][1] == 1)
 
     def copy(self, chunk: Patterns, out: Patterns) -> None:
@@ -82,7 +82,7 @@ class Window:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Window:
-        """Give the window of all of a dense tensor."""
+        """Return the window of a whole dense tensor."""
         return cls(0, tuple(shape), c_strides(shape))
 
     @property
@@ -91,7 +91,7 @@ class Window:
         return math.prod(self.sizes)
 
     def widened(self, n: int) -> Window:
-        """Give the window of the same box where every element is `n` patterns."""
+        """Return the window of the same box where every element is `n` patterns."""
         if n == 1:
             return self
         strides = tuple(stride * n for stride in self.strides)
@@ -115,7 +115,7 @@ class Window:
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the strides of a tensor in C order, in elements, as PyTorch has them."""
+    """Return the strides of a tensor in C order, in elements, as PyTorch has them."""
     return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -170,7 +170,7 @@ def _window(bounds: Sequence[tuple[int, int, int, bool]], shape: Shape) -> tuple
 
 
 def _items(index: Any, n_dims: int) -> list[Any]:
-    """Give one item for each dimension that the index names; slices stand in for an ellipsis."""
+    """Return one item for each indexed dimension; slices replace an ellipsis."""
     if isinstance(index, list):
         if index:
             raise CkptzError("Non empty lists are not implemented; take a slice, an int or an ellipsis")
@@ -227,7 +227,7 @@ def _spelled(pick: int | _Bounds) -> str:
 
 
 def _in_range(pick: int | _Bounds, dim: int, size: int, spelled: str) -> tuple[int, int, int, bool]:
-    """Give (start, stop, step, whether the dimension stays) of an item, and refuse what is out of range."""
+    """Return (start, stop, step, whether the dimension stays) of an item; raise if it is out of range."""
     start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
     start, stop = start or 0, size if stop is None else stop
     if start >= size or stop > size:
@@ -279,7 +279,7 @@ def patterns_per_element(dtype: DType) -> int:
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Give the array type that holds `dtype`.
+    """Return the array type that holds `dtype`.
 
     Raises:
         DTypeError: there is none, or ml_dtypes has it and is not imported.
@@ -300,7 +300,7 @@ class Framework:
     __slots__ = ()
 
     def shape_of(self, dtype: DType, shape: Shape) -> Shape:
-        """Give the shape of the framework's tensor; another one where it packs several elements into one."""
+        """Return the shape in the framework, which may pack several elements into one."""
         del dtype
         return shape
 
@@ -314,12 +314,12 @@ class Framework:
         return array, array.reshape(-1).view(PATTERN_TYPES[dtype.pattern_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:
-        """Tell what `index` picks from a tensor, with the errors of the framework for what it refuses."""
+        """Return the selection of `index`; invalid indices raise the framework's errors."""
         window, kept = select(index, shape)
         return Selection(window.widened(patterns_per_element(dtype)), kept)
 
     def finish(self, tensor: Any) -> Any:
-        """Bring the tensor where the caller wants it."""
+        """Move the tensor to the caller's device."""
         return tensor
 
 
@@ -327,7 +327,7 @@ class Framework:
 
 
 def parse_framework(name: str) -> str:
-    """Give the framework's own name.
+    """Return the canonical name of a framework.
 
     Raises:
         ConfigError: safetensors knows no such framework.

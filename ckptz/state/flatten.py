@@ -92,17 +92,17 @@ class Geometry:
 
     @cached_property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in C order without gaps."""
+        """True if the elements are in C order without gaps."""
         return not self.n_items or (self.is_dense and self._steps() == sorted(self._steps(), reverse=True))
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether every element of the span belongs to exactly one index."""
+        """True if every element of the span belongs to exactly one index."""
         return not self.n_items or (self.is_injective and self.span == self.n_items)
 
     @cached_property
     def is_injective(self) -> bool:
-        """Whether no two indices certainly mean one element: each stride steps over all below it."""
+        """True if no two indices share an element: each stride exceeds the span of all smaller ones."""
         reach = 0
         for stride, n in sorted(self._steps()):
             if stride <= reach:
@@ -188,7 +188,7 @@ def _checked_tensor(value: Any, path: TreePath) -> Tensor:
 
 
 def geometry_of(tensor: Tensor) -> Geometry:
-    """Tell where a tensor's elements lie."""
+    """Return the geometry of a tensor in its storage."""
     shape, strides = tuple(tensor.shape), tuple(tensor.stride())
     return Geometry(
         _dtype_name(tensor.dtype), tensor.element_size(), shape, strides, int(tensor.storage_offset())
@@ -254,7 +254,7 @@ def _parts(group: Sequence[_Leaf]) -> list[_SharedRun]:
 
 
 def part_offsets(sizes: Iterable[int]) -> list[int]:
-    """Tell where the parts of a storage begin, and as the last number, where it ends."""
+    """Return the offsets of the parts of a storage, and its end as the last number."""
     aligned = (-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes)
     return [0, *itertools.accumulate(aligned)]
 
@@ -340,7 +340,7 @@ def _in_order(items: NDArray[Any], pattern_bytes: int, begin: int, end: int) -> 
 
 
 def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
-    """Give the stored names by other names of the whole tensor; views of parts of it have none."""
+    """Return the stored name for every other name of a whole tensor; partial views have none."""
     if tree is None:
         return {}
     parsed = parse_tree(tree)
@@ -541,16 +541,24 @@ def _strides_by_name(tree: Tree, tensors: Mapping[str, TensorSource]) -> dict[st
         if isinstance(ref, TensorRef):
             if strides.setdefault(ref.name, ref.strides) != ref.strides:
                 raise CorruptionError(f"tree: tensor {ref.name!r} has different strides in two places")
-            _check_strides(ref, tensors[ref.name])
+            source = tensors[ref.name]
+            if ref.strides is not None and source.dtype.name not in TORCH_NAMES:
+                raise CorruptionError(
+                    f"tree: tensor {ref.name!r}: {source.dtype.name} has no strides in torch"
+                )
+            check_strides(ref, tuple(source.shape))
     return {name: found for name, found in strides.items() if found is not None}
 
 
-def _check_strides(ref: TensorRef, source: TensorSource) -> None:
+def check_strides(ref: TensorRef, shape: tuple[int, ...]) -> None:
+    """Check that the strides of a stored tensor of this shape reach every element of its memory once.
+
+    Raises:
+        CorruptionError: they do not.
+    """
     if ref.strides is None:
         return
-    shape = tuple(source.shape)
-    is_whole = source.dtype.name in TORCH_NAMES and len(shape) == len(ref.strides)
-    if not is_whole or not Geometry("", 1, shape, ref.strides, 0).is_dense:
+    if len(shape) != len(ref.strides) or not Geometry("", 1, shape, ref.strides, 0).is_dense:
         raise CorruptionError(f"tree: tensor {ref.name!r}: strides {list(ref.strides)} do not fit its shape")
 
 

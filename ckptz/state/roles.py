@@ -1,4 +1,4 @@
-"""What a tensor is, from its name and shape: its role, its parameter and its layer type.
+"""Role, parameter and layer type of a tensor, from its name and shape.
 
 The tables are visible and ordered; the first pattern that matches wins. Users put their own in front.
 """
@@ -106,7 +106,7 @@ def _layer_type(parameter: str, shape: Sequence[int]) -> str:
 
 
 def role_of(name: str, shape: Sequence[int], is_float: bool, rules: Iterable[Rule] = ()) -> Role:
-    """Say what a tensor of this name and shape is, by the user's rules first; integers have role "other"."""
+    """Return the role of a tensor by name and shape, the user's rules first; integers have role "other"."""
     role, parameter = _split_state(name)
     role = role if is_float else "other"
     layer_type = _layer_type(parameter, shape)

@@ -72,7 +72,7 @@ class TensorRef:
     is_parameter: bool = False  # a `torch.nn.Parameter`
 
     def pack(self) -> dict[str, Any]:
-        """Give the JSON node."""
+        """Return the JSON node."""
         strides = {} if self.strides is None else {"strides": list(self.strides)}
         return {"tensor": self.name, **strides, **_pack_flags(self)}
 
@@ -90,7 +90,7 @@ class View:
     is_parameter: bool = False
 
     def pack(self) -> dict[str, Any]:
-        """Give the JSON node."""
+        """Return the JSON node."""
         shape, strides = list(self.shape), list(self.strides)
         where = {"dtype": self.dtype, "shape": shape, "strides": strides, "offset": self.offset}
         return {"view": self.storage, **where, **_pack_flags(self)}
@@ -105,7 +105,7 @@ def _pack_flags(ref: TensorRef | View) -> dict[str, bool]:
 
 
 def is_key(node: Any) -> bool:
-    """Tell whether a node is of a type that can be a key."""
+    """Return whether a node's type can be a key."""
     if isinstance(node, dict):
         return (len(node) == 1 and not KEY_KINDS.isdisjoint(node)) or (
             set(node) == {"tuple"} and isinstance(node["tuple"], list) and all(map(is_key, node["tuple"]))
@@ -114,7 +114,7 @@ def is_key(node: Any) -> bool:
 
 
 def key_problem(node: Any) -> str:
-    """Tell which bound a key breaks, or nothing."""
+    """Return the bound that a key violates; empty if none."""
     if not isinstance(node, dict):
         return ""
     if "tuple" in node:
@@ -133,7 +133,7 @@ class SeenKeys:
         self._hashes: Counter[int] = Counter()
 
     def problem_with(self, key: Any, node: Any) -> str:
-        """Tell why this key and its node cannot be added, or nothing."""
+        """Return the reason why a key and its node cannot be added; empty if they can."""
         form = node if isinstance(node, str) else msgspec.json.encode(node)
         if form in self._forms:
             return "occurs twice"
@@ -269,7 +269,7 @@ _PACKERS: Final[Mapping[type, Callable[[_Packer, Any, TreePath], Any]]] = {
 
 
 def type_name(value: Any) -> str:
-    """Give the module and name of a value's type."""
+    """Return the module and name of a value's type."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -455,7 +455,7 @@ def _shown(raw: Any) -> str:
 
 
 def is_number(raw: Any) -> TypeGuard[int]:
-    """Tell whether a value is an integer from 0 up to 2^63 - 1."""
+    """Return whether a value is an integer from 0 up to 2^63 - 1."""
     return type(raw) is int and 0 <= raw <= MAX_NUMBER
 
 

@@ -1,4 +1,4 @@
-"""What needs PyTorch: its tensors and index rules for slices, and values of common types as plain ones.
+"""PyTorch tensors, index rules for slices, and plain forms of values of common types.
 
 An index of ints, slices, None and an ellipsis is put to a tensor without memory: the view that PyTorch
 makes says which patterns are meant, and what PyTorch refuses is refused by PyTorch. Any other index is
@@ -37,7 +37,7 @@ _BASIC_ITEMS = (int, np.integer, slice, NoneType, EllipsisType)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Give the tensor type that holds `dtype`.
+    """Return the tensor type that holds `dtype`.
 
     Raises:
         DTypeError: this PyTorch has none.
@@ -49,7 +49,7 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def stored_type(name: str, tensor: torch.Tensor) -> tuple[DType, Shape]:
-    """Give the type and the shape that a tensor, called `name` in messages, has in a file.
+    """Return the type and the shape that a tensor, called `name` in messages, has in a file.
 
     Raises:
         DTypeError: the format does not know the type, or the shape with this type.
@@ -281,7 +281,7 @@ def _dict_from_plain(value: dict[Any, Any]) -> Any:
 
 
 def on_device(value: Any, device: torch.device | str) -> Any:
-    """Bring the tensors of a nested value to a device; see `Mover`."""
+    """Move the tensors of a nested value to a device; see `Mover`."""
     return _moved(value, Mover(torch.device(device)))
 
 
@@ -312,7 +312,7 @@ class Mover:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give the tensor on the device; subclasses, and layouts without memory of their own, stay."""
+        """Return the tensor on the device; subclasses and unusual layouts are not moved."""
         is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
         if not is_plain or tensor.device == self._device or tensor.device.type == "meta":
             return tensor

@@ -52,7 +52,7 @@ class Checkpoint:
         return [path_of(file.name) for file in self.files]
 
     def content_id(self) -> str:
-        """Give the content id; a plain file is read whole for it."""
+        """Return the content id; a plain file is read completely for it."""
         return self.container.index.content_id if self.container else content_id_of(self.tensors)
 
     def hold(self, last: LastChunks | None) -> None:
@@ -194,7 +194,7 @@ def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> boo
 
 
 def fits(file: PlainFile, delta: Container) -> bool:
-    """Tell whether every tensor of the delta that needs one has a base of its dtype and shape in `file`."""
+    """Return whether `file` has a fitting base for every tensor of the delta that needs one."""
     for name, source in delta.tensors.items():
         found = file.tensors.get(name)
         if found is not None and (found.dtype, found.shape) == (source.dtype, source.shape):
@@ -216,13 +216,13 @@ def base_ref(base: Checkpoint, file: str | None = None) -> BaseRef:
 
 
 def base_metadata(base: Checkpoint | None) -> int | None:
-    """Give what a delta records of the metadata of a plain base, a checksum; None for other bases."""
+    """Return the checksum of a plain base's metadata that a delta records; None for other bases."""
     is_plain = base is not None and base.container is None
     return metadata_checksum(base.metadata) if base is not None and is_plain else None
 
 
 def base_file_name(path: Path) -> str:
-    """Give what a delta records of where its base is.
+    """Return the location of a base as a delta records it.
 
     Raises:
         ConfigError: a name that is not UTF-8, or has control characters.

@@ -32,7 +32,7 @@ class LocalFolder:
         self._path = path
 
     def sizes(self) -> dict[str, int]:
-        """Give the bytes of each file by name; empty if there is no folder."""
+        """Return the bytes of each file by name; empty if there is no folder."""
         found: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
             for entry in entries:
@@ -181,7 +181,7 @@ class UploadFolder:
             self.upload(Path(spool.name), name)
 
     def download(self, name: str, path: Path) -> None:
-        """Bring a file here, whole or not at all.
+        """Download a file, completely or not at all.
 
         Raises:
             FileNotFoundError: no such file.
@@ -205,7 +205,7 @@ Place = LocalFolder | UploadFolder
 
 
 def place_of(folder_or_url: str | os.PathLike[str]) -> Place:
-    """Give the folder that a path or an fsspec URL such as "s3://bucket/run" names; it need not exist."""
+    """Return the folder of a path or an fsspec URL such as "s3://bucket/run"; it need not exist."""
     text = os.fspath(folder_or_url)
     if text.startswith(FILE_URL):
         return LocalFolder(Path(text.removeprefix(FILE_URL)))

@@ -84,7 +84,7 @@ class Follower:
         self._content_id: str | None = None
 
     def poll(self) -> int | None:
-        """Give the newest step that is published, if it is newer than what the tensors hold, else None."""
+        """Return the newest published step if it is newer than the tensors; else None."""
         newest = newest_step(versions_in(self._place.sizes()))
         return newest if newest is not None and (self.step is None or newest > self.step) else None
 
@@ -93,7 +93,7 @@ class Follower:
         self.step = self._content_id = None
 
     def apply_to(self, state_dict: State, step: int | None = None) -> Update:
-        """Bring tensors to the newest step, or to `step`.
+        """Update tensors to the newest step, or to `step`.
 
         Each file is applied whole or not at all. After an error the tensors hold the step that `step`
         says, the one before or one on the way; where writing was interrupted, `step` is None and the next

@@ -13,13 +13,14 @@ import numpy as np
 
 from ckptz.api.apply import State, live_tensors
 from ckptz.api.save import check_tensor_names, check_texts
+from ckptz.codec.effort import EffortName, effort_of
+from ckptz.codec.lossless import LOSSLESS, Lossless
+from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError, whole
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
 from ckptz.format.written import Written
-from ckptz.methods.lossless import LOSSLESS, Lossless
-from ckptz.methods.method import Method
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.keep import KeepRules, what_stays
 from ckptz.run.step_files import ChainRule, checked_step
@@ -80,6 +81,8 @@ class Publisher:
         keep_full: remove what is older than the so many newest full files; None keeps everything.
         smallest: make deltas as small as they get, about 30 % less than otherwise; writing and
             applying them takes several times as long.
+        effort: "fast", "default" or "small": how much time to spend on smaller files; deltas of changed
+            positions are the same by each.
         jobs: threads, all cores by default.
 
     Raises:
@@ -108,6 +111,7 @@ class Publisher:
         full_every: int = 10,
         keep_full: int | None = 2,
         smallest: bool = False,
+        effort: EffortName = "default",
         jobs: int | None = None,
     ) -> None:
         full_every = whole("full_every", full_every, 1, MAX_DEPTH)
@@ -115,7 +119,7 @@ class Publisher:
         self._place = place_of(folder_or_url)
         self._rule, self._keep_full = ChainRule(full_every, is_forked=False), keep_full
         self._config: Method = LOSSLESS if smallest else SPARSE
-        self._jobs = jobs_of(jobs)
+        self._effort, self._jobs = effort_of(effort).name, jobs_of(jobs)
         self._base: _Last | None = None
 
     @property
@@ -145,7 +149,7 @@ class Publisher:
         notes: list[str] = []
         with Workers(self._jobs) as workers:
             snapshot = _copied(state_dict, {} if self._base is None else self._base.spare, workers)
-            job = Job(tensors=snapshot, metadata=metadata, step=step)
+            job = Job(tensors=snapshot, metadata=metadata, step=step, effort=self._effort)
             written = write_against(
                 lambda held: self._open_base(snapshot, versions, notes, held),
                 lambda base: self._write(job, base, versions, workers),
@@ -185,7 +189,7 @@ class Publisher:
     def _open_base(
         self, snapshot: Snapshot, versions: list[Version], notes: list[str], held: contextlib.ExitStack
     ) -> _Last | None:
-        """Give the base of the next delta; None for a full file. `notes` say why if it has other tensors."""
+        """Return the base of the next delta; None for a full file, with a note if its tensors differ."""
         newest = newest_step(versions)
         if newest is None:
             return None

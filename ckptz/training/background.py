@@ -28,7 +28,7 @@ WRITER_NICENESS: Final = 5
 
 
 def yield_priority() -> None:
-    """Let other threads go before the calling one, where the system can do so for a thread."""
+    """Lower the priority of the calling thread, where the system supports it."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
@@ -95,13 +95,13 @@ class Background(Generic[T]):
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is running the job now."""
+        """True if the calling thread is running the job now."""
         running = self._running
         return running is not None and not running.is_done and running.thread == threading.get_ident()
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job is under way that has not been waited for."""
+        """True if there is no unfinished job."""
         return self._running is None
 
     def wait(self) -> None:
@@ -114,7 +114,7 @@ class Background(Generic[T]):
             self._running = None
 
     def report_loss(self) -> None:
-        """Say on standard error what was lost: a job that did not end, an error that nobody asked for."""
+        """Report on standard error a job that did not end, or an error that was never raised."""
         if self._running is not None and not self._running.is_done:
             print(f"ckptz: {self.label} was lost: interrupted while it was written", file=sys.stderr)
         elif self.error is not None:

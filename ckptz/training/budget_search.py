@@ -1,4 +1,4 @@
-"""What a save may lose: settings that a search finds for a budget, and calibrations that guide them.
+"""Settings of a lossy save that a search finds for a budget, and the calibrations that guide them.
 
 Knows snapshots and the store that they go into, and no training loop.
 """
@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import CALIBRATION, Method
 from ckptz.errors import ConfigError, FormatError, MissingBaseError
 from ckptz.guidance.files import Shapes
 from ckptz.guidance.side_information import Calibrated, read_inputs
 from ckptz.hooks.calibration import Calibration
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import CALIBRATION, Method
 from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import OWNER, ChainRule, FileKind, StepFile

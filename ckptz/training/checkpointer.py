@@ -16,7 +16,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from ckptz.encode.coded import CodedSource
+from ckptz.codec.coded import CodedSource
+from ckptz.codec.effort import EffortName, effort_of
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import USUAL_RESTORES, Method, checked
 from ckptz.errors import (
     CkptzError,
     ConfigError,
@@ -31,8 +34,6 @@ from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
 from ckptz.format.written import Written
 from ckptz.guidance.trail import Trail
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import USUAL_RESTORES, Method, checked
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.folder import StepStore
@@ -51,25 +52,24 @@ from ckptz.training.budget_search import (
     check_calibration,
     check_fits,
 )
+from ckptz.training.compare import differences, fingerprint, notes_on
 from ckptz.training.device import code_where_they_live
-from ckptz.training.files import MODEL, LossSettings, StepEncoder, StepReader, StepState, memory_for_last
+from ckptz.training.files import LossSettings, StepEncoder, StepReader, StepState, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
+from ckptz.training.optimizers import check_optimizers_fit, comparable, load_optimizers, optimizer_state
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
-from ckptz.training.snapshot import Snapshot
+from ckptz.training.snapshot import MODEL, Snapshot
 from ckptz.training.state import (
     Extra,
     check_extras_fit,
     check_model_fits,
-    check_optimizers_fit,
     check_states,
     extra_state,
     extras_to_load,
     load_in_order,
     load_model,
-    load_optimizers,
     model_state,
-    optimizer_state,
     random_state,
     sampled_weights,
     set_random_state,
@@ -157,6 +157,8 @@ class Checkpointer:
         background: write beside training; otherwise `save` returns when the step is complete.
         on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
             log it, for example. What it raises is a warning, for the step is there.
+        effort: how much time to spend on smaller files: "fast", "default" or "small". Deltas are most of a
+            run's files, and "fast" makes them 6 to 38 % larger for little time, so it suits full files.
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
 
     Attributes:
@@ -203,6 +205,7 @@ class Checkpointer:
         restores: int | None = None,
         background: bool = True,
         on_save: Callable[[SaveReport], object] | None = None,
+        effort: EffortName = "default",
         jobs: int | None = None,
     ) -> None:
         checked(config)
@@ -220,7 +223,7 @@ class Checkpointer:
             raise ConfigError("a budget measures the model's weights, not extra_weights; leave these exact")
         self.restored: Restored | None = None
         self._search = None if budget is None else BudgetSearch(budget, config, restores or 0)
-        self._config, self._keep = config, keep
+        self._config, self._keep, self._effort = config, keep, effort_of(effort).name
         self._expected = (USUAL_RESTORES if keep.exact == 0 else 0) if restores is None else restores
         self._n_restores = 0
         self._frozen = FrozenId() if trainable_only else None
@@ -357,7 +360,7 @@ class Checkpointer:
         return self._last
 
     def _method(self) -> LossSettings:
-        """What may be lost, before a search; a calibration that does not fit is noticed here."""
+        """Return the loss settings before a search; check that the calibration fits."""
         found = calibrated(self._calibration)
         if found is not None:
             live = model_state(self.model).items()
@@ -374,12 +377,12 @@ class Checkpointer:
         while expected < self._n_restores:
             expected *= 2
         is_guided = not self._optimizers or not all(isinstance(one, SGD) for one in self._optimizers)
-        return self._config.expecting(expected, is_guided=is_guided)
+        return self._config.for_restarts(expected, is_guided=is_guided)
 
     def _searched(
         self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int
     ) -> tuple[LossSettings, SearchReport]:
-        """What a search finds; random numbers that evaluations draw are not the run's."""
+        """Search for settings; the run's random state is restored after the evaluations."""
         self._snapshot.synchronize()
         file, random = StepFile(step, "weights"), random_state()
         try:
@@ -463,7 +466,7 @@ class Checkpointer:
         self, state: StepState, method: LossSettings, metric: float | None, step: int, notes: list[str]
     ) -> dict[StepFile, Written]:
         def write(jobs: int) -> dict[StepFile, Written]:
-            encoder = StepEncoder(state, step, metric, method, jobs, self._trail)
+            encoder = StepEncoder(state, step, metric, method, self._effort, jobs, self._trail)
             is_exact = self._keep.exact != 0
             written = self._store.write(step, encoder, self._rule, notes, with_exact=is_exact)
             notes.extend(encoder.notes)
@@ -530,11 +533,12 @@ class Checkpointer:
         warnings.warn(note, RuntimeWarning, stacklevel=7)
 
     def restore(self, step: int, *, weights_only: bool = False, strict: bool = True) -> int:
-        """Bring the run back to a step, random numbers included.
+        """Restore the run to a step, random numbers included.
 
         Everything is read and checked before anything is changed. To go on from a step that is not the
-        newest, `discard_after` it first. `restored` says whether the values are exact. Where a file that
-        makes them so fails a check, all of the step comes from its lossy files, with a warning.
+        newest, `discard_after` it first. Afterwards everything that was restored is compared with what was
+        saved; `restored` has the result. Where a file that makes the step exact fails a check, all of the
+        step comes from its lossy files, with a warning.
 
         Args:
             step: one of `steps`, or with `weights_only` of `weights_steps`.
@@ -554,7 +558,7 @@ class Checkpointer:
         """
         if not (strict or weights_only):
             raise ConfigError(
-                "strict=False restores weights alone, for optimizers need all of them; add weights_only=True"
+                "strict=False restores weights alone: optimizers need all parameters; add weights_only=True"
             )
         return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only, strict))
 
@@ -568,6 +572,7 @@ class Checkpointer:
         where = f"{self._store.name}: step {step}"
         if rest is not None:
             check_states(self.extra, rest, where)
+        saved = _comparable(model, rest)
         parts = [("the model", lambda: load_model(self.model, model))]
         if rest is not None:
             # What is not ours may refuse its state in the midst; then the rest is as it was.
@@ -583,8 +588,22 @@ class Checkpointer:
             self._n_restores = before + (not restored.is_exact)
             if self._trail is not None:
                 self._mark(self._trail, step, is_restored=True)
-        self.restored = restored
+        self.restored = self._compared(restored, saved)
         return step
+
+    def _compared(self, restored: Restored, saved: Mapping[str, Any]) -> Restored:
+        """Compare what the run holds now with what was saved: that alone says whether it is exact."""
+        model = model_state(self.model)
+        live: dict[str, Any] = {MODEL: {name: model[name] for name in saved[MODEL]}}
+        if len(saved) > 1:
+            live |= comparable(optimizer_state(self.model, self._optimizers), saved)
+            live |= {"extra": extra_state(self.extra), "rng": random_state()}
+        lines = list(differences(saved, fingerprint(live)))
+        return replace(
+            restored,
+            is_exact=restored.is_exact and not lines,
+            notes=(*restored.notes, *notes_on(lines)),
+        )
 
     def _read(
         self, weights: StepReader, state: StepReader | None, strict: bool
@@ -599,6 +618,7 @@ class Checkpointer:
             check_extras_fit(self.extra, found["extra"], state.name)
         model = model_of(weights.load(self._restore_jobs), weights)
         model |= {name: value for name, value in outline.items() if name not in model}
+        model = {name: value for name, value in model.items() if name not in unexpected}
         rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
         return model, rest, missing, unexpected
 
@@ -641,6 +661,14 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(str(loss))  # what ended training is not to be hidden
+
+
+def _comparable(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the fingerprints of what is to be restored, by part."""
+    parts = {MODEL: model}
+    if rest is not None:
+        parts |= {**comparable(rest, rest), "extra": rest["extra"], "rng": rest["rng"]}
+    return {name: fingerprint(part) for name, part in parts.items()}
 
 
 def _about(error: BaseException, what: str) -> BaseException:

@@ -16,7 +16,7 @@ EXTRA: Final = "extra"
 
 
 def named_in(tensors: Mapping[str, TensorSource], patterns: Sequence[str]) -> dict[str, TensorSource]:
-    """Give the tensors of floating point of the extras that patterns name, as `Checkpointer` takes them.
+    """Return the floating-point tensors of the extras that match patterns of `Checkpointer`.
 
     Raises:
         ConfigError: a pattern names none.
@@ -39,7 +39,7 @@ def named_in(tensors: Mapping[str, TensorSource], patterns: Sequence[str]) -> di
 def copied(
     copies: Mapping[str, TensorSource], weights: Mapping[str, TensorSource], trained: Sequence[str]
 ) -> dict[str, str]:
-    """Say which weights of a model others are copies of, by their names.
+    """Map names of copies to the names of the weights that they are copies of.
 
     Names of copies end as those of the model, as in a `state_dict`; lists have the order of the model's
     parameters, all of them or those that are trained. What is neither has its own name.

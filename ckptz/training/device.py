@@ -13,16 +13,16 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from ckptz.encode.coded import CodedSource, bits_for
-from ckptz.encode.histogram import Histogram
-from ckptz.encode.partitions import Partitions, RegionQuantizer, fit_partitions
+from ckptz.codec.coded import CodedSource, bits_for
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.method import Method
+from ckptz.codec.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.format.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.format.plan import Domain, Plan, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES
 from ckptz.format.values import KINDS, ValueTable
 from ckptz.kernels import torch as kernels
 from ckptz.kernels.torch import lives_elsewhere
-from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.state.roles import role_of
 
@@ -144,7 +144,7 @@ class _Coder:
         return self._quantizer.kept(0, patterns)
 
     def finished(self) -> CodedSource:
-        """Bring everything to the host."""
+        """Copy everything to the host."""
         task = self._task
         kept = torch.cat(self._kept)
         return CodedSource(

@@ -11,8 +11,11 @@ from typing import Any, BinaryIO, Final
 import torch
 
 from ckptz.api.read import available_memory, check_limit, read_tensors
-from ckptz.encode.restored import CachedTensor
-from ckptz.encode.tensor import SideInformation
+from ckptz.codec.effort import EffortName
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method
+from ckptz.codec.restored import CachedTensor
+from ckptz.codec.tensor import SideInformation
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.format.index import QualityRecord
 from ckptz.format.reader import Container, FrameSource
@@ -20,8 +23,6 @@ from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trail, Trained
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method
 from ckptz.parallel import Workers
 from ckptz.run.step_files import (
     EXACT_OF_KEY,
@@ -32,16 +33,17 @@ from ckptz.run.step_files import (
     FileKind,
     StepFile,
 )
-from ckptz.state.flatten import flatten
+from ckptz.state.flatten import check_strides, flatten
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree
 from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.training.copies import copied, named_in
+from ckptz.training.snapshot import MODEL
 from ckptz.training.state import SCALARS, trained_weights
 from ckptz.write.pipeline import Job, write
 
-MODEL, OPTIMIZER = "model", "optimizer"
+OPTIMIZER: Final = "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against
 MEMORY_IF_UNKNOWN: Final = 1 << 30
 _HOST: Final = TorchTensors("cpu", False)
@@ -71,14 +73,14 @@ class LossSettings:
     bases: Mapping[FileKind, str | None] = field(default_factory=dict)
 
     def against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
-        """Give what may be lost of a file that is stored against a base."""
+        """Return the loss settings of a file with this base."""
         if kind not in self.bases or self.bases[kind] == id_of(base):
             return self
         return LossSettings(config=LOSSLESS)
 
 
 def id_of(base: Checkpoint | None) -> str | None:
-    """Give the content id of a base."""
+    """Return the content id of a base."""
     return None if base is None else base.content_id()
 
 
@@ -132,7 +134,7 @@ class StepState:
             self.roles[name] = Role("weight", parameter, layer_type)
 
     def like(self, base: Checkpoint | None) -> StepState:
-        """Give a snapshot whose weights are named as in a base, which may have the model's own names."""
+        """Return a snapshot with the weight names of a base, which may be the model's own names."""
         if base is None:
             return self
         names = [name.removeprefix(self.prefix) for name in self.weights.tensors]
@@ -185,7 +187,7 @@ def _weight_roles(weights: Mapping[str, TensorSource], prefix: str) -> Iterator[
 def moment_roles(
     optimizer: Mapping[str, Any], tensors: Mapping[str, TensorSource]
 ) -> Iterator[tuple[str, Role]]:
-    """Say what the tensors of optimizer state are that is kept by the names of parameters."""
+    """Yield the roles of the tensors of optimizer state by parameter name."""
     for parameter, state in optimizer.items():
         for key in state:
             name = f"{OPTIMIZER}.{parameter}.{key}"
@@ -203,6 +205,7 @@ class StepEncoder:
         step: the step.
         metric: by which the best steps are kept, or None.
         method: what may be lost.
+        effort: how much time to spend on smaller files.
         jobs: threads.
         trail: of the run, by which weights are moved; None where they are not.
     """
@@ -213,11 +216,13 @@ class StepEncoder:
         step: int,
         metric: float | None,
         method: LossSettings,
+        effort: EffortName,
         jobs: int,
         trail: Trail | None = None,
     ) -> None:
         self._trail = trail
-        self._state, self._step, self._metric, self._method, self._jobs = state, step, metric, method, jobs
+        self._state, self._step, self._metric, self._method = state, step, metric, method
+        self._effort, self._jobs = effort, jobs
         self._notes: dict[FileKind, list[str]] = {}
         self._written: dict[FileKind, Job] = {}
 
@@ -255,7 +260,7 @@ class StepEncoder:
     def _guides_of_copies(
         self, method: LossSettings, held: contextlib.ExitStack
     ) -> dict[str, SideInformation]:
-        """What is known of copies of weights, by their names: what is known of the weights."""
+        """Return the side information of copies of weights: that of the weights."""
         state = self._state
         if not state.copies or not method.config.is_lossy:
             return {}
@@ -267,7 +272,7 @@ class StepEncoder:
         return {name: guide for name, guide in owned.items() if guide is not None}
 
     def _guides(self) -> dict[str, SideInformation]:
-        """What is known of first moments, by their names."""
+        """Return the side information of first moments, by name."""
         if self._trail is None:
             return {}
         trained = self._state.with_optimizers
@@ -289,7 +294,7 @@ class StepEncoder:
         return method
 
     def _write(self, kind: FileKind, sink: BinaryIO, job: Job) -> Written:
-        self._written[kind] = job = replace(job, step=self._step)
+        self._written[kind] = job = replace(job, step=self._step, effort=self._effort)
         with Workers(self._jobs) as workers:
             written = write(sink, job, workers)
         self._notes[kind] += written.notes
@@ -329,7 +334,7 @@ def residual_job(job: Job, lossy: Checkpoint, file: str, metadata: Mapping[str, 
 
 
 def lossy_tensors(restored: Checkpoint | None) -> dict[str, TensorSource]:
-    """Give the tensors of an open file that lose something, by name; none of no file."""
+    """Return the lossy tensors of an open file by name; none without a file."""
     records = () if restored is None or restored.container is None else restored.container.index.tensors
     return {one.name: restored.tensors[one.name] for one in records if restored and one.lossy is not None}
 
@@ -368,7 +373,7 @@ def _part(state: Mapping[str, Any], prefix: str | None = None) -> Job:
 
 
 def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource], prefix: str | None) -> bool:
-    """Whether the names of the tensors tell all: one level below `MODEL`, no two of one memory."""
+    """Return whether names alone describe the tree: one level below `MODEL`, no shared memory."""
     return prefix is not None and [f"{prefix}{name}" for name in state[MODEL]] == list(tensors)
 
 
@@ -403,7 +408,7 @@ class StepReader:
         return sum(s.n_bytes for s in self._container.tensors.values())
 
     def outline(self) -> dict[str, Any]:
-        """Give the nested state without its values: tensors on the meta device. Nothing is decoded."""
+        """Return the nested state with tensors on the meta device; nothing is decoded."""
         return self._assembled(
             {
                 name: torch.empty(source.shape, dtype=torch_dtype(source.dtype), device="meta")
@@ -439,7 +444,7 @@ class StepReader:
         self, leaf: object, tensors: Mapping[str, torch.Tensor], storages: Sequence[Sequence[str]]
     ) -> Any:
         if isinstance(leaf, TensorRef):
-            return tensors[leaf.name]
+            return _with_strides(tensors[leaf.name], leaf)
         if isinstance(leaf, View) and len(storages[leaf.storage]) == 1:  # see `with_scalars_together`
             numbers = tensors[storages[leaf.storage][0]]
             is_one = leaf.shape == () and numbers.ndim == 1 and leaf.offset < len(numbers)
@@ -450,3 +455,12 @@ class StepReader:
         if isinstance(leaf, DTypeName) and isinstance(getattr(torch, leaf.name, None), torch.dtype):
             return getattr(torch, leaf.name)
         raise UnsupportedError(f"{self.name}: no Checkpointer wrote this; restore it with ckptz restore")
+
+
+def _with_strides(tensor: torch.Tensor, ref: TensorRef) -> torch.Tensor:
+    """Return a decoded tensor in the memory order in which it was saved."""
+    if ref.strides is None:
+        return tensor
+    check_strides(ref, tuple(tensor.shape))
+    made = torch.empty_strided(tensor.shape, ref.strides, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)

@@ -24,7 +24,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Give the parameters of a model that need no gradient, by name; buffers are not among them."""
+    """Return the parameters of a model that need no gradient, by name; buffers are not among them."""
     frozen = {
         name_without_wrappers(model, name): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -40,14 +40,14 @@ def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class FrozenId:
-    """Gives the content id of frozen weights, which are read whole only when they have changed."""
+    """Content id of frozen weights, which are read only when they have changed."""
 
     def __init__(self) -> None:
         self._of: object = None
         self._id: str | None = None
 
     def of(self, frozen: Tensors) -> str | None:
-        """Give the id that stands for these; None for none."""
+        """Return the content id of frozen weights; None if there are none."""
         for name, tensor in frozen.items():
             check_dense(tensor, name)
         now = [(name, tensor.data_ptr(), tensor._version) for name, tensor in frozen.items()]

@@ -13,7 +13,7 @@ import torch
 from ckptz.errors import ConfigError
 from ckptz.state.torch import torch_dtype
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Path_, open_checkpoint
-from ckptz.training.files import MODEL
+from ckptz.training.snapshot import MODEL
 
 
 def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:

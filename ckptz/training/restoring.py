@@ -15,7 +15,8 @@ from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
 from ckptz.run.exact import exactly
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import WEIGHTS_KEY, FileKind, StepFile
-from ckptz.training.files import MODEL, StepReader
+from ckptz.training.files import StepReader
+from ckptz.training.snapshot import MODEL
 
 _REST: Final = ("optimizer", "classes", "groups", "extra", "rng")
 T = TypeVar("T")
@@ -111,7 +112,7 @@ def _opened(store: StepStore, files: Sequence[StepFile]) -> Iterator[list[StepRe
 
 
 def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
-    """Give the model's part of what the file of weights holds.
+    """Return the model's part of a file of weights.
 
     Raises:
         CorruptionError: it holds something else.
@@ -123,7 +124,7 @@ def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
 
 
 def rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:
-    """Give what the other file holds, complete.
+    """Return the parts of a state file; all must be present.
 
     Raises:
         CorruptionError: a part is missing.

@@ -18,6 +18,7 @@ from ckptz.state.torch import TorchTensors
 
 Key = tuple[object, ...]  # a key of a dict with its type, as 1 equals True, or a place in a list
 _HOST: Final = TorchTensors("cpu", False)
+MODEL: Final = "model"  # the key of the weights in a state
 
 
 @dataclass(slots=True)
@@ -40,7 +41,7 @@ class _Transfer:
         source.record_stream(stream)
 
     def finish(self) -> None:
-        """Let nothing overwrite what is still being copied, and remember when it has been."""
+        """Make the training stream wait for the copies, and record their end."""
         for device, stream in self.streams.items():
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
@@ -120,16 +121,33 @@ class _Copying:
     def _buffer(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
         spare = self._spare.get(path)
         is_pinned = tensor.device.type == "cuda"
-        fits = spare is not None and (spare.dtype, spare.shape) == (tensor.dtype, tensor.shape)
-        if spare is not None and fits and spare.is_pinned() == is_pinned:
+        strides = _strides_of(tensor, path)
+        wanted = tensor.dtype, tensor.shape, strides, is_pinned
+        if spare is not None and (spare.dtype, spare.shape, spare.stride(), spare.is_pinned()) == wanted:
             return spare
-        if is_pinned:
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        if is_pinned or strides != torch.empty(tensor.shape, device="meta").stride():
+            return torch.empty_strided(
+                tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned
+            )
         return _pageable(tensor)
 
 
+def _strides_of(tensor: torch.Tensor, path: Key) -> tuple[int, ...]:
+    """Return the strides of a buffer: those of a dense tensor, such as a channels-last moment, or row-major.
+
+    Weights are copied into the model's own memory when they are restored, so theirs need not be kept.
+    """
+    is_weight = bool(path) and path[0] == (str, MODEL)
+    like = torch.empty(tensor.shape, device="meta") if is_weight else _dense_like(tensor)
+    return like.stride()
+
+
+def _dense_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+
+
 def identity_of(tensor: torch.Tensor) -> object:
-    """Tell which tensors of a state are one: the same values in the same memory, in the same order.
+    """Return the identity of a tensor: equal for tensors with the same memory in the same order.
 
     An empty one has no address and is only itself, as long as the state keeps it alive.
     """

@@ -1,14 +1,11 @@
-"""What a training run consists of, as named tensors and plain values, and the way back.
+"""The parts of a training run besides its optimizers: model, extras and random numbers, and the way back.
 
-Everything is keyed by the name of a parameter without wrappers (`ckptz.state.modules`), so that these and
-the order of parameter groups do not matter. Knows no files. Random numbers
-belong to it: the states of the global generators of Python, NumPy and PyTorch, exactly, stored without
-running code from a file.
+Random numbers are the states of the global generators of Python, NumPy and PyTorch, stored without running
+code from a file. Optimizers are in `ckptz.training.optimizers`. Knows no files.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -18,12 +15,6 @@ from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.optim import Optimizer
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
@@ -73,7 +64,7 @@ def check_model_fits(
         (names in the model that the state lacks, names in the state that the model lacks).
 
     Raises:
-        ConfigError: names the first difference.
+        ConfigError: names the first difference; without `strict`, of entries that both have.
     """
     live = model_state(model)
     missing = tuple(name for name in live if name not in saved)
@@ -128,26 +119,8 @@ def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
     model.load_state_dict(state, strict=len(state) == len(keys))
 
 
-def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Give the state by parameter name, groups and classes of optimizers, sharing their memory.
-
-    Raises:
-        ConfigError: an optimizer has parameters that the model does not have.
-    """
-    if not optimizers:
-        return {"optimizer": {}, "classes": [], "groups": []}
-    _check_parameters(model, optimizers)
-    with _unstepped(optimizers):
-        found: Any = get_optimizer_state_dict(model, list(optimizers))
-    return {
-        "optimizer": {name: dict(state) for name, state in found["state"].items() if state},
-        "classes": [type(optimizer).__name__ for optimizer in optimizers],
-        "groups": [{key: _plain(value) for key, value in group.items()} for group in found["param_groups"]],
-    }
-
-
 def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Let tensors of one number in the state of optimizers share memory, as parts of one under `SCALARS`.
+    """Store the scalar tensors of optimizer state as parts of one tensor under `SCALARS`.
 
     A file then has one tensor for them, where each count of steps would take some 200 bytes by itself.
     """
@@ -167,88 +140,6 @@ def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, "optimizer": optimizer, SCALARS: together}
 
 
-def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    known = set(model.parameters())
-    for optimizer in optimizers:
-        for i, group in enumerate(optimizer.param_groups):
-            if not known.issuperset(group["params"]):
-                raise ConfigError(
-                    f"{type(optimizer).__name__}: group {i} has parameters that are not the model's; "
-                    "was one of the two replaced? Give the Checkpointer the model and its optimizer"
-                )
-
-
-@contextlib.contextmanager
-def _unstepped(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """PyTorch makes an optimizer without state take a step, to give it one; here it must stay as it is."""
-    touched = [
-        (o.state, next(p for g in o.param_groups for p in g["params"])) for o in optimizers if not o.state
-    ]
-    for state, parameter in touched:
-        state[parameter] = {}
-    try:
-        yield
-    finally:
-        for state, parameter in touched:
-            if parameter in state and not state[parameter]:
-                del state[parameter]
-
-
-def check_optimizers_fit(
-    model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any], where: str
-) -> None:
-    """Require that a saved state is of such optimizers for the same parameters.
-
-    Raises:
-        ConfigError: names the first difference.
-        CorruptionError: it is no state of optimizers.
-    """
-    check_saved(saved, where)
-    live = optimizer_state(model, optimizers)
-    if live["classes"] != saved["classes"]:
-        raise ConfigError(
-            f"{where}: was saved with {_named(saved['classes'])}, now there is {_named(live['classes'])}; "
-            "resume with the same optimizer, or restore with weights_only=True"
-        )
-    ours, theirs = _groups_of(live), _groups_of(saved)
-    if differing := sorted(ours.keys() ^ theirs.keys()):
-        which = "not in the checkpoint" if differing[0] in ours else "not in the optimizer"
-        raise ConfigError(
-            f"{where}: parameter {differing[0]!r}{_more(differing)} is {which}; give the optimizer the same "
-            "parameters, or restore with weights_only=True"
-        )
-    # Groups may change places: a parameter's is told by who else is in it, and by the names of its options.
-    now_of, was_of = dict[int, int](), dict[int, int]()
-    for name, was in theirs.items():
-        now = ours[name]
-        is_same = now_of.setdefault(was, now) == now and was_of.setdefault(now, was) == was
-        old, new = saved["groups"][was].keys(), live["groups"][now].keys()
-        if not is_same or not (old <= new or new <= old):  # versions of PyTorch add options
-            how = "which is of another optimizer" if is_same else "with other parameters"
-            raise ConfigError(
-                f"{where}: parameter {name!r} was saved in group {was}, and is in group {now} now, {how}; "
-                "give the same groups, or restore with weights_only=True"
-            )
-
-
-def check_saved(saved: Any, where: str) -> None:
-    """Require that a value from a file has the form of what `optimizer_state` gives.
-
-    Raises:
-        CorruptionError: it has another.
-    """
-    kinds = {"classes": list, "optimizer": dict, "groups": list}
-    if not isinstance(saved, dict) or any(type(saved.get(name)) is not kind for name, kind in kinds.items()):
-        raise CorruptionError(f"{where}: holds no state of optimizers")
-    is_right = all(type(name) is str for name in saved["classes"])
-    is_right &= all(type(name) is str and isinstance(one, dict) for name, one in saved["optimizer"].items())
-    for group in saved["groups"]:
-        names = group.get("params") if isinstance(group, dict) else None
-        is_right &= type(names) is list and all(type(name) is str for name in names)
-    if not is_right:
-        raise CorruptionError(f"{where}: its state of optimizers is damaged")
-
-
 def check_training(state: Any, where: str) -> None:
     """Require that a value from a file has a scheduler and a scaler, each perhaps None.
 
@@ -261,34 +152,8 @@ def check_training(state: Any, where: str) -> None:
         raise CorruptionError(f"{where}: holds no state of a scheduler and a scaler")
 
 
-def _named(classes: Sequence[str]) -> str:
-    return " and ".join(classes) or "no optimizer"
-
-
-def _groups_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """The group of each parameter, counted through all optimizers."""
-    return {name: i for i, group in enumerate(state["groups"]) for name in group["params"]}
-
-
-def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
-    """Give optimizers a saved state, which fits."""
-    if not optimizers:
-        return
-    # PyTorch takes a state without any name for one that is keyed by numbers; no parameter is called "".
-    by_name: dict[str, Any] = {"": {}}
-    for name, own in saved["optimizer"].items():
-        numbers = {k: v.clone() for k, v in own.items() if isinstance(v, torch.Tensor) and not v.ndim}
-        by_name[name] = {**own, **numbers}  # whose memory is theirs alone from here on
-    state: Any = {"state": by_name, "param_groups": [dict(group) for group in saved["groups"]]}
-    with _unstepped(optimizers):
-        # Parameters that never had a gradient have no state; PyTorch calls that not strict.
-        set_optimizer_state_dict(
-            model, list(optimizers), optim_state_dict=state, options=StateDictOptions(strict=False)
-        )
-
-
 def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
-    """Give the states of extras by name, in plain values and tensors; `extras_to_load` brings types back."""
+    """Return the states of extras by name as plain values and tensors; `extras_to_load` restores types."""
     return {name: to_plain(_state_of(name, extra), _itself) for name, extra in extras.items()}
 
 
@@ -344,7 +209,7 @@ def check_states(extras: Mapping[str, Extra], rest: Mapping[str, Any], where: st
 
 
 def _extra_fault(extra: Extra, saved: Any) -> str | None:
-    """Say why an extra cannot take a saved state, as far as that can be told before it is changed."""
+    """Return the reason why an extra cannot load a saved state, if that can be known beforehand."""
     if isinstance(extra, torch.Generator):
         try:
             torch.Generator(extra.device).set_state(saved)
@@ -360,7 +225,7 @@ def _extra_fault(extra: Extra, saved: Any) -> str | None:
 def extras_to_load(
     extras: Mapping[str, Extra], saved: Mapping[str, Any]
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Give for each extra, by name, what gives it its saved state.
+    """Yield for each extra its name and the function that loads its saved state.
 
     Raises:
         CorruptionError: a state has a value of a type that is not known.
@@ -380,7 +245,7 @@ def _load_extra(extra: Extra, saved: Any) -> None:
 
 
 def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -> None:
-    """Give parts of a run, by name, their states.
+    """Load the states of the parts of a run, in order.
 
     Raises:
         ConfigError: one refused its state; the message says which had been changed by then.
@@ -456,15 +321,8 @@ def as_number(value: Any) -> Any:
     return value.item() if is_number else value
 
 
-def _plain(value: Any) -> Any:
-    """Turn the numbers of NumPy in a setting of an optimizer into Python's own."""
-    if isinstance(value, np.generic):
-        return value.item()
-    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
-
-
 def random_state() -> RandomState:
-    """Give the state of all generators, of every CUDA device too where CUDA is in use."""
+    """Return the state of all generators, including those of CUDA devices in use."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: RandomState = {

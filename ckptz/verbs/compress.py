@@ -12,6 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from ckptz.codec.effort import EffortName, effort_of
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method, checked
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
 from ckptz.foreign.dcp import dcp_files
 from ckptz.foreign.folders import Carried, check_sharding, copy_carried, torch_names
@@ -38,9 +41,6 @@ from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.kernels.clock import working_seconds
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method, checked
-from ckptz.methods.table import REFERENCE
 from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.links import link_chain
@@ -115,10 +115,11 @@ def compress(
     step: int | None = None,
     optimizer: PathLike | Sequence[PathLike] | None = None,
     param_names: PathLike | None = None,
-    read_optimizer: PathLike | None = None,
+    moments_from: PathLike | None = None,
     calibration: PathLike | None = None,
     sensitivity: PathLike | None = None,
     role_rules: Sequence[Rule] = (),
+    effort: EffortName = "default",
     jobs: int | None = None,
     force: bool = False,
     search_path: Sequence[PathLike] = (),
@@ -145,10 +146,11 @@ def compress(
             what stands in a folder that is compressed goes along anyway.
         param_names: a text file with the name of one parameter on each line, in the order in which the
             optimizer numbers them; by default they are found by a model's config.json and by shapes.
-        read_optimizer: a checkpoint whose second moments guide lossy methods; it is read, not stored.
+        moments_from: a checkpoint whose second moments guide lossy methods; it is read, not stored.
         calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
         sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
         role_rules: the user's rows of the table of roles.
+        effort: "fast", "default" or "small": how much time to spend on a smaller file.
         jobs: threads, all cores by default.
         force: replace existing outputs.
         search_path: folders to look for the base's own bases in.
@@ -170,11 +172,12 @@ def compress(
         FileNotFoundError: [Errno 2] No such file or directory: 'no-such-file.safetensors'
     """
     sources, optimizers = _paths(inputs), [] if optimizer is None else _paths(optimizer)
+    effort_of(effort)
     config, step = checked(config), None if step is None else checked_step(step)
     search = _search_of(search, budget, config)
     base = _path(base)
     guides = SideInformationFiles(
-        read_optimizer=_path(read_optimizer), calibration=_path(calibration), sensitivity=_path(sensitivity)
+        moments_from=_path(moments_from), calibration=_path(calibration), sensitivity=_path(sensitivity)
     )
     if len(sources) > 1 and step is not None:
         raise ConfigError("there are several inputs for one step; compress them one by one")
@@ -196,6 +199,7 @@ def compress(
             chain=chain,
             resume=resume,
             step=step,
+            effort=effort,
             force=force,
             search_path=paths(search_path),
             role_rules=role_rules,
@@ -239,7 +243,7 @@ def _steps_of(sources: Sequence[Path]) -> dict[Path, int]:
 
 
 def _has_steps(sources: Sequence[Path], steps: Mapping[Path, int]) -> bool:
-    """Tell whether all inputs have a step of their own."""
+    """Return whether all inputs have different steps."""
     return len(set(steps.values())) == len(sources)
 
 
@@ -263,7 +267,8 @@ def _search_of(
         return search
     if search is not None:
         raise ConfigError("give budget or search, not both; a search has budgets of its own")
-    return SearchOptions(budgets=budgets, template=config if config.is_lossy else REFERENCE)
+    options = SearchOptions(budgets=budgets)
+    return replace(options, template=config) if config.is_lossy else options
 
 
 def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
@@ -324,7 +329,7 @@ def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
 
 
 def _is_copied(carried: Carried, place: Path) -> bool:
-    """Tell whether a folder has a file under a relative path, with the same bytes."""
+    """Return whether a folder has a file with the same bytes under a relative path."""
     name, source = carried
     copy = place / name
     return copy.is_file() and not copy.is_symlink() and filecmp.cmp(source, copy, shallow=False)
@@ -352,7 +357,7 @@ def _base_differences(opened: Input, base: _Base | None) -> list[str]:
 
 
 def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bool) -> _Base | None:
-    """Give the base, or None if its chain is at its longest; append to `notes` what the user should know."""
+    """Return the base, or None with a note if its chain has the maximum length."""
     if base is None:
         return None
     if CHAIN_RULE.base_of(base.ref.depth) is None:
@@ -382,6 +387,7 @@ class _Compression:
     chain: bool
     resume: bool
     step: int | None
+    effort: EffortName
     force: bool
     search_path: list[Path]
     role_rules: Sequence[Rule]
@@ -395,7 +401,7 @@ class _Compression:
 
     @property
     def is_dry(self) -> bool:
-        """Whether a search writes nothing."""
+        """True if the search writes nothing."""
         return self.search is not None and self.search.is_dry_run
 
     def all(self, output: PathLike | None, base_path: Path | None) -> Iterator[CompressReport]:
@@ -541,6 +547,7 @@ class _Compression:
             sharding=opened.sharding,
             tree=opened.tree,
             role_rules=self.role_rules,
+            effort=self.effort,
             optimizer_names=opened.optimizer_names,
             parameter_names=ParameterNames(self.param_names, Path(opened.name)),
             guide_files=self.guide_files,

@@ -208,12 +208,12 @@ class _Pair:
 
     @property
     def is_same_type(self) -> bool:
-        """Whether A and B have the same dtype and shape."""
+        """True if A and B have the same dtype and shape."""
         return self.a.dtype == self.b.dtype and tuple(self.a.shape) == tuple(self.b.shape)
 
     @property
     def is_known_equal(self) -> bool:
-        """Whether the checksums of A and B say that all patterns are equal."""
+        """True if the checksums of A and B show that all patterns are equal."""
         a, b = self.a, self.b
         if not self.is_same_type or not isinstance(a, FrameSource) or not isinstance(b, FrameSource):
             return False
@@ -221,7 +221,7 @@ class _Pair:
 
     @property
     def is_read(self) -> bool:
-        """Whether the patterns of A and B have to be compared."""
+        """True if the patterns of A and B have to be compared."""
         if self.is_same_type:
             return not self.is_known_equal
         has_numbers = self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
@@ -292,7 +292,7 @@ def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Pattern
 
 
 def _recorded(source: TensorSource, begin: int) -> int | None:
-    """Give the checksum that a frame records of the chunk that begins here; None without a frame."""
+    """Return the recorded checksum of the chunk that starts at `begin`; None without a frame."""
     return source.header.chunks[begin // CHUNK_VALUES].decoded if isinstance(source, FrameSource) else None
 
 
@@ -312,7 +312,7 @@ def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -
 
 
 def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
-    """Give absolute differences; those of integers are exact before they become doubles."""
+    """Return absolute differences; integer differences are computed exactly."""
     if a.dtype == b.dtype and a.dtype.kind in "iu":
         unsigned = np.dtype(f"<u{a.itemsize}")
         return (np.maximum(a, b) - np.minimum(a, b)).view(unsigned).astype(np.float64)
@@ -320,7 +320,7 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _e4m3() -> NDArray[np.float32]:
-    """Give the value of each byte of F8_E4M3: no infinities, NaN where all bits but the sign are set."""
+    """Return the value of each F8_E4M3 byte: no infinities, NaN if all bits but the sign are set."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     size = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -376,7 +376,7 @@ def _tensor_diff(pair: _Pair, sums: _Totals) -> TensorDiff:
 
 
 def _finite(value: float) -> float | None:
-    """Give None for what exceeds a double."""
+    """Return the value, or None if it is not finite."""
     return value if math.isfinite(value) else None
 
 

@@ -245,7 +245,7 @@ def _holds(path: Path, file: Container) -> Holds:
 
 
 def _may_be_base(plain: Path, delta: Container) -> bool:
-    """Tell whether a plain file has what the delta needs, by names, dtypes and shapes."""
+    """Return whether a plain file has the names, dtypes and shapes that the delta needs."""
     with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(open_bytes(plain))) as file:
         return isinstance(file, PlainFile) and fits(file, delta)
     return False
@@ -266,7 +266,7 @@ class _BaseTree:
         self._children: dict[str | None, list[str]] = {}
 
     def of(self, wanted: Iterable[_LoggedFile]) -> tuple[LogEntry, ...]:
-        """Give the wanted checkpoints and their bases, each behind the one it is stored against."""
+        """Return the wanted checkpoints and their bases, each after its own base."""
         for found in wanted:
             self._show(found)
         entries: list[LogEntry] = []

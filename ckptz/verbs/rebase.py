@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptz.api.read import decoded_chunks
-from ckptz.encode.restored import CachedTensor
+from ckptz.codec.restored import CachedTensor
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.foreign.inputs import PathLike, check_target, checked_kind, file_path, naming_output, paths
 from ckptz.format.byte_source import FileBytes, path_of
@@ -26,7 +26,7 @@ Tensors = Mapping[str, TensorSource]
 
 
 def standing_alone(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, ...]]:
-    """Give the tensors of a checkpoint for a file of its own, and the bases that go with them, nearest first.
+    """Return the tensors of a checkpoint for a self-contained file, and the bases they need, nearest first.
 
     Frames with codes stay as they are, since the contexts of later deltas may be these codes, and so do
     frames without a base. All others are given as values, to be encoded anew: that takes less room than

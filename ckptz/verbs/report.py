@@ -150,7 +150,7 @@ def report(
 
 
 def _tried(note: Tell | None, verb: Callable[..., T], *files: Path, **how: Any) -> T | None:
-    """Give the report of a verb; errors are noted, or raised where nobody notes."""
+    """Return the report of a verb; errors become notes, or are raised without `note`."""
     try:
         return verb(*files, **how)
     except (CkptzError, OSError) as error:
@@ -182,7 +182,7 @@ def _by_kind(given: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]
 
 
 def _newest(folder: Path, run: LogReport) -> list[Path]:
-    """Give the largest files of a run's newest step; of a folder without steps the last file."""
+    """Return the largest files of a run's newest step; of a folder without steps the last file."""
     kinds = ("full", "delta", "rebased")
     own = [e for e in run.entries if e.kind in kinds and not (e.is_hidden or Path(e.file).is_absolute())]
     step = max((e.step for e in own if e.step is not None), default=None)

@@ -274,7 +274,7 @@ def _check_size(job: _Restoration, n_bytes: int, max_decoded_bytes: int | None) 
 
 
 def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> Iterator[str]:
-    """Say what the user should know of what is left out."""
+    """Yield notes on entries that are left out."""
     if weights is not None and (others := beside_weights(weights)):
         names = ", ".join(file.name for file in others)
         folder = weights.parent

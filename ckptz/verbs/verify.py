@@ -122,7 +122,7 @@ def _checks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[Callable[[],
 
 
 def _recorded_error(source: TensorSource) -> float | None:
-    """Give the largest absolute error that the file records of a lossy tensor; None of others."""
+    """Return the recorded largest absolute error of a lossy tensor; None for others."""
     lossy = source.entry.lossy if isinstance(source, FrameSource) else None
     return None if lossy is None else lossy.max_abs_error
 

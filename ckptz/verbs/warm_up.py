@@ -8,19 +8,20 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from ckptz.codec.effort import EffortName
+from ckptz.codec.lossless import Lossless
+from ckptz.codec.method import Method
+from ckptz.codec.registry import METHODS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.frequency import leave_numpy
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
 from ckptz.kernels import compiled, kept_in, silently
-from ckptz.methods.lossless import Lossless
-from ckptz.methods.method import Method
-from ckptz.methods.table import METHODS
 from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
@@ -83,11 +84,13 @@ def _write_and_read(method: str) -> None:
     leave_numpy()
     silently()
     config = CONFIGS[method]
-    for whole in (False, True):
+    efforts: tuple[tuple[bool, EffortName], ...] = (False, "fast"), (True, "small")
+    for whole, effort in efforts:
         old, new = ({name: s for name, s in _state(step) if whole or "model" in name} for step in (0, 1))
         with tempfile.TemporaryDirectory(prefix="ckptz-") as folder, contextlib.ExitStack() as held:
-            base = held.enter_context(_written(Path(folder, "full.ckptz"), Job(tensors=old, config=config)))
-            job = Job(tensors=new, config=config, base=base_ref(base), bases=base.tensors)
+            job = Job(tensors=old, config=config, effort=effort)
+            base = held.enter_context(_written(Path(folder, "full.ckptz"), job))
+            job = replace(job, tensors=new, base=base_ref(base), bases=base.tensors)
             delta = held.enter_context(_written(Path(folder, "delta.ckptz"), job))
             for source in delta.tensors.values():
                 source.patterns(0, source.n_patterns)

@@ -67,7 +67,7 @@ class LoCo:
         return means + sum(link.link.sent_bytes[FORWARD] for link in self._to.values())
 
     def sum_of_parts(self, parts: Sequence[Tensor], tensor: int, *, is_raw: bool = False) -> Tensor:
-        """Give the sum over ranks of this rank's part, float32 [n]; `parts` has one [n] for each rank.
+        """Return the sum over ranks of this rank's part, float32 [n]; `parts` has one [n] per rank.
 
         Raises:
             WireError: a rank is gone, or sent another message than the one that is due.
@@ -87,7 +87,7 @@ class LoCo:
         return total.view(-1)
 
     def means_of_all(self, mean: Tensor, tensor: int, *, is_raw: bool = False) -> Tensor:
-        """Give the means [n] of all ranks, one after another; what each rank decodes is the same.
+        """Return the concatenated means [n] of all ranks; every rank decodes the same values.
 
         Raises:
             WireError: as `sum_of_parts`.
@@ -116,7 +116,7 @@ class LoCo:
         return Place(self._steps.get(tensor, 0), tensor=tensor, is_raw=is_raw)
 
     def is_new(self, tensor: int, layout: tuple[int, ...]) -> bool:
-        """Tell whether a bucket has another layout than in the step before, or has had none."""
+        """Return whether a bucket's layout is new or differs from the previous step."""
         before, self._layouts[tensor] = self._layouts.get(tensor), layout
         return before != layout
 
@@ -138,7 +138,7 @@ class LoCo:
         return [*self._to.values(), *self._from.values(), *self._means.values()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Give errors and counters, as numpy arrays: this rank's part of a checkpoint."""
+        """Return errors and counters, as numpy arrays: this rank's part of a checkpoint."""
         numbers = np.array(sorted(self._steps.items()), np.int64).reshape(-1, 2)
         return state_of(f"wire/loco/{self.rank}/{self.n_ranks}", numbers, self._links)
 

@@ -123,7 +123,7 @@ class Link:
     def simulate(
         self, direction: Direction, patterns: Array, dtype: DType, shape: tuple[int, ...], place: Place
     ) -> Array:
-        """Give what `send` brings to the other end, without making the message; its bytes are counted."""
+        """Return the tensor that `send` would deliver without building the message; count its bytes."""
         tensor = _Message(direction, dtype, tuple(shape), place)
         return self._guarded("tx", tensor, lambda: self._simulate(tensor, patterns))
 
@@ -174,7 +174,7 @@ class Link:
             memory.fill(self.state.kernels, self.state.kernels.to_f32(patterns, plan.kind))
 
     def _finished(self, plan: TensorPlan, memory: Memory, decoded: Array) -> Array:
-        """Give the receiver's tensor, as patterns of its dtype."""
+        """Return the receiver's tensor, as patterns of its dtype."""
         k = self.state.kernels
         patterns = memory.received(k, decoded)
         if plan.kind != floats.F32 and memory is not NOTHING:
@@ -355,7 +355,7 @@ class Link:
             _refuse("shape", f"{found[0]} {list(found[1])} after {first[0]} {list(first[1])}")
 
     def is_raw(self, place: Place) -> bool:
-        """Tell whether a message is raw: by agreement, in warm-up, and in evaluation without compression."""
+        """Return whether a message is raw: by policy, in warm-up, or in evaluation without compression."""
         if place.is_eval:
             return not self.policy.compresses_eval
         return place.is_raw or place.step < self.policy.warmup_steps
@@ -389,7 +389,7 @@ class Link:
         return seed
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Give what feedback keeps between messages: arrays [elements] by name."""
+        """Return the feedback state between messages: arrays [elements] by name."""
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -399,7 +399,7 @@ class Link:
 
 
 def can_wait(policy: LinkPolicy, fixed: bool) -> bool:
-    """Tell whether messages may be verified later: whether nothing that follows depends on their headers."""
+    """Return whether messages may be verified later, because nothing depends on their headers."""
     return fixed and "aqsgd" not in map(policy.feedback_of, Direction)
 
 

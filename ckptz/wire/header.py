@@ -67,7 +67,7 @@ class LinkHeader:
     checksum: int
 
     def pack(self) -> bytes:
-        """Give the 64 bytes."""
+        """Return the 64 bytes of the header."""
         body = _LAYOUT.pack(MAGIC, VERSION, HEADER_BYTES // 16, *dataclasses.astuple(self))
         return body + header_checksum(body).to_bytes(8, "little")
 

@@ -81,7 +81,7 @@ class TensorLink:
         self.link = Link(src, dst, policy, **options)
 
     def _patterns(self, tensor: Tensor) -> Any:
-        """Give the bit patterns of a tensor, flat; they share its memory where it is contiguous."""
+        """Return the bit patterns of a tensor, flat; they share its memory where it is contiguous."""
         dtype = dtype_named(tensor.dtype)
         flat = tensor.detach().contiguous().view(-1)
         if not len(flat):
@@ -110,7 +110,7 @@ class TensorLink:
         return message, decode
 
     def simulate(self, direction: Direction, tensor: Tensor, place: Place) -> Tensor:
-        """Give what `send` brings to the other end, in memory of its own."""
+        """Return a copy of the tensor that `send` would deliver."""
         shape, patterns = tuple(tensor.shape), self._patterns(tensor)
         with current(self.device):
             received = self.link.simulate(direction, patterns, dtype_named(tensor.dtype), shape, place)
@@ -208,12 +208,12 @@ def naming(name: str, what: str) -> Iterator[None]:
 
 
 def sample_ids_of(ids: Tensor | None) -> Any:
-    """Give sample ids as the links take them, int64."""
+    """Return sample ids as int64, as links expect them."""
     return None if ids is None else np.ascontiguousarray(ids.detach().cpu().numpy(), np.int64)
 
 
 def state_of(name: str, counters: Any, links: Iterable[TensorLink]) -> dict[str, Any]:
-    """Give counters under a name and the states of links, as numpy arrays: a part of a checkpoint."""
+    """Return counters under a name and the states of links as numpy arrays, for a checkpoint."""
     out: dict[str, Any] = {name: np.array(counters, np.int64)}
     for link in links:
         out |= link.link.state_dict()
@@ -264,7 +264,7 @@ class Simulation:
     def __call__(
         self, activation: Tensor, *, sample_ids: Tensor | None = None, is_eval: bool = False
     ) -> Tensor:
-        """Give the tensor as the other end gets it; differentiable. AQ-SGD needs the ids of samples."""
+        """Return the tensor as the other end receives it; differentiable. AQ-SGD needs sample ids."""
         ids = sample_ids_of(sample_ids)
         if is_eval:
             place = Place(self._n_evals, sample_ids=ids, is_eval=True)
@@ -279,7 +279,7 @@ class Simulation:
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Give everything needed to go on: counters and the link's state, as numpy arrays."""
+        """Return counters and the link's state as numpy arrays, for resuming."""
         src, dst = self._options["src"], self._options["dst"]
         calls = np.array([self._n_calls, self._n_evals], np.int64)
         return {f"wire/{src}-{dst}/calls": calls} | self.link.link.state_dict()
@@ -314,7 +314,7 @@ class CompressLink(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # the codec's kernels cannot be traced
     def forward(self, activation: Tensor, sample_ids: Tensor | None = None) -> Tensor:
-        """Give the activation as the next stage gets it."""
+        """Return the activation as the next stage receives it."""
         if self.simulation is None:
             return activation
         is_eval = not self.training
@@ -323,7 +323,7 @@ class CompressLink(nn.Module):
         return self.simulation(activation, sample_ids=sample_ids, is_eval=is_eval)
 
     def get_extra_state(self) -> Tensor:
-        """Give the policy, as bytes in a tensor, so that every checkpoint format can hold it."""
+        """Return the policy as bytes in a tensor, which every checkpoint format can hold."""
         record = {} if self.simulation is None else policy_metadata(self.simulation.policy)
         return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
 
@@ -334,5 +334,5 @@ class CompressLink(nn.Module):
             check_policy(record, None if self.simulation is None else self.simulation.policy)
 
     def extra_repr(self) -> str:
-        """Say the policy in words."""
+        """Describe the policy in words."""
         return "none" if self.simulation is None else str(self.simulation.policy)

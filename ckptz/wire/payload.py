@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptz.errors import CorruptionError
 from ckptz.format.bits import ByteReader
-from ckptz.format.streams import decode_stream, encode_stream
+from ckptz.format.streams import check_coder, decode_stream, encode_stream
 from ckptz.kernels import floats, wire_arrays
 from ckptz.wire.policy import BLOCK, TensorPlan, Tiled, TopK, Uniform
 
@@ -111,6 +111,7 @@ class _PayloadReader:
         stream = source.take(source.u32("stream length"), "stream")
         wrong = source.left >= wire_arrays.ALIGN or any(source.peek())
         at_once(wrong, "stream: its padding is not zero, or too long")
+        check_coder(coder, is_of_codes=False)
         codes = np.empty(self.plan.n, np.uint8)
         decode_stream(coder, stream, codes)
         at_once(int(codes.max()) >> bits, f"codes: {int(codes.max())} needs more than {bits} bits")
@@ -293,7 +294,7 @@ def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: i
 
 
 def _peaks(top: Array, steps: Array) -> Array:
-    """Give the greatest magnitude of each tile as a bf16 pattern, int64 [tiles]: 0, or not finite."""
+    """Return the greatest magnitude of each tile as a bf16 pattern, int64 [tiles]: 0, or not finite."""
     peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MOST_STEPS)
     return peaks + wire_arrays.NAN_SCALE * (steps == NAN_TILE)
 

@@ -1,4 +1,4 @@
-"""What a user asks for on a link, kept with the checkpoint, and what that means for one tensor.
+"""The user's policy of a link, saved with the checkpoint, and its meaning for one tensor.
 
     policy = LinkPolicy(forward=Uniform(bits=4), backward=Uniform(bits=8))
 
@@ -110,7 +110,7 @@ class TopK:
 
     @property
     def tries_rice(self) -> bool:
-        """Whether gaps are an option."""
+        """True if gaps are an option."""
         return self.index == "rice" or (self.index == "auto" and self.share <= RICE_BELOW)
 
 
@@ -149,7 +149,7 @@ _CLASSES: Final[Mapping[str, type[Codec]]] = {"raw": Raw, "uniform": Uniform, "t
 
 
 def codec_to_dict(codec: Codec) -> dict[str, Any]:
-    """Give a codec as JSON values."""
+    """Return a codec as JSON values."""
     name = next(name for name, kind in _CLASSES.items() if isinstance(codec, kind))
     return {"codec": name} | dataclasses.asdict(codec)
 
@@ -374,11 +374,11 @@ class LinkPolicy:
                 raise ConfigError("aqsgd keeps activations of samples: it is for the forward direction")
 
     def codec(self, direction: Direction) -> Codec:
-        """Give the codec of a direction."""
+        """Return the codec of a direction."""
         return self.forward if direction is Direction.FORWARD else self.backward
 
     def feedback_of(self, direction: Direction) -> Feedback | None:
-        """Give the kind of state of a direction."""
+        """Return the feedback of a direction."""
         if isinstance(self.feedback, tuple):
             return self.feedback[direction]
         if self.feedback == "aqsgd" and direction is Direction.BACKWARD:
@@ -387,7 +387,7 @@ class LinkPolicy:
 
     @property
     def compresses_eval(self) -> bool:
-        """Whether inference goes through the codec too."""
+        """True if inference is compressed too."""
         if self.eval != "auto":
             return self.eval == "same"
         return self.feedback_of(Direction.FORWARD) not in ("ef21", "aqsgd")
@@ -404,7 +404,7 @@ class LinkPolicy:
         return plan_of(self.codec(direction), dtype, shape, reuse=reuse)
 
     def to_json(self) -> str:
-        """Give the policy as text, for metadata."""
+        """Return the policy as text, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
             record[name] = codec_to_dict(record[name])
@@ -457,7 +457,7 @@ PRESETS: Final[Mapping[str, LinkPolicy]] = MappingProxyType(
 
 
 def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
-    """Give a policy, or the preset of this name."""
+    """Return a policy, or the preset of this name."""
     if isinstance(policy, LinkPolicy):
         return policy
     if not isinstance(policy, str) or policy not in PRESETS:
@@ -490,7 +490,7 @@ def check_policy(
 
 
 def _mismatch(trained: LinkPolicy, used: LinkPolicy) -> str | None:
-    """Say why a model should not run under a policy; None if it may."""
+    """Return the reason why a model should not run under a policy; None if it may."""
     compressed = used.compresses_eval and used.codec(Direction.FORWARD) != RAW
     feedback = trained.feedback_of(Direction.FORWARD)
     if feedback in ("ef21", "aqsgd"):

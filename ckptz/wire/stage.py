@@ -138,26 +138,26 @@ class CompressedPipelineStage(PipelineStage):
         return Place(step, microbatch, tensor, ids, is_eval)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Give the parent's sends, with messages for tensors."""
+        """Return the parent's sends, with messages for tensors."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
         return self._named(FORWARD, fwd_chunk_id, ops, range(len(ops)), is_sent=True)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Give the parent's sends, with messages for tensors."""
+        """Return the parent's sends, with messages for tensors."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         stages = enumerate(self.grad_send_info or ()) if ops else ()
         indices = [i for i, stage in stages if stage is not None and self._get_grad_send_meta(i) is not None]
         return self._named(BACKWARD, bwd_chunk_id, ops, indices, is_sent=True)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Give the parent's receives, into memory for messages."""
+        """Return the parent's receives, into memory for messages."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         infos = enumerate(self.args_recv_info[fwd_chunk_id] if ops else ())
         indices = [i for i, info in infos if not info.is_root_arg and info.buffer is not None]
         return self._named(FORWARD, fwd_chunk_id, ops, indices, is_sent=False)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Give the parent's receives, into memory for messages."""
+        """Return the parent's receives, into memory for messages."""
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         infos = enumerate(self.grad_recv_info[bwd_chunk_id] if ops else ())
         indices = [i for i, info in infos if info.buffer is not None]
@@ -200,7 +200,7 @@ class CompressedPipelineStage(PipelineStage):
         return f"wire/stage/{self.stage_index}/steps"
 
     def wire_state_dict(self) -> dict[str, Any]:
-        """Give the state of this stage's links, as numpy arrays: this rank's part of the checkpoint."""
+        """Return the state of this stage's links, as numpy arrays: this rank's part of the checkpoint."""
         return state_of(self._state_name, [self._n_steps, self._n_evals], self._links)
 
     def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,7 +212,7 @@ class CompressedPipelineStage(PipelineStage):
         self._n_steps, self._n_evals = map(int, load_state(self._state_name, state, self._links))
 
     def wire_metadata(self) -> dict[str, str]:
-        """Give what belongs into the checkpoint's metadata, so that a later load can be checked."""
+        """Return metadata for the checkpoint that lets a later load be checked."""
         return policy_metadata(self.policy)
 
     def wire_bytes(self) -> dict[str, tuple[int, int]]:

@@ -44,15 +44,15 @@ class Memory:
     array: Array = None
 
     def target(self, k: Any, values: Array) -> Array:
-        """Give what to encode in place of `values`, uint32 [n]."""
+        """Return the values to encode in place of `values`, uint32 [n]."""
         del k
         return values
 
     def mask(self, k: Any, plan: TensorPlan, values: Array) -> Array | None:
-        """Give the positions that TopK must take, or None for the greatest."""
+        """Return the positions that TopK must select, or None for the largest magnitudes."""
 
     def received(self, k: Any, decoded: Array) -> Array:
-        """Give what the receiver takes for the tensor, uint32 [n]."""
+        """Return the receiver's tensor, uint32 [n]."""
         del k
         return decoded
 
@@ -151,7 +151,7 @@ class SampleBuffers:
             self._rows = np.memmap(path, np.uint32, "r+", shape=shape)
 
     def has(self, ids: NDArray[np.int64]) -> bool:
-        """Tell whether every sample [n] was seen before."""
+        """Return whether every sample [n] was seen before."""
         most = self._n_samples
         if most is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < most:
             raise ConfigError(f"sample ids must be 0..{most - 1}, got {ids.min()}..{ids.max()}")
@@ -169,7 +169,7 @@ class SampleBuffers:
             self._seen.add(i)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Give sample ids [n] and their rows, float32 [n, row patterns]."""
+        """Return sample ids [n] and their rows, float32 [n, row patterns]."""
         ids = np.array(sorted(self._seen), np.int64)
         return {"ids": ids, "rows": self.read(ids).reshape(len(ids), self.size)}
 
@@ -255,7 +255,7 @@ class LinkState:
         return self._kernels or compiled()
 
     def slot(self, end: End, direction: Direction, place: Place) -> Slot:
-        """Give the state of a microbatch."""
+        """Return the state of a microbatch."""
         return self._slots.setdefault((end, direction, place.tensor, place.microbatch), Slot())
 
     def seq(self, end: End, direction: Direction, place: Place) -> int:
@@ -332,12 +332,12 @@ class LinkState:
             self.masks[place.microbatch, place.tensor] = Positions(packed, place.step, plan.shape, k)
 
     def _kept(self, place: Place) -> Positions | None:
-        """Give the mask that the activation of this step and microbatch left, or None."""
+        """Return the mask of this step's and microbatch's activation, or None."""
         kept = self.masks.get((place.microbatch, place.tensor))
         return kept if kept is not None and kept.step == place.step else None
 
     def lacks_mask(self, place: Place) -> bool:
-        """Tell whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
+        """Return whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
         kept = self._kept(place)
         return kept is not None and kept.packed is None
 
@@ -359,7 +359,7 @@ class LinkState:
         return self.kernels.unpack(kept.packed, 1, plan.n)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Give everything that a resumed link needs, as named arrays [n]; F32 patterns as uint32."""
+        """Return the state of a link for resuming, as named arrays [n]; F32 patterns as uint32."""
         k, out = self.kernels, {}
         for (end, direction, tensor, microbatch), slot in self._slots.items():
             name = f"{self._prefix}{direction.word}/{tensor}/{microbatch}/{end}"

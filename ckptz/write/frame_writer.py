@@ -7,22 +7,25 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO, Final
 
 import msgspec
 
-from ckptz.encode.chunk import Deviation, EncodedChunk, encode_chunk
-from ckptz.encode.encoding_plan import EncodingPlan
-from ckptz.encode.moved import MovedSource, Moves
-from ckptz.encode.restored import HELD_BYTES, CachedTensor, EncodingPlans, restored_source
-from ckptz.encode.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
+from ckptz.codec.chunk import Deviation, EncodedChunk, encode_chunk
+from ckptz.codec.effort import DEFAULT, Effort
+from ckptz.codec.lossless import EXACT, plan_and_encode
+from ckptz.codec.method import Recipe, Setting
+from ckptz.codec.moved import MovedSource, Moves
+from ckptz.codec.restored import HELD_BYTES, CachedTensor, TensorPlans, restored_source
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.bits import xxh64
 from ckptz.format.caches import CachedChunks
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
 from ckptz.format.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
-from ckptz.format.plan import Plan, QuantizationMap, exact_plan
+from ckptz.format.plan import QuantizationMap, exact_plan
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import (
     CHUNK_VALUES,
@@ -33,8 +36,6 @@ from ckptz.format.sources import (
     chunk_bounds,
     context_tensors_of,
 )
-from ckptz.methods.lossless import EXACT, plan_and_encode
-from ckptz.methods.method import Recipe, Setting
 from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.state.roles import Role
 
@@ -83,11 +84,11 @@ class FileRecord:
 
 
 # A chunk to encode: of which tensor, its encoding plan where it is planned already, its bounds and base.
-_Chunk = tuple[str, TensorSource, EncodingPlan | None, ChunkSources]
+_Chunk = tuple[str, TensorSource, TensorPlan | None, ChunkSources]
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
-    """Give the base if its dtype and shape fit, else None: the tensor then stands alone."""
+    """Return the base if its dtype and shape fit; None for a self-contained tensor."""
     fits = base is not None and (base.dtype, base.shape) == (source.dtype, source.shape)
     return base if fits else None
 
@@ -107,16 +108,17 @@ class FilePlan:
     earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
     moves: Moves | None = None  # how weights are moved before they are coded
     draw: int = 0  # of random rounding; by another one, no lossy frame is copied
+    effort: Effort = DEFAULT  # which the earlier file was written with, too
     notes: dict[str, str] = field(default_factory=dict, init=False)  # on moves, by tensor
     _chunks: CachedChunks = field(init=False)
-    _shared: EncodingPlans = field(init=False)
-    _ahead: dict[str, EncodingPlan] = field(default_factory=dict, init=False)  # of first moments: few vectors
+    _shared: TensorPlans = field(init=False)
+    _ahead: dict[str, TensorPlan] = field(default_factory=dict, init=False)  # of first moments: few vectors
     _movement: float | None = field(default=None, init=False)  # of all tensors whose plans depend on it
 
     def __post_init__(self) -> None:
         self._chunks = CachedChunks(HELD_BYTES)
         sources = (self.recipes[name].context_tensor for name in self.tensors)
-        self._shared = EncodingPlans(name for name in sources if name is not None)
+        self._shared = TensorPlans(name for name in sources if name is not None)
 
     def prepare(self, run: MapFunction) -> dict[str, FrameSource]:
         """Move weights and measure what several plans depend on; gives the frames to copy, by name."""
@@ -153,11 +155,11 @@ class FilePlan:
         self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
         self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
 
-    def _alone(self, name: str) -> EncodingPlan:
+    def _alone(self, name: str) -> TensorPlan:
         return self._planned(name, self.base(name), self.context_tensors(name), map)
 
     def base(self, name: str) -> TensorSource | None:
-        """Give what a tensor may be stored against; held where several passes will read it."""
+        """Return the base of a tensor; cached if several passes will read it."""
         base = matching_base(self.tensors[name], self.record.bases.get(name))
         recipe = self.recipes[name]
         if base is None or recipe == EXACT or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
@@ -165,7 +167,7 @@ class FilePlan:
         return CachedTensor(base, f"base of {name}", self._chunks)
 
     def alike(self, chunk: _Chunk) -> tuple[DType, bool] | None:
-        """Say with which others a tensor can be encoded: by dtype and having a base; None for none."""
+        """Return the key of the batch that a tensor can be encoded in, or None if it is encoded alone."""
         name, source, encoding, sources = chunk
         is_exact = self.recipes[name] == EXACT
         if encoding is not None or not is_exact:
@@ -174,7 +176,7 @@ class FilePlan:
 
     def encoding(
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction = map
-    ) -> EncodingPlan:
+    ) -> TensorPlan:
         """Plan a tensor."""
         if name in self._ahead:
             return self._ahead[name]
@@ -189,9 +191,10 @@ class FilePlan:
 
     def _planned(
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
-    ) -> EncodingPlan:
+    ) -> TensorPlan:
         recipe = self.recipes[name] if self.tensors[name].n_patterns else EXACT
-        return recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
+        encoding = recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
+        return replace(encoding, huffman_margin=self.effort.huffman_margin)
 
     def _tensor_to_encode(
         self,
@@ -203,10 +206,19 @@ class FilePlan:
         guide, against = self.guides.get(name, NO_SIDE_INFORMATION), self.record.base
         key = f"{'' if against is None else against.content_id}\n{name}{self.draw or ''}"
         seed = xxh64(key.encode()) & 0xFFFFFFFF
-        return TensorToEncode(self.tensors[name], base, guide, context_tensors, run, seed, self._movement)
+        return TensorToEncode(
+            source=self.tensors[name],
+            base=base,
+            guide=guide,
+            context_tensors=context_tensors,
+            run=run,
+            effort=self.effort,
+            seed=seed,
+            movement=self._movement,
+        )
 
     def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:
-        """Give the tensors that a tensor's contexts depend on, as the file restores them."""
+        """Return the tensors that a tensor's contexts depend on, as the file restores them."""
         wanted = self.recipes[name].context_tensor
         if wanted is None:
             return context_tensors_of({})
@@ -241,25 +253,25 @@ def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
 
 
 def _is_small(plan: FilePlan, batch: Sequence[_Chunk]) -> bool:
-    """Tell whether the chunks of a batch take more Python than arithmetic, by their patterns on average."""
+    """Return whether the chunks of a batch are so small that Python's overhead dominates."""
     is_together = all(plan.alike(chunk) for chunk in batch)
     n_patterns = sum(sources.end - sources.begin for *_, sources in batch)
     return n_patterns < len(batch) * (SMALL_VALUES_TOGETHER if is_together else SMALL_VALUES)
 
 
-def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[EncodingPlan, EncodedChunk]]:
-    encoded: list[tuple[EncodingPlan, EncodedChunk]] = []
+def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[TensorPlan, EncodedChunk]]:
+    encoded: list[tuple[TensorPlan, EncodedChunk]] = []
     for key, run in itertools.groupby(batch, plan.alike):
         chunks = list(run)
         if key is None:
             encoded += [_encode(plan, chunk) for chunk in chunks]
         else:
             bases = [sources.base for *_, sources in chunks if sources.base is not None]
-            encoded += plan_and_encode([source for _, source, *_ in chunks], bases)
+            encoded += plan_and_encode([source for _, source, *_ in chunks], bases, plan.effort)
     return encoded
 
 
-def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[EncodingPlan, EncodedChunk]:
+def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[TensorPlan, EncodedChunk]:
     name, source, encoding, sources = chunk
     if encoding is None:
         sources.context_tensors = plan.context_tensors(name)
@@ -271,7 +283,7 @@ def _lossy_record(
     recipe: Recipe,
     role: Role,
     source: TensorSource,
-    encoding: EncodingPlan,
+    encoding: TensorPlan,
     header: FrameHeader,
     deviation: Deviation,
 ) -> LossyRecord:
@@ -309,8 +321,8 @@ def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
 
 def write_frames(
     sink: BinaryIO, data_offset: int, plan: FilePlan, workers: Workers, progress: Progress | None
-) -> Iterator[tuple[TensorEntry, Plan, str]]:
-    """Write all frames; yields of each its row of the index, its plan, and a note."""
+) -> Iterator[tuple[TensorEntry, FrameHeader, str]]:
+    """Write all frames; yields of each its row of the index, its header, and a note."""
     offset, settled = 0, plan.prepare(workers.map)
     fresh = [name for name in plan.tensors if name not in settled]
     share = sum(plan.tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
@@ -319,7 +331,7 @@ def write_frames(
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
     for name, source in plan.tensors.items():
         if name in settled:
-            entry, frame_plan = copy_frame(sink, offset, settled[name]), settled[name].header.plan
+            entry, header = copy_frame(sink, offset, settled[name]), settled[name].header
             note = "" if plan.earlier is None else plan.earlier.notes.get(name, "")
             if progress:
                 progress(source.n_bytes)
@@ -333,8 +345,8 @@ def write_frames(
                 )
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
-            frame_plan, note = encoding.plan, encoding.note or plan.notes.get(name, "")
-        yield entry, frame_plan, note
+            note = encoding.note or plan.notes.get(name, "")
+        yield entry, header, note
         offset += entry.n_bytes
 
 
@@ -356,9 +368,9 @@ def _write_frame(
     sink: BinaryIO,
     start: int,
     source: TensorSource,
-    encoded: Iterator[tuple[EncodingPlan, EncodedChunk]],
+    encoded: Iterator[tuple[TensorPlan, EncodedChunk]],
     progress: Progress | None,
-) -> tuple[EncodingPlan, FrameHeader, Deviation | None]:
+) -> tuple[TensorPlan, FrameHeader, Deviation | None]:
     """Stream the chunks of one frame behind its header, which is written when they are."""
     if 0 < source.n_patterns <= CHUNK_VALUES:
         encoding, chunk = next(encoded)
@@ -368,7 +380,7 @@ def _write_frame(
             progress(source.n_bytes)
         return encoding, header, chunk.deviation
     shape = tuple(source.shape)
-    encoding, packed_plan = EncodingPlan(exact_plan(source.dtype)), b""
+    encoding, packed_plan = TensorPlan(exact_plan(source.dtype)), b""
     records: list[ChunkRecord] = []
     deviations: list[Deviation] = []
     for begin, end in chunk_bounds(source.dtype.n_patterns(shape)):

@@ -13,9 +13,12 @@ from typing import BinaryIO
 
 import msgspec
 
+from ckptz.codec.effort import SMALL
+from ckptz.codec.lossless import EXACT
 from ckptz.format.envelope import build_header
 from ckptz.format.index import (
     DELTA_FEATURE,
+    HUFFMAN_FEATURE,
     INDEX_NAME,
     INLINE_FEATURE,
     LOW_RANK_FEATURE,
@@ -31,7 +34,6 @@ from ckptz.format.index import (
 from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.format.written import blob
-from ckptz.methods.lossless import EXACT
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import FilePlan, FileRecord, Progress, copy_frame, write_frames
 from ckptz.write.writer import reserved_header_bytes
@@ -72,7 +74,7 @@ def write_inline(
         ConfigError: more tensors than one header or index may have.
     """
     tensors = container.tensors if tensors is None else tensors
-    features = _features(container, bases)
+    features = _features(container, tensors, bases)
     names = [inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))]
     names = [*tensors, *names]
     reserved = reserved_header_bytes(names, bytes_to_write(tensors, bases), features)
@@ -94,14 +96,18 @@ def bytes_to_write(tensors: Tensors, bases: Sequence[NeededBase]) -> int:
     return sum((source.entry if isinstance(source, FrameSource) else source).n_bytes for source in sources)
 
 
-def _features(container: Container, bases: Sequence[NeededBase]) -> list[str]:
-    features = container.features - {DELTA_FEATURE, INLINE_FEATURE}
+def _features(container: Container, tensors: Tensors, bases: Sequence[NeededBase]) -> list[str]:
+    features = container.features - {DELTA_FEATURE, INLINE_FEATURE, HUFFMAN_FEATURE}
     sources = [source for base in bases for source in base.tensors.values()]
-    plans = [source.header.plan for source in sources if isinstance(source, FrameSource)]
+    headers = [source.header for source in sources if isinstance(source, FrameSource)]
+    plans = [header.plan for header in headers]
     if any(plan.quant_map is not None for plan in plans):
         features |= {MAPS_FEATURE}
     if any(plan.is_low_rank for plan in plans):
         features |= {LOW_RANK_FEATURE}
+    copied = [source.header for source in tensors.values() if isinstance(source, FrameSource)]
+    if any(header.has_huffman for header in (*headers, *copied)):
+        features |= {HUFFMAN_FEATURE}
     return sorted(features | ({INLINE_FEATURE} if bases else set()))
 
 
@@ -133,7 +139,8 @@ class _Writing:
         return msgspec.structs.replace(entry, name=name, lossy=None)
 
     def _encoded(self, tensors: Tensors) -> Iterator[TensorEntry]:
-        start, plan = self._offset, FilePlan(dict(tensors), FileRecord(), dict.fromkeys(tensors, EXACT))
+        recipes = dict.fromkeys(tensors, EXACT)
+        start, plan = self._offset, FilePlan(dict(tensors), FileRecord(), recipes, effort=SMALL)
         where = self._sink, self._reserved + start
         for entry, _, _ in write_frames(*where, plan, self._workers, self._progress):
             self._offset += entry.n_bytes

@@ -11,14 +11,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO
 
-from ckptz.encode.tensor import SideInformation
+from ckptz.codec.effort import EffortName, effort_of
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.codec.method import Method, Recipe, checked
+from ckptz.codec.tensor import SideInformation
 from ckptz.format.sources import TensorSource
 from ckptz.format.written import Written
 from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trained
-from ckptz.methods.lossless import LOSSLESS
-from ckptz.methods.method import Method, Recipe, checked
 from ckptz.parallel import Workers
 from ckptz.state.roles import Role, Rule, role_of
 from ckptz.write.frame_writer import Earlier, FilePlan, FileRecord, Progress
@@ -44,7 +45,11 @@ class Job(FileRecord):
     guides: Mapping[str, SideInformation] | None = None  # what is known of them, by name; None to find it
     # tensors of another file that tell of these: optimizer state beside weights
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
+    effort: EffortName = "default"  # how much time goes into a smaller file
     momentum: Momentum | None = None  # by which weights are moved, where the file or another loses momentum
+
+    def __post_init__(self) -> None:
+        effort_of(self.effort)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,8 @@ class Prepared:
         """
         moves = None if self.job.momentum is None else self.job.momentum.moves(self.trained)
         tensors, recipes = dict(self.job.tensors), self._recipes(config)
-        return FilePlan(tensors, self.job, recipes, self.roles, self.guides, earlier, moves, draw)
+        effort = effort_of(self.job.effort)
+        return FilePlan(tensors, self.job, recipes, self.roles, self.guides, earlier, moves, draw, effort)
 
     def _recipes(self, config: Method) -> dict[str, Recipe]:
         return config.recipes(self.job.tensors, self.roles, self.job.trained)
@@ -117,7 +123,7 @@ def _roles_of(job: Job) -> tuple[dict[str, Role], list[str]]:
 
 
 def mark_restored(job: Job) -> None:
-    """Let the next file know the weights that a restore has left, which the job describes."""
+    """Record the restored weights as the reference for the next save's momentum correction."""
     if job.momentum is not None:
         trained = job.momentum.trained_in(job.tensors, job.tree, _roles_of(job)[0])
         job.momentum.trail.mark(trained, job.momentum.step, is_restored=True)

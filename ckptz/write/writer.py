@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import BinaryIO
 
-from ckptz.encode.tensor import NO_SIDE_INFORMATION
+from ckptz.codec.tensor import NO_SIDE_INFORMATION
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.envelope import (
@@ -23,6 +23,7 @@ from ckptz.format.envelope import (
 from ckptz.format.frame import MAX_DIMS, MAX_ELEMENTS
 from ckptz.format.index import (
     BASE_METADATA,
+    HUFFMAN_FEATURE,
     INDEX_NAME,
     LOW_RANK_FEATURE,
     Index,
@@ -33,6 +34,7 @@ from ckptz.format.index import (
     writer_name,
 )
 from ckptz.format.sources import TensorSource, tensor_bytes
+from ckptz.format.streams import HUFFMAN_CODES
 from ckptz.format.written import Written, blob, check_names, promising
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import FilePlan, FileRecord, Progress, write_frames
@@ -71,14 +73,16 @@ def write_container(
     sink.seek(reserved)
     frames = list(write_frames(sink, reserved, plan, workers, progress))
     entries = [entry for entry, _, _ in frames]
-    n_deltas = sum(frame.needs_base for _, frame, _ in frames)
+    n_deltas = sum(header.plan.needs_base for _, header, _ in frames)
     notes = tuple((entry.name, note) for entry, _, note in frames if note)
     if record.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
         record, section = replace(record, base=None), b""
         features.remove("delta")
-    if LOW_RANK_FEATURE in features and not any(frame.is_low_rank for _, frame, _ in frames):
+    if LOW_RANK_FEATURE in features and not any(header.plan.is_low_rank for _, header, _ in frames):
         features.remove(LOW_RANK_FEATURE)
+    if HUFFMAN_FEATURE in features and not any(header.has_huffman for _, header, _ in frames):
+        features.remove(HUFFMAN_FEATURE)
     index = _index(entries, record)
     packed = pack_index(index)
     sink.write(section + packed)
@@ -144,4 +148,7 @@ def _features(plan: FilePlan) -> list[str]:
         for name, recipe in plan.recipes.items()
     )
     deltas = ["delta"] * (plan.record.base is not None)
-    return ["lossless", *deltas, *["maps"] * is_lossy, *[LOW_RANK_FEATURE] * may_be_low]
+    is_long = any(source.n_patterns >= HUFFMAN_CODES for source in plan.tensors.values())
+    may_be_huffman = is_long and plan.effort.huffman_margin is not None
+    more = [LOW_RANK_FEATURE] * may_be_low + [HUFFMAN_FEATURE] * may_be_huffman
+    return ["lossless", *deltas, *["maps"] * is_lossy, *more]

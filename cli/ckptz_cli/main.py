@@ -79,7 +79,7 @@ class Program(click.Group):
 
 @contextlib.contextmanager
 def _unwinding_when_terminated() -> Iterator[None]:
-    """Let signals that end the process unwind it like Ctrl-C, so that no temporary file stays."""
+    """Handle termination signals like Ctrl-C, so that temporary files are removed."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(SIGNALLED + number)

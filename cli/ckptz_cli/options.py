@@ -1,43 +1,29 @@
-"""Options that several verbs share, and those that say how tensors become lossy, from the table of methods.
-
-The table loads the library, so the options of methods are made when a command line is read.
-"""
+"""Options that several verbs share, and the sections of the help of `ckptz compress`."""
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import click
 
 from ckptz_cli.session import QUIET, Verb, streamed
 
-if TYPE_CHECKING:
-    from ckptz.methods.method import Method, Option
-
-
 Command = TypeVar("Command", bound=Callable[..., Any])
 COUNT: Final = click.IntRange(min=1)
 jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
 force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
-OUTPUTS: Final = ("output", "save_plan")  # options for files that are written
-NEXT: Final = "eval"  # the option that follows those of methods
-# Sections of the help; those of methods stand before the last, and what is in none after it.
+OUTPUTS: Final = ("output", "save_config")  # options for files that are written
+# Sections of the help of compress.
 SECTIONS: Final[Mapping[str, Sequence[str]]] = {
-    "Common options": (
-        *("output", "base", "chain", "method", "eval", "max_drop", "budget"),
-        *("jobs", "force"),
-    ),
+    "Common options": ("output", "base", "chain", "method", "budget", "effort", "jobs", "force"),
+    "Settings of the method": ("settings", "config", "help_methods"),
+    "With a search (--eval)": ("eval", "dry_run", "save_config", "verbose"),
     "What is read and written": (
         *("resume", "step", "optimizer", "param_names", "roles", "search_path"),
-        *("read_optimizer", "calibration", "sensitivity"),
-    ),
-    "With a search (--eval)": (
-        *("resume_steps", "restores", "lower_is_better", "max_evaluations"),
-        *("dry_run", "plan", "save_plan", "verbose"),
+        *("moments_from", "calibration", "sensitivity"),
     ),
 }
 
@@ -129,102 +115,15 @@ search_path_option = click.option(
 writing_options = together(jobs_option, force_option, search_path_option, session_options)
 
 
-def options_of_methods() -> Mapping[str, tuple[str, Option]]:
-    """Give the options of all methods by their keyword, each with the name of its method."""
-    from ckptz.methods.table import METHODS
-
-    return {option.keyword: (method.name, option) for method in METHODS.values() for option in method.options}
-
-
-def is_given(value: Any) -> bool:
-    """Tell whether an option was used; one that may be repeated arrives as an empty tuple if not."""
-    return value is not None and value != ()
-
-
-def _parsed(option: Option) -> Callable[[click.Context, click.Parameter, tuple[str, ...]], Any]:
-    """Make the callback of an option that may be repeated."""
-
-    def parse(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> Any:
-        from ckptz.errors import ConfigError
-
-        assert option.parse is not None
-        try:
-            return option.parse(values)
-        except ConfigError as error:
-            raise click.BadParameter(str(error), context, parameter) from None
-
-    return parse
-
-
-def _click_option(method: str, option: Option) -> click.Option:
-    kind = click.Choice(option.type) if isinstance(option.type, tuple) else option.type
-    more: dict[str, Any] = {} if option.parse is None else {"multiple": True, "callback": _parsed(option)}
-    return click.Option(
-        [option.flag], type=kind, metavar=option.metavar, help=f"{method}: {option.help}", **more
-    )
-
-
-@functools.cache  # click looks a parameter up by identity
-def _params(methods: tuple[str, ...]) -> tuple[click.Parameter, ...]:
-    """Make the options of all methods; they arrive as one keyword each."""
-    from ckptz.methods.table import AUTO
-
-    first, *others = methods
-    method = click.Option(
-        ["--method"],
-        type=click.Choice((first, "auto", *others)),
-        help=f"How tensors become smaller; auto is {AUTO} (default lossless).",
-    )
-    return method, *(_click_option(name, option) for name, option in options_of_methods().values())
-
-
-class MethodCommand(Verb):
-    """A command that takes the options of all methods as well."""
-
-    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        from ckptz.methods.table import METHODS
-
-        own = super().get_params(ctx)
-        at = [param.name for param in own].index(NEXT)
-        return [*own[:at], *_params(tuple(METHODS)), *own[at:]]
+class SectionedCommand(Verb):
+    """A command whose help lists its options in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in sections."""
+        """Write the options in sections; those that no section names come last."""
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         records = {option.name: option.get_help_record(ctx) for option in options}
-        common, files, search = SECTIONS.items()
-        methods: dict[str, list[str]] = {}
-        for keyword, (method, _) in options_of_methods().items():
-            methods.setdefault(f"With --method {method}", []).append(keyword)
-        sections = dict([common, files, *methods.items(), search])
-        named = {name for names in sections.values() for name in names}
-        sections["Every command has"] = [name for name in records if name is not None and name not in named]
-        for title, names in sections.items():
+        named = {name for names in SECTIONS.values() for name in names}
+        others = [name for name in records if name is not None and name not in named]
+        for title, names in {**SECTIONS, "Every command has": others}.items():
             with formatter.section(title):
                 formatter.write_dl([record for name in names if (record := records[name])])
-
-
-def fields_of(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn options that were used into fields of their method."""
-    options = options_of_methods()
-    return {options[name][1].field: value for name, value in given.items() if is_given(value)}
-
-
-def config_of(method: str | None, **given: Any) -> Method:
-    """Make the configuration that the options mean.
-
-    Raises:
-        click.UsageError: options of a method that was not asked for.
-        ConfigError: values out of range.
-    """
-    from ckptz.methods.table import AUTO, METHODS
-
-    name = AUTO if method == "auto" else method or "lossless"
-    for keyword in (keyword for keyword, value in given.items() if is_given(value)):
-        owner, option = options_of_methods()[keyword]
-        if owner != name:
-            instead = (
-                f"not to --method {name}" if METHODS[name].is_lossy else "and without it nothing is lost"
-            )
-            raise click.UsageError(f"{option.flag} belongs to --method {owner}, {instead}")
-    return METHODS[name](**fields_of(given))

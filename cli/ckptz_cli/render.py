@@ -29,9 +29,9 @@ def _pace(n_bytes: int, seconds: float) -> str:
 
 
 def compressed_line(report: CompressReport) -> str:
-    """Say what one input became."""
+    """Describe the compression of one input."""
     against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
-    lossy = f", {report.n_lossy} of them lossy with {_promise(report)}" if report.n_lossy else ""
+    lossy = f", {report.n_lossy} lossy, {_promise(report)}" if report.n_lossy else ""
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} -> {size(report.stored_bytes)} "
         f"({ratio(report.stored_bytes, report.tensor_bytes)}), {report.n_tensors} tensors{against}{lossy}, "
@@ -41,12 +41,12 @@ def compressed_line(report: CompressReport) -> str:
 
 def _promise(report: CompressReport) -> str:
     if report.search is None or not report.search.quality:
-        return "no promise, errors in inspect --tensors"
+        return "quality not measured (per-tensor errors: inspect --tensors)"
     return "; ".join(map(quality_text, report.search.quality))
 
 
 def judged_text(judged: Judgement) -> str:
-    """Say how a trial stands to a budget, and whether the evaluation can tell."""
+    """Compare a trial with its budget, and state whether the examples resolve the difference."""
     if judged.change is None:
         return "not finite"
     is_relative = judged.is_relative
@@ -54,8 +54,9 @@ def judged_text(judged: Judgement) -> str:
     if judged.error is not None and judged.changes is not None:
         allowed = amount(judged.most_changes, is_relative=is_relative)
         text += f" +- {amount(judged.error, is_relative=is_relative)}"
-        text += "" if judged.is_resolved else f", too few {printable(judged.unit)}s to tell"
-        text += f", single changes {amount(judged.changes, is_relative=is_relative)} of {allowed}"
+        text += "" if judged.is_resolved else f", too few {printable(judged.unit)}s to be sure"
+        changes = amount(judged.changes, is_relative=is_relative)
+        text += f", per-{printable(judged.unit)} change {changes} (limit {allowed})"
     return text
 
 
@@ -67,7 +68,7 @@ def total_line(reports: Sequence[CompressReport]) -> str:
 
 
 def restored_line(report: RestoreReport) -> str:
-    """Say what was restored."""
+    """Describe what was restored."""
     chain = f" in a chain of {report.n_files} files" if report.depth else f" in {report.n_files} files"
     copied = f", {plural(report.n_copied, 'other file')} copied" if report.n_copied else ""
     return (
@@ -78,19 +79,22 @@ def restored_line(report: RestoreReport) -> str:
 
 
 def verified_line(report: VerifyReport) -> str:
-    """Say what was found to be right."""
+    """Describe what was verified."""
     chain = f" of {len(report.chain) + 1} files" if report.chain else ""
-    same = f", bit for bit {printable(report.against)}" if report.against else ""
-    within = f" but for {report.n_lossy} lossy tensors within their recorded errors"
+    compared = ""
+    if report.against:
+        n_same = report.n_tensors - report.n_lossy
+        compared = f", {plural(n_same, 'tensor')} identical to {printable(report.against)}"
+        compared += f", {report.n_lossy} within their recorded error" if report.n_lossy else ""
     return (
-        f"{printable(report.file)}: ok{same}{within if same and report.n_lossy else ''}; {report.n_chunks} "
+        f"{printable(report.file)}: ok{compared}; {report.n_chunks} "
         f"stored chunks{chain} and all {report.n_tensors} tensors match their checksums, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
 
 
 def pruned_text(report: PruneReport) -> str:
-    """Say what a prune did, a line for each file that goes and one for all."""
+    """List the deleted files, one a line, and summarize."""
     verb = "would remove" if report.dry_run else "removed"
     counts = [plural(len(report.steps), "step")]
     if report.weights_only:
@@ -109,7 +113,7 @@ def pruned_text(report: PruneReport) -> str:
 
 
 def reported_line(report: PageReport) -> str:
-    """Say what a page shows."""
+    """Describe a written page."""
     counts = ((len(report.runs), "run"), (len(report.files), "file"), (len(report.searches), "search"))
     shown = [plural(n, what) for n, what in counts if n] + (["a comparison"] if report.diff else [])
     problems = f"; {plural(len(report.problems), 'problem')}" if report.problems else ""
@@ -117,7 +121,7 @@ def reported_line(report: PageReport) -> str:
 
 
 def rebased_line(report: RebaseReport) -> str:
-    """Say what became of a file that was to stand alone."""
+    """Describe the result of a rebase."""
     output = printable(report.output)
     if not report.is_changed:
         return f"{output}: stands alone already, nothing was written"

@@ -1,7 +1,4 @@
-"""Options that ask for a quality instead of settings, and what they mean together with a method's own.
-
-`--eval`, `--budget` and `--max-drop` together are the budgets of a search.
-"""
+"""Options that ask for a quality instead of settings: `--eval` and `--budget` are the budgets of a search."""
 
 from __future__ import annotations
 
@@ -9,18 +6,26 @@ import contextlib
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ckptz_cli.options import COUNT, PATH, config_of, fields_of, is_given, options_of_methods, together
+from ckptz_cli.method_options import (
+    SEARCH,
+    SEARCH_KEYS,
+    checked_settings,
+    config_from,
+    load_config,
+    method_type,
+)
+from ckptz_cli.options import PATH, together
 from ckptz_cli.session import is_quiet, is_terminal
 
 if TYPE_CHECKING:
-    from ckptz.methods.method import Method
+    from ckptz.codec.method import Method
     from ckptz.search.budget import Budget
     from ckptz.search.measures import NamedFunction
     from ckptz.search.run import SearchOptions, TrialReport
@@ -39,8 +44,8 @@ EXAMPLES: Final = (
     "'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%' or 'resume<=20 steps'"
 )
 FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
-SEARCH_ONLY: Final = ("max_evaluations", "dry_run", "budget", "lower_is_better", "resume_steps", "restores")
-NAMES: Final = ("eval", "max_drop", *SEARCH_ONLY, "plan", "save_plan", "verbose")
+BARE: Final = re.compile(r"\s*[-+.\d][^<>=]*")  # a budget without a metric
+NAMES: Final = ("method", "settings", "config", "eval", "budget", "dry_run", "save_config", "verbose")
 
 
 def amount_of(text: str) -> tuple[float, bool]:
@@ -115,7 +120,7 @@ class Evaluation:
         return cls(kind or (name if name in KINDS else "quality"), function)
 
     def quality(self, n_steps: int | None) -> Any:
-        """Give the function or measure that a budget calls."""
+        """Return the function or measure that a budget calls."""
         from ckptz.search.measures import Agreement, ResumeProbe
 
         if self.kind == "logits":
@@ -125,40 +130,39 @@ class Evaluation:
         return self.function
 
 
-def budgets_of(given: Mapping[str, Any]) -> tuple[Budget, ...]:
-    """Make the budgets that the options ask for.
+def budgets_of(options: Mapping[str, Any], resume_steps: int | None) -> tuple[Budget, ...]:
+    """Return the budgets that the options ask for.
 
     Raises:
         click.UsageError: options that contradict each other.
         ConfigError: a function that is not found.
     """
-    evaluations = [Evaluation.parse(text) for text in given["eval"]]
-    if given["resume_steps"] is not None and all(one.kind != "resume" for one in evaluations):
-        raise click.UsageError("--resume-steps belongs to an --eval of the kind resume")
-    qualities = [one.quality(given["resume_steps"]) for one in evaluations]
-    if not given["budget"]:
-        return tuple(_single(given, evaluations, qualities))
-    for name in ("max_drop", "lower_is_better"):
-        if given[name] is not None:
-            raise click.UsageError(f"{_flag(name)} contradicts --budget; give one of them")
-    return _several(given["budget"], evaluations, qualities)
+    evaluations = [Evaluation.parse(text) for text in options["eval"]]
+    if resume_steps is not None and all(one.kind != "resume" for one in evaluations):
+        raise click.UsageError("--set search.resume_steps belongs to an --eval of the kind resume")
+    qualities = [one.quality(resume_steps) for one in evaluations]
+    budgets = options["budget"]
+    if len(budgets) == 1 and BARE.fullmatch(budgets[0]):
+        return (_single(budgets[0], evaluations, qualities),)
+    if not budgets:
+        return (_single(None, evaluations, qualities),)
+    return _several(budgets, evaluations, qualities)
 
 
-def _single(
-    given: Mapping[str, Any], evaluations: Sequence[Evaluation], qualities: Sequence[Any]
-) -> list[Budget]:
-    """The budget of the only evaluation, from `--max-drop`."""
+def _single(text: str | None, evaluations: Sequence[Evaluation], qualities: Sequence[Any]) -> Budget:
+    """Return the budget of the only evaluation: an amount such as 1% or 0.01, or the default for None."""
     from ckptz.search.budget import Budget
 
     if len(evaluations) > 1:
-        raise click.UsageError("--max-drop is the budget of one --eval; of several, each needs a --budget")
-    drop, relative = given["max_drop"] or (None, None)
-    options = {"max_drop": drop, "relative": relative, "lower_is_better": given["lower_is_better"]}
-    used: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    for one in evaluations:
-        if one.kind == "logits":
-            raise click.UsageError(f"--eval {one.function.text}: logits need {FROM_LOGITS}")
-    return [Budget(quality, **used) for quality in qualities]
+        raise click.UsageError(f"of several --eval, each needs a --budget with its metric: {EXAMPLES}")
+    if evaluations[0].kind == "logits":
+        raise click.UsageError(f"--eval {evaluations[0].function.text}: logits need {FROM_LOGITS}")
+    if text is None:
+        return Budget(qualities[0])
+    number, is_relative = amount_of(text.strip())
+    if number < 0:
+        raise click.BadParameter(f"--budget {text!r} is not a number from 0")
+    return Budget(qualities[0], max_drop=number, relative=is_relative)
 
 
 def _several(
@@ -192,79 +196,35 @@ def _place_of(text: str, metric: str, evaluations: Sequence[Evaluation]) -> int:
     return fits[0]
 
 
-def _drop(context: click.Context, option: click.Parameter, value: str | None) -> tuple[float, bool] | None:
-    if value is None:
-        return None
-    number, is_relative = amount_of(value.strip())
-    if number < 0:
-        raise click.BadParameter(f"{value!r} is not a number from 0", context, option)
-    return number, is_relative
-
-
-# The options of searches; they arrive as one keyword each, named in `NAMES`.
 search_options = together(
     click.option(
         "--eval",
         multiple=True,
         metavar="WHAT",
         help="Search for the smallest file that keeps a budget. WHAT is package.module:function or "
-        "file.py:function. The function gets the tensors by name and returns the loss of each answer, or "
-        "1 and 0 for right and wrong ones, or their mean. A function called logits returns logits; one "
-        "called resume trains on and returns a loss. Or write logits=WHAT, resume=WHAT. Repeatable, with "
-        "--budget.",
+        "file.py:function; the function gets the tensors by name and returns losses, 1 and 0 for right and "
+        "wrong answers, or their mean. logits=WHAT returns logits, resume=WHAT trains on and returns a loss. "
+        "Repeatable, with --budget.",
     ),
     click.option(
         "--budget",
         multiple=True,
         metavar="B",
-        help="How much may be lost: 'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', "
-        "'resume<=0.2%', 'resume<=20 steps'. Repeatable; all are kept.",
-    ),
-    click.option(
-        "--resume-steps",
-        type=COUNT,
-        metavar="N",
-        help="Training steps of an --eval called resume (default 20).",
-    ),
-    click.option(
-        "--max-drop",
-        callback=_drop,
-        metavar="D",
-        help="How far the value of --eval may move: 1% of it, or a difference such as 0.01 (default 0.5%).",
-    ),
-    click.option(
-        "--restores",
-        type=COUNT,
-        metavar="N",
-        help="How often the run will restart from such files: three of them share the single changes that a "
-        "budget allows, all share one of resumed training.",
-    ),
-    click.option(
-        "--lower-is-better/--higher-is-better",
-        default=None,
-        help="Which values of --eval are better (default lower, but of accuracy higher).",
-    ),
-    click.option(
-        "--max-evaluations",
-        type=click.IntRange(min=0),
-        metavar="N",
-        help="Stop after N evaluations; with 0 the base's settings are used and nothing is measured.",
+        help="Largest loss of quality: 1% or 0.01 of the only --eval (default 0.5%), 'loss<=1%', "
+        "'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%', 'resume<=20 steps'. Repeatable; all "
+        "are kept.",
     ),
     click.option("--dry-run", is_flag=True, default=None, help="Search and report, but write nothing."),
     click.option(
-        "--plan",
-        type=PATH,
-        metavar="FILE",
-        help="Use the settings that --save-plan wrote; with --eval, begin the search there.",
+        "--save-config", type=PATH, metavar="FILE", help="Write the settings that were used as JSON."
     ),
-    click.option("--save-plan", type=PATH, metavar="FILE", help="Write the settings that were used."),
     click.option("-v", "--verbose", is_flag=True, help="Print a line on stderr for each evaluation."),
 )
 
 
 @contextlib.contextmanager
 def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
-    """Give what is told of each trial of a search: a table on a terminal, a line each with --verbose."""
+    """Yield the callback for trials: a table on a terminal, a line each with --verbose."""
 
     def tell_line(trial: TrialReport) -> None:
         if is_verbose:
@@ -292,82 +252,79 @@ def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
         yield tell
 
 
-def choose(given: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
-    """Give the configuration that all options mean together, or lossless and what to search for.
+def choose(options: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
+    """Return the configuration that the options ask for, or lossless and the search that they ask for.
+
+    Args:
+        options: the values of the options in `NAMES`.
 
     Raises:
         click.UsageError: they contradict each other.
-        ConfigError: values out of range, or a plan that cannot be used.
+        ConfigError: values out of range, or a file of settings that cannot be used.
     """
-    method = {name: value for name, value in given.items() if name not in NAMES}
-    if given["eval"]:
-        return config_of(None), _search(given, method)
-    if given["max_drop"] is not None:
-        raise click.UsageError("--max-drop needs --eval to measure it")
-    for name in SEARCH_ONLY:
-        if is_given(given[name]):
-            raise click.UsageError(f"{_flag(name)} belongs to a search: --eval with --max-drop or --budget")
-    for name, value in method.items():
-        if given["plan"] is not None and is_given(value):
-            raise click.UsageError(f"{_flag(name)} contradicts --plan, which has all settings")
-    return _planned(given["plan"]) or config_of(**method), None
+    settings = dict(options["settings"])
+    of_search = settings.pop(SEARCH, {})
+    if options["eval"]:
+        return config_from(None, {}, None), _search(options, settings, _search_settings(of_search))
+    if options["budget"]:
+        raise click.UsageError("--budget needs --eval to measure it")
+    if options["dry_run"] or of_search:
+        name = "--dry-run" if options["dry_run"] else f"--set {SEARCH}.{next(iter(of_search))}"
+        raise click.UsageError(f"{name} belongs to a search: --eval with --budget")
+    return config_from(options["method"], settings, options["config"]), None
 
 
-def _planned(path: Path | None) -> Method | None:
-    from ckptz.search.budget import load_plan
+def _search_settings(settings: Any) -> dict[str, int]:
+    """Return the settings of a search that --set gives.
 
-    return None if path is None else load_plan(path)
+    Raises:
+        click.BadParameter: an unknown name, or no whole number.
+    """
+    for name, value in settings.items() if isinstance(settings, dict) else [(SEARCH, settings)]:
+        if name not in SEARCH_KEYS:
+            known = ", ".join(f"{SEARCH}.{key}" for key in SEARCH_KEYS)
+            raise click.BadParameter(f"--set {SEARCH}.{name}: not one of {known}")
+        if type(value) is not int or value < (name != "max_evaluations"):
+            raise click.BadParameter(f"--set {SEARCH}.{name}: {value!r} is not a whole number in range")
+    return dict(settings)
 
 
-def _search(given: Mapping[str, Any], method: dict[str, Any]) -> SearchOptions:
+def _search(options: Mapping[str, Any], settings: dict[str, Any], of_search: dict[str, int]) -> SearchOptions:
     from ckptz.errors import ConfigError
     from ckptz.search.run import SearchOptions
+    from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, MultiplierSpace, reference, space_of
 
-    parent = _planned(given["plan"])
+    parent = None if options["config"] is None else load_config(options["config"])
     if parent is not None and not parent.is_lossy:
-        what = "a search begins at settings of a lossy method, and this plan is lossless"
-        raise ConfigError(f"{given['plan']}: {what}")
-    searched = _searched_method(method["method"], parent)
-    _refuse_in_search(method, searched)
-    known = options_of_methods().items()
-    cubes = tuple(cube for name, (_, option) in known if option.is_cube and (cube := method.pop(name)))
-    options: dict[str, Any] = {
-        "max_evaluations": given["max_evaluations"],
-        "restores": given["restores"],
-        "cubes": cubes,
-        "parent": parent,
-    }
+        what = "a search starts from settings of a lossy method, and these are lossless"
+        raise ConfigError(f"{options['config']}: {what}")
+    method = method_type(options["method"], DEFAULT_METHOD if parent is None else type(parent))
+    space = space_of(method)
+    settings = checked_settings(method, settings)
+    cubes: tuple[str, ...] = ()
+    searched: Collection[str] = ()
+    if isinstance(space, MultiplierSpace):
+        searched = {space.field}
+    elif isinstance(space, CubeSpace):
+        searched = space.axes
+        if space.cube_field in settings:
+            cubes = (settings.pop(space.cube_field),)
+    if names := [name for name in settings if name in searched]:
+        raise click.UsageError(f"--set {names[0]} is what a search looks for; leave it out")
     return SearchOptions(
-        budgets=budgets_of(given),
-        template=dataclasses.replace(searched.reference(), **fields_of(method)),
-        is_dry_run=bool(given["dry_run"]),
-        **{name: value for name, value in options.items() if value is not None},
+        budgets=budgets_of(options, of_search.get("resume_steps")),
+        template=dataclasses.replace(reference(method), **settings),
+        cubes=cubes,
+        parent=parent,
+        is_dry_run=bool(options["dry_run"]),
+        restores=of_search.get("restores", 0),
+        max_evaluations=of_search.get("max_evaluations"),
     )
 
 
-def _searched_method(name: str | None, parent: Method | None) -> type[Method]:
-    """Find the method that the search is for: as asked, or else that of the plan that it begins at."""
-    from ckptz.methods.table import AUTO, method_named
-
-    if name is None and parent is not None:
-        return type(parent)
-    method = method_named(AUTO if name in (None, "auto") else name)
-    if not method.is_lossy:
-        raise click.UsageError(f"--method {method.name} has no search")
-    return method
-
-
-def _refuse_in_search(method: dict[str, Any], searched: type[Method]) -> None:
-    del method["method"]
-    for name in (name for name, value in method.items() if is_given(value)):
-        owner, option = options_of_methods()[name]
-        if option.is_searched:
-            raise click.UsageError(f"{option.flag} is what a search looks for; leave it out")
-        if owner != searched.name:
-            raise click.UsageError(f"{option.flag} belongs to --method {owner}")
-
-
-def save_plan(session: Session, path: Path | None, config: Method, reports: Sequence[CompressReport]) -> None:
+def save_config(
+    session: Session, path: Path | None, config: Method, reports: Sequence[CompressReport]
+) -> None:
     """Write the settings of the last file to `path`: `config`, or what its search found."""
     if path is None or not reports:
         return
@@ -391,7 +348,3 @@ def require_budgets(reports: Sequence[CompressReport]) -> None:
     unmet = [r.output for r in reports if r.search is not None and r.search.is_met is False]
     if unmet:
         raise BudgetError(f"{', '.join(unmet)}: no settings keep the budget; written without loss")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"

@@ -57,7 +57,7 @@ class Failure:
 
 
 def failure_of(error: BaseException) -> Failure:
-    """Give the exit code and one line of text for any error."""
+    """Return the exit code and a one-line message for an error."""
     code, message = _explain(error)
     return Failure(type(error).__name__, printable(message), code)
 
@@ -101,13 +101,13 @@ STDIN, STDOUT = "standard input", "standard output"
 
 
 def is_quiet() -> bool:
-    """Tell whether -q was given to the command that runs."""
+    """Return whether -q was given to the command that runs."""
     context = click.get_current_context(silent=True)
     return context is not None and context.meta.get(QUIET, False)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Tell whether a stream is a terminal; it is None if it was closed before the start."""
+    """Return whether a stream is a terminal; a stream that is closed at the start is None."""
     return stream is not None and stream.isatty()
 
 

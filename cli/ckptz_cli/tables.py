@@ -57,7 +57,7 @@ def add_row(table: Table, *cells: str) -> None:
 
 
 def drawn(table: Table) -> str:
-    """Give the table as text for standard output.
+    """Return the table as text for standard output.
 
     Where the terminal is too narrow even for its words, what no row has is left out, or else each row becomes
     lines of its own.
@@ -80,7 +80,7 @@ def drawn(table: Table) -> str:
 
 
 def _fits(table: Table, console: Console) -> bool:
-    """Tell whether no word is cut; of names and values, long ones may be."""
+    """Return whether no word is truncated; long names and values may be."""
     words = console.measure(table, options=console.options.update(width=WIDE)).minimum
     return not table.show_header or words <= console.width
 
@@ -190,7 +190,7 @@ def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
 
 
 def _loss_text(tensor: TensorReport) -> str:
-    """Say what a lossy tensor was promised, and what was measured on it."""
+    """Describe the promise and the measured error of a lossy tensor."""
     loss = tensor.lossy
     if loss is None:
         return "none"
@@ -343,7 +343,7 @@ def trials_table(trials: Sequence[TrialReport]) -> Table:
 
 
 def trial_line(trial: TrialReport) -> str:
-    """Say what one trial of a search tried, and what came of it."""
+    """Describe a trial of a search and its result."""
     return f"tried {', '.join([*_settings(trial), *_outcome(trial)])}"
 
 

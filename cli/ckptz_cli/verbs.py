@@ -11,19 +11,26 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ckptz.pages.words import printable
+from ckptz_cli.method_options import method_options
 from ckptz_cli.options import (
     COUNT,
     PATH,
-    MethodCommand,
+    SectionedCommand,
     force_option,
     jobs_option,
     only_one,
-    options_of_methods,
     search_path_option,
     session_options,
     writing_options,
 )
-from ckptz_cli.search_options import NAMES, choose, require_budgets, save_plan, search_options, search_view
+from ckptz_cli.search_options import (
+    NAMES,
+    choose,
+    require_budgets,
+    save_config,
+    search_options,
+    search_view,
+)
 from ckptz_cli.session import Session, Verb, progress_bar
 
 if TYPE_CHECKING:
@@ -272,10 +279,10 @@ Examples:
   ckptz compress hf-model-folder/ -o packed/
   ckptz compress checkpoint-*/ --chain --method grid -o run/   with the optimizer's state of a Trainer
   ckptz compress training.pt                     a torch checkpoint, read without running code
-  ckptz compress model.safetensors --method kmeans --levels 16 --protect 0.005
+  ckptz compress model.safetensors --method kmeans --set levels=16
   ckptz compress model.safetensors --optimizer optimizer.pt --method grid -o state.ckptz
   ckptz compress training.pt --method grid --calibration inputs.safetensors
-  ckptz compress model.safetensors --eval evaluate.py:loss --max-drop 1%
+  ckptz compress model.safetensors --eval evaluate.py:loss --budget 1%
 
 \b
 If no settings keep the budget, the file is written without loss and the exit code is 6.
@@ -284,7 +291,9 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 
 
 @click.command(
-    cls=MethodCommand, epilog=COMPRESS_EXAMPLES, short_help="Compress checkpoints, by default without loss."
+    cls=SectionedCommand,
+    epilog=COMPRESS_EXAMPLES,
+    short_help="Compress checkpoints, losslessly by default.",
 )
 @click.argument("inputs", nargs=-1, required=True, type=PATH, metavar="INPUT...")
 @click.option(
@@ -314,8 +323,11 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
     metavar="N",
     help="Training step, which the file records (default: that of the metadata or the name).",
 )
+@method_options
 @search_options
-@click.option("--roles", type=PATH, metavar="FILE", help="TOML file that says which tensors are what.")
+@click.option(
+    "--tensor-roles", "roles", type=PATH, metavar="FILE", help="TOML file that says which tensors are what."
+)
 @click.option(
     "--optimizer",
     type=PATH,
@@ -330,7 +342,7 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
     help="Names of the parameters that the optimizer numbers, one on each line.",
 )
 @click.option(
-    "--read-optimizer",
+    "--moments-from",
     type=PATH,
     metavar="FILE",
     help="Checkpoint with Adam's second moments, which guide a lossy method. It is not stored.",
@@ -340,6 +352,13 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 )
 @click.option(
     "--sensitivity", type=PATH, metavar="FILE", help="Gradients that ckptz.hooks.SensitivityTracker saved."
+)
+@click.option(
+    "--effort",
+    type=click.Choice(["fast", "default", "small"]),
+    default="default",
+    help="How much time to spend on a smaller file. fast: Huffman codes, deltas without contexts; small: the "
+    "smallest file; default: what saves 1 % or more for its time.",
 )
 @writing_options
 @click.pass_obj
@@ -360,7 +379,7 @@ def compress(
         for note in report.notes:
             session.note(f"{report.output}: {note}")
 
-    lossy = {name: given.pop(name) for name in ("method", *options_of_methods(), *NAMES)}
+    lossy = {name: given.pop(name) for name in NAMES}
     config, search = choose(lossy)
     with contextlib.ExitStack() as held:
         if search is None:
@@ -381,7 +400,7 @@ def compress(
         session.note(f"{n_there} of {len(inputs)} outputs were there and stay as they are")
     if len(reports) > 1:
         session.say(total_line(reports))
-    save_plan(session, lossy["save_plan"], config, reports)
+    save_config(session, lossy["save_config"], config, reports)
     require_budgets(reports)
 
 
@@ -393,7 +412,7 @@ def _rules_in(path: Path) -> tuple[Rule, ...]:
         return load_rules(path.read_text("utf-8"))
     except (UnicodeDecodeError, ConfigError) as error:
         what = error if isinstance(error, ConfigError) else "not a text file in UTF-8"
-        raise ConfigError(f"{path}: {what}; --roles takes a TOML file") from None
+        raise ConfigError(f"{path}: {what}; --tensor-roles takes a TOML file") from None
 
 
 RESTORE_EXAMPLES: Final = """\b

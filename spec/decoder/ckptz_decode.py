@@ -39,7 +39,7 @@ from ckptz_frame import (
     xxh64,
 )
 
-FEATURES = {"lossless", "delta", "inline", "low-rank", "maps"}  # registry#features
+FEATURES = {"lossless", "delta", "huffman", "inline", "low-rank", "maps"}  # registry#features
 MAX_INDEX = 67_108_864  # registry#limits
 
 # --- 06-container ---------------------------------------------------------------------------------------
@@ -275,6 +275,7 @@ class Tensor:
         need((plan.dtype, plan.shape) == (self.dtype, self.shape), "C15")
         need(plan.map is None or "maps" in self.file.features, "C20")
         need(not plan.terms or "low-rank" in self.file.features, "C20")
+        need(not plan.has_huffman or "huffman" in self.file.features, "C20")
         need(checksum_of(decoded for _, decoded, *_ in plan.records) == self.checksum, "C15")
         return plan
 

@@ -69,6 +69,8 @@ DTYPE_OF_ID = {i: Dtype(i, name, int(bits), int(size), yes == "yes") for i, (nam
 DTYPE_OF_NAME = {dtype.name: dtype for dtype in DTYPE_OF_ID.values()}
 
 CONSTANT, STORED, ZSTD, RANS_SHARED, RANS_OWN, SPARSE = range(6)  # registry#coders
+HUFFMAN = 7
+CODERS = {*range(6), HUFFMAN}
 LANES = (1, 4, 32)  # registry#lanes
 PLANES, LINEAR, BITS = range(3)  # registry#domains
 ZERO, BASE, OUTER, LOW_RANK = 0, 1, 2, 4  # registry#predictors
@@ -226,7 +228,7 @@ class Stream(Cursor):
 
     def decode(self, coder: int, n: int, tables: list[Table] | None = None, contexts: Any = ()) -> bytes:
         """Its codes; `tables` by context and `contexts` by pattern are for rans-shared."""
-        need(coder <= SPARSE, "E1", f"coder {coder}")
+        need(coder in CODERS, "E1", f"coder {coder}")
         if n == 0:  # "A stream of no codes is `stored` and has no bytes."
             need(coder == STORED and not self.left, "E4")
         need(coder != RANS_SHARED or tables is not None, "E2")
@@ -241,6 +243,8 @@ class Stream(Cursor):
             codes = self.rans(itertools.repeat(Table(self)), n)
         elif coder == SPARSE:
             codes = self.sparse(n)
+        elif coder == HUFFMAN:
+            codes = self.huffman(n)
         else:
             codes = self.rans_shared(tables or [], contexts)
         need(self.left == 0, "E3")  # "The bytes must be used up exactly."
@@ -317,11 +321,49 @@ class Stream(Cursor):
         codes = self.rans((tables[contexts[i]] for i in order), len(order))
         return bytes(code for _, code in sorted(zip(order, codes, strict=True)))
 
+    def huffman(self, n: int) -> bytes:
+        """02-entropy#huffman: "n codes in four *parts*"."""
+        code_of, codes, q = code_words(self), bytearray(), -(-n // 4)  # "Let q be n / 4, rounded up."
+        sizes = self.many(3, "I")
+        need(sum(sizes) <= self.left, "E17")
+        for j in range(4):  # "the last part has all bytes that are left"
+            part = self.take(sizes[j] if j < 3 else self.left)
+            bits = iter("".join(f"{byte:08b}"[::-1] for byte in part))
+            for _ in range(min(j * q, n), min((j + 1) * q, n)):
+                word = ""
+                while word not in code_of:
+                    bit = next(bits, None)
+                    need(bit is not None, "E18")
+                    word += bit or ""
+                codes.append(code_of[word])
+            behind = "".join(bits)  # "bits behind the last code word are 0"
+            need(len(behind) < 8 and "1" not in behind, "E18")
+        return bytes(codes)
+
+
+def code_words(cursor: Cursor) -> dict[str, int]:
+    """02-entropy#code-lengths, then #code-words: the code of each code word, as text of bits."""
+    first, last = cursor.many(2, "B")
+    need(first < last, "E15")  # "`last` is greater than `first`, and neither has the length 0."
+    halves = [half for byte in cursor.take((last - first) // 2 + 1) for half in (byte & 15, byte >> 4)]
+    lengths = halves[: last - first + 1]
+    need(lengths[0] and lengths[-1] and not any(halves[len(lengths) :]), "E15")
+    need(max(lengths) <= 11, "E15")  # "A code length is at most 11."
+    need(sum(2 ** (11 - length) for length in lengths if length) == 2**11, "E16")
+    words, word, before = {}, 0, 0
+    # "by their code lengths, the shortest first, and codes of one length by their value."
+    for length, code in sorted((length, code) for code, length in enumerate(lengths, first) if length):
+        word, before = word << (length - before), length
+        words[f"{word:0{length}b}"] = code
+        word += 1
+    return words
+
 
 def embedded(cursor: Cursor, n: int, nested: bool = False) -> bytes:
     """02-entropy#embedded-streams: "A stream that stands in another structure", of n codes."""
     coder = cursor.one()
     need(not nested or coder not in (RANS_SHARED, SPARSE), "E13")
+    need(coder != HUFFMAN, "E2")  # "The coder is neither rans-shared nor huffman."
     return Stream(cursor.take(cursor.varint())).decode(coder, n)
 
 
@@ -475,6 +517,7 @@ class Plan:
         cursor = Cursor(frame[4 : length - 8])
         self.read_plan(cursor, limit)
         self.read_rules_and_map(cursor)
+        self.has_huffman = False
         self.records = list(self.read_records(cursor))
         lengths = (sum(n for _, n in streams) for *_, streams in self.records)
         self.offsets = list(itertools.accumulate(lengths, initial=length))  # of the chunks
@@ -555,8 +598,10 @@ class Plan:
             stored, decoded, base_codes = (*cursor.many(sums, "Q"), 0)[:3]
             streams = [(cursor.one(), cursor.one("I")) for _ in range(n_streams)]
             for i, (coder, _length) in enumerate(streams):
-                need(coder <= SPARSE, "E1", f"coder {coder}")
-                need(coder != RANS_SHARED or (self.rules and i < self.code_streams), "E2")
+                need(coder in CODERS, "E1", f"coder {coder}")
+                need(coder not in (RANS_SHARED, HUFFMAN) or i < self.code_streams, "E2")
+                need(coder != RANS_SHARED or self.rules, "E2")
+                self.has_huffman |= coder == HUFFMAN
             yield stored, decoded, base_codes, streams
 
 

@@ -21,6 +21,7 @@ from typing import Any
 from ckptz_frame import (
     DTYPE_OF_NAME,
     EXPONENT,
+    HUFFMAN,
     M64,
     Cursor,
     Refusal,
@@ -142,9 +143,10 @@ def uniform(plan: Plan, payload: Payload, mode: int, flag: bool) -> list[int]:
     need(any(not finite(x, "BF16") for x in scales) == flag, "W5")
     if mode == 0:
         codes = payload.packed(n, bits)
-    else:  # "coder u8, length u32, and a stream of n codes by a coder that needs no tables"
+    else:  # "coder u8, length u32, and a stream of n codes by a coder that embedded streams may have"
         need(mode == 1 and plan.codec == UNIFORM and plan.options["rans"], "W5")
         coder, length = payload.one(), payload.one("I")
+        need(coder != HUFFMAN, "E2")
         codes = list(Stream(payload.take(length)).decode(coder, n))
         need(payload.left < 16 and not any(payload.take(payload.left)), "W5")
     need(max(codes) < 1 << bits, "W5")  # "codes of 2^b or more"

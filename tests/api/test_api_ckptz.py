@@ -56,7 +56,7 @@ print("torch" in sys.modules)
 @pytest.mark.parametrize(
     "module",
     [
-        *("api.read", "verbs.compress", "methods.grid", "methods.kmeans", "methods.lossless"),
+        *("api.read", "verbs.compress", "codec.grid", "codec.kmeans", "codec.lossless"),
         *("numpy", "torch"),
     ],
 )

@@ -2,18 +2,27 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ckptz.encode.chunk import Encoded, encode_chunk
+from ckptz.codec.chunk import Encoded, encode_chunk
+from ckptz.codec.effort import DEFAULT, FAST, SMALL, Effort
+from ckptz.codec.lossless import plan_and_encode, plan_lossless
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.frame import FrameHeader
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
-from ckptz.format.streams import CoderId, encode_stream, encode_streams
+from ckptz.format.streams import (
+    HUFFMAN_CODES,
+    OF_CODE_STREAMS,
+    CoderId,
+    decode_stream,
+    encode_stream,
+    encode_streams,
+)
 from ckptz.kernels import compiled, plain
 from ckptz.kernels.floats import Bytes, Patterns
-from ckptz.methods.lossless import plan_and_encode, plan_lossless
 
 SIZES = (1, 7, 2047, 2048, 8192, 9000, 1 << 18)
 
@@ -48,27 +57,33 @@ def frame(source: ArraySource, encoded: Encoded) -> bytes:
     return FrameHeader(source.dtype, source.shape, encoding.plan, (chunk.record,)).pack() + chunk.payload
 
 
-def alone(source: ArraySource, base: ArraySource | None) -> Encoded:
-    encoding = plan_lossless(source, base)
+def alone(source: ArraySource, base: ArraySource | None, effort: Effort) -> Encoded:
+    planned = plan_lossless(source, base, effort=effort)
+    encoding = replace(planned, huffman_margin=effort.huffman_margin)
     return encoding, encode_chunk(source, encoding, ChunkSources(0, source.n_patterns, base))
 
 
 @pytest.mark.parametrize("has_base", [False, True], ids=["alone", "deltas"])
-@pytest.mark.parametrize("name", ["U8", "BF16", "F32", "I64"])
-def test_frames_are_those_of_tensors_encoded_one_by_one_or_smaller_deltas(name: str, has_base: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "effort"), [("U8", SMALL), ("BF16", SMALL), ("BF16", FAST), ("F32", DEFAULT), ("I64", SMALL)]
+)
+def test_frames_are_those_of_tensors_encoded_one_by_one_or_smaller_deltas(
+    name: str, effort: Effort, has_base: bool
+) -> None:
     compiled()
     dtype = dtype_of(name)
     made = [[ArraySource(dtype, (len(own),), own) for own in pair] for pair in pairs(dtype)]
     sources, bases = [new for new, _ in made], [old for _, old in made] if has_base else []
-    together = plan_and_encode(sources, bases)
-    one_by_one = [alone(*pair) for pair in itertools.zip_longest(sources, bases)]
+    together = plan_and_encode(sources, bases, effort)
+    one_by_one = [alone(*pair, effort) for pair in itertools.zip_longest(sources, bases)]
     for source, batched, single in zip(sources, together, one_by_one, strict=True):
         own, other = frame(source, batched), frame(source, single)
         # Tables of deltas are chosen per batch, where fewer of them pay; few bytes are not tried by others.
         assert own == other or (has_base and len(own) <= 1.005 * len(other) + 8)
     # The cases are not all alike: plans with and without a base and contexts, and most coders.
     plans = {(encoding.plan.needs_base, bool(encoding.plan.rules)) for encoding, _ in together}
-    assert plans == ({(False, False), (True, False), (True, True)} if has_base else {(False, False)})
+    deltas = {(True, False)} | ({(True, True)} if effort.has_delta_contexts else set())
+    assert plans == ({(False, False)} | (deltas if has_base else set()))
 
 
 def codes() -> Sequence[Bytes]:
@@ -103,4 +118,24 @@ def test_streams_are_those_of_codes_encoded_one_by_one(start: object) -> None:
     assert [(coder, bytes(data)) for coder, data in together] == [
         (coder, bytes(data)) for coder, data in map(encode_stream, parts)
     ]
-    assert {coder for coder, _ in together} == set(CoderId) - {CoderId.RANS_SHARED}
+    assert {coder for coder, _ in together} == set(CoderId) - OF_CODE_STREAMS
+
+
+@pytest.mark.parametrize("kernels", ["numpy", "compiled"])
+def test_huffman_streams_are_those_of_codes_encoded_one_by_one_and_come_back(
+    kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "_spent", [0.0])
+    if kernels == "compiled":
+        compiled()
+    skewed = np.random.default_rng(1).binomial(30, 0.3, 30_003).astype(np.uint8)
+    parts = (*codes(), *(skewed[:n] for n in (HUFFMAN_CODES - 1, HUFFMAN_CODES, 30_001, 30_002, 30_003)))
+    together = encode_streams(parts, huffman_margin=0.1)
+    for part, (coder, data) in zip(parts, together, strict=True):
+        [(own, alone)] = encode_streams([part], huffman_margin=0.1)
+        assert (coder, bytes(data)) == (own, bytes(alone))
+        out = np.empty_like(part)
+        decode_stream(coder, memoryview(bytearray(data)), out)
+        np.testing.assert_array_equal(out, part)
+    n_huffman = sum(coder is CoderId.HUFFMAN for coder, _ in together)
+    assert n_huffman == sum(len(part) >= HUFFMAN_CODES for part in parts[-5:]) + 1  # of the first parts one

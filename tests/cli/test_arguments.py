@@ -12,8 +12,8 @@ import pytest
 
 import ckptz
 from ckptz.api.apply import apply_
+from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, real, whole
-from ckptz.methods.method import Method
 from ckptz.numpy import load, save, save_file
 from ckptz.parallel import Workers
 from ckptz.sync import Follower, Publisher

@@ -20,12 +20,12 @@ ACCENTS = "é-模型-"
 # Command lines in a folder with a.safetensors, b.safetensors and a run; NAME stands before each name.
 LINES = (
     ("compress", "NAMEa.safetensors"),
-    ("compress", "NAMEa.safetensors", "--method", "kmeans", "--levels", "8", "-o", "NAMElossy.ckptz"),
+    ("compress", "NAMEa.safetensors", "--method", "kmeans", "--set", "levels=8", "-o", "NAMElossy.ckptz"),
     ("compress", "NAMEa.safetensors", "NAMEb.safetensors", "-o", "NAMEout"),
     ("compress", "NAMEa.safetensors", "--base", "NAMErun/NAMEstep-1.ckptz", "-o", "NAMEdelta.ckptz"),
     ("compress", "NAMEa.safetensors", "--roles", "NAMEroles.toml", "--force"),
     ("compress", "NAMEa.safetensors", "--optimizer", "NAMEb.safetensors", "-o", "x.ckptz"),
-    ("compress", "NAMEa.safetensors", "--eval", "NAMEeval.py:loss", "--max-drop", "1%"),
+    ("compress", "NAMEa.safetensors", "--eval", "NAMEeval.py:loss", "--budget", "1%"),
     ("compress", "NAMEfolder", "-o", "NAMEpacked"),
     ("compress", "NAMEfolder", "-o", "NAMEfolder.ckptz"),
     ("restore", "NAMErun/NAMEstep-1.ckptz", "-o", "NAMEback.safetensors"),

@@ -84,10 +84,10 @@ def test_an_empty_checkpoint_has_a_line_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("measured", "is_relative", "lower_is_better", "said"),
     [
-        (2.01, True, True, "loss 2.01 against 2, 0.50% worse (1% is allowed)"),
-        (1.5, True, True, "loss 1.5 against 2, 25.00% better, which too few answers tell (1% is allowed)"),
-        (1.995, False, False, "loss 1.995 against 2, 0.005 worse (0.01 is allowed)"),
-        (2.0, False, False, "loss 2 against 2, 0 worse (0.01 is allowed)"),
+        (2.01, True, True, "loss 2.01 against 2, 0.50% worse (limit 1%)"),
+        (1.5, True, True, "loss 1.5 against 2, 25.00% better (limit 1%; too few examples to be sure)"),
+        (1.995, False, False, "loss 1.995 against 2, 0.005 worse (limit 0.01)"),
+        (2.0, False, False, "loss 2 against 2, 0 worse (limit 0.01)"),
     ],
 )
 def test_a_measured_budget_says_which_way_it_went(

@@ -87,8 +87,8 @@ def test_an_error_is_the_json_on_standard_error(packed: bytes) -> None:
 
 def test_a_dry_run_writes_no_data(tmp_path: Path) -> None:
     (tmp_path / "quality.py").write_text("def loss(state):\n    return 1.0\n")
-    line = ("compress", "-", "--eval", f"{tmp_path}/quality.py:loss", "--max-drop", "1%", "--dry-run")
-    code, out, said = piped(PLAIN, *line, "--max-evaluations", 2)
+    line = ("compress", "-", "--eval", f"{tmp_path}/quality.py:loss", "--budget", "1%", "--dry-run")
+    code, out, said = piped(PLAIN, *line, "--set", "search.max_evaluations=2")
     assert code == 0, said
     assert not out.startswith(PLAIN[:8])
     assert b"a dry run" in out + said.encode()
@@ -96,7 +96,7 @@ def test_a_dry_run_writes_no_data(tmp_path: Path) -> None:
 
 def test_a_plan_may_go_to_standard_output(tmp_path: Path) -> None:
     original = write_plain(tmp_path / "a.safetensors", a_state(n=500))
-    code, out, said = piped(b"", "compress", original, "--method", "kmeans", "--save-plan", "-")
+    code, out, said = piped(b"", "compress", original, "--method", "kmeans", "--save-config", "-")
     assert (code, json.loads(out)["method"]) == (0, "kmeans"), said
     assert "a.ckptz: " in said
 

@@ -122,7 +122,7 @@ def test_roles_that_are_no_text_are_one_line(chain: Chain) -> None:
     roles = chain.folder / "roles.toml"
     for content in (b"\xff\xfe\x00", b"a = [", b"[[rule]]\nnothing = 1"):
         roles.write_bytes(content)
-        run = ckptz("compress", chain.first, "--roles", roles, "--force", fails=True)
+        run = ckptz("compress", chain.first, "--tensor-roles", roles, "--force", fails=True)
         assert run.exit_code == 2
         assert str(roles) in run.error
 

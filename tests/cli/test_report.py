@@ -359,7 +359,7 @@ def test_steps_of_training_lost_are_said_as_steps() -> None:
     lost = {"promise": "resume-gap", "metric": "steps_lost", "max_drop": 5.0, "is_relative": False}
     lost |= {"lower_is_better": True, "exact": 0.0, "measured": 2.5, "is_met": True, "date": ""}
     record = msgspec.convert(lost, QualityRecord)
-    assert words.quality_text(record) == "2.5 steps of training lost (5 are allowed)"
+    assert words.quality_text(record) == "2.5 steps of training lost (limit 5)"
 
 
 def test_a_model_of_very_many_layers_is_summed_by_kind(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_results_stand_above_the_bar_that_is_drawn_meanwhile(in_short: list[Show
 def test_the_program_alone_prints_its_help_line_by_line(in_short: list[Shown]) -> None:
     alone = in_short[1]
     assert (alone.exit_code, alone.lines[0]) == (2, "Usage: ckptz [OPTIONS] COMMAND [ARGS]...")
-    assert "  compress  Compress checkpoints, by default without loss." in alone.lines
+    assert "  compress  Compress checkpoints, losslessly by default." in alone.lines
     assert alone.lines[-1].split() == ["130", "interrupted"]
 
 

@@ -77,7 +77,7 @@ def inputs(here: Path, given: Path) -> None:
 @case
 def lossless(here: Path, given: Path) -> None:
     compress(here, given, {f"kinds-{step}": f"{{given}}/kinds-{step}.safetensors" for step in range(2)})
-    compress(here, given, {"adam": "{given}/adam-0.safetensors --step 7 --roles {given}/roles.toml"})
+    compress(here, given, {"adam": "{given}/adam-0.safetensors --step 7 --tensor-roles {given}/roles.toml"})
 
 
 @case
@@ -91,14 +91,14 @@ def lossless_deltas(here: Path, given: Path) -> None:
 
 GRADIENTS = "--sensitivity {given}/gradients.safetensors"
 KMEANS = {
-    **{f"levels-{n}": f"--levels {n}" for n in (2, 4, 16, 32, 255)},
-    "prune": "--prune 0.3 --layer-prune head=0 --layer-prune attention=0.5",
-    "protect-0": "--protect 0",
-    "protect-bf16": "--levels 8 --protect 0.02 --protect-as bf16",
-    "embedding": "--levels 8 --embedding-levels 64 --roles {given}/roles.toml",
-    "gradients": f"--prune 0.2 --prune-by sensitivity --protect-by sensitivity {GRADIENTS}",
-    "either": f"--protect-by either {GRADIENTS}",
-    "optimizer": "--prune 0.2 --prune-by sensitivity --read-optimizer {given}/adam-0.safetensors",
+    **{f"levels-{n}": f"--set levels={n}" for n in (2, 4, 16, 32, 255)},
+    "prune": "--set prune=0.3 --set layer_prune=[['head',0],['attention',0.5]]",
+    "protect-0": "--set protect=0",
+    "protect-bf16": "--set levels=8 --set protect=0.02 --set protect_as=bf16",
+    "embedding": "--set levels=8 --set embedding_levels=64 --tensor-roles {given}/roles.toml",
+    "gradients": f"--set prune=0.2 --set prune_by=sensitivity --set protect_by=sensitivity {GRADIENTS}",
+    "either": f"--set protect_by=either {GRADIENTS}",
+    "optimizer": "--set prune=0.2 --set prune_by=sensitivity --moments-from {given}/adam-0.safetensors",
 }
 
 
@@ -106,17 +106,19 @@ KMEANS = {
 def kmeans(here: Path, given: Path) -> None:
     source = "{given}/weights-0.safetensors --method kmeans"
     compress(here, given, {name: f"{source} {options}" for name, options in KMEANS.items()})
-    compress(here, given, {"kinds": "{given}/kinds-0.safetensors --method kmeans --levels 8"})
+    compress(here, given, {"kinds": "{given}/kinds-0.safetensors --method kmeans --set levels=8"})
     compress(
-        here, given, {"adam": "{given}/adam-0.safetensors --method kmeans --prune 0.1 --prune-by sensitivity"}
+        here,
+        given,
+        {"adam": "{given}/adam-0.safetensors --method kmeans --set prune=0.1 --set prune_by=sensitivity"},
     )
 
 
 @case
 def kmeans_deltas(here: Path, given: Path) -> None:
     steps = " ".join(f"{{given}}/weights-{step}.safetensors" for step in range(N_STEPS))
-    run(f"compress {steps} --chain --method kmeans --levels 16 --prune 0.1 -o {{here}}", here, given)
-    more = "--method kmeans --levels 4 --sensitivity {given}/gradients.safetensors --protect-by sensitivity"
+    run(f"compress {steps} --chain --method kmeans --set levels=16 --set prune=0.1 -o {{here}}", here, given)
+    more = f"--method kmeans --set levels=4 {GRADIENTS} --set protect_by=sensitivity"
     compress(
         here, given, {"other": f"{{given}}/weights-1.safetensors --base {{here}}/weights-0.ckptz {more}"}
     )
@@ -125,13 +127,13 @@ def kmeans_deltas(here: Path, given: Path) -> None:
 
 GRID = {
     "reference": "adam-0.safetensors",
-    "coarse": "adam-0.safetensors --grid-step 4 --dead-zone 0.5",
-    "fine": "adam-0.safetensors --grid-step 0.05 --dead-zone 0",
+    "coarse": "adam-0.safetensors --set step=4 --set dead_zone=0.5",
+    "fine": "adam-0.safetensors --set step=0.05 --set dead_zone=0",
     "weights": "weights-0.safetensors",
     "auto": "weights-0.safetensors --method auto",
     **{name: f"{name}.safetensors" for name in ("sgd", "rmsprop", "adafactor", "lion")},
     "kinds": "kinds-0.safetensors",
-    "read-optimizer": "weights-0.safetensors --read-optimizer {given}/adam-0.safetensors",
+    "moments-from": "weights-0.safetensors --moments-from {given}/adam-0.safetensors",
     "gradients": "weights-0.safetensors --sensitivity {given}/gradients.safetensors",
 }
 
@@ -147,7 +149,7 @@ def grid_deltas(here: Path, given: Path) -> None:
         steps = " ".join(f"{{given}}/{kind}-{step}.safetensors" for step in range(N_STEPS))
         run(f"compress {steps} --chain --method grid {options} -o {{here}}", here, given)
     base = "--method grid --base {here}/adam-0.ckptz"
-    compress(here, given, {"finer": f"{{given}}/adam-2.safetensors --grid-step 0.5 {base}"})
+    compress(here, given, {"finer": f"{{given}}/adam-2.safetensors --set step=0.5 {base}"})
 
 
 @case
@@ -166,9 +168,9 @@ def grid_calibrated(here: Path, given: Path) -> None:
 
 
 SEARCHES = {  # a search, with what it saves its plan under
-    "kmeans-guided": "--method kmeans --max-drop 0.01 --max-evaluations 12",
-    "kmeans-gradients": f"--method kmeans --max-drop 0.5% --max-evaluations 6 {GRADIENTS}",
-    "grid": "--max-drop 0.01",
+    "kmeans-guided": "--method kmeans --budget 0.01 --set search.max_evaluations=12",
+    "kmeans-gradients": f"--method kmeans --budget 0.5% --set search.max_evaluations=6 {GRADIENTS}",
+    "grid": "--budget 0.01",
     "grid-logits": "--eval {given}/evaluate.py:logits --budget kl<=1e-4 --budget loss<=0.01",
 }
 
@@ -177,12 +179,14 @@ SEARCHES = {  # a search, with what it saves its plan under
 def searches(here: Path, given: Path) -> None:
     for name, row in SEARCHES.items():
         line = f"{{given}}/weights-0.safetensors --eval {{given}}/evaluate.py:loss {row}"
-        compress(here, given, {name: f"{line} --save-plan {{here}}/{name}.json"})
-        plan = f"--plan {{here}}/{name}.json"
+        compress(here, given, {name: f"{line} --save-config {{here}}/{name}.json"})
+        plan = f"--config {{here}}/{name}.json"
         compress(here, given, {f"{name}-replayed": f"{{given}}/weights-1.safetensors {plan}"})
-    resume = "--method grid --eval {given}/evaluate.py:resume --budget resume<=0.5% --resume-steps 2"
+    resume = (
+        "--method grid --eval {given}/evaluate.py:resume --budget resume<=0.5% --set search.resume_steps=2"
+    )
     compress(here, given, {"grid-resume": f"{{given}}/adam-0.safetensors {resume}"})
-    unmet = "--method kmeans --eval {given}/evaluate.py:loss --max-drop 0 --max-evaluations 2"
+    unmet = "--method kmeans --eval {given}/evaluate.py:loss --budget 0 --set search.max_evaluations=2"
     line = f"compress {{given}}/weights-0.safetensors {unmet} -o {{here}}/unmet.ckptz"
     run(line, here, given, exit_code=6)
 
@@ -192,8 +196,8 @@ def later_searches(here: Path, given: Path) -> None:
     for method in ("kmeans", "grid"):
         compress(here, given, {f"{method}-0": f"{{given}}/weights-0.safetensors --method {method}"})
         line = f"{{given}}/weights-1.safetensors --base {{here}}/{method}-0.ckptz --method {method}"
-        search = "--eval {given}/evaluate.py:loss --max-drop 0.5% --max-evaluations 6"
-        taken = "--eval {given}/evaluate.py:loss --max-evaluations 0"
+        search = "--eval {given}/evaluate.py:loss --budget 0.5% --set search.max_evaluations=6"
+        taken = "--eval {given}/evaluate.py:loss --set search.max_evaluations=0"
         compress(here, given, {f"{method}-1": f"{line} {search}"})
         compress(here, given, {f"{method}-taken": f"{line} {taken}"})
 

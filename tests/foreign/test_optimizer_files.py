@@ -11,10 +11,10 @@ from safetensors.torch import save_file as save_plain
 from torch import Tensor, nn
 
 from ckptz import compress, restore
+from ckptz.codec.grid import Grid
 from ckptz.errors import ConfigError
 from ckptz.foreign.inputs import open_input
 from ckptz.guidance.optimizer_layout import Known, known_roles
-from ckptz.methods.grid import Grid
 from ckptz.state.roles import Rule
 from ckptz.torch import load_file
 from ckptz.training.files import StepState
@@ -245,7 +245,7 @@ def test_numbers_of_a_file_beside_a_torch_model_follow_its_order(tmp_path: Path)
     joined = compressed(model, optimizer, tmp_path / "s.ckptz", config=Grid())
     assert not any("no parameter's name" in note for note in joined.notes)
     config = Grid(purpose="resume")  # as files with their optimizer are written by themselves
-    [read] = compress([model], tmp_path / "w.ckptz", read_optimizer=optimizer, config=config)
+    [read] = compress([model], tmp_path / "w.ckptz", moments_from=optimizer, config=config)
     assert not any("second moment" in note for note in read.notes)
     both, weights = load_file(tmp_path / "s.ckptz"), load_file(tmp_path / "w.ckptz")
     for name in ("up.weight", "mid.weight", "out.weight"):
@@ -300,7 +300,7 @@ def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path:
     [report] = compress(
         [tmp_path / "model.safetensors"],
         tmp_path / "w.ckptz",
-        read_optimizer=whole,
+        moments_from=whole,
         config=Grid(purpose="resume"),
     )
     [joined] = compress([whole], tmp_path / "s.ckptz", config=Grid())
@@ -311,7 +311,7 @@ def test_a_whole_state_read_beside_a_safetensors_model_gives_the_order(tmp_path:
 
 def test_weights_without_a_second_moment_in_the_file_that_is_read_are_named(tmp_path: Path) -> None:
     model, optimizer = written(tmp_path, model="model.safetensors")
-    [report] = compress([model], tmp_path / "w.ckptz", read_optimizer=optimizer, config=Grid())
+    [report] = compress([model], tmp_path / "w.ckptz", moments_from=optimizer, config=Grid())
     assert any("optimizer.pt: holds no second moment of" in note for note in report.notes)
     (tmp_path / "twins").mkdir()
     twins = {name: torch.randn(96, 96) for name in ("a", "b")}
@@ -322,7 +322,7 @@ def test_weights_without_a_second_moment_in_the_file_that_is_read_are_named(tmp_
         compress(
             [tmp_path / "twins" / "model.safetensors"],
             None,
-            read_optimizer=tmp_path / "twins" / "optimizer.pt",
+            moments_from=tmp_path / "twins" / "optimizer.pt",
             config=Grid(),
         )
 

@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptz.encode.chunk import MAX_SPARSE_SHARE
-from ckptz.encode.restored import MAX_PLANS
+from ckptz.codec.chunk import MAX_SPARSE_SHARE
+from ckptz.codec.grid import Grid
+from ckptz.codec.kmeans import KMeans
+from ckptz.codec.lossless import Lossless
+from ckptz.codec.restored import MAX_PLANS
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError, TruncatedError, UnsupportedError
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.caches import Decoded
@@ -21,9 +24,6 @@ from ckptz.format.index import BaseRef, QualityRecord, content_id_of
 from ckptz.format.reader import Container, FrameSource, _DecodedChunk
 from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.format.written import Written, amend_metadata, amend_quality
-from ckptz.methods.grid import Grid
-from ckptz.methods.kmeans import KMeans
-from ckptz.methods.lossless import Lossless
 from ckptz.parallel import Workers
 from ckptz.write import pipeline, writer
 from ckptz.write.inline_writer import NeededBase, write_inline

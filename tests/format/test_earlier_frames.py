@@ -11,12 +11,12 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from ckptz import LOSSLESS, Budget, Grid, KMeans, compress
+from ckptz.codec.method import Method, Recipe
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
 from ckptz.format.written import Written
-from ckptz.methods.method import Method, Recipe
 from ckptz.parallel import Workers
 from ckptz.search.run import SearchOptions
 from ckptz.torch import source_of

@@ -9,8 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptz.encode.chunk import encode_chunk
-from ckptz.encode.encoding_plan import EncodingPlan
+from ckptz.codec.chunk import encode_chunk
+from ckptz.codec.lossless import plan_lossless
+from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.errors import (
     ChecksumError,
     CkptzError,
@@ -46,7 +47,6 @@ from ckptz.format.sources import (
     chunk_bounds,
 )
 from ckptz.format.streams import CoderId
-from ckptz.methods.lossless import plan_lossless
 from tests.support import reference
 from tests.support.frame_support import (
     RULE_SETS,
@@ -174,7 +174,7 @@ def fits(dtype: DType, shape: tuple[int, ...]) -> bool:
 
 
 def lossless_case(source: ArraySource, base: ArraySource | None, plan: Plan | None = None) -> Case:
-    encoding = plan_lossless(source, base) if plan is None else EncodingPlan(plan)
+    encoding = plan_lossless(source, base) if plan is None else TensorPlan(plan)
     return Case(source, encoding, base, source)
 
 
@@ -309,7 +309,7 @@ def test_values_that_are_not_finite_must_be_escaped() -> None:
         np.random.default_rng(0), dtype_of("F32"), (6, 7), Domain.LINEAR, Predictor.ZERO, [], 42
     )
     plan = Plan(quant_map=quant_map, domain=Domain.LINEAR)
-    encoding = EncodingPlan(plan, FixedQuantizer(np.ones(42, np.uint8)))
+    encoding = TensorPlan(plan, FixedQuantizer(np.ones(42, np.uint8)))
     bad = Case(case.source, encoding, None, case.source)
     header, chunks = bad.encode()
     with pytest.raises(CorruptionError, match="not finite"):
@@ -319,7 +319,7 @@ def test_values_that_are_not_finite_must_be_escaped() -> None:
 def refusing(change: Any) -> None:
     """Parse a small lossless header after `change` of its body, with a right checksum."""
     source = random_source(dtype_of("F32"), (3, 2))
-    chunk = encode_chunk(source, EncodingPlan(exact_plan(source.dtype)), ChunkSources(0, 6))
+    chunk = encode_chunk(source, TensorPlan(exact_plan(source.dtype)), ChunkSources(0, 6))
     header = FrameHeader(source.dtype, (3, 2), exact_plan(source.dtype), (chunk.record,))
     body = bytearray(header.pack()[4:-8])
     body = change(body) or body

@@ -15,7 +15,7 @@ from typing import BinaryIO
 import numpy as np
 import pytest
 
-from ckptz.encode.restored import CachedTensor
+from ckptz.codec.restored import CachedTensor
 from ckptz.errors import (
     ConfigError,
     CorruptionError,

@@ -85,6 +85,7 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
         "depth of named tensors": reader.MAX_SOURCE_DEPTH,
         "frequency tables of a stream": context_rules.MAX_TABLES,
         "frequency sum": frequency.SCALE,
+        "Huffman code length": floats.HUFFMAN_BITS,
         "Exp-Golomb order of a table": frequency.MAX_ORDER,
         "Exp-Golomb low bits": floats.MAX_GOLOMB_BITS,
         "varint bytes": bits.MAX_VARINT_BYTES,

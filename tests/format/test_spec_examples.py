@@ -29,6 +29,7 @@ from ckptz.kernels import cpu
 from tests.support import reference
 from tests.support.spec_files import embedded
 from tests.support.spec_support import SPEC, hex_bytes, numbers, table
+from tests.support.spec_valid import by_huffman
 
 Array = np.ndarray[Any, Any]
 BACKENDS = [pytest.param(lambda: reference, id="reference"), pytest.param(cpu, id="cpu")]
@@ -190,6 +191,24 @@ def test_the_worked_steps_follow_from_the_stream() -> None:
         assert shown == [i, state, slot, code, after, word, ended]
         state = ended
     assert (state, source.left) == (1 << 16, 0)
+
+
+def test_the_worked_huffman_stream_follows_from_its_codes() -> None:
+    worked = _worked("example-of-a-huffman-stream")
+    codes, stream = np.array(numbers(worked["codes"]), np.uint8), hex_bytes(worked["stream"])
+    out = np.empty_like(codes)
+    decode_stream(CoderId.HUFFMAN, memoryview(stream), out)
+    assert out.tolist() == codes.tolist()
+    words = {row["s"]: row["code word"] for row in table("02-entropy.md", "example-of-a-huffman-stream", "s")}
+    lengths = {int(s): len(numbers(word)) for s, word in words.items()}
+    assert by_huffman(lengths, codes.tolist()) == stream
+    rows = table("02-entropy.md", "example-of-a-huffman-stream", "part")
+    for row, byte in zip(rows, stream[-4:], strict=True):
+        assert row["code words"] == ", ".join(words[str(code)] for code in numbers(row["its codes"]))
+        bits = numbers(row["code words"].replace(",", ""))
+        packed = np.packbits(np.array(bits, np.uint8), bitorder="little").tobytes()
+        assert packed == bytes((byte,)) == hex_bytes(row["byte"])
+    assert ", ".join(worked["codes"].split()) == ", ".join(" ".join(r["its codes"] for r in rows).split())
 
 
 def test_the_stream_order_example() -> None:

@@ -29,6 +29,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import ckptz as package
+from ckptz.codec.grid import Grid
+from ckptz.codec.kmeans import KMeans
 from ckptz.errors import (
     ChecksumError,
     CkptzError,
@@ -43,8 +45,6 @@ from ckptz.foreign.pickled import Unpickler
 from ckptz.format import reader as container_reader
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.dcp_index import INDEX_FILE, read_index
-from ckptz.methods.grid import Grid
-from ckptz.methods.kmeans import KMeans
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_state
 from tests.support.cli_support import ckptz

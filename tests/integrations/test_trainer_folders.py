@@ -171,7 +171,7 @@ def test_numbered_moments_are_found_by_the_model_of_the_config(
 ) -> None:
     source = run[0] / "checkpoint-3"
     [report] = ckptz.compress(source, tmp_path / "packed", config=Grid(min_elements=1))
-    assert [note for note in report.notes if "uncalibrated" not in note] == []
+    assert [note for note in report.notes if "no calibration" not in note] == []
     exact = torch.load(source / "optimizer.pt")["state"]
     restored = load_file(report.output)
     for number, state in exact.items():

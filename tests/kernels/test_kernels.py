@@ -1,5 +1,6 @@
 """Kernels of numba, and of torch where it has them, give the reference's bits, also without subnormals."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.encode.encoding_plan import ContextCounts
+from ckptz.codec.tensor_plan import ContextCounts
 from ckptz.format.frequency import encoding_tables, normalise, row_cost_bits, row_entropy_bits
 from ckptz.kernels import compiled as cpu_kernels
 from ckptz.kernels import torch as torch_kernels
+from ckptz.kernels.coding_cpu import COUNTED_BY_PAIRS
 from tests.support import reference
 from tests.support.wire_support import devices, from_torch, to_torch
 
@@ -299,6 +301,82 @@ def coded(kernels: Any, symbols: Any, ends: Any, table_of: Any, frequencies: Any
     )
     stream = out[begin:end].copy()
     return stream[: 4 * n_lanes].view(np.uint32), stream[4 * n_lanes :].view(np.uint16)
+
+
+def skewed(n: int, n_symbols: int, skew: int, seed: int) -> np.ndarray[Any, Any]:
+    """Symbols with two at least, rare ones among them, that leave some of the alphabet out."""
+    rng = np.random.default_rng(seed)
+    shares = rng.random(n_symbols) ** skew
+    found = rng.choice(rng.permutation(256)[:n_symbols], n, p=shares / shares.sum()).astype(np.uint8)
+    found[:2] = (3, 200)
+    return found
+
+
+@given(
+    st.lists(st.integers(2, 3000), min_size=1, max_size=3), st.integers(2, 256), st.integers(1, 40), st.data()
+)
+@settings(max_examples=60, deadline=None)
+def test_huffman_streams_are_equal_and_decode(
+    sizes: list[int], n_symbols: int, skew: int, data: st.DataObject
+) -> None:
+    streams = [skewed(n, n_symbols, skew, seed) for seed, n in enumerate(sizes)]
+    ends, counts = np.cumsum(sizes), np.array([np.bincount(s, minlength=256) for s in streams])
+    lengths = check_equal("huffman_lengths", np.uint8, counts)
+    assert lengths.max() <= 11
+    assert ((2.0 ** -lengths.astype(float)).sum(axis=1, where=lengths > 0) == 1).all()
+    n_heads, n_bytes = np.arange(len(sizes)), (counts * lengths).sum(axis=1) // 8 + 4
+    (expected, spans), (got, got_spans) = (
+        kernels.huffman_encode(np.concatenate(streams), ends, lengths, n_heads, n_bytes)
+        for kernels in (reference, cpu_kernels())
+    )
+    for k, stream in enumerate(streams):
+        assert np.diff(spans[k]).tolist() == np.diff(got_spans[k]).tolist()
+        parts, cuts = expected[spans[k, 1] : spans[k, -1]], spans[k, 2:] - spans[k, 1]
+        np.testing.assert_array_equal(parts, got[got_spans[k, 1] : got_spans[k, -1]])
+        for kernels in (reference, cpu_kernels()):
+            out = np.empty_like(stream)
+            assert kernels.huffman_decode(parts, cuts, lengths[k], out)
+            np.testing.assert_array_equal(out, stream)
+    damaged = parts.copy()
+    damaged[data.draw(st.integers(0, len(parts) - 1))] ^= data.draw(st.integers(1, 255))
+    outs = [np.empty_like(stream) for _ in range(2)]
+    is_whole = [
+        kernels.huffman_decode(damaged, cuts, lengths[k], out)
+        for kernels, out in zip((reference, cpu_kernels()), outs, strict=True)
+    ]
+    assert is_whole[0] == is_whole[1]
+    if is_whole[0]:
+        np.testing.assert_array_equal(*outs)
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_code_lengths_are_as_short_as_any(counts: list[int]) -> None:
+    row = np.zeros((1, 256), np.int64)
+    row[0, : len(counts)] = counts
+    lengths = reference.huffman_lengths(row)[0]
+    every = itertools.product(range(1, 6), repeat=len(counts))
+    least = min(
+        sum(n * length for n, length in zip(counts, lengths, strict=True))
+        for lengths in every
+        if sum(2 ** (5 - length) for length in lengths) <= 32
+    )
+    assert (row[0] * lengths).sum() == least
+
+
+@pytest.mark.parametrize("kind", ["skewed", "constant", "even"])
+def test_long_streams_are_counted_by_pairs_as_short_ones_are(kind: str) -> None:
+    n = COUNTED_BY_PAIRS + 5
+    symbols = {
+        "skewed": skewed(n, 40, 9, 1),
+        "constant": np.full(n, 7, np.uint8),
+        "even": np.arange(n, dtype=np.uint8),
+    }[kind]
+    check_equal("histogram", np.int64, symbols)
+    ends = np.array([3, 3, n - 1, n])
+    np.testing.assert_array_equal(
+        cpu_kernels().count_streams(symbols, ends), reference.count_streams(symbols, ends)
+    )
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40))

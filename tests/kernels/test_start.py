@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from ckptz.codec.registry import METHODS
 from ckptz.format.frequency import encoding_tables
 from ckptz.kernels import cache, plain
 from ckptz.kernels.cache import NOTICE
-from ckptz.methods.table import METHODS
 from ckptz.verbs.warm_up import warm_up
 from tests.support.cli_support import ckptz
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from ckptz.container.index import FORMAT_VERSION
 from safetensors.numpy import save_file as save_plain
 
-from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, rebase
-from ckptz.methods.state import Moments
+from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, KMeans, compress, rebase
+from ckptz.codec.moments import Moments
+from ckptz.format.index import FORMAT_VERSION
 from ckptz.numpy import load_file, save_file
 
 FOLDER = Path(__file__).parent
@@ -92,7 +92,15 @@ def write_low_rank(folder: Path) -> None:
     shutil.rmtree(folder / "run")
 
 
-WRITERS = {"1.0": write, "1.1": write_low_rank}
+def write_huffman(folder: Path) -> None:
+    """What version 1.2 has more: Huffman streams, in full files and deltas, of weights and maps."""
+    for name, config in (("lossless", LOSSLESS), ("maps", KMeans(levels=8, prune=0.1))):
+        first, second = folder / f"{name}.ckptz", folder / f"{name}-delta.ckptz"
+        save_file(training(0), first, config=config, effort="fast")
+        save_file(training(1), second, base=first, config=config, effort="fast")
+
+
+WRITERS = {"1.0": write, "1.1": write_low_rank, "1.2": write_huffman}
 
 
 def digests(folder: Path) -> dict[str, dict[str, str]]:

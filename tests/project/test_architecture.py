@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from ckptz._version import __version__
+from ckptz.codec.method import Recipe
+from ckptz.codec.registry import METHODS
 from ckptz.format.index import FORMAT_VERSION
-from ckptz.methods.method import Recipe
-from ckptz.methods.table import METHODS
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,8 +22,8 @@ FLOORS = (
     ("_version", "errors", "kernels"),
     ("parallel", "pages"),
     ("format",),
-    ("encode", "state", "store", "wire"),
-    ("methods", "run"),
+    ("state", "store", "wire"),
+    ("codec", "run"),
     ("foreign",),
     ("guidance",),
     ("write",),
@@ -123,12 +123,12 @@ def test_imports_go_strictly_down(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "name", "inside"),
     [
-        ("ckptz.format.bits", "ckptz.encode.chunk", False),  # up
+        ("ckptz.format.bits", "ckptz.codec.chunk", False),  # up
         ("ckptz.store.lock", "ckptz.state.flatten", False),  # sideways
         ("ckptz.store.resolve", "torch", False),  # too early
-        ("ckptz.encode.chunk", "zstandard", False),  # another's
+        ("ckptz.codec.chunk", "zstandard", False),  # another's
         ("ckptz_cli.main", "pickle", True),  # never
-        ("ckptz.encode.chunk", "ckptz.format.streams", True),  # hidden
+        ("ckptz.codec.chunk", "ckptz.format.streams", True),  # hidden
     ],
 )
 def test_a_wrong_import_is_noticed(module: str, name: str, inside: bool) -> None:
@@ -140,7 +140,7 @@ READERS = (
     *("ckptz.format.decode", "ckptz.format.reader", "ckptz.format.envelope", "ckptz.store.resolve"),
     *("ckptz.api.read", "ckptz.api.describe", "ckptz.api.apply"),
 )
-ENCODERS = ("encode", "methods", "write", "guidance", "search")
+ENCODERS = ("codec", "write", "guidance", "search")
 
 
 def reached(modules: tuple[str, ...]) -> set[str]:
@@ -164,7 +164,7 @@ def test_what_reads_files_knows_nothing_of_what_an_encoder_decides() -> None:
 
 
 def test_the_writer_is_noticed_among_readers() -> None:
-    assert "ckptz.encode" in {room_of(module) for module in reached(("ckptz.write.writer",))}
+    assert "ckptz.codec" in {room_of(module) for module in reached(("ckptz.write.writer",))}
 
 
 def own_imports(module: str) -> set[str]:
@@ -196,7 +196,7 @@ def config_checks(tree: ast.AST) -> Iterator[str]:
 
 
 def test_only_methods_ask_which_method_it_is() -> None:
-    outside = {module: tree for module, tree in TREES.items() if room_of(module) != "ckptz.methods"}
+    outside = {module: tree for module, tree in TREES.items() if room_of(module) != "ckptz.codec"}
     found = [f"{module}: {check}" for module, tree in outside.items() for check in config_checks(tree)]
     assert not found
     for check in ("isinstance(config, (int, KMeans))", "isinstance(a, Clusters)", "cast(KMeans, config)"):
@@ -219,6 +219,8 @@ DELETES = {
     "ckptz.verbs.compress": "with --resume, unfinished files of processes that have ended",
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.format.publish": "temporary files that got no name",
+    "ckptz.integrations.accelerate": "the mark of a complete folder that is written anew",
+    "ckptz.wire.state": "the file of sample buffers that a full disk left no room for",
     "ckptz.store.storage": "`remove` of a folder, which those below call",
     "ckptz.run.links": "symbolic links of its own that lead nowhere",
     "ckptz.store.lock": "its own lease; copies of what was uploaded or not saved; spools nobody holds",

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import ckptz
-from ckptz.methods.table import METHODS
+from ckptz.codec.registry import METHODS
 from tests.support.spec_support import ROOT, slug
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]

@@ -102,7 +102,7 @@ def of_reports() -> None:
         ckptz("compress", f"step-{1 + step}.safetensors", "-o", f"{name}/step-{step}.ckptz", "--step", step)
     ckptz("compress", "step-1.safetensors", "-o", "a.ckptz")
     ckptz("compress", "step-2.safetensors", "-o", "b.ckptz", "--base", "a.ckptz")
-    found = ckptz("compress", "model.safetensors", "--eval", "evaluate.py:loss", "--max-drop", "1%", "--json")
+    found = ckptz("compress", "model.safetensors", "--eval", "evaluate.py:loss", "--budget", "1%", "--json")
     Path("search.json").write_text(found.stdout)
 
 

@@ -1,4 +1,4 @@
-"""Docstrings say in one sentence what a function does or a class is, and of arrays their shape or unit."""
+"""Rules for docstrings: a sentence about the subject, with the shape or unit of arrays."""
 
 import ast
 import re
@@ -9,16 +9,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-VERBS = """
-    Accept Become Cut Set Spell
-    Add Apply Ask Average Begin Bind Bring Call Check Choose Close Code Compare Compress Compute Convert
-    Copy Count Decide Decode Delete Describe Draw Encode End Expand Factor Fill Find Fit Forget Give Go
-    Group Hash Hold Join Keep Leave Let List Load Look Make Map Mark Match Measure Merge Move Name Open
-    Pack Parse Plan Predict Print Propose Prune Publish Put Quantize Rank Read Receive Record Refuse
-    Release Remember Remove Replace Require Restore Return Round Run Sample Save Say Scale Search Send Share
-    Show Sketch Sort Split Start Stop Store Subtract Sum Take Tell Trust Try Turn Undo Update Use Verify Wait
-    Warn Weigh Wrap Write
-"""
+# Verbs that say nothing about the operation: return, compute, read, select, ... do. Question words say less.
+VAGUE = ("Give", "Tell", "Say", "Let", "Bring", "What", "Whether", "Whoever")
 ARRAY = re.compile(
     r"\b(NDArray|Patterns|Floats|Reals|Integers|Codes|Labels|Counts|Bytes|Frequencies|Matrix|Logits)\b"
 )
@@ -69,8 +61,6 @@ def faults_of(node: Function | ast.ClassDef) -> Iterator[str]:
 
 
 def faults_of_function(function: Function, text: str, first: str) -> Iterator[str]:
-    if first.split()[0].rstrip(".,:;") not in VERBS.split():
-        yield f"{first!r} does not begin with a verb"
     if NO_OBJECT.match(first):
         yield f"{first!r} does not name its object"
     arguments = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
@@ -91,15 +81,32 @@ MODULES = [path for folder in ("ckptz", "cli") for path in sorted((ROOT / folder
 
 
 @pytest.mark.parametrize("path", MODULES, ids=room_of)
-def test_docstrings_are_sentences_that_begin_with_a_verb(path: Path) -> None:
+def test_docstrings_are_sentences_about_their_subject(path: Path) -> None:
     faults = found_in(path.read_text())
     assert not faults, "\n".join(["", *faults])
+
+
+def vague_in(source: str) -> list[str]:
+    """First lines of docstrings, of private functions too, that begin with a vague word."""
+    nodes = [one for one in ast.walk(ast.parse(source)) if isinstance(one, Function | ast.ClassDef)]
+    lines = [(ast.get_docstring(node) or "-").splitlines()[0] for node in nodes]
+    return [line for line in lines if line.split()[0].rstrip(".,:;") in VAGUE]
+
+
+@pytest.mark.parametrize("path", MODULES, ids=room_of)
+def test_docstrings_begin_with_a_verb_of_the_field(path: Path) -> None:
+    lines = vague_in(path.read_text())
+    assert not lines
+
+
+def test_a_vague_docstring_is_noticed() -> None:
+    source = 'def _f() -> int:\n    """Give a number."""\nclass A:\n    """What it is."""'
+    assert vague_in(source) == ["Give a number.", "What it is."]
 
 
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("def f(a: int) -> int:", "'Codes of some numbers.' does not begin with a verb"),
         ("def f(a: int) -> int:", "'Give a number' does not end with a full stop"),
         ("def f(a: int) -> int:", "'Give it.' is too short to say anything"),
         ("def f(a: int) -> int:", "'Give the same for others.' does not name its object"),

@@ -30,7 +30,7 @@ def run(tmp_path: Path) -> Path:
     for name, step, base in (("z", 0, None), ("b", 10, "z"), ("a", 20, "z"), ("c", 30, "a")):
         plain = write_plain(folder / f"{name}.safetensors", a_state(drift=0.001 * step, n=5000))
         against = ("--base", folder / f"{base}.ckptz") if base else ()
-        method = ("--method", "kmeans", "--levels", 8) if step == 30 else ()
+        method = ("--method", "kmeans", "--set", "levels=8") if step == 30 else ()
         ckptz("compress", plain, "--step", step, "--jobs", 1, *against, *method)
         plain.unlink()
     return folder
@@ -116,7 +116,7 @@ def test_quality_that_a_file_records_is_shown(run: Path, tmp_path: Path) -> None
     forge(run / "c.ckptz", run / "c.ckptz", lambda index: {**index, "quality": rows})
     out = ckptz("log", run, "--json").json["entries"][3]["quality"]
     assert out[0]["measured"] == 3.015
-    assert "loss 3.015 against 3, 0.50% worse (1% is allowed)" in ckptz("log", run).stdout
+    assert "loss 3.015 against 3, 0.50% worse (limit 1%)" in ckptz("log", run).stdout
 
 
 # --- what is not whole ----------------------------------------------------------------------------

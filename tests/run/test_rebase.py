@@ -39,7 +39,7 @@ from tests.support.spec_files import STORED, File, Frame, plan, varint
 from tests.support.sync_support import SPARSE, cloned, moved, same
 from tests.support.sync_support import a_state as a_torch_state
 
-KMEANS = ("--method", "kmeans", "--levels", 8)
+KMEANS = ("--method", "kmeans", "--set", "levels=8")
 
 
 def a_run(folder: Path, n: int, *method: Any) -> list[Content]:

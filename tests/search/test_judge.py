@@ -12,16 +12,17 @@ import torch
 from safetensors.torch import save_file as save_plain
 
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, ResumeProbe, compress, inspect
+from ckptz.codec.method import Method
 from ckptz.errors import ConfigError
-from ckptz.methods.method import Method
 from ckptz.pages import words
 from ckptz.search.budget import Judgement, Limit, Reading, judge, share_used
 from ckptz.search.run import SearchOptions
-from ckptz.search.strategies import Neighbourhood, OneKnob, Outcome
+from ckptz.search.spaces import GridSpace
+from ckptz.search.strategies import MultiplierSearch, Neighbourhood, Outcome
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
 from tests.support.cli_support import ckptz
-from tests.support.search_support import BOTH, CUBE, TEMPLATE
+from tests.support.search_support import BOTH, CUBE, SPACE, TEMPLATE
 
 State = dict[str, torch.Tensor]
 ONE_PERCENT = Limit(0.01, True)
@@ -327,12 +328,12 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert changes.max_drop == pytest.approx(0.005 * mean.exact)  # too few answers for the mean to decide
     assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
     assert 0 < changes.measured <= changes.max_drop
-    what = "half the mean square of the changes of loss by token"
+    what = "per-token change of loss"
     assert words.metric_name(changes) == what
     ckptz("report", output, "-o", folder / "page.html")
     page = (folder / "page.html").read_text()
     assert all(words.quality_text(record) in page for record in (mean, changes))
-    said = f"{what} {changes.measured:.4g} ("
+    said = f"{what} {changes.measured:.2g} ("
     assert said in run.stdout
     assert said in ckptz("inspect", output).stdout
     assert said in ckptz("log", folder).stdout
@@ -357,7 +358,7 @@ def test_a_single_number_is_judged_with_a_warning(folder: Path, functions: dict[
 
 
 def test_accuracies_answer_by_answer_go_through_the_command(folder: Path) -> None:
-    options = ("--eval", f"{folder}/evaluate.py:right", "--max-drop", "20%", "--json")
+    options = ("--eval", f"{folder}/evaluate.py:right", "--budget", "20%", "--json")
     (report,) = ckptz("compress", folder / "model.safetensors", "-o", folder / "o.ckptz", *options).json[
         "files"
     ]
@@ -402,25 +403,25 @@ def test_restores_divide_single_changes(folder: Path, functions: dict[str, Any])
 def test_files_to_restart_from_keep_what_training_moves(folder: Path, functions: dict[str, Any]) -> None:
     report = search(folder, functions["losses"], 0.05, restores=2)
     assert report.search.config["purpose"] == "resume"
-    given = Grid(purpose="ship").searched(trains=True, restarts=True)
+    given = GRID.template(Grid(purpose="ship"), trains=True, restarts=True)
     assert given.purpose == "ship"
 
 
 def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
     parent = CUBE.config((2, 1, 1, 0))
-    sizes: Callable[[Method], float] = lambda config: float(config.knobs()["prune"])  # noqa: E731
+    sizes: Callable[[Method], float] = lambda config: float(config.prune)  # noqa: E731
     for keeps in (False, True):
         first = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, keeps=keeps).propose([])
         assert (first == parent) == keeps
-    finer, other = TEMPLATE.finer()[0], replace(parent, protect_by="magnitude")
+    finer, other = SPACE.finer(TEMPLATE)[0], replace(parent, protect_by="magnitude")
     for parent, is_first in ((finer, True), (other, False)):
         near = Neighbourhood(parent=parent, cubes=(CUBE,), predict=lambda config: 1.0, keeps=True)
         assert (near.propose([]) == parent) == is_first
 
 
 def test_a_grid_begins_at_the_very_step_of_its_base() -> None:
-    first = OneKnob(template=Grid(), start=0.70710678).propose([])
-    assert first.multiplier == 0.70710678
+    first = MultiplierSearch(space=GRID, template=Grid(), start=0.70710678).propose([])
+    assert first.step == 0.70710678
 
 
 def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Path) -> None:
@@ -444,9 +445,10 @@ def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Pa
     assert float((back * moved).sum() / moved.square().sum()) == pytest.approx(1, abs=0.2)
 
 
+GRID = GridSpace("step")
 PARENT = CUBE.config((2, 1, 1, 0))
 NEAR = Neighbourhood(parent=PARENT, cubes=(CUBE,), predict=lambda config: 1.0, keeps=True)
-KNOB = OneKnob(template=Grid(moments=None), start=0.8, draws=True)
+KNOB = MultiplierSearch(space=GRID, template=Grid(moments=None), start=0.8, draws=True)
 
 
 @pytest.mark.parametrize(
@@ -460,7 +462,7 @@ KNOB = OneKnob(template=Grid(moments=None), start=0.8, draws=True)
         ([(1.4, math.inf)], False),
     ],
 )
-@pytest.mark.parametrize("strategy", [NEAR, KNOB], ids=["neighbourhood", "one-knob"])
+@pytest.mark.parametrize("strategy", [NEAR, KNOB], ids=["neighbourhood", "multiplier"])
 def test_rounding_is_drawn_again_where_it_alone_broke_the_mean(
     strategy: Any, broken: list[tuple[float, float]], again: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""The search with one knob: where it measures, what it finds, and what a file says of it."""
+"""The search for a multiplier: where it measures, what it finds, and what a file says of it."""
 
 import dataclasses
 import math
@@ -13,17 +13,18 @@ from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, Grid, KMeans, compress
+from ckptz.codec.grid import MAX_SECOND_STEP
+from ckptz.codec.moments import Moments
 from ckptz.errors import ConfigError
-from ckptz.methods.grid import MAX_SECOND_STEP
-from ckptz.methods.state import Moments
 from ckptz.search.run import SearchOptions
+from ckptz.search.spaces import SPACES, MultiplierSpace
 from ckptz.search.strategies import (
     CLOSE_LATER,
     LARGEST,
     MAX_FIRST,
     MAX_LATER,
     SMALLEST,
-    OneKnob,
+    MultiplierSearch,
     Outcome,
     Strategy,
     best_of,
@@ -35,6 +36,8 @@ from tests.support.cli_support import ckptz
 from tests.support.search_support import model
 
 TEMPLATE = Grid(moments=None)
+SPACE = SPACES["grid"]
+assert isinstance(SPACE, MultiplierSpace)
 Used = Callable[[float], float]
 
 
@@ -49,7 +52,7 @@ def searched(used: Used, *stages: Strategy) -> list[Outcome]:
     def try_one(config: Any, _: str) -> Outcome:
         return Outcome(config, used(config.step), n_bytes(config.step))
 
-    return run_stages(stages or (OneKnob(template=TEMPLATE),), try_one)
+    return run_stages(stages or (MultiplierSearch(space=SPACE, template=TEMPLATE),), try_one)
 
 
 # --- the rule -----------------------------------------------------------------------------------
@@ -117,14 +120,14 @@ def test_a_cliff_is_found_from_both_sides() -> None:
 
 def test_a_failure_below_a_success_is_taken_for_noise() -> None:
     history = [Outcome(TEMPLATE.scaled(1.0), 1.2, 9), Outcome(TEMPLATE.scaled(1.4), 0.6, 8)]
-    proposed = OneKnob(template=TEMPLATE).propose(history)
+    proposed = MultiplierSearch(space=SPACE, template=TEMPLATE).propose(history)
     assert proposed.step > 1.4
 
 
-def later(start: float) -> tuple[OneKnob, OneKnob]:
+def later(start: float) -> tuple[MultiplierSearch, MultiplierSearch]:
     """The strategies of a checkpoint with a parent."""
-    first = OneKnob(template=TEMPLATE, start=start, most=MAX_LATER, close=CLOSE_LATER)
-    return first, OneKnob(template=TEMPLATE, start=start)
+    first = MultiplierSearch(space=SPACE, template=TEMPLATE, start=start, most=MAX_LATER, close=CLOSE_LATER)
+    return first, MultiplierSearch(space=SPACE, template=TEMPLATE, start=start)
 
 
 @pytest.mark.parametrize(("drift", "most"), [(1.0, 1), (1.1, 1), (0.9, 2), (0.7, 2), (1.6, 2), (0.4, 3)])
@@ -193,7 +196,7 @@ def test_a_first_checkpoint_and_one_after_it(folder: Path) -> None:
     first = search(folder / "step-0.safetensors", folder / "0.ckptz")
     second = search(folder / "step-1.safetensors", folder / "1.ckptz", _base=folder / "0.ckptz")
     for report, most in ((first, MAX_FIRST), (second, MAX_LATER)):
-        assert (report.search.method, report.search.strategy) == ("grid", "one-knob")
+        assert (report.search.method, report.search.strategy) == ("grid", "multiplier")
         assert report.search.is_met
         assert len(report.search.trials) <= most
         assert report.search.quality[0].promise == "quality-drop"
@@ -238,32 +241,32 @@ def test_no_evaluation_needs_a_parent(folder: Path) -> None:
 
 def test_auto_is_grid_and_its_plan_replays(folder: Path) -> None:
     source, plan = folder / "exact.safetensors", folder / "plan.json"
-    budget = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "1%")
+    budget = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "1%")
     out = ("-o", folder / "a.ckptz")
-    (found,) = ckptz("compress", source, *out, *budget, "--save-plan", plan, "--json").json["files"]
+    (found,) = ckptz("compress", source, *out, *budget, "--save-config", plan, "--json").json["files"]
     assert found["search"]["method"] == "grid"
-    ckptz("compress", source, "-o", folder / "b.ckptz", "--plan", plan)
+    ckptz("compress", source, "-o", folder / "b.ckptz", "--config", plan)
     a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
-    (again,) = ckptz("compress", source, "-o", folder / "c.ckptz", "--plan", plan, *budget, "--json").json[
+    (again,) = ckptz("compress", source, "-o", folder / "c.ckptz", "--config", plan, *budget, "--json").json[
         "files"
     ]
     assert len(again["search"]["trials"]) == 1
-    line = ckptz("compress", source, "-o", folder / "d.ckptz", *budget, "-v", "--plan", plan).stderr
+    line = ckptz("compress", source, "-o", folder / "d.ckptz", *budget, "-v", "--config", plan).stderr
     assert f"tried step {found['search']['config']['step']:g}" in line
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--method", "grid", "--grid-step", 2), "what a search looks for"),
-        (("--protect-as", "exact"), "belongs to --method kmeans"),
-        (("--method", "kmeans", "--dead-zone", 0.1), "belongs to --method grid"),
-        (("--max-evaluations", 0), "a plan must record settings"),
+        (("--method", "grid", "--set", "step=2"), "what a search looks for"),
+        (("--set", "protect_as=exact"), "method grid has no such setting"),
+        (("--method", "kmeans", "--set", "dead_zone=0.1"), "method kmeans has no such setting"),
+        (("--set", "search.max_evaluations=0"), "a plan must record settings"),
     ],
 )
 def test_options_of_another_method_exit_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
-    words = ("--eval", f"{folder}/evaluate.py:loss", "--max-drop", "1%", *options)
+    words = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "1%", *options)
     run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "o.ckptz", *words, fails=True)
     assert run.exit_code == 2
     assert said in run.stderr

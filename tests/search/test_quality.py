@@ -292,7 +292,7 @@ def test_a_budget_in_steps_is_kept_and_recorded_beside_the_loss(
     assert loss.measured - loss.exact <= 2 * 0.01 + 1e-9
     assert steps.measured == pytest.approx((loss.measured - loss.exact) / 0.01, rel=1e-6)
     assert (steps.max_drop, steps.is_relative, steps.is_met) == (pytest.approx(2), False, True)
-    assert "steps of training lost (2 are allowed)" in ckptz("inspect", folder / "out.ckptz").stdout
+    assert "steps of training lost (limit 2)" in ckptz("inspect", folder / "out.ckptz").stdout
 
 
 def test_a_share_of_the_loss_is_also_said_in_steps(folder: Path, functions: dict[str, Any]) -> None:
@@ -425,7 +425,7 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
     evals = ("--eval", "{f}:logits", "--eval", "{f}:loss", "--eval", "resume={f}:resume")
     texts = ("kl<=5e-3", "top1>=0.9", "loss<=5%", "resume <= 5%")
     budgets = [word for text in texts for word in ("--budget", text)]
-    (report,) = run(folder, *evals, *budgets, "--resume-steps", 4, "--json").json["files"]
+    (report,) = run(folder, *evals, *budgets, "--set", "search.resume_steps=4", "--json").json["files"]
     found = report["search"]["quality"]
     assert [one["metric"] for one in found] == ["kl", "top1", "loss", "resume", "steps_lost"]
     assert [one["promise"] for one in found] == ["quality-drop"] * 3 + ["resume-gap"] * 2
@@ -456,13 +456,13 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
         (("--eval", "{f}:loss", "--budget", "kl<=1e-3"), "needs one --eval that returns logits"),
         (("--eval", "{f}:loss", "--budget", "resume<=1%"), "returns resume, as in resume=file.py"),
         (("--eval", "{f}:loss", "--eval", "{f}:logits", "--budget", "loss<=1%"), "no --budget is about it"),
-        (("--eval", "{f}:loss", "--eval", "{f}:accuracy"), "of several, each needs a --budget"),
+        (("--eval", "{f}:loss", "--eval", "{f}:accuracy"), "of several --eval, each needs a --budget"),
         (("--eval", "{f}:loss", "--budget", "loss<=1%", "--budget", "loss<=2%"), "contradict each other"),
-        (("--eval", "{f}:loss", "--budget", "loss<=1%", "--max-drop", "1%"), "contradicts --budget"),
-        (("--eval", "{f}:loss", "--resume-steps", 4), "belongs to an --eval of the kind resume"),
-        (("--budget", "loss<=1%"), "belongs to a search"),
-        (("--eval", "resume={f}:breaks", "--max-drop", "1%"), "raised RuntimeError: out of data"),
-        (("--eval", "resume={f}:diverges", "--max-drop", "1%"), "the resume of the exact tensors is nan"),
+        (("--eval", "{f}:loss", "--budget", "loss<=1%", "--budget", "1%"), "is no budget"),
+        (("--eval", "{f}:loss", "--set", "search.resume_steps=4"), "belongs to an --eval of the kind resume"),
+        (("--budget", "loss<=1%"), "--budget needs --eval"),
+        (("--eval", "resume={f}:breaks", "--budget", "1%"), "raised RuntimeError: out of data"),
+        (("--eval", "resume={f}:diverges", "--budget", "1%"), "the resume of the exact tensors is nan"),
     ],
 )
 def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
@@ -477,7 +477,7 @@ def test_a_budget_below_the_noise_exits_with_6_and_says_so(folder: Path) -> None
         "import itertools\nN = itertools.count()\ndef resume(state, n_steps):\n    return 2.0 + next(N) % 2\n"
     )
     (folder / "noisy.py").write_text(noisy)
-    found = run(folder, "--eval", f"{folder}/noisy.py:resume", "--max-drop", "1%", fails=True)
+    found = run(folder, "--eval", f"{folder}/noisy.py:resume", "--budget", "1%", fails=True)
     assert found.exit_code == 6
     assert "the noise floor" in found.stderr
     assert not load_plain(folder / "state.safetensors").keys() - load_file(folder / "out.ckptz").keys()

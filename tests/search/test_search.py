@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ckptz import Budget
-from ckptz.encode.sensitivity import SensitivityHistogram
-from ckptz.encode.tensor import NO_SIDE_INFORMATION, SideInformation, TensorToEncode
+from ckptz.codec.kmeans import KMeans
+from ckptz.codec.sensitivity import SensitivityHistogram
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, SideInformation, TensorToEncode
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.dtypes import dtype_of
@@ -19,7 +20,6 @@ from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import ArraySource, TensorSource
 from ckptz.kernels.floats import F32
-from ckptz.methods.kmeans import KMeans
 from ckptz.parallel import Workers
 from ckptz.search.budget import Limit, Reading, judge
 from ckptz.search.predicted_sizes import predicted_sizes
@@ -36,7 +36,7 @@ from ckptz.search.strategies import (
 )
 from ckptz.write import pipeline
 from ckptz.write.pipeline import Job, prepared
-from tests.support.search_support import BOTH, CUBE, TEMPLATE, landscape, model
+from tests.support.search_support import BOTH, CUBE, SPACE, TEMPLATE, landscape, model
 
 QUARTER = 216 // 4
 
@@ -126,10 +126,10 @@ def test_the_cube_has_the_papers_configurations() -> None:
     assert [len(cube.points) for cube in BOTH] == [216, 216]
     configs = {cube.config(point) for cube in BOTH for point in cube.points}
     assert len(configs) == 432 - 36  # without pruning both metrics mean the same
-    assert len({config for config in configs if config.cube_name == "sensitivity"}) == 180
-    (without,) = TEMPLATE.cubes(["magnitude"], {"head"}, is_ranked=True)
+    assert len({config for config in configs if config.prune_by == "sensitivity"}) == 180
+    (without,) = SPACE.cubes(TEMPLATE, ["magnitude"], {"head"}, is_ranked=True)
     assert len(without.points) == 108
-    (unranked,) = TEMPLATE.cubes(["sensitivity"], {"embedding"}, is_ranked=False)
+    (unranked,) = SPACE.cubes(TEMPLATE, ["sensitivity"], {"embedding"}, is_ranked=False)
     assert unranked.name == "magnitude"
 
 
@@ -199,7 +199,7 @@ def test_a_search_takes_twenty_trials_at_most_and_the_last_is_the_mildest() -> N
 
 
 def test_what_is_milder_than_a_cube_is_tried_where_nothing_in_it_keeps_the_budget() -> None:
-    scene, finer = landscape(0), KMeans().finer()
+    scene, finer = landscape(0), SPACE.finer(KMeans())
     for n_bad in range(len(finer) + 1):
         used = dict.fromkeys(scene.used, 1.4) | {c: 2.0 if i < n_bad else 0.9 for i, c in enumerate(finer)}
         other = replace(scene, used=used, sizes=scene.sizes | dict.fromkeys(finer, 1e9))

@@ -155,17 +155,18 @@ def vectors() -> Iterator[tuple[list[str], list[Member]]]:
 
 
 def generated(folder: Path) -> Iterator[tuple[list[str], list[Member]]]:
-    """Chains of two files as our writer makes them: 32 lanes, shared tables, escapes, contexts, outer."""
+    """Chains of two files as our writer makes them: lanes, tables, Huffman, escapes, contexts, outer."""
     rng = np.random.default_rng(5)
     scale = np.exp(rng.standard_normal((48, 1)))
     weight = (0.02 * scale * rng.standard_normal((48, 96))).astype(np.float32)
     state = {"up.weight": weight, "small": weight[0].astype(np.float16), "step": np.arange(300)}
     drifted = {name: _drifted(t, rng) for name, t in state.items()}
     kmeans = ckptz.KMeans(levels=12, prune=0.1, protect=0.01)
-    for name, config in (("lossless", ckptz.LOSSLESS), ("kmeans", kmeans), ("grid", ckptz.Grid(step=0.1))):
-        names = [f"{name}-{step}.ckptz" for step in (2, 1)]
-        save_file(state, folder / names[1], config=config)
-        save_file(drifted, folder / names[0], config=config, base=folder / names[1])
+    methods = {"lossless": ckptz.LOSSLESS, "kmeans": kmeans, "grid": ckptz.Grid(step=0.1)}
+    for (name, config), effort in itertools.product(methods.items(), ("small", "fast")):
+        names = [f"{name}-{effort}-{step}.ckptz" for step in (2, 1)]
+        save_file(state, folder / names[1], config=config, effort=effort)
+        save_file(drifted, folder / names[0], config=config, base=folder / names[1], effort=effort)
         yield names, [file_of((folder / n).read_bytes()) for n in names]
         yield names[1:], [file_of((folder / names[1]).read_bytes())]
 

@@ -83,6 +83,11 @@ def ckptz(*args: object, fails: bool = False) -> Run:
     return Run(result.exit_code, result.stdout, stderr)
 
 
+def sets(**settings: object) -> list[str]:
+    """Options `--set` for settings of a method."""
+    return [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+
+
 def plain_bytes(rows: Rows, metadata: Mapping[str, str] | None = None) -> bytes:
     """A safetensors file, written from its specification."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}

@@ -17,8 +17,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptz import Checkpointer, Grid, KeepPolicy, Moments
-from ckptz.encode.low_rank import low_rank
-from ckptz.encode.rounding import Feedback
+from ckptz.codec.low_rank import low_rank
+from ckptz.codec.rounding import Feedback
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from ckptz.encode.chunk import EncodedChunk, encode_chunk
-from ckptz.encode.encoding_plan import ContextCounts, EncodingPlan, share_tables
-from ckptz.encode.quantizer import Quantizer
+from ckptz.codec.chunk import EncodedChunk, encode_chunk
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, share_tables
 from ckptz.format.context_rules import BaseCode, Block, ContextRule, Magnitude, Row, n_contexts_of
 from ckptz.format.decode import decode_chunk, decode_codes
 from ckptz.format.dtypes import DType, dtype_of
@@ -73,7 +73,7 @@ class Case:
     """A tensor, its plan, and what it may look at."""
 
     source: ArraySource
-    encoding: EncodingPlan
+    encoding: TensorPlan
     base: TensorSource | None
     context_tensor: TensorSource
 
@@ -294,7 +294,7 @@ def build_case(
     context_tensor = ArraySource(dtype, shape, random_patterns(rng, kind, n))
     plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor, outer=outer, rules=rules)
     case = Case(
-        ArraySource(dtype, shape, flat), EncodingPlan(plan, FixedQuantizer(codes)), base, context_tensor
+        ArraySource(dtype, shape, flat), TensorPlan(plan, FixedQuantizer(codes)), base, context_tensor
     )
     # What would not be finite must be escaped.
     decoded = expected_patterns(case)
@@ -304,7 +304,7 @@ def build_case(
         quant_map = replace(quant_map, escape_code=n_codes - 1)
     codes[infinite] = n_codes - 1
     plan = replace(plan, quant_map=quant_map, tables=_tables(rng, rules, codes, n_contexts))
-    return replace(case, encoding=EncodingPlan(plan, FixedQuantizer(codes)))
+    return replace(case, encoding=TensorPlan(plan, FixedQuantizer(codes)))
 
 
 def _tables(

@@ -6,13 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ckptz.methods.kmeans import KMeans
-from ckptz.methods.method import Cube, Method
+from ckptz.codec.kmeans import KMeans
+from ckptz.codec.method import Method
+from ckptz.search.spaces import SPACES, Cube, CubeSpace, reference
 from ckptz.search.strategies import Outcome, Strategy, best_of, run_stages
 
 Array = np.ndarray[Any, Any]
-TEMPLATE = KMeans.reference()
-BOTH = TEMPLATE.cubes((), {"embedding"}, is_ranked=True)  # by magnitude, by sensitivity
+TEMPLATE = reference(KMeans)
+SPACE = SPACES["kmeans"]
+assert isinstance(SPACE, CubeSpace)
+BOTH = SPACE.cubes(TEMPLATE, (), {"embedding"}, is_ranked=True)  # by magnitude, by sensitivity
 CUBE = BOTH[0]
 
 
@@ -59,7 +62,7 @@ def landscape(seed: int, noise: float = 0.0, cubes: tuple[Cube, ...] = (CUBE,)) 
     for cube in cubes:
         harm = rng.uniform(0.5, 2) if cube.name == "sensitivity" else 1.0
         for point in cube.points:
-            axes = zip(KMeans.axes.values(), point, strict=True)
+            axes = zip(SPACE.axes.values(), point, strict=True)
             levels, prune, protect, embedding = (values[at] for values, at in axes)
             drop = weight[0] * scales[0] * (4 / levels) ** power
             drop += harm * weight[1] * scales[1] * prune**falls

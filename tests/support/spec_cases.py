@@ -7,6 +7,7 @@ spec/vectors/invalid, written by spec/make_vectors.py.
 
 import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from ckptz.format.bits import xxh64
 from ckptz.format.sources import CHUNK_VALUES
 from tests.support.spec_files import (
     CONSTANT,
+    HUFFMAN,
     OWN,
     SHARED,
     SPARSE,
@@ -51,6 +53,8 @@ ONE, INFINITY = b"\x00\x00\x80\x3f", b"\x00\x00\x80\x7f"
 FLAT_TABLE = b"\0\0\0"  # symbol 0 has all frequency
 LANE = b"\0" + (1 << 16).to_bytes(4, "little")
 EMPTY = ((STORED, b""),)
+HALVES = b"\0\1\x11"  # code lengths of two codes
+ZEROS = HALVES + struct.pack("<3I", 1, 1, 1) + bytes(4)  # a Huffman stream of four zeros
 
 
 def zstd_frame(descriptor: int, fields: bytes, n: int = 4) -> bytes:
@@ -137,6 +141,29 @@ def over(base: Frame, frame: Frame, **ref: Any) -> Folder:
 def as_low_rank(frame: Frame) -> File:
     """A file of one frame that may be of low rank."""
     return File({"w": frame}, features="lossless,low-rank,maps", metadata={"ckptz.version": "1.1"})
+
+
+def as_huffman(frame: Frame) -> File:
+    """A file of one frame that may have Huffman streams."""
+    return File({"w": frame}, features="huffman,lossless,maps", metadata={"ckptz.version": "1.2"})
+
+
+def code_lengths(lengths: Sequence[int], first: int = 0) -> bytes:
+    """See spec/02-entropy.md#code-lengths."""
+    padded = [*lengths, *[0] * (len(lengths) % 2)]
+    halves = bytes(a | b << 4 for a, b in zip(padded[::2], padded[1::2], strict=True))
+    return bytes((first, first + len(lengths) - 1)) + halves
+
+
+def in_parts(lengths: bytes, *parts: bytes, sizes: Sequence[int] | None = None) -> bytes:
+    """A Huffman stream of these parts."""
+    sizes = [len(part) for part in parts[:3]] if sizes is None else sizes
+    return lengths + struct.pack("<3I", *sizes) + b"".join(parts)
+
+
+def huffman(lengths: bytes, *parts: bytes, n: int = 4, sizes: Sequence[int] | None = None) -> File:
+    """A file of n codes, all 0, in a Huffman stream."""
+    return as_huffman(coded(HUFFMAN, in_parts(lengths, *parts, sizes=sizes), n))
 
 
 def quantized(
@@ -286,6 +313,11 @@ ENTROPY: dict[str, list[Input]] = {
         quantized(flags=2, streams=((SHARED, LANE), *EMPTY * 3)),
         in_contexts(row_rule(2, LANE, SHARED), n_contexts=2),
         quantized(predictor=2, outer=embedded(LANE, SHARED) + constant_vector(ONE)[3:] + vectors(ONE)),
+        as_huffman(quantized(ONE * 2, b"\1\1\1\1", flags=2, streams=((HUFFMAN, ZEROS),) * 4)),
+        as_huffman(in_contexts(row_rule(2, ZEROS, HUFFMAN), n_contexts=2)),
+        as_huffman(
+            coded(SPARSE, b"\0" + varint(4) + embedded(ZEROS, HUFFMAN) + varint(4) + embedded(bytes(4)))
+        ),
     ],
     "E3": [
         coded(STORED, bytes(5)),
@@ -343,6 +375,39 @@ ENTROPY: dict[str, list[Input]] = {
         sparse(b"\0\0", b"\1"),
         sparse(b"\0", b"\1\2"),
         sparse(b"\4", b"\1"),
+    ],
+    "E15": [
+        *(
+            huffman(lengths, b"\0", b"\0", b"\0", b"\0")
+            for lengths in (
+                *(b"\0\0\x10", b"\0\0\1", b"\1\0\x11", b"\0\2\x10\1", b"\0\2\x11\0"),
+                *(b"\0\2\x21\x12", code_lengths([*range(1, 13), 12]), b"\0\1\xf1"),
+            )
+        ),
+    ],
+    "E16": [
+        *(
+            huffman(code_lengths(lengths), b"\0", b"\0", b"\0", b"\0")
+            for lengths in ((1, 1, 1), (1, 2, 2, 11), (1, 2), (2, 2, 2), (11, 11), [8] * 255)
+        ),
+    ],
+    "E17": [
+        huffman(HALVES, b"\0", b"\0", b"\0", b"\0", sizes=sizes)
+        for sizes in ((5, 0, 0), (1, 1, 3), ((1 << 32) - 1, 1, 4))
+    ],
+    "E18": [
+        huffman(HALVES, *parts, n=n)
+        for parts, n in (
+            ((b"\0", b"\0", b"\0", b""), 4),
+            ((b"\0", b"\0", b"\0", b"\0\0"), 4),
+            ((b"\0", b"\0", b"\0", b"\2"), 4),
+            ((b"\x80", b"\0", b"\0", b"\0"), 4),
+            ((b"", b"\0\0", b"\0", b"\0"), 4),
+            ((b"\0\0", b"\0", b"\0", b"\0"), 32),
+            ((b"\0", b"\0", b"\0", b"\0"), 33),
+            ((b"\0", b"\0", b"\0", b"\0"), 3),
+            ((bytes(33), bytes(33), bytes(32), bytes(32)), 1024),
+        )
     ],
 }
 

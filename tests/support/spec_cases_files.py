@@ -6,8 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptz.format.bits import xxh64
-from tests.support.spec_cases import ONE, delta, empty, low_rank, over, quantized, terms
-from tests.support.spec_files import ABSENT, STORED, File, Folder, Frame, Input, Raw, plain_file, plan
+from tests.support.spec_cases import ONE, ZEROS, coded, delta, empty, low_rank, over, quantized, terms
+from tests.support.spec_files import (
+    ABSENT,
+    HUFFMAN,
+    STORED,
+    File,
+    Folder,
+    Frame,
+    Input,
+    Raw,
+    plain_file,
+    plan,
+)
 
 
 def cut(n_bytes: int) -> Input:
@@ -214,6 +225,7 @@ CONTAINER: dict[str, list[Input]] = {
         File({"w": quantized()}),
         inlined({"w": quantized()}),
         File({"w": low_rank(terms(ONE, codes=bytes((1,) * 5)))}, features="lossless,maps"),
+        File({"w": coded(HUFFMAN, ZEROS)}),
     ],
     "C21": [
         *(

@@ -24,7 +24,7 @@ from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 Stream = tuple[int, bytes]
 Files = dict[str, bytes]  # by name; the first is the one to read, the others are there for its base
 Json = dict[str, Any]
-CONSTANT, STORED, ZSTD, SHARED, OWN, SPARSE = CoderId
+CONSTANT, STORED, ZSTD, SHARED, OWN, SPARSE, HUFFMAN = CoderId
 ABSENT = "absent"  # takes a field out
 
 

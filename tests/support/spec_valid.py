@@ -6,7 +6,7 @@ reader that misreads a rule, or refuses too much by it, fails on an input that n
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,18 @@ from tests.support.spec_cases import (
     LANE,
     ONE,
     SIZED,
+    as_huffman,
     as_low_rank,
     base,
     block_rule,
+    code_lengths,
     coded,
     context_tensors,
     delta,
     empty,
     escaped,
     in_contexts,
+    in_parts,
     magnitude_rule,
     planes,
     quantized,
@@ -43,6 +46,7 @@ from tests.support.spec_cases_files import LOSSY, PLAIN_ROW, full, inlined, meta
 from tests.support.spec_cases_tree import nested, node, tree
 from tests.support.spec_files import (
     CONSTANT,
+    HUFFMAN,
     OWN,
     SHARED,
     SPARSE,
@@ -187,6 +191,36 @@ def parts(common: int, gaps: tuple[int, int, bytes], values: tuple[int, int, byt
     )
 
 
+def code_words(lengths: Mapping[int, int]) -> dict[int, str]:
+    """spec/02-entropy.md#code-words, as texts of bits."""
+    words, word, before = {}, 0, 0
+    for code in sorted(lengths, key=lambda code: (lengths[code], code)):
+        word, before = word << (lengths[code] - before), lengths[code]
+        words[code] = f"{word:0{before}b}"
+        word += 1
+    return words
+
+
+def by_huffman(lengths: Mapping[int, int], codes: Sequence[int]) -> bytes:
+    """spec/02-entropy.md#huffman."""
+    first, last, q = min(lengths), max(lengths), -(-len(codes) // 4)
+    words = code_words(lengths)
+    texts = ["".join(words[code] for code in codes[j * q : (j + 1) * q]) for j in range(4)]
+    parts = [
+        np.packbits(np.array([*map(int, text)], np.uint8), bitorder="little").tobytes() for text in texts
+    ]
+    return in_parts(code_lengths([lengths.get(s, 0) for s in range(first, last + 1)], first), *parts)
+
+
+def huffman_coded(lengths: Mapping[int, int], codes: Sequence[int]) -> Valid:
+    """A file of one Huffman stream."""
+    frame = coded(HUFFMAN, by_huffman(lengths, codes), len(codes), bytes(codes))
+    return Valid("E1 E15 E16 E17 E18", as_huffman(frame))
+
+
+TWO = b"\0\0\0\x40"
+STEPS = {s: min(s + 1, 11) for s in range(12)}  # code lengths 1 to 11, and 11 again
+WIDE = {3: 2, 90: 2, 91: 3, 92: 4, 200: 4, 201: 2}
 FOXES = bytes.fromhex("28b52ffd2464dd0000a07468652071756963 6b2062726f776e20666f78200100fad0c904cf25b201")
 SPARSE_LONG = parts(5, (3, STORED, b"\xff\x29\0"), (2, CONSTANT, b"\x05"))
 SPARSE_CODED = parts(
@@ -240,6 +274,34 @@ STREAMS: dict[str, Valid] = {
     ),
     "tables-that-no-class-uses": one(
         "E7", in_contexts(row_rule(2, bytes(4)), n_contexts=2, rest=tables(2, 64))
+    ),
+    "huffman-worked-example": huffman_coded({0: 1, 1: 2, 2: 3, 3: 3}, [2, 0, 1, 0, 2, 0, 0, 1, 3, 0, 1, 0]),
+    **{f"huffman-of-{n}": huffman_coded({7: 1, 8: 1}, [7, 8, 8, 7, 7, 8, 8][:n]) for n in (1, 2, 5, 7)},
+    "huffman-every-length": huffman_coded(STEPS, [*range(12), *[0] * 300, *range(11, -1, -1)] * 2),
+    "huffman-long": huffman_coded(
+        WIDE, [(3, 90, 3, 201, 91, 90, 92, 200)[i * i % 11 % 8] for i in range(2500)]
+    ),
+    "huffman-all-codes": huffman_coded(dict.fromkeys(range(256), 8), [*range(256)] * 2),
+    "huffman-codes-that-do-not-occur": huffman_coded({0: 2, 1: 2, 5: 1}, [5, 0, 5]),
+    "huffman-beside-contexts": Valid(
+        "E2 E18",
+        as_huffman(
+            Frame(
+                plan(shape=(4, 2), rules=[row_rule(2, b"\0\1\1\0")], rest=tables(2)),
+                [(HUFFMAN, by_huffman({0: 1, 1: 1}, [0, 1, 1, 1, 0, 0, 1, 0]))],
+                bytes([0, 1, 1, 1, 0, 0, 1, 0]),
+                shape=(4, 2),
+            )
+        ),
+    ),
+    "huffman-codes-of-a-map": Valid(
+        "E2 Q6",
+        as_huffman(
+            replace(
+                quantized(ONE + TWO, decoded=ONE + TWO + TWO + ONE),
+                streams=[(HUFFMAN, by_huffman({0: 1, 1: 1}, [0, 1, 1, 0]))],
+            )
+        ),
     ),
     "varints": one(
         "I2 I3",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptz.methods.lossless import Lossless
+from ckptz.codec.lossless import Lossless
 from ckptz.sync import Publisher
 from ckptz.torch import save_file
 

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from ckptz.encode.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
+from ckptz.codec.chunk import MAX_SPARSE_SHARE, EncodedChunk, encode_chunk
+from ckptz.codec.lossless import Lossless, plan_sparse
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.decode import decode_chunk, read_changes
 from ckptz.format.dtypes import DTYPES, dtype_of
@@ -19,7 +20,6 @@ from ckptz.format.index import BaseRef
 from ckptz.format.plan import kernel_mode
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.format.streams import CoderId, decode_stream, pack_gaps, unpack_gaps
-from ckptz.methods.lossless import Lossless, plan_sparse
 from ckptz.parallel import Workers
 from ckptz.write import pipeline
 from ckptz.write.pipeline import Job

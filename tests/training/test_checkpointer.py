@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ckptz import LOSSLESS, Checkpointer, Grid, KeepPolicy, KMeans
+from ckptz.codec.method import Method
 from ckptz.format import reader
-from ckptz.methods.method import Method
 from ckptz.torch import load_file
 from ckptz.training.checkpointer import SaveReport
 from ckptz.training.restoring import Restored

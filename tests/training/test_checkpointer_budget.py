@@ -353,9 +353,9 @@ def test_a_calibration_guides_the_rounding_as_an_object_a_callable_and_a_file(
     given = {"object": calibration, "callable": lambda: calibration, "file": tmp_path / "inputs.safetensors"}
     plain, guided, from_file = (tmp_path / name for name in ("plain", "guided", "from_file"))
     with saved(plain, run, config=Grid(step=4)) as report:
-        assert any("uncalibrated" in note for note in report.notes)
+        assert any("no calibration" in note for note in report.notes)
     with saved(guided, run, config=Grid(step=4), calibration=given[kind]) as report:
-        assert not any("uncalibrated" in note for note in report.notes)
+        assert not any("no calibration" in note for note in report.notes)
     with saved(from_file, run, config=Grid(step=4), calibration=given["file"]):
         pass
     assert relative_output_error(run, guided) < 0.9 * relative_output_error(run, plain)

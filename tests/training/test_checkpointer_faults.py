@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ckptz import LOSSLESS, rebase
+from ckptz.codec.method import Method
 from ckptz.format import publish
-from ckptz.methods.method import Method
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy
 from ckptz.run.prune import prune, prune_folder

@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, inspect
+from ckptz.codec.grid import FULL_SHARE
+from ckptz.codec.lossless import LOSSLESS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
 from ckptz.guidance.trail import Lost, Trail, Trained
-from ckptz.methods.grid import FULL_SHARE
-from ckptz.methods.lossless import LOSSLESS
 from ckptz.torch import load_file
-from ckptz.training.state import model_state, optimizer_state, trained_weights
+from ckptz.training.optimizers import optimizer_state
+from ckptz.training.state import model_state, trained_weights
 from tests.support.checkpointer_support import LOSSY
 
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, Lossless
-from ckptz.methods.method import Method
+from ckptz.codec.method import Method
 from ckptz.torch import load_file
 
 pytestmark = [

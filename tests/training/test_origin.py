@@ -10,9 +10,9 @@ from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 
 from ckptz import Budget, Checkpointer, KeepPolicy, inspect, log, restore, verify
+from ckptz.codec.grid import FULL_SHARE
 from ckptz.errors import ConfigError, MissingBaseError
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.methods.grid import FULL_SHARE
 from ckptz.run import links
 from ckptz.run.prune import prune_folder
 from ckptz.torch import load_file, load_state

@@ -1,0 +1,209 @@
+"""What each part of an effort saves and costs, by which `effort="default"` was chosen; and its two coders.
+
+    python -m bench.product.effort [--rounds N] [--only files|coders]
+
+One thread, CPU seconds, best of N rounds in turn. Weights are those of bench.product.lossless, and deltas
+of its training run. The default has what saves 1 % of a file, and Huffman for at most 1 % more of a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.core import codecs_ckptz as codecs
+from bench.core.measure import Row, cpu_seconds, interleave, machine, parser_of, save_rows
+from bench.core.report import finish
+from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
+from ckptz.codec.effort import DEFAULT, FAST, SMALL, Effort
+from ckptz.codec.lossless import LOSSLESS
+from ckptz.format.bits import ByteReader
+from ckptz.format.frequency import entropy_bits, normalise
+from ckptz.format.huffman import code_lengths, encode_huffman_streams, pack_lengths
+from ckptz.format.index import BaseRef
+from ckptz.format.sources import CHUNK_VALUES
+from ckptz.format.streams import (
+    CoderId,
+    Segments,
+    decode_rans,
+    decode_stream,
+    encode_rans,
+    single,
+    slot_tables,
+)
+from ckptz.kernels import compiled
+from ckptz.parallel import Workers
+from ckptz.write.pipeline import Job, prepared
+from ckptz.write.writer import write_container
+
+BLOCKS: Final = (20, 18, 17, 16, 15, 14)  # binary logarithms of codes that share a table
+EFFORTS: Final[dict[str, Effort]] = {
+    "small": SMALL,
+    "default": DEFAULT,
+    "fast": FAST,
+    "default, all contexts of runs": replace(DEFAULT, run_gain=0.0),
+    "default, no contexts of runs": replace(DEFAULT, run_gain=None),
+    "default, no contexts of deltas": replace(DEFAULT, has_delta_contexts=False),
+    "default, no exclusive or": replace(DEFAULT, tries_xor=False),
+    "default, no Huffman": replace(DEFAULT, huffman_margin=None),
+    "default, Huffman for 2 % more": replace(DEFAULT, huffman_margin=0.02),
+    "default, Huffman for 10 % more": replace(DEFAULT, huffman_margin=0.1),
+    "fast, Huffman for 10 % more": replace(FAST, huffman_margin=0.1),
+}
+
+
+def written(tensors: Tensors, bases: Tensors | None, effort: Effort) -> memoryview:
+    """A file, or a delta if there are bases."""
+    sink = codecs.Memory(n_bytes(tensors) + codecs.HEADERS * (len(tensors) + 16))
+    ref = BaseRef(codecs.BASE_ID, "base.ckptz", 1) if bases is not None else None
+    job = Job(tensors=tensors, base=ref, bases=bases or {})
+    with prepared(job) as ready, Workers(1) as workers:
+        plan = ready.plan(LOSSLESS)
+        plan.effort = effort
+        write_container(sink, plan, workers)
+    return sink.content()
+
+
+def files() -> dict[str, tuple[Tensors, Tensors | None]]:
+    """Tensors to write, and their bases."""
+    fp32 = read_tensors(model_path(), "F32")
+    found: dict[str, tuple[Tensors, Tensors | None]] = {"weights, bf16": (as_bf16(fp32), None)}
+    found["weights, fp32"] = fp32, None
+    pairs = run_pairs()
+    for name in ("training 0350 to 0420", "fine-tune 000 to 015"):
+        _, base, current = next(pair for pair in pairs if pair[0] == name)
+        found[f"delta, {name}"] = read_tensors(current, "BF16"), read_tensors(base, "BF16")
+    return found
+
+
+def rows_of(file: str, tensors: Tensors, bases: Tensors | None, rounds: int) -> list[Row]:
+    """Sizes and times of one file by each effort."""
+    outputs, cases, raw = codecs.outputs_for(tensors), dict[str, Callable[[], float]](), n_bytes(tensors)
+    made = {name: memoryview(bytearray(written(tensors, bases, e))) for name, e in EFFORTS.items()}
+
+    def write(effort: Effort) -> float:
+        return cpu_seconds(lambda: written(tensors, bases, effort))[1]
+
+    def read(data: memoryview) -> float:
+        return cpu_seconds(lambda: codecs.read_file(data, outputs, bases))[1]
+
+    for name, effort in EFFORTS.items():
+        cases[f"{name} write"] = partial(write, effort)
+        cases[f"{name} read"] = partial(read, made[name])
+    timings = interleave(cases, rounds)
+    assert codecs.equal(tensors, outputs)
+    best = {name: timing.best for name, timing in timings.items()}
+    return [
+        {
+            "file": file,
+            "effort": name,
+            "of raw": f"{len(made[name]) / raw:.4f}",
+            "of default": f"{len(made[name]) / len(made['default']):.4f}",
+            "write, CPU of default": f"{best[f'{name} write'] / best['default write']:.2f}",
+            "read, CPU of default": f"{best[f'{name} read'] / best['default read']:.2f}",
+            "write, MB/CPU s": f"{raw / best[f'{name} write'] / 1e6:.0f}",
+            "read, MB/CPU s": f"{raw / best[f'{name} read'] / 1e6:.0f}",
+        }
+        for name in EFFORTS
+    ]
+
+
+def file_rows(rounds: int) -> None:
+    """The table of files."""
+    rows = [
+        row for file, (tensors, bases) in files().items() for row in rows_of(file, tensors, bases, rounds)
+    ]
+    save_rows("effort", rows)
+
+
+# --- coders -------------------------------------------------------------------------------------
+
+
+def exponents() -> list[NDArray[np.uint8]]:
+    """Exponents of the bf16 weights, in chunks."""
+    flat = concatenated(as_bf16(read_tensors(model_path(), "F32")))
+    codes = (flat >> np.uint16(7)).astype(np.uint8)
+    return [codes[i : i + CHUNK_VALUES] for i in range(0, len(codes) - CHUNK_VALUES, CHUNK_VALUES)][:8]
+
+
+def coder_rows(rounds: int) -> None:
+    """Nanoseconds a code of the two coders with the tables that a stream has, and bits with them."""
+    compiled()
+    chunks = exponents()
+    counts = np.array([compiled().histogram(chunk) for chunk in chunks])
+    segments = [
+        Segments(s.ends, s.table_of, s.tables, slot_tables(s.tables))
+        for s in (single(table, CHUNK_VALUES) for table in normalise(counts))
+    ]
+    out = np.empty(CHUNK_VALUES, np.uint8)
+
+    lengths = code_lengths(counts)
+    packed, n_bytes = [pack_lengths(row) for row in lengths], (counts * lengths).sum(axis=1) // 8 + 4
+
+    def huffman(k: int) -> Any:
+        own = slice(k, k + 1)
+        return encode_huffman_streams(
+            chunks[k], np.array([CHUNK_VALUES]), lengths[own], n_bytes[own], packed[own]
+        )[0]
+
+    def rans(k: int) -> Any:
+        return encode_rans(chunks[k], segments[k], CHUNK_VALUES)
+
+    streams = {
+        name: [memoryview(bytearray(encode(k))) for k in range(len(chunks))]
+        for name, encode in (("rANS, 32 lanes", rans), ("Huffman", huffman))
+    }
+    each: dict[str, Callable[[int], object]] = {
+        "rANS, 32 lanes encode": rans,
+        "rANS, 32 lanes decode": lambda k: decode_rans(
+            ByteReader(streams["rANS, 32 lanes"][k]), segments[k], out
+        ),
+        "Huffman encode": huffman,
+        "Huffman decode": lambda k: decode_stream(CoderId.HUFFMAN, streams["Huffman"][k], out),
+        "histogram encode": lambda k: compiled().histogram(chunks[k]),
+    }
+    cases = {
+        name: (lambda f=f: cpu_seconds(lambda: [f(k) for k in range(len(chunks))])[1])
+        for name, f in each.items()
+    }
+    timings, n = interleave(cases, rounds), len(chunks) * CHUNK_VALUES
+    rows: list[Row] = [
+        {
+            "coder": name,
+            "encode, ns a code": f"{timings[f'{name} encode'].best / n * 1e9:.2f}",
+            "decode": f"{timings[f'{name} decode'].best / n * 1e9:.2f}" if name in streams else None,
+            "bits a code": f"{8 * sum(map(len, streams[name])) / n:.3f}" if name in streams else None,
+        }
+        for name in (*streams, "histogram")
+    ]
+    rows.append({"coder": "entropy", "bits a code": f"{entropy_bits(counts) / n:.3f}"})
+    for bits in BLOCKS:
+        own = np.concatenate(
+            [[np.bincount(p, minlength=256) for p in chunk.reshape(-1, 1 << bits)] for chunk in chunks]
+        )
+        lengths = code_lengths(own)
+        n_bits = (own * lengths).sum() + 8 * sum(len(pack_lengths(row)) + 12 for row in lengths)
+        rows.append({"coder": f"Huffman, a table each 2^{bits} codes", "bits a code": f"{n_bits / n:.3f}"})
+    save_rows("effort_coders", rows)
+
+
+def main() -> None:
+    """Command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default 7)")
+    parser.add_argument("--only", choices=("files", "coders"), help="one part")
+    options = parser.parse_args()
+    if options.only != "files":
+        coder_rows(options.rounds)
+    if options.only != "coders":
+        file_rows(options.rounds)
+    finish("effort", machine())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+"""Encoding chunks of tensors. The bytes are fixed by the tensor, its plan and its sources.
+
+Small tensors of one chunk are encoded together, to the same bytes: for each by itself, calls would take
+longer than the arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.coded import CodedQuantizer
+from ckptz.codec.contexts import Contexts
+from ckptz.codec.moved import unmoved
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.run_contexts import encode_by_runs
+from ckptz.codec.tensor_plan import TensorPlan
+from ckptz.errors import ConfigError
+from ckptz.format.bits import xxh64, xxh64_of_parts
+from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Labels, Magnitude, labels_of, runs_of
+from ckptz.format.dtypes import DType
+from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord
+from ckptz.format.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
+from ckptz.format.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
+from ckptz.format.values import KINDS, predicted
+from ckptz.kernels import cpu, planning
+from ckptz.kernels.blas import product
+from ckptz.kernels.floats import RAW, Bytes, Counts, Patterns, widen_f64
+
+FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
+# From bench/product/weight_sync.py: where more patterns change, a sparse chunk decodes no faster
+# than the dense one, which is smaller.
+MAX_SPARSE_SHARE = 0.25
+MAX_COPIED = 1 << 13  # patterns of a tensor that are copied sooner than passed to kernels by themselves
+_UNCHANGED = (CoderId.CONSTANT, b"\x00")
+# Codes of a lossy chunk, the patterns they decode to, and where these escaped.
+Quantized = tuple[Bytes, Patterns, NDArray[np.intp] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """Errors of decoded values, summed over patterns, so that chunks add up."""
+
+    largest: float  # greatest absolute error
+    error: float  # sum of squared errors
+    power: float  # sum of squared values
+    counts: NDArray[np.int64]  # patterns by code [256]
+
+    def __add__(self, other: Deviation) -> Deviation:
+        largest, error, power = (
+            max(self.largest, other.largest),
+            self.error + other.error,
+            self.power + other.power,
+        )
+        return Deviation(largest, error, power, self.counts + other.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedChunk:
+    """A chunk's record, its streams as buffers, and for lossy plans what was lost."""
+
+    record: ChunkRecord
+    streams: tuple[bytes | memoryview, ...]
+    deviation: Deviation | None = None
+
+    @property
+    def payload(self) -> bytes:
+        """All streams as one copy."""
+        return b"".join(self.streams)
+
+
+def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) -> list[Stream]:
+    """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
+    margin = encoding.huffman_margin
+    if labels is None:
+        return encode_streams(cpu().split_planes(codes, codes, RAW), huffman_margin=margin)
+    contexts = Contexts(labels, np.array([len(labels)]), encoding.plan.n_contexts)
+    return contexts.sort(codes, encoding.counted).encode_by(encoding.plan.tables, margin)
+
+
+def encode_values(patterns: Patterns) -> list[Stream]:
+    """Code patterns [n] as they are, each byte plane a stream; empty streams for no patterns."""
+    if not len(patterns):
+        return [(CoderId.STORED, b"")] * patterns.itemsize
+    return encode_streams(cpu().split_planes(patterns, patterns, 0))
+
+
+def _quantize(
+    header: FrameHeader,
+    quantizer: Quantizer | None,
+    patterns: Patterns,
+    sources: ChunkSources,
+    labels: Labels | None,
+) -> Quantized:
+    plan = header.plan
+    if plan.quant_map is None or quantizer is None:
+        raise ConfigError("a plan in the linear or bits domain needs a map and a quantizer to encode")
+    begin, end = sources.begin, sources.end
+    codes, decoded = quantizer.codes(begin, end, patterns), np.empty_like(patterns)
+    header.value_table.decode(codes, labels, predicted(plan, sources), decoded)
+    if plan.quant_map.escape_code is None:
+        return codes, decoded, None
+    escaped = np.flatnonzero(codes == plan.quant_map.escape_code)
+    decoded[escaped] = quantizer.kept(begin, patterns)[escaped]
+    return codes, decoded, escaped
+
+
+def _encode_quantized(encoding: TensorPlan, quantized: Quantized, labels: Labels | None) -> list[Stream]:
+    codes, decoded, escaped = quantized
+    streams = _encode_codes(codes, encoding, labels)
+    if escaped is not None:
+        streams += encode_values(decoded[escaped])
+    return streams
+
+
+def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray[np.int64]) -> Deviation:
+    exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (patterns, decoded))
+    largest, error, power = planning().deviation(exact, restored)
+    if largest < FLUSHED_BELOW:
+        # Differences this small may have been flushed to zero by the processor.
+        wide, wide_restored = (widen_f64(f.view(np.uint32)) for f in (exact, restored))
+        difference = wide_restored - wide
+        largest = np.abs(difference).max(initial=0.0)
+        error, power = product(difference, difference), product(wide, wide)
+    return Deviation(float(largest), float(error), float(power), counts)
+
+
+def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> Patterns:
+    """Return the patterns [n] that a chunk will decode to, without coding it."""
+    patterns = source.patterns(sources.begin, sources.end)
+    if encoding.plan.quant_map is None:
+        if encoding.rounding is None:
+            return patterns
+        return encoding.rounding.rounded(patterns, KINDS[source.dtype.name], sources.begin)
+    header = FrameHeader(source.dtype, source.shape, encoding.plan, ())
+    labels = labels_of(encoding.plan.rules, sources, header.row_patterns) if encoding.plan.rules else None
+    return _quantize(header, encoding.quantizer, patterns, sources, labels)[1]
+
+
+def encode_changes(patterns: Patterns, base: Patterns, plan: Plan, dtype: DType) -> list[Stream] | None:
+    """Code a chunk, patterns [n], of which few differ from the base [n]; None if too many do."""
+    positions = np.flatnonzero(patterns != base)
+    if len(positions) > MAX_SPARSE_SHARE * len(patterns):
+        return None
+    mode = kernel_mode(plan.mode, dtype)
+    planes = cpu().split_planes(patterns[positions], base[positions], mode)
+    return [_encode_plane(positions, plane) for plane in planes]
+
+
+def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
+    used = np.flatnonzero(plane)
+    if not len(used):
+        return _UNCHANGED
+    if len(used) < len(plane):
+        positions, plane = positions[used], plane[used]
+    return CoderId.SPARSE, encode_sparse(pack_gaps(positions), plane, 0)
+
+
+def encode_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> EncodedChunk:
+    """Encode one chunk of a tensor by its encoding plan; `sources` has its bounds, and its base if needed."""
+    plan = encoding.plan
+    encode = _encode_planes if plan.quant_map is None else _encode_map
+    header = FrameHeader(source.dtype, source.shape, plan, ())
+    streams, decoded, deviation = encode(header, source, encoding, sources)
+    base_codes = None
+    if plan.reads_base_codes:
+        found = sources.base_codes()
+        base_codes = 0 if found is None else xxh64(found)
+    return encoded_chunk(streams, decoded, base_codes, deviation)
+
+
+# Streams, the patterns that they decode to, and what was lost of the tensor itself.
+_Coded = tuple[list[Stream], Patterns, Deviation | None]
+
+
+def _encode_planes(
+    header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
+) -> _Coded:
+    """Code the byte planes of patterns, or of what they are rounded to."""
+    plan, kind = header.plan, KINDS.get(source.dtype.name, 0)
+    exact, deviation = unmoved(source).patterns(sources.begin, sources.end), None
+    decoded = exact
+    if encoding.rounding is not None:
+        patterns = source.patterns(sources.begin, sources.end)
+        decoded = encoding.rounding.rounded(patterns, kind, sources.begin)
+        deviation = _deviation(kind, exact, decoded, np.zeros(256, np.int64))
+    base = sources.base_patterns() if plan.predictor is Predictor.BASE else decoded
+    if encoding.is_sparse and (changes := encode_changes(decoded, base, plan, source.dtype)) is not None:
+        return changes, decoded, deviation
+    batch = Batch(source.dtype, [decoded], [base])
+    if not plan.rules:
+        [streams] = batch.streams(plan.mode, encoding.huffman_margin)
+    elif not encoding.by_table:
+        labels = labels_of(plan.rules, sources, header.row_patterns)
+        streams = _encode_codes(batch.transformed(plan.mode), encoding, labels)
+    else:
+        runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns)
+        assert runs is not None  # they were counted
+        by_table = encoding.by_table[sources.begin // CHUNK_VALUES]
+        planes, margin = [*batch.planes(plan.mode)], encoding.huffman_margin
+        streams = encode_by_runs(planes, runs, plan.tables, by_table, margin)
+    return streams, decoded, deviation
+
+
+def _encode_map(
+    header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
+) -> _Coded:
+    """Code the codes of a quantization map, and what escapes it."""
+    plan, begin, end = header.plan, sources.begin, sources.end
+    labels = labels_of(plan.rules, sources, header.row_patterns) if plan.rules else None
+    quantized = _quantize(header, encoding.quantizer, source.patterns(begin, end), sources, labels)
+    streams, (codes, decoded, _) = _encode_quantized(encoding, quantized, labels), quantized
+    if isinstance(encoding.quantizer, CodedQuantizer):  # its errors were measured where its values are
+        return streams, decoded, Deviation(*encoding.quantizer.errors(begin), cpu().histogram(codes))
+    counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)
+    exact = unmoved(source).patterns(begin, end)
+    return streams, decoded, _deviation(header.value_table.kind, exact, decoded, counts)
+
+
+def encoded_chunk(
+    streams: Sequence[Stream],
+    decoded: Patterns,
+    base_codes: int | None = None,
+    deviation: Deviation | None = None,
+) -> EncodedChunk:
+    """Make the chunk of these streams, which decodes to patterns [n]."""
+    parts = tuple([data for _, data in streams])
+    records = tuple([StreamRecord(coder, len(data)) for coder, data in streams])
+    return EncodedChunk(
+        ChunkRecord(xxh64_of_parts(parts), xxh64(decoded), records, base_codes), parts, deviation
+    )
+
+
+Encoded = tuple[TensorPlan, EncodedChunk]
+
+
+class Batch:
+    """Tensors of one dtype, or one chunk of a large one, to be coded together; none is empty.
+
+    It has the patterns of each, and of the bases that all or none have.
+    """
+
+    def __init__(self, dtype: DType, patterns: Sequence[Patterns], bases: Sequence[Patterns]) -> None:
+        self.dtype, self.patterns, self.bases = dtype, patterns, bases
+
+    @cached_property
+    def ends(self) -> Counts:
+        """End of each tensor [m], one behind the other."""
+        return np.cumsum([len(own) for own in self.patterns])
+
+    @cached_property
+    def _pieces(self) -> list[tuple[Patterns, Patterns]]:
+        """Patterns of tensors and their bases, or the same twice: small ones as one copy, for few calls."""
+        pairs = [*zip(self.patterns, self.bases or self.patterns, strict=True)]
+        if self.ends[-1] > MAX_COPIED * len(pairs):
+            return pairs
+        own, base = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
+        return [(own, base)]
+
+    def _each(self, out: Any) -> Iterator[tuple[Patterns, Patterns, Any]]:
+        """Yield each piece of the tensors and of their bases, with its part of `out`."""
+        begin = 0
+        for own, base in self._pieces:
+            yield own, base, out[..., begin : begin + len(own)]
+            begin += len(own)
+
+    def only(self, which: Sequence[int], most: int | None = None) -> Batch:
+        """Return some of the tensors, in this order, with the first `most` patterns of each, or all."""
+        if most is None and len(which) == len(self.patterns):
+            return self
+        patterns = [self.patterns[k][:most] for k in which]
+        return Batch(self.dtype, patterns, [self.bases[k][:most] for k in which] if self.bases else ())
+
+    @cached_property
+    def by_magnitude(self) -> Contexts:
+        """Contexts by the magnitude of the bases."""
+        labels = np.empty(self.ends[-1], np.uint8)
+        for _, base, out in self._each(labels):
+            cpu().magnitudes(base, out)
+        return Contexts(labels, self.ends, N_MAGNITUDE_CONTEXTS)
+
+    def transformed(self, mode: PlaneMode) -> Patterns:
+        """Return patterns [n] transformed by a plane mode, before they are split into planes."""
+        found = np.empty(self.ends[-1], self.patterns[0].dtype)
+        for own, base, out in self._each(found):
+            cpu().transform(own, base, kernel_mode(mode, self.dtype), out)
+        return found
+
+    def planes(self, mode: PlaneMode) -> Bytes:
+        """Split into planes [n_planes, n]."""
+        found = np.empty((self.dtype.pattern_bytes, self.ends[-1]), np.uint8)
+        for own, base, out in self._each(found):
+            cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
+        return found
+
+    def streams(self, mode: PlaneMode, huffman_margin: float | None) -> list[list[Stream]]:
+        """Code the planes of each tensor, without contexts."""
+        columns, n = [cut(plane, self.ends) for plane in self.planes(mode)], self.dtype.pattern_bytes
+        parts = [part for own in zip(*columns, strict=True) for part in own]
+        coded = encode_streams(parts, huffman_margin=huffman_margin)
+        return [coded[i : i + n] for i in range(0, len(coded), n)]
+
+
+def encode_planes(batch: Batch, plan: Plan, huffman_margin: float | None) -> list[Encoded]:
+    """Encode tensors by a plan without contexts."""
+    encoding, streams = TensorPlan(plan), batch.streams(plan.mode, huffman_margin)
+    return [
+        (encoding, encoded_chunk(own_streams, own))
+        for own, own_streams in zip(batch.patterns, streams, strict=True)
+    ]
+
+
+def encode_by_contexts(batch: Batch, mode: PlaneMode, huffman_margin: float | None) -> list[Encoded]:
+    """Encode deltas of a mode with contexts by the base's magnitude, each with tables of its own."""
+    tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode(huffman_margin)
+    return [
+        (TensorPlan(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
+        for own, own_tables, own_streams in zip(batch.patterns, tables, streams, strict=True)
+    ]

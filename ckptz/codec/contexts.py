@@ -1,0 +1,208 @@
+"""Codes by context: sorted by contexts that a decoder knows, and coded by tables that contexts share.
+
+Tensors of one chunk are sorted, counted and coded together; each has tables of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.tensor_plan import ContextCounts
+from ckptz.format.context_rules import MAX_TABLES, N_MAGNITUDE_CONTEXTS, Labels
+from ckptz.format.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
+from ckptz.format.plan import StreamTables
+from ckptz.format.streams import (
+    CoderId,
+    Segments,
+    Stream,
+    cut,
+    encode_rans_streams,
+    encode_streams,
+    least_packed,
+    n_lanes_for,
+)
+from ckptz.kernels import cpu, planning
+from ckptz.kernels.floats import RAW, SCALE, Bytes, Counts, Frequencies, Patterns, Reals
+
+HEAD_BYTES: Final = 5  # of lanes and states, or of two embedded streams
+# Bits that one more table of a delta must save. A table takes time to make, in the encoder and in every
+# decoder; from bench/product/lossless.py, where files are smallest from 100 to 400.
+TABLE_BITS: Final = 300.0
+TABLE_BITS_PER_SYMBOL: Final = 6.0
+
+
+# Of a stream that another coder takes: the shortest that a frame can have.
+NO_TABLES: Final = StreamTables(
+    np.eye(1, 256, dtype=np.uint16) * np.uint16(SCALE), np.zeros(N_MAGNITUDE_CONTEXTS, np.int64), b"\1\0\0\0"
+)
+
+
+class Contexts:
+    """The contexts of tensors [m], one behind the other.
+
+    Attributes:
+        labels: context of each pattern [n], below `n_contexts`.
+        ends: of each tensor [m].
+        counts: patterns of each context, by tensor, in thirds, as kernels need them.
+        contexts: that occur, ascending, of one tensor behind the other [n_rows].
+        row_ends: end of each of those once patterns are sorted [n_rows].
+        tensor_rows: how many of them there are up to the end of each tensor [m].
+        rows_of: of each tensor and context [m, n_contexts], which of the tensor's own rows has the context
+            or, if it does not occur, the one before it: that keeps runs of equal tables long.
+    """
+
+    def __init__(self, labels: Labels, ends: Counts, n_contexts: int) -> None:
+        self.labels, self.ends, self.n_contexts = labels, ends, n_contexts
+        self.counts: NDArray[np.uint32] = cpu().context_counts(labels, ends, n_contexts)
+        per_context = self.counts.sum(axis=2, dtype=np.int64)
+        tensor, self.contexts = np.nonzero(per_context)
+        self.row_ends = np.cumsum(per_context[tensor, self.contexts])
+        is_used = per_context > 0
+        self.tensor_rows = np.cumsum(np.count_nonzero(is_used, axis=1))
+        self.rows_of = np.maximum(np.cumsum(is_used, axis=1) - 1, 0)
+
+    def sort(self, codes: Patterns, counted: Sequence[ContextCounts] = ()) -> Sorted:
+        """Sort codes [n]; `counted` has how often each occurs in each context, by byte plane, where known."""
+        return Sorted(self, codes, counted)
+
+
+class Sorted:
+    """The byte planes of codes [n] of tensors [m] in the order of their contexts.
+
+    A part is one plane of one tensor; parts stand plane after plane.
+
+    Attributes:
+        planes: of the codes [k, n].
+        counts: occurrences of each code in each context of each plane [k * n_rows, 256].
+        part_rows: how many rows of `counts` there are up to the end of each part [k * m].
+    """
+
+    def __init__(self, contexts: Contexts, codes: Patterns, counted: Sequence[ContextCounts]) -> None:
+        self.contexts, self._codes = contexts, codes
+        grouped = cpu().group(codes, contexts.labels, contexts.ends, contexts.counts)
+        self.planes: Bytes = cpu().split_planes(grouped, grouped, RAW)
+        k, n_rows = codes.itemsize, len(contexts.contexts)
+        plane = np.arange(k)[:, None]
+        self._row_ends = (plane * len(codes) + contexts.row_ends).reshape(-1)
+        self._part_ends = (plane * len(codes) + contexts.ends).reshape(-1)
+        self.part_rows = (plane * n_rows + contexts.tensor_rows).reshape(-1)
+        if counted:
+            self.counts: Counts = np.concatenate([found.counts for found in counted])
+        else:
+            self.counts = cpu().count_streams(self.planes.reshape(-1), self._row_ends)
+
+    @property
+    def _first_rows(self) -> Counts:
+        return np.concatenate(([0], self.part_rows[:-1]))
+
+    def by_tensor(self, rows: Reals) -> Reals:
+        """Add up a number for each row of `counts` over the planes and contexts of each tensor [m]."""
+        parts = np.add.reduceat(rows, self._first_rows)
+        return parts.reshape(len(self.planes), -1).sum(axis=0)
+
+    def encode(self, huffman_margin: float | None) -> tuple[list[list[StreamTables]], list[list[Stream]]]:
+        """Make tables and streams: of each tensor, one of each plane."""
+        table_of, sums, ends = planning().merge_rows(
+            self.counts, self.part_rows, MAX_TABLES, TABLE_BITS, TABLE_BITS_PER_SYMBOL
+        )
+        begins, frequencies = np.concatenate(([0], ends[:-1])), normalise(sums)
+        n_bytes = np.add.reduceat(row_cost_bits(sums, frequencies), begins) / 8
+        packed, packed_ends = pack_tables(frequencies)
+        heads = cut(packed, packed_ends[ends - 1])
+        m, rows_of = len(self.contexts.ends), self.contexts.rows_of
+        table_bytes = np.diff(packed_ends[ends - 1], prepend=0)
+        totals = np.add.reduceat(sums, begins, axis=0)
+        streams = self._coded(frequencies, table_of, n_bytes, table_bytes, totals, huffman_margin)
+        parts = zip(
+            begins.tolist(), ends.tolist(), cut(table_of, self.part_rows), heads, streams, strict=True
+        )
+        tables = [
+            StreamTables(frequencies[i:j], own[rows_of[part % m]] - i, bytes((j - i,)) + head.tobytes())
+            if coder is CoderId.RANS_SHARED
+            else NO_TABLES
+            for part, (i, j, own, head, (coder, _)) in enumerate(parts)
+        ]
+        return [tables[t::m] for t in range(m)], [streams[t::m] for t in range(m)]
+
+    def encode_by(self, tables: Sequence[StreamTables], huffman_margin: float | None) -> list[Stream]:
+        """Code one tensor by tables that are given for each plane."""
+        contexts = self.contexts.contexts
+        found = [ContextCounts(contexts, counts) for counts in cut(self.counts, self.part_rows)]
+        n_bytes = np.array([one.bytes_by(own) for one, own in zip(found, tables, strict=True)])
+        firsts = np.cumsum([0, *(len(own.frequencies) for own in tables)])
+        table_of = np.concatenate(
+            [first + own.table_of[contexts] for first, own in zip(firsts[:-1], tables, strict=True)]
+        )
+        totals = np.array([one.total for one in found])
+        frequencies, paid = (
+            np.concatenate([own.frequencies for own in tables]),
+            np.zeros(len(n_bytes), np.int64),
+        )
+        return self._coded(frequencies, table_of, n_bytes, paid, totals, huffman_margin)
+
+    @cached_property
+    def _parts(self) -> list[Bytes]:
+        """Each part in the order of its patterns."""
+        return cut(cpu().split_planes(self._codes, self._codes, RAW).reshape(-1), self._part_ends)
+
+    def _coded(
+        self,
+        frequencies: Frequencies,
+        table_of: Counts,
+        n_bytes: Reals,
+        table_bytes: Counts,
+        totals: Counts,
+        huffman_margin: float | None,
+    ) -> list[Stream]:
+        """Code each part by the table of each row, or by another coder where that is smaller.
+
+        Args:
+            frequencies: of all tables.
+            table_of: of each row of `counts`.
+            n_bytes: that the codes of each part take by them.
+            table_bytes: that the tables of each part take, where another coder does without them.
+            totals: occurrences of each code in each part.
+            huffman_margin: see `encode_streams`.
+        """
+        sizes, n_lanes = totals.sum(axis=1), np.array([n_lanes_for(n) for n in n_bytes.tolist()])
+        most = n_bytes + 1 + 4 * n_lanes + table_bytes
+        is_constant = totals.max(axis=1) == sizes
+        streams: dict[int, Stream] = {
+            part: (CoderId.CONSTANT, bytes((int(totals[part].argmax()),)))
+            for part in np.flatnonzero(is_constant).tolist()
+        }
+        # No other coder takes less than the entropy without contexts, a table and a head, repeats aside.
+        least = row_entropy_bits(totals) / 8 + least_packed(totals) + HEAD_BYTES
+        if at := np.flatnonzero(~is_constant & (least < most)).tolist():
+            beats = most[at].tolist()
+            others = encode_streams(
+                [self._parts[part] for part in at], totals[at], beats=beats, huffman_margin=huffman_margin
+            )
+            streams |= zip(at, others, strict=True)
+        parts = range(len(totals))
+        left = [part for part in parts if part not in streams or len(streams[part][1]) > most[part]]
+        if left := [part for part in left if not is_constant[part]]:
+            begins, firsts = self._part_ends - sizes, self._first_rows
+            rows = np.concatenate([np.arange(firsts[part], self.part_rows[part]) for part in left])
+            segments = Segments(self._row_ends[rows], table_of[rows], frequencies)
+            stream_segments = np.cumsum(self.part_rows[left] - firsts[left])
+            coded = encode_rans_streams(
+                self.planes.reshape(-1),
+                begins[left],
+                stream_segments,
+                segments,
+                n_lanes[left],
+                [b""] * len(left),
+            )
+            for part, data in zip(left, coded, strict=True):
+                n_other = len(streams[part][1]) if part in streams else sizes[part]
+                if len(data) + table_bytes[part] < n_other:
+                    streams[part] = CoderId.RANS_SHARED, data
+                elif part not in streams:
+                    streams[part] = CoderId.STORED, self._parts[part].data
+        return [streams[part] for part in parts]

@@ -1,0 +1,235 @@
+"""Without loss: the default, and what every other method falls back to where it cannot be applied.
+
+The plan is chosen by measuring; any plan decodes.
+
+Against a base, the candidates are the plain planes, the exclusive or and the ordered difference, the
+last two with contexts by the base's magnitude; the smallest on a sample wins.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+
+from ckptz.codec.chunk import (
+    MAX_SPARSE_SHARE,
+    Batch,
+    Encoded,
+    encode_by_contexts,
+    encode_chunk,
+    encode_planes,
+)
+from ckptz.codec.effort import DEFAULT, Effort
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.method import Method, Recipe, Setting, register
+from ckptz.codec.moment_codes import LogLevelQuantizer, StepQuantizer
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.run_contexts import plan_contexts
+from ckptz.codec.tensor import MapFunction, TensorToEncode, summed
+from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, plane_counts, stream_tables
+from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Magnitude
+from ckptz.format.dtypes import DType
+from ckptz.format.plan import PlaneMode, exact_plan, planes_plan
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
+from ckptz.format.values import KINDS
+from ckptz.kernels import cpu, planning
+from ckptz.state.roles import Role
+
+SAMPLE_VALUES: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
+MIN_CONTEXT_VALUES: Final = 1 << 11  # below, frequency tables by context cost more than they save
+_DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
+UNSURE_SHARE: Final = 0.95  # of the plain planes; contexts save a few percent
+PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
+
+
+@dataclass(frozen=True, slots=True)
+class Exact(Recipe):
+    """Every bit comes back.
+
+    Attributes:
+        is_sparse: prefer changed positions over the smallest bytes.
+    """
+
+    is_sparse: bool = False
+    name: ClassVar[str] = "lossless"
+    is_lossy: ClassVar[bool] = False
+
+    def settings(self) -> dict[str, Setting]:
+        """Return no settings: files have no records of exact tensors."""
+        return {}
+
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
+        """Plan a tensor that comes back bit for bit."""
+        plan = plan_sparse if self.is_sparse else plan_lossless
+        return plan(tensor.source, tensor.base, tensor.run, tensor.effort)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lossless(Method):
+    """Every bit comes back, NaN payloads and negative zeros included. The default.
+
+    Attributes:
+        sparse: store a delta by the positions that changed, where few did: it is applied several times
+            faster, and about 40 % larger than the smallest. What `ckptz.sync` publishes.
+
+    Example:
+        >>> from ckptz import LOSSLESS, Lossless
+        >>> Lossless() == LOSSLESS
+        True
+    """
+
+    sparse: bool = False
+    name: ClassVar[str] = "lossless"
+    is_lossy: ClassVar[bool] = False
+
+    def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
+        del role, dtype, shape
+        return Exact(self.sparse)
+
+    def recipes(
+        self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
+    ) -> dict[str, Recipe]:
+        del roles, trained  # nothing is to be known of them
+        return dict.fromkeys(tensors, Exact(self.sparse))
+
+
+LOSSLESS: Final = Lossless()
+EXACT: Final = Exact()
+
+
+def plan_sparse(
+    source: TensorSource, base: TensorSource | None, run: MapFunction = map, effort: Effort = DEFAULT
+) -> TensorPlan:
+    """Plan the frame that decodes fastest: positions of changed patterns, unless too many are."""
+    n_patterns = source.n_patterns
+    if base is None or not n_patterns:
+        return TensorPlan(exact_plan(source.dtype))
+    n_changed = summed(run, lambda b: np.count_nonzero(source.patterns(*b) != base.patterns(*b)), source)
+    if n_changed > MAX_SPARSE_SHARE * n_patterns:
+        return plan_lossless(source, base, run, effort)
+    # A step down and a step up are both small as ordered differences, whatever they carry into.
+    return TensorPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
+
+
+def plan_lossless(
+    source: TensorSource, base: TensorSource | None, run: MapFunction = map, effort: Effort = DEFAULT
+) -> TensorPlan:
+    """Plan a frame; `base` has the same dtype and shape, and `run` maps over chunks."""
+    n_patterns = source.n_patterns
+    if base is None or not n_patterns:
+        return plan_contexts(source, effort, run) or TensorPlan(exact_plan(source.dtype))
+    begin = (
+        n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
+    )  # of a chunk, so that a base decodes one for the sample
+    sample = begin, min(begin + SAMPLE_VALUES, n_patterns)
+    [(mode, has_contexts)] = _choose(
+        Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns], effort
+    )
+    if not has_contexts:
+        return TensorPlan(planes_plan(mode))
+    per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
+    total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
+    tables = tuple(stream_tables(plane, N_MAGNITUDE_CONTEXTS) for plane in total)
+    plan = planes_plan(mode, (Magnitude(),), tables)
+    # A tensor of one chunk is counted once: its encoding uses these counts.
+    return TensorPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
+
+
+def plan_and_encode(
+    sources: Sequence[TensorSource], bases: Sequence[TensorSource], effort: Effort = DEFAULT
+) -> list[Encoded]:
+    """Plan and encode tensors of one dtype, each of one chunk that is not empty; all or none have a base."""
+    dtype = sources[0].dtype
+    patterns, base_patterns = (
+        [one.patterns(0, one.n_patterns) for one in tensors] for tensors in (sources, bases)
+    )
+    batch = Batch(dtype, patterns, base_patterns)
+    if not bases:
+        return _encode_whole(sources, batch, effort)
+    choices, encoded = _choose(batch, [len(own) for own in patterns], effort), dict[int, Encoded]()
+    for choice in dict.fromkeys(choices):
+        which, (mode, has_contexts) = [k for k, other in enumerate(choices) if other == choice], choice
+        part, margin = batch.only(which), effort.huffman_margin
+        if has_contexts:
+            found = encode_by_contexts(part, mode, margin)
+        else:
+            found = encode_planes(part, planes_plan(mode), margin)
+        encoded |= zip(which, found, strict=True)
+    return [encoded[k] for k in range(len(sources))]
+
+
+def _encode_whole(sources: Sequence[TensorSource], batch: Batch, effort: Effort) -> list[Encoded]:
+    """Encode tensors without bases: those that contexts make smaller, and the others together."""
+    margin = effort.huffman_margin
+    encodings = [plan_contexts(source, effort) for source in sources]
+    encodings = [encoding and replace(encoding, huffman_margin=margin) for encoding in encodings]
+    plain = [k for k, encoding in enumerate(encodings) if encoding is None]
+    rest = iter(encode_planes(batch.only(plain), exact_plan(batch.dtype), margin) if plain else ())
+    return [
+        next(rest)
+        if encoding is None
+        else (encoding, encode_chunk(source, encoding, ChunkSources(0, source.n_patterns)))
+        for source, encoding in zip(sources, encodings, strict=True)
+    ]
+
+
+def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[tuple[PlaneMode, bool]]:
+    """Choose the mode of tensors of so many patterns, and whether they have contexts, by the first ones."""
+    delta_modes = _DELTA_MODES if effort.tries_xor else _DELTA_MODES[1:]
+    modes = (*delta_modes, exact_plan(batch.dtype).mode)
+    sample = batch.only(range(len(n_patterns)), SAMPLE_VALUES)
+    counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
+    bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_patterns)).sum(axis=1)
+    own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
+    # Where the difference says little by itself, it may say more by contexts.
+    for j, mode in enumerate(delta_modes if effort.has_delta_contexts else ()):
+        if which := np.flatnonzero((own == j) & (least > UNSURE_SHARE * plain)).tolist():
+            unsure = sample.only(which)
+            ordered = unsure.by_magnitude.sort(unsure.transformed(mode))
+            least[which] = ordered.by_tensor(planning().entropies(ordered.counts))
+    is_plain = (least > plain * PLAIN_BIAS) & (plain > 0)
+    is_long = np.array(n_patterns) >= MIN_CONTEXT_VALUES if effort.has_delta_contexts else np.False_
+    has_contexts = ~is_plain & is_long & ((np.array(n_patterns) > SAMPLE_VALUES) | (least > 0))
+    mode_of = np.where(is_plain, len(modes) - 1, own)
+    return [
+        (modes[j], by_context) for j, by_context in zip(mode_of.tolist(), has_contexts.tolist(), strict=True)
+    ]
+
+
+# --- what planners of lossy tensors share, and their way back to no loss ------------------------
+
+
+def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
+    """Make the histogram of a whole tensor, of a dtype in `KINDS`."""
+    kind = KINDS[source.dtype.name]
+    return summed(run, lambda b: Histogram.of(source.patterns(*b), kind), source)
+
+
+def sums_by(quantizer: LogLevelQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
+    """Sum what the levels of a quantizer stand for over a whole tensor."""
+    return summed(run, lambda b: quantizer.found(*b, source.patterns(*b)), source)
+
+
+def counts_by_base(
+    source: TensorSource, base: TensorSource, quantizer: Quantizer, run: MapFunction
+) -> ContextCounts:
+    """Count the codes of a tensor by those of its base, of whose alphabet the contexts are."""
+    n_contexts = base.n_codes or 1
+
+    def found(bounds: tuple[int, int]) -> ContextCounts:
+        codes, labels = quantizer.codes(*bounds, source.patterns(*bounds)), base.codes(*bounds)
+        labels = np.zeros(len(codes), np.uint8) if labels is None else labels
+        return ContextCounts.of(labels, codes, n_contexts)
+
+    return summed(run, found, source)
+
+
+def exact_with_note(tensor: TensorToEncode, note: str) -> TensorPlan:
+    """Plan without loss, and say why it is that."""
+    exact = plan_lossless(tensor.source, tensor.base, tensor.run, tensor.effort)
+    return replace(exact, note=f"{note} and stays lossless")

@@ -1,0 +1,180 @@
+"""Interface of a method: settings that a user gives, and for each tensor the recipe that plans its frame.
+
+A method is a frozen dataclass of settings that checks itself, in a file of its own with a row in
+`ckptz.codec.registry`. What a search may do with its settings is in `ckptz.search.spaces`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
+
+from ckptz.codec.tensor import TensorToEncode
+from ckptz.codec.tensor_plan import TensorPlan
+from ckptz.errors import ConfigError, own_numbers
+from ckptz.format.dtypes import DType
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
+from ckptz.state.roles import Role
+
+if TYPE_CHECKING:
+    from ckptz.codec.partitions import Partitions
+
+Setting = int | float | bool | str
+MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
+# Kinds of side information that a method may read.
+MOMENTS_FROM, CALIBRATION, SENSITIVITY = "moments_from", "calibration", "sensitivity"
+
+
+class Recipe:
+    """The settings that a method chose for one tensor. Frozen; equal recipes write equal frames.
+
+    Attributes:
+        name: in the file's record of the tensor.
+        is_lossy: whether the restored tensor may differ.
+        may_be_low_rank: whether the tensor may become a sum of outer products, where the side information
+            contains its update scale (`SideInformation.reach`).
+        is_joint: whether plans depend on `movement`, averaged over all such tensors of the file.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str]
+    is_lossy: ClassVar[bool] = True
+    may_be_low_rank: ClassVar[bool] = False
+    is_joint: ClassVar[bool] = False
+
+    @property
+    def prunes(self) -> bool:
+        """True if a share of the elements becomes zero."""
+        return False
+
+    @property
+    def partitions(self) -> Partitions | None:
+        """Levels and shares, if the codes follow from a histogram of the values alone; else None."""
+        return None
+
+    @property
+    def context_tensor(self) -> str | None:
+        """Name of the tensor of the same file whose restored values the contexts depend on, or None."""
+        return None
+
+    def settings(self) -> dict[str, Setting]:
+        """Return the settings for the file's record, by name."""
+        raise NotImplementedError
+
+    def movement(self, tensor: TensorToEncode) -> float | None:
+        """Return the mean distance of a tensor from its base in steps, each at most 1; None without base."""
+        raise NotImplementedError
+
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
+        """Plan the frame of a tensor, which is not empty."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to make tensors smaller. Subclasses are frozen dataclasses of settings and implement `recipe`.
+
+    Attributes:
+        name: in files, plans, reports and on the command line.
+        is_lossy: whether restored tensors may differ.
+        reads: the side information it uses: MOMENTS_FROM, CALIBRATION, SENSITIVITY.
+        fits_whole_tensors: whether the shards of a tensor need one common histogram.
+    """
+
+    name: ClassVar[str]
+    is_lossy: ClassVar[bool] = True
+    reads: ClassVar[frozenset[str]] = frozenset()
+    fits_whole_tensors: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        own_numbers(self)
+
+    def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
+        """Return the recipe of one tensor."""
+        raise NotImplementedError
+
+    def recipes(
+        self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
+    ) -> dict[str, Recipe]:
+        """Return the recipe of each tensor of a file, by name.
+
+        Args:
+            tensors: the tensors of the file.
+            roles: the role of each tensor.
+            trained: parameters whose moments are in another file.
+        """
+        del trained
+        return {
+            name: self.recipe(roles[name], source.dtype, source.shape) for name, source in tensors.items()
+        }
+
+    @property
+    def loses_state(self) -> bool:
+        """True if restored optimizer state may differ."""
+        return False
+
+    @property
+    def least_elements(self) -> int:
+        """Number of elements below which a tensor stays lossless."""
+        return 0
+
+    def for_restarts(self, n: int, *, is_guided: bool = True) -> Self:
+        """Return the settings for a run that restarts `n` times (at least 1) from its lossy files.
+
+        Args:
+            n: the expected number of restarts.
+            is_guided: whether the optimizer keeps second moments, which measure sensitivity.
+        """
+        del n, is_guided
+        return self
+
+    def for_shards(self) -> Self:
+        """Return the settings for shards of tensors, whose sizes are no measure of the tensors' sizes.
+
+        Raises:
+            ConfigError: a setting needs whole tensors.
+        """
+        return self
+
+
+M = TypeVar("M", bound=Method)
+USUAL_RESTORES: Final = 10  # restarts from lossy files that the default steps are made for
+THRESHOLD_KEY: Final = "drawn"  # in records: the seed of stochastic rounding
+MIN_ELEMENTS: Final = 4096  # smaller tensors stay lossless: a map and tables would outweigh the savings
+
+
+def is_large_weight(
+    role: Role, dtype: DType, shape: tuple[int, ...], min_elements: int = MIN_ELEMENTS
+) -> bool:
+    """Return whether a tensor is a floating-point weight of two or more dimensions and enough elements."""
+    is_weight = role.role == "weight" and dtype.name in KINDS
+    return is_weight and len(shape) >= 2 and dtype.n_patterns(shape) >= min_elements
+
+
+METHODS: Final[dict[str, type[Method]]] = {}  # by name; `ckptz.codec.registry` loads those of ckptz
+
+
+def register(method: type[M]) -> type[M]:
+    """Add a method to the table; usable as a decorator.
+
+    Raises:
+        ConfigError: its name is taken.
+    """
+    if METHODS.setdefault(method.name, method) is not method:
+        raise ConfigError(f"a method called {method.name!r} is registered already")
+    return method
+
+
+def checked(config: object) -> Method:
+    """Return `config` if it is the configuration of a registered method.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(config, Method):
+        raise ConfigError(f"config must be a configuration, ckptz.LOSSLESS or ckptz.Grid(), got {config!r}")
+    if METHODS.get(config.name) is not type(config):
+        raise ConfigError(f"method {config.name!r} is not registered; call ckptz.register")
+    return config

@@ -1,0 +1,186 @@
+"""Finds the codes of optimizer state: logarithmic levels of second moments, steps of first ones.
+
+Sums up, too, what is asked of a tensor before its codes are known: a device answers that alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.moment_maps import (
+    MANTISSA_BITS,
+    MAX_INDEX,
+    LevelRange,
+    LevelSums,
+    LogLevels,
+    largest_pattern,
+    level_range_of,
+)
+from ckptz.codec.quantizer import Quantizer
+from ckptz.format.context_rules import ContextRule
+from ckptz.format.plan import Outer, Predictor
+from ckptz.format.sources import TensorSource
+from ckptz.kernels import cpu, floats, moments
+from ckptz.kernels.floats import Integers, Patterns
+
+Floats = NDArray[np.float64]
+Labels = NDArray[np.uint8]
+
+
+# --- second moments ---
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The value that second moments are told apart from: zero, the base, or an outer product."""
+
+    kind: int
+    predictor: Predictor = Predictor.ZERO
+    base: TensorSource | None = None
+    outer: Outer | None = None
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        """Predict patterns begin..end, [end - begin]; none at all for a prediction of zero."""
+        if self.base is not None:
+            return self.base.patterns(begin, end)
+        if self.outer is None:
+            return np.empty(0, np.uint32 if self.kind == floats.F32 else np.uint16)
+        products = cpu().outer_product(self.outer.rows, self.outer.columns, begin, end)
+        patterns: Patterns = cpu().from_f32(products, self.kind)
+        return patterns
+
+
+@dataclass(frozen=True, slots=True)
+class LogLevelSums:
+    """Occurrences of each level, what they stand for, exact zeros, and elements that no level restores."""
+
+    first: int  # level
+    counts: Integers  # of it and those behind it [n]
+    roots: NDArray[np.float64]  # sums of what roots of the elements are to the root of their level [n]
+    n_zeros: int
+    n_exceptions: int
+
+    def __add__(self, other: LogLevelSums) -> LogLevelSums:
+        n_zeros, n_exceptions = self.n_zeros + other.n_zeros, self.n_exceptions + other.n_exceptions
+        counts, roots = self.counts + other.counts, self.roots + other.roots
+        return LogLevelSums(self.first, counts, roots, n_zeros, n_exceptions)
+
+    def level_range(self) -> LevelRange:
+        """Assign codes to the levels that occur."""
+        used = np.flatnonzero(self.counts)
+        return level_range_of(self.first + used, self.counts[used], self.n_zeros, self.n_exceptions)
+
+    def levels(self, log_levels: LogLevels, level_range: LevelRange, prediction: Prediction) -> Integers:
+        """Return the level of each code relative to the predictor, in units of the last place [n_levels].
+
+        Adam's steps are proportional to 1 / sqrt(v). At the levels themselves, the steps of all elements
+        of a code together would be larger or smaller than before; so levels are moved to where they are not.
+        Stochastic rounding does the same for each element by itself, at six times the bits and more error.
+        """
+        levels = log_levels.distances(level_range.lowest + np.arange(level_range.n_levels))
+        at = slice(level_range.lowest - self.first, level_range.lowest - self.first + level_range.n_levels)
+        used = np.flatnonzero(self.counts[at])
+        shares = self.roots[at][used] / self.counts[at][used]
+        octave = 1 << MANTISSA_BITS[prediction.kind]
+        shifts = np.rint(2 * octave * np.log2(shares)).astype(np.int64)
+        levels[used] += np.clip(shifts, -(log_levels.step // 2), log_levels.step // 2)
+        return np.maximum(levels, 1) if prediction.predictor is Predictor.ZERO else levels
+
+
+@dataclass(frozen=True, slots=True)
+class LogLevelQuantizer(Quantizer):
+    """The quantizer of a second moment: levels, exact zeros and exceptions."""
+
+    prediction: Prediction
+    log_levels: LogLevels
+    level_range: LevelRange | None = None
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels as kernels take them."""
+        width = 32 if self.prediction.kind == floats.F32 else 16
+        top, every = 1 << (width - 1), (1 << width) - 1
+        return self.log_levels.step, self.log_levels.phase, top, every, largest_pattern(self.prediction.kind)
+
+    def found(self, begin: int, end: int, patterns: Patterns) -> LogLevelSums:
+        """Sum the levels of patterns begin..end."""
+        kind = self.prediction.kind
+        first, n = self.log_levels.span(kind)
+        sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
+        moments().log_level_sums(
+            patterns, self.prediction.patterns(begin, end), self.levels, kind, first, *sums
+        )
+        counts, roots = (turns.sum(axis=0) for turns in sums)
+        return LogLevelSums(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
+
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        """Return the codes of patterns begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
+
+        A level is the nearest one, if all that it may come to stand for are finite numbers above zero.
+        """
+        level_range = self.level_range
+        assert level_range is not None
+        codes = np.empty(len(patterns), np.uint8)
+        codes_of = (
+            level_range.lowest,
+            level_range.n_levels,
+            level_range.zero_code or 0,
+            level_range.escape_code or 0,
+        )
+        moments().log_level_codes(
+            patterns, self.prediction.patterns(begin, end), self.levels, codes_of, codes
+        )
+        return codes
+
+
+# --- first moments ---
+
+
+@dataclass(frozen=True, slots=True)
+class StepContexts:
+    """The context of each element, and the step of each context.
+
+    Attributes:
+        rules: as the frame stores them.
+        steps: of each context [n_contexts].
+        labels: of elements begin..end.
+    """
+
+    rules: tuple[ContextRule, ...]
+    steps: Floats
+    labels: Callable[[int, int], Labels]
+
+
+@dataclass(frozen=True, slots=True)
+class StepQuantizer(Quantizer):
+    """The quantizer of a first moment: levels of a step by context."""
+
+    kind: int
+    contexts: StepContexts
+    dead_zone: float
+    level_range: LevelRange | None = None
+
+    def found(self, begin: int, end: int, patterns: Patterns) -> LevelSums:
+        """Sum the levels of patterns begin..end by context."""
+        labels, steps = self.contexts.labels(begin, end), self.contexts.steps
+        return LevelSums.of(cpu().to_f32(patterns, self.kind), labels, steps, self.dead_zone)
+
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        """Return the codes of patterns begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
+        level_range, labels = self.level_range, self.contexts.labels(begin, end)
+        assert level_range is not None
+        codes = np.empty(len(patterns), np.uint8)
+        codes_of = (level_range.lowest, level_range.n_levels, level_range.escape_code or 0, MAX_INDEX + 1)
+        steps = self.contexts.steps
+        moments().level_codes(*values_of(patterns, self.kind), labels, steps, self.dead_zone, codes_of, codes)
+        return codes
+
+
+def values_of(patterns: Patterns, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    """Return patterns [n] as F32 patterns and as the floats that these are."""
+    f32_patterns = cpu().to_f32(patterns, kind)
+    return f32_patterns, f32_patterns.view(np.float32)

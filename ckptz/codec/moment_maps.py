@@ -1,0 +1,312 @@
+"""Maps of optimizer state: second moments in relative steps, first moments in roots of the second.
+
+A second moment restored as zero under a live gradient would make the next step explode, so its levels
+stand in the order of bit patterns, where steps are relative, and zero is a code of its own that exact
+zeros take and nothing else does. First moments matter beside the root of the second: their step follows
+it, context by context. Knows arrays and maps; which tensors belong together is the caller's affair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.format.plan import ExplicitTable, LinearTable, QuantizationMap
+from ckptz.kernels import floats, moments
+from ckptz.kernels.floats import Integers
+
+Floats = NDArray[np.float64]
+
+MANTISSA_BITS: Final = {floats.F32: 23, floats.BF16: 7, floats.F16: 10}
+MAX_LEVELS: Final = 254  # beside a zero code and an escape code
+N_PHASES: Final = 8  # places of the levels within a step that are tried
+FACTOR_BITS: Final = 2  # of the mantissa of an outer vector: 2^-3, small beside steps of octaves
+MAX_SPAN: Final = 1 << 20  # levels that are counted; steps of less than 2^-10 octaves have more
+MAX_INDEX: Final = 127  # of a first moment's level, on both sides of zero
+N_LABELS: Final = 256  # of a magnitude context
+ROW_LABELS_PER_OCTAVE: Final = 2
+SMALLEST_SCALE: Final = 2.0**-1022  # of a table: subnormal doubles are not allowed there
+
+
+def exponent_mask(kind: int) -> int:
+    """Return the bit mask of the exponent, which is all 1 in infinities and NaN."""
+    return (0x7F800000, 0x7F80, 0x7C00)[kind]
+
+
+def largest_pattern(kind: int) -> int:
+    """Return the bit pattern of the largest finite number."""
+    return exponent_mask(kind) - 1
+
+
+# --- second moments -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LogLevels:
+    """Levels at equal distances in the order of bit patterns.
+
+    Attributes:
+        step: from one level to the next, in units of the last place.
+        phase: of level 0, from the predictor.
+        middle: a distance in the midst of those that occur.
+    """
+
+    step: int
+    phase: int = 0
+    middle: int = 0
+
+    def distances(self, indices: Integers) -> Integers:
+        """Return the distances [n] of levels [n]."""
+        return indices * self.step + self.phase
+
+    def span(self, kind: int) -> tuple[int, int]:
+        """Return the lowest possible level and the number of levels, at most the middle MAX_SPAN."""
+        reach = (1 << (32 if kind == floats.F32 else 16)) // self.step + 2
+        if 2 * reach < MAX_SPAN:
+            return -reach, 2 * reach
+        return self.middle // self.step - MAX_SPAN // 2, MAX_SPAN
+
+    def counts(self, distances: Floats) -> Integers:
+        """Count the levels nearest to distances [n] from the predictor, n not 0, from the lowest one on."""
+        first = int(distances.min() - self.phase) // self.step
+        last = int(distances.max() - self.phase) // self.step + 1
+        found = np.zeros(min(last - first + 1, MAX_SPAN), np.int64)
+        moments().log_level_counts(distances, self.step, self.phase, first, found)
+        return found
+
+
+def log_level_step(octaves: float, kind: int) -> int:
+    """Convert a step of octaves to units of the last place; an octave of them is a mantissa's."""
+    return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
+
+
+def best_log_levels(distances: Floats, step: int) -> LogLevels:
+    """Find the phase whose levels take the fewest bits.
+
+    Moments that all grow, as young ones do, are a phase away from their base.
+
+    Args:
+        distances: from the predictor [n], n not 0.
+        step: of the logarithmic levels.
+    """
+    middle = int(np.median(distances))
+    phases = (0, middle % step, *(step * i // N_PHASES for i in range(1, N_PHASES)))
+    all_log_levels = [LogLevels(step, phase, middle) for phase in phases]
+    return min(all_log_levels, key=lambda log_levels: bits_of(log_levels.counts(distances)))
+
+
+def bits_of(counts: Integers) -> float:
+    """Count the bits of an ideal coder of numbers that occur so often [n]."""
+    used = counts[counts > 0]
+    return float((used * np.log2(used.sum() / used)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class LevelRange:
+    """The logarithmic levels that have codes, and the codes behind them."""
+
+    lowest: int  # index of the level of code 0
+    n_levels: int  # levels, 0 to 254
+    has_zeros: bool  # exact zeros occur, and have the code behind the levels
+    has_exceptions: bool  # some elements are none of these and escape, by the last code
+
+    @property
+    def zero_code(self) -> int | None:
+        """The code of exact zeros."""
+        return self.n_levels if self.has_zeros else None
+
+    @property
+    def escape_code(self) -> int | None:
+        """The code of exceptions."""
+        return self.n_levels + self.has_zeros if self.has_exceptions else None
+
+    @property
+    def n_codes(self) -> int:
+        """Codes of levels, zeros and exceptions together."""
+        return self.n_levels + self.has_zeros + self.has_exceptions
+
+
+def level_range_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: int) -> LevelRange:
+    """Assign codes to the levels that occur, to the most frequent ones if there are too many.
+
+    Args:
+        indices: of levels that occur, ascending [n].
+        counts: how often [n].
+        n_zeros: exact zeros.
+        n_exceptions: elements that no level restores.
+    """
+    if not len(indices):
+        return LevelRange(0, 0, n_zeros > 0, n_exceptions > 0)
+    ends = np.searchsorted(indices, indices + MAX_LEVELS)
+    total = np.concatenate([[0], np.cumsum(counts)])
+    covered = total[ends] - total[:-1]
+    first = int(covered.argmax())
+    lowest, highest = int(indices[first]), int(indices[ends[first] - 1])
+    n_outside = int(total[-1] - covered[first])
+    return LevelRange(lowest, highest - lowest + 1, n_zeros > 0, n_exceptions + n_outside > 0)
+
+
+def second_map(levels: Integers, level_range: LevelRange, kind: int, n_contexts: int) -> QuantizationMap:
+    """Make the map of a second moment, of one row.
+
+    Args:
+        levels: of the codes that stand for one, from the predictor in units of the last place [n_levels].
+        levels: which have codes.
+        kind: of the patterns.
+        n_contexts: that share the row.
+    """
+    entries = np.zeros((1, level_range.n_codes), np.int64)
+    entries[0, : level_range.n_levels] = levels
+    pattern = np.uint32 if kind == floats.F32 else np.uint16
+    return QuantizationMap(
+        ExplicitTable(entries.astype(pattern)),
+        np.zeros(n_contexts, np.int64),
+        zero_code=level_range.zero_code,
+        escape_code=level_range.escape_code,
+    )
+
+
+@dataclass(slots=True)
+class LogSums:
+    """Sums of binary logarithms over rows and columns of a matrix of second moments; chunks add up."""
+
+    rows: Floats  # sum and number of elements above zero by row [2, n_rows]
+    columns: Floats  # the same by column [2, n_columns]
+
+    @classmethod
+    def of(cls, patterns: NDArray[np.uint32], begin: int, shape: tuple[int, int]) -> LogSums:
+        """Sum up elements [n], F32 patterns, of a matrix of this shape, from element `begin` on."""
+        sums = cls(np.zeros((2, shape[0])), np.zeros((2, shape[1])))
+        moments().log_sums(patterns, begin, sums.rows, sums.columns)
+        return sums
+
+    def __add__(self, other: LogSums) -> LogSums:
+        return LogSums(self.rows + other.rows, self.columns + other.columns)
+
+    def factors(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+        """Fit an outer product to the logarithms: F32 patterns of its two vectors, [n_rows] and [n_columns].
+
+        Sums of the values themselves, as in Adafactor (arXiv 1804.04235), follow the largest elements;
+        means of logarithms take 30 to 40 % fewer bits behind them. Rounded to few bits of the mantissa.
+        """
+        row_means, column_means = (_means(sums) for sums in (self.rows, self.columns))
+        overall = self.rows[0].sum() / max(self.rows[1].sum(), 1)
+        # Half of the level in each vector, so that neither over- nor underflows.
+        return _rounded_powers(row_means - overall / 2), _rounded_powers(column_means - overall / 2)
+
+
+def _means(sums: Floats) -> Floats:
+    overall = sums[0].sum() / max(sums[1].sum(), 1)
+    return np.where(sums[1] > 0, sums[0] / np.maximum(sums[1], 1), overall)
+
+
+def _rounded_powers(exponents: Floats) -> NDArray[np.uint32]:
+    patterns = floats.round_f64(np.exp2(np.clip(exponents, -125, 125)))
+    n_dropped = MANTISSA_BITS[floats.F32] - FACTOR_BITS
+    return (patterns + np.uint32(1 << (n_dropped - 1))) & ~np.uint32((1 << n_dropped) - 1)
+
+
+# --- first moments ------------------------------------------------------------------------------
+
+
+def context_roots(kind: int) -> Floats:
+    """Return the typical root of the second moments of each magnitude context [256]; 0 if not finite."""
+    width = 32 if kind == floats.F32 else 16
+    labels = np.arange(N_LABELS, dtype=np.int64)
+    middles = (labels << (width - 9)) | (1 << (width - 10))
+    pattern = np.uint32 if kind == floats.F32 else np.uint16
+    values = floats.widen_f64(floats.to_f32(middles.astype(pattern), kind))
+    return np.sqrt(np.where(np.isfinite(values), values, 0.0))
+
+
+@dataclass(slots=True)
+class LevelSums:
+    """Occurrences of each level in each context, and sums of what they stand for; chunks add up."""
+
+    # [n_contexts, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
+    counts: Integers
+    sums: Floats  # in steps, the same; 0 for level 0
+
+    @classmethod
+    def of(
+        cls, patterns: NDArray[np.uint32], labels: NDArray[np.uint8], steps: Floats, dead_zone: float
+    ) -> LevelSums:
+        """Count F32 patterns [n] with labels [n] by the steps of these, wider around zero by a dead zone."""
+        shape = (len(steps), 2 * (MAX_INDEX + 1) + 1)
+        counts, sums = np.zeros(shape, np.int64), np.zeros(shape)
+        values = patterns.view(np.float32)
+        moments().level_sums(patterns, values, labels, steps, dead_zone, counts, sums)
+        return cls(counts, sums)
+
+    def __add__(self, other: LevelSums) -> LevelSums:
+        return LevelSums(self.counts + other.counts, self.sums + other.sums)
+
+    def window(self, level_range: LevelRange) -> slice:
+        """Return the slice of columns whose levels have codes."""
+        first = level_range.lowest + MAX_INDEX + 1
+        return slice(first, first + level_range.n_levels)
+
+    def level_range(self) -> LevelRange:
+        """Assign codes to the levels that occur; values beyond them escape."""
+        totals = self.counts.sum(axis=0)
+        used = np.flatnonzero(totals[1:-1]) - MAX_INDEX
+        n_beyond = int(totals[0] + totals[-1])
+        first, last = (int(used[0]), int(used[-1])) if len(used) else (0, 0)
+        return LevelRange(first, last - first + 1, has_zeros=False, has_exceptions=n_beyond > 0)
+
+
+def first_map(found: LevelSums, level_range: LevelRange, steps: Floats, kind: int) -> QuantizationMap:
+    """Make the map of a first moment: levels at the means of what they stand for, context by context.
+
+    Level 0 is zero in every row, so a context that takes no other needs no row of its own.
+
+    Args:
+        found: of the whole tensor.
+        level_range: which levels have codes.
+        steps: of each context [n_contexts].
+        kind: of the patterns.
+    """
+    is_moving = found.counts.sum(axis=1) > found.counts[:, MAX_INDEX + 1]
+    used = np.flatnonzero(is_moving) if is_moving.any() else np.zeros(1, np.int64)
+    row_of_context = np.maximum(np.searchsorted(used, np.arange(len(steps)), side="right") - 1, 0)
+    scale = np.where(steps[used] >= SMALLEST_SCALE, steps[used], 0.0)
+    window, levels = found.window(level_range), level_range.lowest + np.arange(level_range.n_levels)
+    counts, sums = found.counts[used, window], found.sums[used, window]
+    shared = np.zeros(level_range.n_codes)
+    shared[: level_range.n_levels] = _centroids(counts.sum(axis=0), sums.sum(axis=0), levels)
+    expanded = LinearTable(scale, shared, np.zeros(len(used)))
+    n_rows, n_codes = expanded.shape
+    if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes:
+        patterns = floats.from_f32(expanded.expand().reshape(-1), kind)
+        if floats.all_finite(patterns, kind):
+            return QuantizationMap(expanded, row_of_context, escape_code=level_range.escape_code)
+    own = np.zeros(expanded.shape)
+    own[:, : level_range.n_levels] = _centroids(counts, sums, levels) * scale[:, None]
+    # Levels that no element takes may lie beyond all numbers.
+    own[:, : level_range.n_levels][counts == 0] = 0.0
+    table = ExplicitTable(floats.round_f64(own.reshape(-1)).reshape(own.shape))
+    return QuantizationMap(table, row_of_context, escape_code=level_range.escape_code)
+
+
+def _centroids(counts: Integers, sums: Floats, levels: Integers) -> Floats:
+    """Mean in steps of what takes each level; level 0 stays zero."""
+    means = np.where(counts > 0, sums / np.maximum(counts, 1), levels)
+    return np.where(levels == 0, 0.0, means)
+
+
+def row_labels(spreads: Floats) -> tuple[NDArray[np.uint8], Floats]:
+    """Sort rows into half octaves of their spread [n_rows], which is 0 for rows of zeros.
+
+    Returns:
+        The label of each row uint8 [n_rows], and the spread that each label stands for, ascending [n_labels].
+    """
+    largest = float(spreads.max())
+    if not largest:
+        return np.zeros(len(spreads), np.uint8), np.ones(1)
+    relative = np.log2(np.maximum(spreads, largest * 2.0**-100) / largest)
+    half_octaves = np.rint(relative * ROW_LABELS_PER_OCTAVE).astype(np.int64)
+    used, labels = np.unique(half_octaves, return_inverse=True)
+    return labels.astype(np.uint8), largest * np.exp2(used / ROW_LABELS_PER_OCTAVE)

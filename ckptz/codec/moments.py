@@ -1,0 +1,567 @@
+"""Optimizer state beside lossy weights: which recipe each of its tensors gets, and how it is planned.
+
+Second moments are predicted from zero, from the base, or from two vectors as in Adafactor. The smallest of
+these, alone or with contexts by the base's codes, is chosen by its size on a sample. What is no second
+moment (infinities, NaN, negative values) leaves its tensor lossless, with a note.
+
+First moments and momenta become a sum of few outer products, or levels of steps by context. Where it is
+known how far they will move their weights, most of what they would move lies in few directions; these are
+kept as far as they are worth their bits, and the rest is lost: see `ckptz.codec.low_rank`. What is lost is
+movement, as its weight would have followed it for some ten steps to come. A Checkpointer moves the weight by
+the share of that which training follows: `ckptz.training.moves`.
+
+Elsewhere (Lion takes the sign of a first moment, Muon turns all its directions to one size) small elements
+count as much as large ones, and they are codes. The context of an element is then the magnitude of the second
+moment that the same file restores, so that steps follow its root. Without second moments it is a label of the
+row, by the row's spread.
+
+Small tensors are byte planes of rounded values: a map of that many levels would outweigh a tensor of a few
+hundred elements. They are rounded finely, by steps of an eighth of what large ones have beside their second
+moments: so few elements cost few bytes, and their errors next to nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.grid_steps import row_steps
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.lossless import (
+    MIN_CONTEXT_VALUES,
+    counts_by_base,
+    exact_with_note,
+    histogram_of,
+    plan_lossless,
+    sums_by,
+)
+from ckptz.codec.low_rank import low_rank
+from ckptz.codec.method import Method, Recipe, Setting
+from ckptz.codec.moment_codes import (
+    Labels,
+    LogLevelQuantizer,
+    LogLevelSums,
+    Prediction,
+    StepContexts,
+    StepQuantizer,
+    values_of,
+)
+from ckptz.codec.moment_maps import (
+    MANTISSA_BITS,
+    N_LABELS,
+    LevelRange,
+    LevelSums,
+    LogLevels,
+    LogSums,
+    best_log_levels,
+    bits_of,
+    context_roots,
+    exponent_mask,
+    first_map,
+    log_level_step,
+    row_labels,
+    second_map,
+)
+from ckptz.codec.quantizer import Quantizer, key_of
+from ckptz.codec.tensor import MapFunction, TensorStatistics, TensorToEncode, reals, summed
+from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
+from ckptz.errors import ConfigError, own_numbers
+from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, labels_of_rows
+from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
+from ckptz.format.frequency import entropy_bits
+from ckptz.format.plan import Domain, ExplicitTable, LowRank, Outer, Plan, Predictor, QuantizationMap
+from ckptz.format.sources import CHUNK_VALUES, LazySource, TensorSource, n_rows_of
+from ckptz.format.values import KINDS
+from ckptz.kernels import cpu, floats, moments, rounding
+from ckptz.kernels.blas import product
+from ckptz.kernels.floats import NEAREST, Patterns
+from ckptz.state.roles import Role
+
+Bounds = tuple[int, int]
+
+MIN_LOSSY_VALUES: Final = 32  # a map takes about as many bytes as this many elements
+MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
+SAMPLE_VALUES: Final = 1 << 14  # decides between predictions
+FINE: Final = 1 / 8  # of the step of grids, for small tensors
+MOST_OF_SPREAD: Final = 1 / 8  # of the standard deviation of a small tensor, that a step may be
+LEAST_SIZE: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
+BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
+
+
+def _fault_of_second(histogram: Histogram) -> str:
+    """Return the reason why a tensor is no second moment; empty if it is one."""
+    if not histogram.is_finite:
+        return "holds NaN or infinity"
+    if histogram.counts[len(histogram.counts) // 2 :].any():
+        return "holds negative second moments"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class SecondMoment(Recipe):
+    """A second moment as levels in the order of bit patterns.
+
+    Attributes:
+        step: in octaves; a restored element is within one of it, and those of each code have the exact ones'
+            mean share of the root that an optimizer divides by.
+    """
+
+    step: float
+    name: ClassVar[str] = "second-moment"
+
+    def settings(self) -> dict[str, Setting]:
+        return {"step": self.step}
+
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
+        """Plan a tensor of second moments."""
+        source = tensor.source
+        if source.n_patterns < MIN_LOSSY_VALUES:
+            return plan_lossless(source, tensor.base, tensor.run, tensor.effort)
+        if fault := _fault_of_second(histogram_of(source, tensor.run)):
+            return exact_with_note(tensor, fault)
+        sample = _Sample.of(source, tensor.base)
+        step = log_level_step(self.step, KINDS[source.dtype.name])
+        best = min(
+            (sample.candidate(prediction, step) for prediction in _predictions(tensor)),
+            key=lambda candidate: candidate.predicted_bits,
+        )
+        return _second_plan(tensor, best)
+
+
+def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
+    source, base, run = tensor.source, tensor.base, tensor.run
+    kind = KINDS[source.dtype.name]
+    yield Prediction(kind)
+    if base is not None:
+        yield Prediction(kind, Predictor.BASE, base=base)
+    n_rows = source.shape[0] if source.shape else 1
+    shape = n_rows, math.prod(source.shape[1:])  # of the matrix that an outer product fills
+    if min(shape) > 1 and sum(shape) <= MAX_OUTER:
+        sums = summed(run, lambda b: LogSums.of(cpu().to_f32(source.patterns(*b), kind), b[0], shape), source)
+        yield Prediction(kind, Predictor.OUTER, outer=Outer(*sums.factors()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A prediction with its logarithmic levels, and the size that a sample promises."""
+
+    prediction: Prediction
+    log_levels: LogLevels
+    predicted_bits: float
+    n_base_codes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """Every so many-th pattern of the chunk in the middle, and the base's codes there."""
+
+    source: TensorSource
+    bounds: Bounds
+    stride: int
+    patterns: Patterns
+    base_codes: NDArray[np.uint8] | None
+    n_base_codes: int | None
+
+    @classmethod
+    def of(cls, source: TensorSource, base: TensorSource | None) -> _Sample:
+        begin = source.n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
+        end = min(begin + CHUNK_VALUES, source.n_patterns)
+        stride = -(-(end - begin) // SAMPLE_VALUES)
+        n_codes = None if base is None else base.n_codes
+        codes = base.codes(begin, end) if base is not None and n_codes else None
+        codes = None if codes is None else codes[::stride]
+        return cls(source, (begin, end), stride, source.patterns(begin, end)[::stride], codes, n_codes)
+
+    def candidate(self, prediction: Prediction, step: int) -> _Candidate:
+        """Fit levels to a prediction, alone or with contexts by the base's codes, whichever is smaller."""
+        is_live = self.patterns != 0
+        distances = floats.order(self.patterns[is_live]).astype(np.float64)
+        predicted = prediction.patterns(*self.bounds)[:: self.stride]
+        zero = float(1 << (8 * self.patterns.itemsize - 1))
+        distances -= floats.order(predicted[is_live]) if len(predicted) else zero
+        log_levels = best_log_levels(distances, step) if len(distances) else LogLevels(step)
+        scale = self.source.n_patterns / len(self.patterns)
+        bits = bits_of(log_levels.counts(distances)) * scale if len(distances) else 0.0
+        side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
+        in_contexts = self._bits_in_contexts(log_levels, distances, is_live) * scale
+        bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
+        if self.base_codes is not None and in_contexts < bits * BASE_BIAS * bias:
+            return _Candidate(prediction, log_levels, in_contexts / BASE_BIAS + side_bits, self.n_base_codes)
+        return _Candidate(prediction, log_levels, bits / bias + side_bits)
+
+    def _bits_in_contexts(
+        self, log_levels: LogLevels, distances: NDArray[np.float64], is_live: NDArray[np.bool_]
+    ) -> float:
+        if self.base_codes is None or not len(distances):
+            return math.inf
+        labels = self.base_codes[is_live]
+        return sum(bits_of(log_levels.counts(distances[labels == label])) for label in np.unique(labels))
+
+
+def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:
+    source, base, run = tensor.source, tensor.base, tensor.run
+    prediction, n_contexts = chosen.prediction, chosen.n_base_codes or 1
+    quantizer = LogLevelQuantizer(prediction, chosen.log_levels)
+    found: LogLevelSums = sums_by(quantizer, source, run)
+    if found.n_exceptions > MAX_EXCEPTIONS * source.n_patterns:
+        return plan_lossless(source, base, run, tensor.effort)
+    level_range = found.level_range()
+    quantizer = replace(quantizer, level_range=level_range)
+    levels = found.levels(chosen.log_levels, level_range, prediction)
+    plan = Plan(
+        quant_map=second_map(levels, level_range, prediction.kind, n_contexts),
+        domain=Domain.BITS,
+        predictor=prediction.predictor,
+        outer=prediction.outer,
+    )
+    if base is None or chosen.n_base_codes is None:
+        return TensorPlan(plan, quantizer)
+    joint = counts_by_base(source, base, quantizer, run)
+    plan = replace(plan, rules=(BaseCode(n_contexts),), tables=(stream_tables(joint, n_contexts),))
+    return TensorPlan(plan, quantizer)
+
+
+Floats = NDArray[np.float64]
+
+RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
+USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
+MIN_ROW_VALUES: Final = 16  # shorter rows would pay more for their labels than these save
+
+
+@dataclass(frozen=True, slots=True)
+class FirstMoment(Recipe):
+    """A first moment, or a momentum, as levels of steps by context.
+
+    Attributes:
+        step: in roots of the restored second moment; without one, in root mean squares of the row. Of outer
+            products, beside the usual step.
+        dead_zone: additional share of a step, on both sides of zero, that becomes zero.
+        source: name of the tensor of second moments, or None.
+    """
+
+    step: float
+    dead_zone: float
+    source: str | None = None
+    name: ClassVar[str] = "first-moment"
+    may_be_low_rank: ClassVar[bool] = True
+
+    def settings(self) -> dict[str, Setting]:
+        return {"step": self.step, "dead_zone": self.dead_zone}
+
+    @property
+    def context_tensor(self) -> str | None:
+        return self.source
+
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
+        """Plan a tensor of first moments or momenta; levels gain nothing from a base."""
+        source, run, second = tensor.source, tensor.run, None
+        if self.source is not None and tensor.context_tensors is not None:
+            second = tensor.context_tensors(self.source)
+        if source.n_patterns < MIN_LOSSY_VALUES:
+            return plan_lossless(source, tensor.base, run, tensor.effort)
+        if not histogram_of(source, run).is_finite:
+            return exact_with_note(tensor, "holds NaN or infinity")
+        if tensor.guide.reach is not None:
+            return _low_rank_plan(tensor, second, tensor.guide.reach, self.step)
+        ratio = 0.0 if second is None else _mean_ratio(source, second, run)
+        if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
+            return _first_plan(tensor, self._quantizer(source, _by_row(source, self, run)))[0]
+        # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
+        wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
+        candidates = [_by_second(second, wanted)]
+        if source.n_patterns < MIN_CONTEXT_VALUES:
+            candidates.append(_as_one(second, wanted, run))
+        sized = [_first_plan(tensor, self._quantizer(source, contexts)) for contexts in candidates]
+        return min(sized, key=lambda plan: plan[1])[0]
+
+    def _quantizer(self, source: TensorSource, contexts: StepContexts) -> StepQuantizer:
+        return StepQuantizer(KINDS[source.dtype.name], contexts, self.dead_zone)
+
+
+@dataclass(frozen=True, slots=True)
+class _Zeros(Quantizer):
+    """Quantizer with a single code."""
+
+    def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
+        del patterns
+        return np.zeros(end - begin, np.uint8)
+
+
+def _low_rank_plan(
+    tensor: TensorToEncode, second: TensorSource | None, reach: float, step: float
+) -> TensorPlan:
+    """Plan the outer products that are worth their bits, or zeros where none is."""
+    before = None if tensor.base is None or tensor.base.stored is None else tensor.base.stored.plan.outer
+    warm = before if isinstance(before, LowRank) else None
+    found = low_rank(tensor.source, second, reach, warm, tensor.seed, step)
+    plan = Plan(
+        quant_map=QuantizationMap(ExplicitTable(np.zeros((1, 1), np.uint32)), np.zeros(1, np.int64)),
+        domain=Domain.LINEAR,
+        predictor=Predictor.ZERO if found is None else Predictor.LOW_RANK,
+        outer=found,
+    )
+    rank = 0 if found is None else len(found.scales)
+    return TensorPlan(plan, _Zeros(), found={"dead_zone": 0.0, "rank": rank})
+
+
+def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
+    """Measure how large values are in roots of second moments, on average; 0 if there are none.
+
+    Those of Adam are about as large. The first moments of some optimizers are of updates, which are divided
+    by the root already.
+    """
+    kind, roots = KINDS[source.dtype.name], context_roots(KINDS[second.dtype.name])
+
+    def sums(bounds: Bounds) -> Floats:
+        values = values_of(source.patterns(*bounds), kind)
+        ratios = np.empty(bounds[1] - bounds[0])
+        n_live = moments().root_ratios(*values, second.patterns(*bounds), roots, ratios)
+        return np.array([ratios[:n_live].sum(), n_live])
+
+    total, n_live = summed(run, sums, source)
+    return float(total / max(n_live, 1))
+
+
+def _by_second(second: TensorSource, wanted: FirstMoment) -> StepContexts:
+    def labels(begin: int, end: int) -> Labels:
+        found: Labels = cpu().magnitudes(second.patterns(begin, end))
+        return found
+
+    steps = wanted.step * context_roots(KINDS[second.dtype.name])
+    return StepContexts((Magnitude(wanted.source),), steps, labels)
+
+
+def _one_label(begin: int, end: int) -> Labels:
+    return np.zeros(end - begin, np.uint8)
+
+
+def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
+    """Use one step for all elements: the geometric mean of the contexts' roots."""
+    roots = context_roots(KINDS[second.dtype.name])
+    counts = summed(run, lambda b: cpu().histogram(cpu().magnitudes(second.patterns(*b))), second)
+    used = (counts > 0) & (roots > 0)
+    logarithms = product(np.log2(roots[used]), counts[used]) / max(counts[used].sum(), 1)
+    return StepContexts((), np.array([wanted.step * 2.0**logarithms]), _one_label)
+
+
+def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
+    """Use a step per row in proportion to its RMS; rows within half an octave share one."""
+    n_patterns, n_rows = source.n_patterns, n_rows_of(tuple(source.shape))
+    row_patterns = max(n_patterns // n_rows, 1)
+    is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES
+    n_rows, row_patterns = (n_rows, row_patterns) if is_cut else (1, n_patterns)
+
+    def power(bounds: Bounds) -> Floats:
+        values = floats.widen_f64(cpu().to_f32(source.patterns(*bounds), KINDS[source.dtype.name]))
+        squares = np.bincount(np.arange(*bounds) // row_patterns, values * values, n_rows)
+        return np.asarray(squares, np.float64)
+
+    powers = summed(run, power, source)
+    indices, spreads = row_labels(np.sqrt(powers / row_patterns))
+    if len(spreads) == 1:
+        return StepContexts((), wanted.step * spreads, _one_label)
+
+    def labels(begin: int, end: int) -> Labels:
+        return labels_of_rows(indices, begin, end, row_patterns)
+
+    return StepContexts((Row(len(spreads), indices),), wanted.step * spreads, labels)
+
+
+def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[TensorPlan, float]:
+    source, kind, contexts = tensor.source, quantizer.kind, quantizer.contexts
+    found: LevelSums = sums_by(quantizer, source, tensor.run)
+    level_range = found.level_range()
+    joint = _codes_by_context(found, level_range)
+    if not level_range.has_exceptions and (level_range.lowest, level_range.n_levels) == (0, 1):
+        # All are zero: no context changes that, and a reader need not know them.
+        contexts = StepContexts((), contexts.steps[:1], _one_label)
+        found = LevelSums(found.counts.sum(axis=0, keepdims=True), found.sums.sum(axis=0, keepdims=True))
+    n_contexts = len(contexts.steps)
+    plan = Plan(
+        quant_map=first_map(found, level_range, contexts.steps, kind),
+        domain=Domain.LINEAR,
+        rules=contexts.rules,
+        tables=(stream_tables(joint, n_contexts),) if contexts.rules else (),
+    )
+    n_bytes = len(pack_plan(source.dtype, tuple(source.shape), plan)) + entropy_bits(joint.counts) / 8
+    return TensorPlan(plan, replace(quantizer, contexts=contexts, level_range=level_range)), n_bytes
+
+
+def _codes_by_context(found: LevelSums, level_range: LevelRange) -> ContextCounts:
+    """Count how often each code occurs in each context."""
+    window = found.window(level_range)
+    counts = np.zeros((len(found.counts), N_LABELS), np.int64)
+    counts[:, : level_range.n_levels] = found.counts[:, window]
+    if level_range.escape_code is not None:
+        counts[:, level_range.escape_code] = found.counts.sum(axis=1) - counts.sum(axis=1)
+    contexts = np.flatnonzero(counts.sum(axis=1))
+    return ContextCounts(contexts, counts[contexts])
+
+
+@dataclass(frozen=True, slots=True)
+class FineRounding(Recipe):
+    """A small tensor that is kept to a precision whose errors hardly count beside those of large ones.
+
+    Attributes:
+        bits: a restored element is within 2^-bits of itself, relatively, or within half of `size`; twice that
+            by stochastic rounding, by which what training has moved since a restore stays on average.
+        step: multiple of the step that a large weight would have on a grid; None for bits alone.
+        size: a power of two, of which elements become multiples; 0 where it is not known.
+        key: of stochastic rounding, or NEAREST.
+    """
+
+    bits: int = 10
+    step: float | None = None
+    size: float = 0.0
+    key: int = NEAREST
+    name: ClassVar[str] = "rounding"
+
+    def settings(self) -> dict[str, Setting]:
+        return {"bits": self.bits}
+
+    def rounded(self, patterns: Patterns, kind: int, begin: int) -> Patterns:
+        """Round patterns from `begin` on; those that would overflow, and subnormal ones, stay as they are."""
+        n_dropped = self._n_dropped(kind)
+        if n_dropped <= 0:
+            return patterns
+        mask = patterns.dtype.type((1 << n_dropped) - 1)
+        thresholds: Any = np.float32(0.5)
+        if self.key != NEAREST:
+            thresholds = rounding().thresholds(self.key, begin, len(patterns))
+        rounded = (patterns + (thresholds * np.float32(1 << n_dropped)).astype(patterns.dtype)) & ~mask
+        exponents = patterns.dtype.type(exponent_mask(kind))
+        is_kept = ((rounded & exponents) == exponents) | ((patterns & exponents) == 0)
+        rounded = np.where(is_kept, patterns, rounded)
+        if not self.size:
+            return rounded
+        values, size = patterns.view(np.float32), np.float32(self.size)
+        with np.errstate(over="ignore"):
+            multiples = np.floor(values / size + thresholds) * size
+        is_small = np.abs(values) < size * np.float32(2 ** (self.bits - 1))  # what `bits` keep is finer there
+        return np.where(is_small, multiples.view(np.uint32), rounded)
+
+    def _n_dropped(self, kind: int) -> int:
+        return MANTISSA_BITS[kind] + 1 - self.bits
+
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
+        """Plan byte planes of rounded values: a map of that many levels would outweigh a small tensor."""
+        source, run = tensor.source, tensor.run
+        if not histogram_of(source, run).is_finite:
+            return exact_with_note(tensor, "holds NaN or infinity")
+        chosen = replace(self, size=self._size_for(tensor))
+        if tensor.base is not None:
+            chosen = replace(chosen, key=chosen._key_after(source, tensor.seed))
+        kind = KINDS[source.dtype.name]
+        restored = LazySource.of(
+            source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
+        )
+        found = {"size": chosen.size} if chosen.size else {}
+        return replace(plan_lossless(restored, tensor.base, run, tensor.effort), rounding=chosen, found=found)
+
+    def _size_for(self, tensor: TensorToEncode) -> float:
+        """Choose the size by what errors cost; 0 where nothing tells that."""
+        source, guide = tensor.source, tensor.guide
+        if self.step is None or guide.energy is None or source.dtype.name != "F32":
+            return 0.0
+        found = TensorStatistics.whole(source, None, guide, tensor.run)
+        if found.row_sums is None or not found.power or found.fault(source.dtype):
+            return 0.0
+        sensitivity = np.array([found.row_sums.sum() / found.n_patterns])
+        step = row_steps(self.step, found.spread, sensitivity, guide.energy).steps[0]
+        mean = summed(tensor.run, lambda b: reals(source, *b).sum(), source) / found.n_patterns
+        step = min(step, MOST_OF_SPREAD * math.sqrt(max(found.spread**2 - mean**2, 0.0)))
+        return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0
+
+    def _key_after(self, source: TensorSource, new: int) -> int:
+        """Choose the thresholds by the first chunk; the base's file does not tell its own."""
+        n_dropped = self._n_dropped(KINDS[source.dtype.name])
+        if n_dropped <= 0:
+            return NEAREST
+        patterns = source.patterns(0, min(CHUNK_VALUES, source.n_patterns))
+        low = (patterns & patterns.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
+        if self.size:
+            low = np.modf(patterns.view(np.float32).astype(np.float64) / self.size)[0]
+        return key_of(low, None, NEAREST, new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments:
+    """Settings of the optimizer state beside lossy weights.
+
+    Attributes:
+        second_step: of exp_avg_sq, in octaves: a restored second moment is within one of it.
+        first_step: of exp_avg, in roots of the restored second moment; of momentum and where there is no
+            second moment, in root mean squares of the row; where few directions are kept, 1 is usual.
+        first_dead_zone: additional share of a step, on both sides of zero, that becomes zero.
+    """
+
+    second_step: float = 4.0
+    first_step: float = 1.0
+    first_dead_zone: float = 0.35
+
+    def __post_init__(self) -> None:
+        own_numbers(self)
+        for name in ("second_step", "first_step"):
+            if not 0 < getattr(self, name) <= 64:
+                raise ConfigError(f"{name} must be above 0 and at most 64, got {getattr(self, name)}")
+        if not 0 <= self.first_dead_zone <= 4:
+            raise ConfigError(f"first_dead_zone must be from 0 to 4, got {self.first_dead_zone}")
+
+
+MOMENTS: Final = Moments()
+
+
+def state_recipes(
+    tensors: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+    trained: Collection[str],
+    moments: Moments,
+    weights: Method,
+    step: float,
+) -> dict[str, Recipe]:
+    """Return the recipe of each tensor of a training state, by name.
+
+    Args:
+        tensors: the tensors of the file.
+        roles: the role of each tensor.
+        trained: parameters whose moments are in another file.
+        moments: settings of optimizer state.
+        weights: chooses the recipes of large weights.
+        step: multiple of the reference step, which the weights that stay small follow.
+    """
+    trained, second = set(trained), {}  # parameters that have a moment; second moments of each
+    for name, source in tensors.items():
+        role = roles[name]
+        if role.role not in ("weight", "other"):
+            trained.add(role.parameter)
+        if role.role == "exp_avg_sq" and source.dtype.name in KINDS:
+            second[role.parameter, source.shape] = name
+    chosen = {}
+    for name, source in tensors.items():
+        role, shape = roles[name], source.shape
+        recipe = weights.recipe(role, source.dtype, shape)
+        if source.dtype.name in KINDS:
+            # What is not trained stays exact: buffers may be the frequencies of a positional code.
+            if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
+                recipe = FineRounding(step=FINE * step)
+            recipe = _of_state(role, shape, moments, second) or recipe
+        chosen[name] = recipe
+    return chosen
+
+
+def _of_state(
+    role: Role, shape: tuple[int, ...], moments: Moments, second: Mapping[tuple[str, tuple[int, ...]], str]
+) -> Recipe | None:
+    """Choose the recipe of optimizer state; None for other tensors."""
+    if role.role == "exp_avg_sq":
+        return SecondMoment(moments.second_step)
+    if role.role in ("exp_avg", "momentum"):
+        # RMSprop's momentum is divided by the root already.
+        source = second.get((role.parameter, shape)) if role.role == "exp_avg" else None
+        return FirstMoment(moments.first_step, moments.first_dead_zone, source)
+    return FineRounding() if role.role == "factor" else None

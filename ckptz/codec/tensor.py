@@ -1,0 +1,241 @@
+"""A tensor to encode: its values, base and side information, and statistics of them.
+
+Encoder only: nothing of it is stored, and whatever steps, partitions or codes follow from it are in the
+frame. Measures (how large a tensor is, how far from its base, how sensitive) are summed over chunks, so
+that no tensor is held as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.effort import DEFAULT, Effort
+from ckptz.codec.histogram import Histogram
+from ckptz.codec.sensitivity import Floats, floats_of
+from ckptz.format.dtypes import DType
+from ckptz.format.sources import CHUNK_VALUES, ContextTensors, Patterns, TensorSource, n_rows_of
+from ckptz.format.sources import MapFunction as MapFunction
+from ckptz.format.values import KINDS
+from ckptz.kernels import cpu, rounding
+
+T = TypeVar("T")
+MIN_SPREAD: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
+# Half the largest exponent of each type: sums of values and levels stay far from infinity.
+LARGEST: Final = {"F32": 2.0**126, "BF16": 2.0**126, "F16": 2.0**14}
+Bounds = tuple[int, int]
+Reals = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputCovariance:
+    """Second moments of a layer's inputs, sum(x x^T): how errors of a weight's columns add up."""
+
+    # of the weight, that the matrix belongs to: 1 for [out, in, ...] (convolutions: all dimensions behind the
+    # first, flattened), 0 for weights stored as [in, out] or for embeddings
+    axis: int
+    n_samples: int  # input vectors summed up
+    # the float32 or float64 matrix [n, n]; [n_groups, n, n] for grouped convolutions; for embeddings, whose
+    # inputs are one-hot, its diagonal [n]: how often each row was looked up
+    read: Callable[[], NDArray[Any]]
+
+
+def _floats(source: TensorSource, begin: int, end: int) -> Floats:
+    return floats_of(source.patterns(begin, end), KINDS[source.dtype.name])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideInformation:
+    """Side knowledge of one tensor; its sources have the tensor's shape."""
+
+    # average of its gradients, for sensitivity |g*w|; if there is none, the root of `second_moment` stands in
+    gradient: TensorSource | None = None
+    second_moment: TensorSource | None = None  # the exact average of squared gradients, Adam's exp_avg_sq
+    inputs: InputCovariance | None = None  # second moments of the inputs that it is multiplied with
+    # of the whole tensor where this is a shard of it, so that all shards get one map
+    histogram: Histogram | None = None
+    # of a first moment: total weight update that a first moment of sqrt(v) (of 1, without second moments)
+    # will still cause, relative to the RMS update between two saves
+    reach: float | None = None
+    # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
+    # of its tensors to one another
+    energy: float | None = None
+
+
+NO_SIDE_INFORMATION: Final = SideInformation()
+
+
+@dataclass(frozen=True, slots=True)
+class GuidedSensitivities:
+    """Sensitivities of patterns begin..end."""
+
+    kind: int  # of the tensor's patterns
+    gradients: TensorSource  # averages of gradients, or of their squares; of the tensor's shape
+    is_squared: bool  # which of them
+
+    def gradients_of(self, begin: int, end: int) -> Floats:
+        """Read magnitudes of gradients, float32 [end - begin]; NaN where a square is negative."""
+        found = _floats(self.gradients, begin, end)
+        with np.errstate(all="ignore"):
+            return np.sqrt(found) if self.is_squared else np.abs(found)
+
+    def __call__(self, begin: int, end: int, patterns: Patterns) -> Floats:
+        """Rank patterns begin..end by |g*w|, float32 [end - begin]."""
+        with np.errstate(all="ignore"):
+            return self.gradients_of(begin, end) * np.abs(floats_of(patterns, self.kind))
+
+
+def sensitivities_of(source: TensorSource, guide: SideInformation) -> GuidedSensitivities | None:
+    """Find the sensitivities of a tensor; None if no gradient is known in a type that has values."""
+    for gradients, is_squared in ((guide.gradient, False), (guide.second_moment, True)):
+        if gradients is not None and gradients.dtype.name in KINDS:
+            return GuidedSensitivities(KINDS[source.dtype.name], gradients, is_squared)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToEncode:
+    """One tensor to plan, and all that a method may look at."""
+
+    source: TensorSource  # the tensor
+    # the restored tensor that a delta is made from, of the same dtype and shape, or None
+    base: TensorSource | None = None
+    guide: SideInformation = NO_SIDE_INFORMATION  # what else is known of it
+    # other tensors of the file as it restores them, where the recipe names one
+    context_tensors: ContextTensors | None = None
+    run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
+    effort: Effort = DEFAULT
+    seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
+    movement: float | None = None  # of the file: see `Recipe.movement`; None where it is not known
+
+
+def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:
+    """Add up the results of `measure` for each chunk (begin, end) of a tensor that is not empty."""
+    return functools.reduce(operator.add, run(measure, source.chunk_bounds()))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStatistics:
+    """Size, largest value and powers of a tensor: all that its steps follow from, summed over chunks."""
+
+    n_patterns: int  # values
+    largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
+    power: float  # sum of squares
+    residual_power: float  # of the differences to the base; infinite without one
+    row_sums: Reals | None  # of the second moments [n_rows], or None
+    energy: float  # sum of second moments times squared values
+    is_measured: bool  # whether all second moments are finite and not negative
+
+    @classmethod
+    def whole(
+        cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, run: MapFunction
+    ) -> TensorStatistics:
+        """Measure a tensor that is not empty; `run` maps over chunks."""
+        return summed(run, lambda b: cls.of(source, base, guide, b), source)
+
+    @classmethod
+    def of(
+        cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, bounds: Bounds
+    ) -> TensorStatistics:
+        """Measure one chunk, with its base and its guide."""
+        kind = KINDS[source.dtype.name]
+        values = floats_of(source.patterns(*bounds), kind)
+        others = None if base is None else floats_of(base.patterns(*bounds), kind)
+        largest = max(_largest(values), 0 if others is None else _largest(others))
+        squares, row_sums, energy, is_measured = guide.second_moment or guide.gradient, None, 0.0, True
+        if squares is not None:
+            n_rows, is_root = n_rows_of(source.shape), guide.second_moment is None
+            given = floats_of(squares.patterns(*bounds), KINDS[squares.dtype.name])
+            row_patterns, row_sums = source.n_patterns // n_rows, np.zeros(n_rows)
+            energy, is_measured = rounding().sensitivities(
+                values, given, is_root, bounds[0], row_patterns, row_sums
+            )
+        return cls(
+            n_patterns=len(values),
+            largest=float(np.uint32(largest).view(np.float32)),
+            power=rounding().power(values),
+            residual_power=np.inf if others is None else rounding().power(values, others),
+            row_sums=row_sums,
+            energy=energy,
+            is_measured=is_measured,
+        )
+
+    def __add__(self, other: TensorStatistics) -> TensorStatistics:
+        row_sums = self.row_sums
+        if row_sums is not None and other.row_sums is not None:
+            row_sums = row_sums + other.row_sums
+        return TensorStatistics(
+            self.n_patterns + other.n_patterns,
+            max(self.largest, other.largest, key=_by_size),
+            self.power + other.power,
+            self.residual_power + other.residual_power,
+            row_sums,
+            self.energy + other.energy,
+            self.is_measured and other.is_measured,
+        )
+
+    @property
+    def spread(self) -> float:
+        """Root of the mean square of the values."""
+        return float(np.sqrt(self.power / self.n_patterns))
+
+    def fault(self, dtype: DType) -> str:
+        """Return the reason why no grid fits the tensor; empty if one does."""
+        if not np.isfinite(self.largest):
+            return "it or its base holds NaN or infinity, so it stays lossless"
+        if self.largest > LARGEST[dtype.name]:
+            return f"it or its base holds values near the limit of {dtype.name}, so it stays lossless"
+        if self.power > 0 and self.spread < MIN_SPREAD:
+            return "its values are all below 2^-100, so it stays lossless"
+        if not self.is_measured:
+            return "its second moments hold NaN, infinities or negative values, so it stays lossless"
+        return ""
+
+
+def reals(source: TensorSource, begin: int, end: int) -> Reals:
+    """Read values, float64 [end - begin], of a tensor of a dtype in `KINDS`."""
+    return values_of(source.patterns(begin, end), source.dtype)
+
+
+def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float | None:
+    """Average second moment times squared weight over at most a chunk of each tensor; None if it is 0.
+
+    `pairs` are weights and their second moments, of dtypes in `KINDS`.
+    """
+    energy = n_patterns = 0.0
+    for weight, moments in pairs:
+        n = weight.n_patterns
+        begin = n // 2 // CHUNK_VALUES * CHUNK_VALUES
+        bounds = (begin, min(begin + CHUNK_VALUES, n))
+        values, squares = reals(weight, *bounds), reals(moments, *bounds)
+        is_known = np.isfinite(values) & np.isfinite(squares) & (squares >= 0)
+        if len(weight.shape) > 1 and is_known.all() and n:
+            energy += float((squares * values**2).sum()) * n / len(values)
+            n_patterns += n
+    return energy / n_patterns if energy > 0 else None
+
+
+def _largest(values: Floats) -> int:
+    """Find the pattern of the greatest magnitude; those of infinities and NaN are above all others."""
+    found: int = rounding().largest(values.view(np.uint32))
+    return found
+
+
+def _by_size(value: float) -> float:
+    """Rank NaN above all others."""
+    return math.inf if math.isnan(value) else value
+
+
+def values_of(patterns: Patterns, dtype: DType) -> Reals:
+    """Convert patterns [n] of a dtype in `KINDS` to values, float64 [n]."""
+    f32_patterns = cpu().to_f32(patterns, KINDS[dtype.name])
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        values: Reals = f32_patterns.view(np.float32).astype(np.float64)
+    return values

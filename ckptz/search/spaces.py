@@ -1,0 +1,261 @@
+"""Search spaces: which settings of a method a search varies, and how it reads them from a file's records.
+
+A `MultiplierSpace` has one number that scales all steps of a method. A `CubeSpace` has several axes, each
+with values from the mildest to the most aggressive one. A method without a row in `SPACES` cannot be searched
+for; a package that registers a method adds a row itself: `SPACES["sign"] = MultiplierSpace("gain")`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias, TypeVar
+
+import msgspec
+
+from ckptz.codec.grid import Grid
+from ckptz.codec.kmeans import KMeans
+from ckptz.codec.method import Method, Setting
+from ckptz.errors import ConfigError
+from ckptz.format.index import LossyRecord
+
+Point: TypeAlias = tuple[int, ...]  # of a cube: the index of a value on each axis, 0 is the mildest
+M = TypeVar("M", bound=Method)
+DEFAULT_METHOD: Final = Grid
+
+
+class Space:
+    """The settings of one method that a search may vary. Subclasses hold no state of a search."""
+
+    def template(self, config: M, *, trains: bool, restarts: bool) -> M:
+        """Return the settings that a search starts from.
+
+        Args:
+            config: the user's settings.
+            trains: one of the budgets trains on from the file, so that it measures optimizer state too.
+            restarts: training will go on from the file.
+        """
+        del trains, restarts
+        return config
+
+    def recorded(self, template: M, records: Sequence[LossyRecord]) -> M | None:
+        """Return the settings that a file was written with, or None if it was written by another method.
+
+        Args:
+            template: has the settings that records do not contain.
+            records: of the file's lossy tensors.
+        """
+        del template, records
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class MultiplierSpace(Space):
+    """Settings of which one number scales all steps; a larger number is a smaller, worse file.
+
+    Attributes:
+        field: name of that number among the method's fields.
+    """
+
+    field: str
+
+    def multiplier(self, config: Method) -> float:
+        """Return the multiplier of a configuration."""
+        value: float = getattr(config, self.field)
+        return value
+
+    def scaled(self, config: M, multiplier: float) -> M:
+        """Return the configuration with another multiplier."""
+        return replace(config, **{self.field: multiplier})
+
+    def recorded(self, template: M, records: Sequence[LossyRecord]) -> M | None:
+        value = _usual([record for record in records if record.method == template.name], self.field)
+        recorded = None if value is None else _config_or_none(type(template), {self.field: value})
+        return None if recorded is None else replace(template, **{self.field: getattr(recorded, self.field)})
+
+
+class GridSpace(MultiplierSpace):
+    """The step of grids; the steps of moments follow in proportion (`Grid.scaled`)."""
+
+    __slots__ = ()
+
+    def template(self, config: Any, *, trains: bool, restarts: bool) -> Any:
+        """Keep moments exact where no budget would measure their loss."""
+        purpose = "resume" if restarts and config.purpose == "auto" else config.purpose
+        return replace(config, moments=config.moments if trains else None, purpose=purpose)
+
+    def scaled(self, config: Any, multiplier: float) -> Any:
+        return config.scaled(multiplier)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cube:
+    """All combinations of values along some axes; quality and size fall along each axis."""
+
+    space: CubeSpace
+    template: Method  # every setting that is on no axis
+    axes: Mapping[str, tuple[float, ...]]  # values along each axis, the mildest first
+    name: str = ""  # where the space has several cubes
+
+    @property
+    def points(self) -> list[Point]:
+        """All points of the cube."""
+        return list(itertools.product(*(range(len(values)) for values in self.axes.values())))
+
+    def config(self, point: Point) -> Method:
+        """Return the configuration of a point."""
+        steps = zip(point, self.axes.items(), strict=True)
+        return self.space.at(self.template, {name: values[step] for step, (name, values) in steps})
+
+    def point(self, config: Method) -> Point:
+        """Return the coarsest point that is at least as fine as `config` on every axis."""
+        wanted = self.space.coordinates(config)
+        return tuple(_coarsest(values, wanted[name]) for name, values in self.axes.items())
+
+
+def _coarsest(values: Sequence[float], wanted: float) -> int:
+    """Return the index of the last of `values` (rising or falling) not beyond `wanted`; 0 if all are."""
+    rises = values[-1] > values[0]
+    fits = [value <= wanted if rises else value >= wanted for value in values]
+    return max(sum(fits) - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class CubeSpace(Space):
+    """Settings with several axes.
+
+    Attributes:
+        axes: the values of each setting, from the mildest to the most aggressive one.
+        cube_field: a setting with one cube for each of its values, or empty.
+        cube_names: these values.
+    """
+
+    axes: Mapping[str, tuple[float, ...]]
+    cube_field: str = ""
+    cube_names: tuple[str, ...] = ()
+
+    def cubes(
+        self, template: Method, names: Sequence[str], layer_types: Collection[str], *, is_ranked: bool
+    ) -> tuple[Cube, ...]:
+        """Return the cubes to search.
+
+        Args:
+            template: every setting that is on no axis.
+            names: the cubes that the user asked for; empty for all.
+            layer_types: of the tensors that become lossy.
+            is_ranked: whether sensitivities of some of these tensors are known.
+        """
+        del names, layer_types, is_ranked
+        return (Cube(space=self, template=template, axes=self.axes),)
+
+    def finer(self, template: M) -> tuple[M, ...]:
+        """Return settings milder than every cube, the smallest file first; a search tries them last."""
+        del template
+        return ()
+
+    def cube_name(self, config: Method) -> str:
+        """Return the name of the cube that a configuration belongs to."""
+        return str(getattr(config, self.cube_field)) if self.cube_field else ""
+
+    def at(self, config: M, coordinates: Mapping[str, Any]) -> M:
+        """Return the configuration with other values along the axes."""
+        return replace(config, **coordinates)
+
+    def coordinates(self, config: Method) -> Mapping[str, Any]:
+        """Return the values of a configuration along the axes."""
+        return {name: getattr(config, name) for name in self.axes}
+
+
+class KMeansSpace(CubeSpace):
+    """The cubes of Inshrinkerator (arXiv 2306.11800, section 5), one for each way to rank what is pruned."""
+
+    __slots__ = ()
+
+    def cubes(
+        self, template: Any, names: Sequence[str], layer_types: Collection[str], *, is_ranked: bool
+    ) -> tuple[Cube, ...]:
+        """Return 216 settings for each way to prune, 108 where the file has no embedding."""
+        template = template if is_ranked else replace(template, protect_by="magnitude")
+        axes = {n: v for n, v in self.axes.items() if n != "embedding_levels" or "embedding" in layer_types}
+        wanted = [name for name in names or self.cube_names if is_ranked or name == "magnitude"]
+        return tuple(
+            Cube(space=self, template=replace(template, prune_by=name), axes=axes, name=name)
+            for name in wanted or ["magnitude"]
+        )
+
+    def finer(self, template: Any) -> Any:
+        template = replace(template, prune=0.0, layer_prune=(), embedding_levels=None)
+        return tuple(replace(template, levels=levels) for levels in FINER_LEVELS)
+
+    def at(self, config: Any, coordinates: Mapping[str, Any]) -> Any:
+        """Return the configuration with other values; without pruning both ways to prune are the same."""
+        prune_by = config.prune_by if coordinates["prune"] else "magnitude"
+        return replace(config, **{"embedding_levels": None, **coordinates, "prune_by": prune_by})
+
+    def coordinates(self, config: Any) -> Mapping[str, Any]:
+        values = {name: getattr(config, name) for name in self.axes}
+        return values | {"embedding_levels": config.embedding_levels or config.levels}
+
+    def recorded(self, template: M, records: Sequence[LossyRecord]) -> M | None:
+        """Return the settings that most tensors of the file have."""
+        records = [record for record in records if record.method == template.name]
+        embeddings = [record for record in records if record.layer_type == "embedding"]
+        others = [record for record in records if record.layer_type != "embedding"] or embeddings
+        if not others:
+            return None
+        settings = {name: _usual(others, name) for name in RECORDED}
+        settings["embedding_levels"] = _usual(embeddings, "levels")
+        return _config_or_none(type(template), {n: v for n, v in settings.items() if v is not None})
+
+
+# Levels to try where no point of the cubes keeps the budget; a lossless file takes 26 bits.
+FINER_LEVELS: Final = (64, 255)
+RECORDED: Final = ("levels", "prune", "protect", "prune_by", "protect_by", "protect_as")
+SPACES: Final[dict[str, Space]] = {
+    Grid.name: GridSpace("step"),
+    KMeans.name: KMeansSpace(
+        axes={
+            "levels": (32, 16, 12, 8, 6, 4),
+            "prune": (0.0, 0.1, 0.2, 0.3, 0.4, 0.5),
+            "protect": (0.01, 0.005, 0.0005),
+            "embedding_levels": (32, 16),
+        },
+        cube_field="prune_by",
+        cube_names=("magnitude", "sensitivity"),
+    ),
+}
+# Settings that a search starts from unless the user gives others; by default those of the method.
+# Those of the paper keep protected elements in BF16.
+REFERENCES: Final[dict[str, Method]] = {KMeans.name: KMeans(protect_as="bf16", protect_by="either")}
+
+
+def space_of(method: Method | type[Method]) -> Space:
+    """Return the search space of a method.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if method.name not in SPACES:
+        raise ConfigError(f"method {method.name} has no search space; searchable are {', '.join(SPACES)}")
+    return SPACES[method.name]
+
+
+def reference(method: type[Method]) -> Method:
+    """Return the settings that a search for a method starts from unless the user gives others."""
+    return REFERENCES.get(method.name) or method()
+
+
+def _usual(records: Sequence[LossyRecord], name: str) -> Setting | None:
+    """Return the most frequent value of a setting; None if no record has it."""
+    values = [record.settings[name] for record in records if name in record.settings]
+    return Counter(values).most_common(1)[0][0] if values else None
+
+
+def _config_or_none(method: type[M], settings: Mapping[str, Any]) -> M | None:
+    """Build a configuration of recorded settings; None if this version of the method does not know them."""
+    try:
+        return msgspec.convert(settings, method)
+    except (msgspec.ValidationError, ConfigError):
+        return None

@@ -1,0 +1,387 @@
+"""The state of live optimizers by parameter name, and the way back.
+
+It is made of `optimizer.state_dict()`, and nothing in that is left out: options and empty groups, state of
+frozen parameters, entries that belong to no parameter, keys of the optimizer's own. `load_state_dict` of
+torch casts state to the dtype of its parameter, so every tensor is put back afterwards with the dtype, shape,
+strides and device that it had.
+
+    optimizer   {parameter: {key: value}}
+    groups      the parameter groups of all optimizers, their "params" as names
+    classes     the class name of each optimizer
+    optimizers  for each optimizer, what else is in its state_dict; only where there is something
+    devices     {parameter: {path: device type}}; only of tensors that are not on their parameter's device
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ckptz.errors import ConfigError, CorruptionError
+from ckptz.state.modules import names_without_wrappers
+from ckptz.state.torch import from_plain, to_plain
+
+MORE, DEVICES = "optimizers", "devices"
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+
+
+def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    """Return the state of optimizers by parameter name; tensors share the optimizers' memory.
+
+    Raises:
+        ConfigError: an optimizer has parameters that the model does not have, or that another one has too, or
+            state that is in no form of torch's.
+    """
+    names = parameter_names(model) if optimizers else {}
+    state: dict[str, Any] = {"optimizer": {}, "classes": [], "groups": []}
+    more, devices = [], dict[str, dict[str, str]]()
+    for optimizer in optimizers:
+        own_names = _names_of(optimizer, names)
+        if both := set(_group_of(state)) & set(own_names):
+            raise ConfigError(f"parameter {min(both)!r} is in two optimizers; give each parameter to one")
+        saved = _state_dict_of(optimizer)
+        numbers = [number for group in saved[GROUPS] for number in group[PARAMS]]
+        name_of = dict(zip(numbers, own_names, strict=True))
+        named, loose = _split(saved[STATE], name_of, type(optimizer).__name__)
+        state["optimizer"] |= named
+        state["groups"] += [_plain_group(group, name_of) for group in saved[GROUPS]]
+        state["classes"].append(type(optimizer).__name__)
+        other = {key: _plain(value) for key, value in saved.items() if key not in (STATE, GROUPS)}
+        more.append({"n_groups": len(saved[GROUPS]), "loose": loose, "other": other})
+        for name, parameter in zip(own_names, _parameters(optimizer), strict=True):
+            if elsewhere := _elsewhere(named.get(name, {}), parameter.device):
+                devices[name] = elsewhere
+    is_told_by_members = len(more) <= 1 or all(group[PARAMS] for group in state["groups"])
+    if not is_told_by_members or any(one["loose"] or one["other"] for one in more):
+        state[MORE] = more
+    return state | ({DEVICES: devices} if devices else {})
+
+
+def _split(
+    states: Mapping[Any, Any], name_of: Mapping[Any, str], kind: str
+) -> tuple[dict[str, Any], list[list[Any]]]:
+    """Split the states of an optimizer into those of parameters by name, and pairs of other keys and values.
+
+    Raises:
+        ConfigError: a key that a file cannot keep.
+    """
+    named, loose = {}, []
+    for key, value in states.items():
+        if key in name_of and isinstance(value, dict):
+            if value:
+                named[name_of[key]] = _plain(value)
+        elif isinstance(key, str | int):
+            loose.append([name_of.get(key, key), _plain(value)])
+        else:
+            what = f"{kind}: its state has the key {key!r}, which is no name, number or parameter"
+            raise ConfigError(f"{what}; ckptz cannot keep it")
+    return named, loose
+
+
+def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    """Return the name of each parameter: its first entry in the model's state, which hooks may have renamed.
+
+    Raises:
+        ConfigError: the model is sharded by FSDP, whose optimizers hold parts of parameters.
+    """
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise ConfigError(
+            "the model is sharded by FSDP, of which each rank holds a part; save it with "
+            "torch.distributed.checkpoint and ckptz.integrations.dcp"
+        )
+    live = dict(model.named_parameters()) | model.state_dict(keep_vars=True)
+    names: dict[torch.Tensor, str] = {}
+    for name, key in names_without_wrappers(model, live).items():
+        if isinstance(live[key], nn.Parameter):
+            names.setdefault(live[key], name)
+    return names
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group[PARAMS]]
+
+
+def _names_of(optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> list[str]:
+    """Return the names of an optimizer's parameters, in the order of its groups."""
+    for i, group in enumerate(optimizer.param_groups):
+        if not names.keys() >= set(group[PARAMS]):
+            raise ConfigError(
+                f"{type(optimizer).__name__}: group {i} has parameters that are not the model's; "
+                "was one of the two replaced? Give the Checkpointer the model and its optimizer"
+            )
+    return [names[parameter] for parameter in _parameters(optimizer)]
+
+
+def _state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the state_dict of an optimizer whose groups number its parameters, as torch's do.
+
+    Raises:
+        ConfigError: it has another form, or state of tensors that are in no group.
+    """
+    kind = type(optimizer).__name__
+    try:
+        saved = optimizer.state_dict()
+    except KeyError:
+        raise ConfigError(
+            f"{kind}: it keeps state of a tensor that is in none of its parameter groups, which its "
+            "state_dict cannot hold; remove that entry of optimizer.state, or add the tensor to a group"
+        ) from None
+    groups = saved.get(GROUPS) if isinstance(saved, dict) else None
+    sizes = [len(group[PARAMS]) for group in optimizer.param_groups]
+    is_usual = (
+        isinstance(groups, list)
+        and isinstance(saved.get(STATE), dict)
+        and all(isinstance(group, dict) and isinstance(group.get(PARAMS), list) for group in groups)
+        and [len(group[PARAMS]) for group in groups] == sizes
+    )
+    if not is_usual:
+        raise ConfigError(
+            f"{kind}: its state_dict has not the form of torch.optim's (state and param_groups, a number for "
+            "each parameter); save it as extra={'optimizer': optimizer}, and pass optimizer=None"
+        )
+    return dict(saved)
+
+
+def _plain(value: Any) -> Any:
+    return to_plain(value, lambda tensor, _: tensor)
+
+
+def _plain_group(group: Mapping[str, Any], name_of: Mapping[Any, str]) -> dict[str, Any]:
+    """Return a parameter group in plain values, with names for numbers."""
+    options = {key: _option(value) for key, value in group.items()}
+    return options | {PARAMS: [name_of[number] for number in group[PARAMS]]}
+
+
+def _option(value: Any) -> Any:
+    """Return an option of a group with NumPy's numbers as Python's, as schedulers leave them there."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if type(value) in (list, tuple):
+        return type(value)(map(_option, value))
+    return _plain(value)
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a nested value with their dotted paths."""
+    if isinstance(value, torch.Tensor):
+        yield ".".join(path), value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if _is_list(value) else ()
+    for key, item in items:
+        yield from _leaves(item, (*path, str(key)))
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) in (list, tuple)
+
+
+def _elsewhere(state: Mapping[str, Any], device: torch.device) -> dict[str, str]:
+    """Return the device types of the tensors of one parameter's state that are not on the parameter's device.
+
+    Tensors of one number are left out: `load_state_dict` decides where counters belong.
+    """
+    return {path: one.device.type for path, one in _leaves(state) if one.ndim and one.device != device}
+
+
+# --- and back ------------------------------------------------------------------------------------
+
+
+def check_saved(saved: Any, where: str) -> None:
+    """Check that a value from a file has the form that `optimizer_state` returns.
+
+    Raises:
+        CorruptionError: it has another form.
+    """
+    kinds = {"classes": list, "optimizer": dict, "groups": list}
+    if not isinstance(saved, dict) or any(type(saved.get(name)) is not kind for name, kind in kinds.items()):
+        raise CorruptionError(f"{where}: holds no state of optimizers")
+    is_right = all(type(name) is str for name in saved["classes"])
+    is_right &= all(type(name) is str and isinstance(one, dict) for name, one in saved["optimizer"].items())
+    for group in saved["groups"]:
+        names = group.get(PARAMS) if isinstance(group, dict) else None
+        is_right &= type(names) is list and all(type(name) is str for name in names)
+    is_right &= _is_more(saved.get(MORE), saved) and _are_devices(saved.get(DEVICES, {}))
+    if not is_right:
+        raise CorruptionError(f"{where}: its state of optimizers is damaged")
+
+
+def _is_more(more: Any, saved: Mapping[str, Any]) -> bool:
+    if more is None:
+        return True
+    if type(more) is not list or len(more) != len(saved["classes"]):
+        return False
+    for one in more:
+        if not isinstance(one, dict) or type(one.get("n_groups")) is not int or one["n_groups"] < 0:
+            return False
+        pairs = one.get("loose")
+        if type(pairs) is not list or not isinstance(one.get("other"), dict):
+            return False
+        if not all(type(pair) is list and len(pair) == 2 and _is_key(pair[0]) for pair in pairs):
+            return False
+    return sum(one["n_groups"] for one in more) == len(saved["groups"])
+
+
+def _is_key(value: Any) -> bool:
+    return isinstance(value, str | int)
+
+
+def _are_devices(devices: Any) -> bool:
+    return isinstance(devices, dict) and all(
+        isinstance(paths, dict) and all(type(place) is str for place in paths.values())
+        for paths in devices.values()
+    )
+
+
+def check_optimizers_fit(
+    model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any], where: str
+) -> None:
+    """Check that a saved state is of such optimizers, with the same parameters in the same groups.
+
+    Raises:
+        ConfigError: names the first difference.
+        CorruptionError: it is no state of optimizers.
+    """
+    check_saved(saved, where)
+    live = optimizer_state(model, optimizers)
+    if live["classes"] != saved["classes"]:
+        raise ConfigError(
+            f"{where}: was saved with {_listed(saved['classes'])}, now there is {_listed(live['classes'])}; "
+            "resume with the same optimizer, or restore with weights_only=True"
+        )
+    now, then = _group_of(live), _group_of(saved)
+    if differing := sorted(now.keys() ^ then.keys()):
+        which = "not in the checkpoint" if differing[0] in now else "not in the optimizer"
+        more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+        raise ConfigError(
+            f"{where}: parameter {differing[0]!r}{more} is {which}; give the optimizer the same "
+            "parameters, or restore with weights_only=True"
+        )
+    _check_groups(live, saved, where)
+
+
+def _check_groups(live: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
+    """Check that each group has the same members; groups may have changed places within an optimizer."""
+    now, then = _group_of(live), _group_of(saved)
+    pairs = {(then[name], now[name]) for name in then}
+    for name in then:
+        old, new = saved["groups"][then[name]].keys(), live["groups"][now[name]].keys()
+        is_same = sum(pair[0] == then[name] or pair[1] == now[name] for pair in pairs) == 1
+        if not is_same or not (old <= new or new <= old):  # versions of PyTorch add options
+            how = "which is of another optimizer" if is_same else "with other parameters"
+            raise ConfigError(
+                f"{where}: parameter {name!r} was saved in group {then[name]}, and is in group {now[name]} "
+                f"now, {how}; give the same groups, or restore with weights_only=True"
+            )
+    counts = [len([group for group in one["groups"] if not group[PARAMS]]) for one in (saved, live)]
+    if counts[0] != counts[1]:
+        raise ConfigError(
+            f"{where}: was saved with {counts[0]} empty parameter groups, now there are {counts[1]}; give "
+            "the same groups, or restore with weights_only=True"
+        )
+
+
+def _listed(classes: Sequence[str]) -> str:
+    return " and ".join(classes) or "no optimizer"
+
+
+def _group_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the group of each parameter, counted through all optimizers."""
+    return {name: i for i, group in enumerate(state["groups"]) for name in group[PARAMS]}
+
+
+def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Mapping[str, Any]) -> None:
+    """Load a saved state, which fits, into optimizers; the tensors of `saved` become theirs."""
+    names = parameter_names(model) if optimizers else {}
+    group_of, n_empty = _group_of(saved), 0
+    empty = [group for group in saved["groups"] if not group[PARAMS]]
+    more = saved.get(MORE) or [{"loose": [], "other": {}}] * len(optimizers)
+    for optimizer, own in zip(optimizers, more, strict=True):
+        live = _state_dict_of(optimizer)
+        own_names = _names_of(optimizer, names)
+        numbers = [number for group in live[GROUPS] for number in group[PARAMS]]
+        number_of = dict(zip(own_names, numbers, strict=True))
+        name_of = dict(zip(numbers, own_names, strict=True))
+        groups = []
+        for group in live[GROUPS]:
+            if group[PARAMS]:
+                options = saved["groups"][group_of[name_of[group[PARAMS][0]]]]
+            else:
+                options, n_empty = empty[n_empty], n_empty + 1
+            groups.append({**group, **_options(options, group), PARAMS: group[PARAMS]})
+        states: dict[Any, Any] = {
+            number_of[name]: from_plain(_unshared(saved["optimizer"][name]))
+            for name in own_names
+            if name in saved["optimizer"]
+        }
+        states |= {number_of.get(key, key): from_plain(_unshared(value)) for key, value in own["loose"]}
+        other = {key: from_plain(_unshared(value)) for key, value in own["other"].items()}
+        optimizer.load_state_dict({STATE: states, GROUPS: groups, **other})
+        for name, parameter in zip(own_names, _parameters(optimizer), strict=True):
+            places = saved.get(DEVICES, {}).get(name, {})
+            _put_back(optimizer.state, parameter, states.get(number_of[name]), places)
+
+
+def _options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a saved group; tensors among them go to where the optimizer has them."""
+    options = {}
+    for key, value in saved.items():
+        value, now = from_plain(_unshared(value)), live.get(key)
+        is_tensor = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
+        options[key] = value.to(now.device) if is_tensor and now is not None else value
+    return options
+
+
+def _unshared(value: Any) -> Any:
+    """Copy containers, and tensors of one number, which share memory in a file."""
+    if isinstance(value, torch.Tensor):
+        return value if value.ndim else value.clone()
+    if isinstance(value, dict):
+        return type(value)((key, _unshared(item)) for key, item in value.items())
+    return type(value)(map(_unshared, value)) if _is_list(value) else value
+
+
+def _put_back(state: Any, parameter: torch.Tensor, saved: Any, places: Mapping[str, str]) -> None:
+    """Replace the tensors that `load_state_dict` has cast by those that were saved.
+
+    Args:
+        state: `optimizer.state`.
+        parameter: whose state.
+        saved: its saved state, or None.
+        places: device types by path, of tensors that were not on the parameter's device.
+    """
+    live = state.get(parameter) if isinstance(state, Mapping) else None
+    if not isinstance(live, dict) or not isinstance(saved, dict):
+        return
+
+    def placed(value: Any, now: Any, path: tuple[str, ...]) -> Any:
+        # A tensor subclass is a form of the optimizer's own, such as codes of 8 bits.
+        if isinstance(value, torch.Tensor) and type(now) in (torch.Tensor, nn.Parameter):
+            return value.to("cpu" if places.get(".".join(path)) == "cpu" else now.device)
+        if isinstance(value, dict) and isinstance(now, dict):
+            for key in value.keys() & now.keys():
+                now[key] = placed(value[key], now[key], (*path, str(key)))
+        elif _is_list(value) and type(now) is type(value) and len(now) == len(value):
+            items = enumerate(zip(value, now, strict=True))
+            return type(value)(placed(one, other, (*path, str(i))) for i, (one, other) in items)
+        return now
+
+    placed(saved, live, ())
+
+
+def comparable(state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parts of an `optimizer_state` in the order and with the options that `saved` has.
+
+    Groups may have changed places, and other versions of PyTorch have more options.
+    """
+    groups, group_of = [], _group_of(state)
+    empty = iter([group for group in state["groups"] if not group[PARAMS]])
+    for old in saved["groups"]:
+        group = state["groups"][group_of[old[PARAMS][0]]] if old[PARAMS] else next(empty)
+        options = {key: value for key, value in group.items() if key in old and key != PARAMS}
+        groups.append({**options, PARAMS: sorted(group[PARAMS])})
+    parts = {"optimizer": state["optimizer"], "classes": state["classes"], "groups": groups}
+    return parts | ({MORE: state[MORE]} if MORE in state else {})

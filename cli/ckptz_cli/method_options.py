@@ -1,0 +1,227 @@
+"""Options of `ckptz compress` that choose a method and its settings: --method, --set, --config.
+
+The names of settings are the fields of the method's class, so a registered method needs no code here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from ckptz_cli.options import PATH, together
+
+if TYPE_CHECKING:
+    from ckptz.codec.method import Method
+
+SEARCH: Final = "search"  # begins the keys of --set that configure a search
+SEARCH_KEYS: Final[Mapping[str, str]] = {
+    "max_evaluations": "evaluations at most; the best file is kept; with 0 the base's settings are used",
+    "restores": "expected number of restarts from such files: each gets a share of the budget",
+    "resume_steps": "training steps of an --eval called resume (default 20)",
+}
+_ATTRIBUTE: Final = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
+
+
+def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
+    """Parse the values of --set into nested settings.
+
+    A value is written as in TOML, such as 16, 0.5, true or [["head", 0.0]]; anything else is a string, and
+    `none` is None. A key may be dotted: `moments.second_step=2`.
+
+    Raises:
+        click.BadParameter: a text is not KEY=VALUE, or contradicts an earlier one.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not all(part.isidentifier() for part in key.strip().split(".")):
+            raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as levels=16")
+        *path, name = key.strip().split(".")
+        level = settings
+        for part in path:
+            level = level.setdefault(part, {})
+            if not isinstance(level, dict):
+                raise click.BadParameter(f"{text!r}: {part} has a value already")
+        if name in level:
+            raise click.BadParameter(f"{text!r}: {key.strip()} is set twice")
+        level[name] = _value(value.strip())
+    return settings
+
+
+def _value(text: str) -> Any:
+    if text == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _show_methods(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+    if is_asked:
+        click.echo("\n".join(_lines_on_methods()))
+        context.exit()
+
+
+def _lines_on_methods() -> list[str]:
+    """Describe every setting of every method: name, default and the text of the class's docstring."""
+    from ckptz.codec.registry import METHODS
+
+    lines = []
+    for method in METHODS.values():
+        document = inspect.getdoc(method) or ""
+        lines += [f"--method {method.name}", f"  {document.splitlines()[0]}"]
+        texts = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(document)}
+        for field in fields(method):
+            default = "" if field.default is MISSING else f" (default {_written(field.default)})"
+            lines.append(f"  --set {field.name}=...{default}")
+            lines.append(click.wrap_text(texts.get(field.name, ""), 100, "      ", "      "))
+        lines.append("")
+    lines.append("With --eval")
+    lines += [f"  --set {SEARCH}.{name}=N\n      {text}" for name, text in SEARCH_KEYS.items()]
+    return lines
+
+
+def _written(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+def _method_names() -> tuple[str, ...]:
+    from ckptz.codec.registry import METHODS
+
+    return tuple(METHODS)
+
+
+class _MethodName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
+    """The name of a registered method; the table is only loaded when an option is given."""
+
+    name = "method"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        names = _method_names()
+        if value not in names:
+            self.fail(f"{value!r} is not one of {', '.join(names)}", param, ctx)
+        return value
+
+
+method_options: Callable[..., Any] = together(
+    click.option(
+        "--method",
+        type=_MethodName(),
+        metavar="NAME",
+        help="How tensors become smaller: lossless (default), grid or kmeans; see --help-methods.",
+    ),
+    click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        callback=lambda _context, _option, texts: parse_settings(texts),
+        help="A setting of the method, such as step=0.5 for grid or levels=16 for kmeans; repeatable.",
+    ),
+    click.option(
+        "--config",
+        type=PATH,
+        metavar="FILE",
+        help="Settings from a TOML file with a method and its settings, or from what --save-config wrote; "
+        "with --eval the search starts there.",
+    ),
+    click.option(
+        "--help-methods",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_methods,
+        help="Show every setting of every method and exit.",
+    ),
+)
+
+
+def method_type(name: str | None, default: type[Method]) -> type[Method]:
+    """Return the method of a name, or `default` for None."""
+    from ckptz.codec.registry import method_named
+
+    return default if name is None else method_named(name)
+
+
+def checked_settings(method: type[Method], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with the types of the method's fields.
+
+    Raises:
+        click.UsageError: the method has no such setting.
+        click.BadParameter: a nested value has the wrong form.
+    """
+    import msgspec
+
+    names = [field.name for field in fields(method)]
+    hints = typing.get_type_hints(method)
+    checked = {}
+    for name, value in settings.items():
+        if name not in names:
+            known = f"it has {', '.join(names)}" if names else "it has none"
+            raise click.UsageError(f"--set {name}: method {method.name} has no such setting; {known}")
+        checked[name] = value
+        if not isinstance(value, dict | list):
+            continue  # the method checks plain values itself
+        try:
+            checked[name] = msgspec.convert(value, hints[name], strict=False)
+        except msgspec.ValidationError as error:
+            raise click.BadParameter(f"--set {name}: {error}") from None
+        unknown = [key for key in value if isinstance(value, dict) and not hasattr(checked[name], key)]
+        if unknown:
+            raise click.BadParameter(f"--set {name}.{unknown[0]}: {name} has no such setting")
+    return checked
+
+
+def config_from(method: str | None, settings: Mapping[str, Any], path: Path | None) -> Method:
+    """Return the configuration that --method, --set and --config ask for.
+
+    Raises:
+        click.UsageError: a setting without a method, or a method that contradicts the file.
+        ConfigError: values out of range.
+    """
+    from dataclasses import replace
+
+    from ckptz.codec.lossless import Lossless
+
+    if path is not None:
+        config = load_config(path)
+        if method not in (None, config.name):
+            raise click.UsageError(f"--method {method} contradicts {path}, which is for {config.name}")
+        return replace(config, **checked_settings(type(config), settings))
+    if method is None and settings:
+        raise click.UsageError(f"--set {next(iter(settings))} needs --method; without one nothing is lost")
+    chosen = method_type(method, Lossless)
+    return chosen(**checked_settings(chosen, settings))
+
+
+def load_config(path: Path) -> Method:
+    """Read settings from a TOML file with a `method`, or from the JSON that --save-config writes.
+
+    Raises:
+        ConfigError: the file has another form, or settings that the method does not have.
+        FileNotFoundError: there is no such file.
+    """
+    from ckptz.codec.registry import method_named
+    from ckptz.errors import ConfigError
+    from ckptz.search.budget import load_plan
+
+    if path.suffix != ".toml":
+        return load_plan(path)
+    try:
+        settings = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    name = settings.pop("method", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'{path}: names no method; begin with method = "grid"')
+    chosen = method_named(name)
+    return chosen(**checked_settings(chosen, settings))

@@ -1,0 +1,248 @@
+"""K-means files end to end: the command line, the Python API, deltas, and what is refused."""
+
+import os
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file as load_plain
+from safetensors.numpy import save_file as save_plain
+
+from ckptz import KMeans
+from ckptz.numpy import load_file, save_file
+from ckptz.torch import load_file as load_torch
+from ckptz.torch import save_file as save_torch
+from tests.support.cli_support import ckptz, relative_error, sets, tensors_in
+
+Array = np.ndarray[Any, Any]
+
+
+def weights(step: int = 0) -> dict[str, Array]:
+    """A small model in training: an embedding, a linear layer, a norm, and Adam's first moment."""
+    rng, drift = np.random.default_rng(0), np.random.default_rng(step)
+    state = {
+        "model.token.weight": rng.standard_normal((96, 64)) * 0.02,
+        "model.up.weight": rng.standard_normal((64, 128)) * 0.05,
+        "model.norm.weight": rng.standard_normal(64) + 1,
+        "optimizer.up.weight.exp_avg": rng.standard_normal((64, 128)) * 1e-3,
+    }
+    return {
+        n: (v * (1 + 0.02 * step * drift.standard_normal(v.shape))).astype(np.float32)
+        for n, v in state.items()
+    }
+
+
+def written(folder: Path, step: int = 0, **changes: Array) -> Path:
+    path = folder / f"step-{step}.safetensors"
+    save_plain({**weights(step), **changes}, path)
+    return path
+
+
+def test_only_large_weights_become_lossy_and_the_file_says_how(tmp_path: Path) -> None:
+    source, out = written(tmp_path), tmp_path / "out.ckptz"
+    options = sets(levels=16, embedding_levels=32, prune=0.1, protect=0.01)
+    ckptz("compress", source, "-o", out, "--method", "kmeans", *options)
+    reports = tensors_in(out)
+    original, restored = weights(), load_file(out)
+    for name in ("model.norm.weight", "optimizer.up.weight.exp_avg"):
+        assert reports[name]["lossy"] is None
+        np.testing.assert_array_equal(restored[name].view(np.uint32), original[name].view(np.uint32))
+    for name, levels, layer in (("model.token.weight", 32, "embedding"), ("model.up.weight", 16, "linear")):
+        record, exact, got = reports[name]["lossy"], original[name], restored[name]
+        assert (record["method"], record["promise"], record["layer_type"]) == ("kmeans", "none", layer)
+        assert record["settings"]["levels"] == levels
+        assert len(np.unique(got)) <= levels + record["n_protected"]
+        assert record["max_abs_error"] == pytest.approx(np.abs(got - exact).max(), rel=1e-6)
+        assert record["rms_error"] == pytest.approx(np.sqrt(np.mean((got - exact) ** 2)), rel=1e-4)
+        assert record["n_pruned"] == (got == 0).sum() >= 0.095 * exact.size
+        assert record["n_protected"] == pytest.approx(0.01 * exact.size, rel=0.3)
+        largest = np.abs(exact) >= np.sort(np.abs(exact).ravel())[-record["n_protected"]]
+        np.testing.assert_array_equal(got[largest], exact[largest])
+        assert reports[name]["bits_per_element"] < 8
+    assert "promise none" in ckptz("inspect", out, "--tensors").stdout
+
+
+def test_more_levels_lose_less(tmp_path: Path) -> None:
+    original, errors, name = weights(), [], "model.up.weight"
+    for levels in (2, 4, 16, 64, 255):
+        save_file(original, tmp_path / "a.ckptz", config=KMeans(levels=levels, protect=0.0, sigma=1.0))
+        errors.append(relative_error(load_file(tmp_path / "a.ckptz")[name], original[name]))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[0] < 0.7
+    assert errors[-1] < 0.01
+
+
+def test_protected_values_may_be_bf16(tmp_path: Path) -> None:
+    source = written(tmp_path)
+    sizes = {}
+    for kept in ("exact", "bf16"):
+        out = tmp_path / f"{kept}.ckptz"
+        ckptz("compress", source, "-o", out, "--method", "kmeans", *sets(protect=0.05, protect_as=kept))
+        sizes[kept] = out.stat().st_size
+        exact, got = weights()["model.up.weight"], load_file(out)["model.up.weight"]
+        top = np.abs(exact) > np.quantile(np.abs(exact), 0.96)
+        np.testing.assert_allclose(got[top], exact[top], rtol=2.0**-8 if kept == "bf16" else 0)
+    assert sizes["bf16"] < sizes["exact"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_float_type_keeps_its_type(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.from_numpy(weights()["model.up.weight"]).to(dtype)
+    save_torch({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=16, protect=0.0))
+    restored = load_torch(tmp_path / "a.ckptz")["up.weight"]
+    assert restored.dtype == dtype
+    assert len(restored.unique()) <= 16
+    assert relative_error(restored.float().numpy(), tensor.float().numpy()) < 0.3
+
+
+def test_deltas_are_grouped_by_the_base_and_smaller(tmp_path: Path) -> None:
+    paths = [written(tmp_path, step) for step in range(4)]
+    ckptz("compress", *paths, "--chain", "-o", tmp_path / "run", "--method", "kmeans", *sets(levels=8))
+    alone = tmp_path / "alone.ckptz"
+    for step, path in enumerate(paths):
+        out = tmp_path / "run" / f"step-{step}.ckptz"
+        ckptz("compress", path, "-o", alone, "--force", "--method", "kmeans", *sets(levels=8))
+        chained, single = load_file(out), load_file(alone)
+        for name, tensor in single.items():
+            np.testing.assert_array_equal(chained[name], tensor)
+        ckptz("verify", out, "--against", path)
+        if step:
+            delta, full = (tensors_in(path)["model.up.weight"]["stored_bytes"] for path in (out, alone))
+            assert delta < full
+
+
+@pytest.mark.parametrize("moved_to", [1.0, np.nan, np.inf])
+def test_verify_holds_lossy_tensors_to_their_recorded_errors(tmp_path: Path, moved_to: float) -> None:
+    source, out = written(tmp_path), tmp_path / "out.ckptz"
+    ckptz("compress", source, "-o", out, "--method", "kmeans")
+    assert "within their recorded error;" in ckptz("verify", out, "--against", source).stdout
+    moved = weights()
+    moved["model.up.weight"][3, 5] += moved_to
+    save_plain(moved, source)
+    run = ckptz("verify", out, "--against", source, fails=True)
+    assert run.exit_code == 3
+    assert "model.up.weight" in run.error
+    assert "off the original" in run.error
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_tensor_that_is_not_finite_stays_lossless_and_is_named(tmp_path: Path, value: float) -> None:
+    tensor = weights()["model.up.weight"]
+    tensor[1, 1] = value
+    source = written(tmp_path, **{"model.up.weight": tensor})
+    run = ckptz("compress", source, "--method", "kmeans")
+    assert "'model.up.weight'" in run.stderr
+    assert "NaN or infinity" in run.stderr
+    np.testing.assert_array_equal(load_file(tmp_path / "step-0.ckptz")["model.up.weight"], tensor)
+
+
+def test_one_value_and_few_values_are_kept(tmp_path: Path) -> None:
+    few = np.resize(np.array([-0.5, 0.25, 1.0], np.float32), (64, 64))
+    state = {"one": np.full((64, 64), 0.375, np.float32), "few": few}
+    save_file(state, tmp_path / "a.ckptz", config=KMeans(levels=16))
+    restored = load_file(tmp_path / "a.ckptz")
+    for name, tensor in state.items():
+        np.testing.assert_allclose(restored[name], tensor, rtol=2.0**-8)
+    assert os.path.getsize(tmp_path / "a.ckptz") < 4000
+
+
+def test_a_base_with_other_tensors_is_used_where_it_fits(tmp_path: Path) -> None:
+    first = written(tmp_path, 0)
+    changed = weights(1)
+    changed["model.new.weight"] = changed.pop("model.token.weight")[:64]
+    changed["model.up.weight"] = changed["model.up.weight"].T.copy()
+    second = tmp_path / "second.safetensors"
+    save_plain(changed, second)
+    ckptz("compress", first, "--method", "kmeans")
+    run = ckptz("compress", second, "--base", tmp_path / "step-0.ckptz", "--method", "kmeans")
+    assert "1 tensors are new" in run.stderr
+    assert "1 tensors of the base are gone" in run.stderr
+    ckptz("verify", tmp_path / "second.ckptz", "--against", second)
+
+
+def test_a_base_without_codes_still_serves_lossless_tensors(tmp_path: Path) -> None:
+    first, second = written(tmp_path, 0), written(tmp_path, 1)
+    run = ckptz("compress", second, "--base", first, "--method", "kmeans", "--json")
+    assert run.json["files"][0]["n_lossy"] == 2
+    ckptz("verify", tmp_path / "step-1.ckptz", "--against", second)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (sets(levels=16), "--set levels needs --method"),
+        (["--method", "lossless", *sets(prune=0.1)], "method lossless has no such setting; it has sparse"),
+        (["--method", "kmeans", *sets(levels=1)], "levels must be 2..255"),
+        (["--method", "kmeans", *sets(levels=256)], "levels must be 2..255"),
+        (["--method", "kmeans", *sets(prune=0.7, protect=0.3)], "leave nothing to quantize"),
+        (["--method", "kmeans", *sets(protect=-0.1)], "protect must be a share"),
+        (["--method", "wavelet"], "is not one of"),
+        (sets(step=1), "--set step needs --method"),
+        (["--method", "kmeans", *sets(dead_zone=0.1)], "method kmeans has no such setting"),
+        (["--method", "grid", *sets(levels=4)], "method grid has no such setting; it has step"),
+        (["--method", "grid", *sets(step=0)], "step must be above 0"),
+        (["--method", "grid", *sets(step="nan")], "step must be above 0"),
+        (["--method", "grid", *sets(dead_zone=5)], "dead_zone must be from 0 to 4"),
+        (["--calibration", "x"], "lossless compression reads no calibration"),
+        (["--moments-from", "x"], "lossless compression reads no moments-from"),
+        (["--method", "kmeans", "--calibration", "x"], "a calibration guides grid only"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_impossible_options_are_refused_before_anything_is_written(
+    tmp_path: Path, options: list[object], says: str
+) -> None:
+    run = ckptz("compress", written(tmp_path), *options, fails=True)
+    assert run.exit_code == 2
+    assert says in run.stderr
+    assert not list(tmp_path.glob("*.ckptz*"))
+
+
+def test_roles_may_be_given(tmp_path: Path) -> None:
+    roles = tmp_path / "roles.toml"
+    roles.write_text('[[rule]]\nname = "model.up.*"\nrole = "other"\n')
+    ckptz("compress", written(tmp_path), "--method", "kmeans", "--tensor-roles", roles)
+    tensors = tensors_in(tmp_path / "step-0.ckptz")
+    assert tensors["model.token.weight"]["lossy"]
+    assert not tensors["model.up.weight"]["lossy"]
+    roles.write_text('[[rule]]\nname = "x"\nrole = "king"\n')
+    run = ckptz("compress", written(tmp_path), "--tensor-roles", roles, "--method", "kmeans", fails=True)
+    assert "'king' is not one of" in run.error
+
+
+def test_a_file_written_with_flushed_subnormals_is_the_same(tmp_path: Path) -> None:
+    source = written(tmp_path, **{"model.up.weight": weights()["model.up.weight"] * np.float32(1e-37)})
+    found = []
+    for is_flushed in (False, True):
+        torch.set_flush_denormal(is_flushed)
+        try:
+            save_file(load_plain(source), tmp_path / "a.ckptz", config=KMeans(levels=16))
+            load_file(tmp_path / "a.ckptz")
+        finally:
+            torch.set_flush_denormal(False)
+        found.append((tmp_path / "a.ckptz").read_bytes())
+        assert load_plain(source).keys() == load_file(tmp_path / "a.ckptz").keys()
+    assert found[0] == found[1]
+
+
+def test_protected_values_beyond_bf16_stay_exact(tmp_path: Path) -> None:
+    tensor = weights()["model.up.weight"]
+    tensor[0, 0] = np.float32(3.4e38)
+    save_file({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(protect=0.005, protect_as="bf16"))
+    restored = load_file(tmp_path / "a.ckptz")["up.weight"]
+    assert restored[0, 0] == tensor[0, 0]
+    assert np.isfinite(restored).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_recorded_error_is_a_bound(tmp_path: Path, seed: int) -> None:
+    tensor = np.random.default_rng(seed).standard_cauchy((64, 128)).astype(np.float32)
+    save_file({"up.weight": tensor}, tmp_path / "a.ckptz", config=KMeans(levels=2 + seed % 3, protect=0.0))
+    report = tensors_in(tmp_path / "a.ckptz")["up.weight"]
+    restored = load_file(tmp_path / "a.ckptz")["up.weight"]
+    pairs = zip(restored.flat, tensor.flat, strict=True)
+    true = max(abs(Fraction(float(a)) - Fraction(float(b))) for a, b in pairs)
+    assert true <= Fraction(report["lossy"]["max_abs_error"])

@@ -1,0 +1,232 @@
+"""A method is one file and one row: one that is registered from outside works in every door."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import ckptz
+from ckptz.codec.lossless import EXACT
+from ckptz.codec.method import Method, Recipe, Setting, checked, is_large_weight
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.registry import METHODS, method_named
+from ckptz.codec.tensor import TensorToEncode
+from ckptz.codec.tensor_plan import TensorPlan
+from ckptz.errors import ConfigError
+from ckptz.format.dtypes import DType
+from ckptz.format.plan import Domain, ExplicitTable, Plan, QuantizationMap
+from ckptz.numpy import load_file, save_file
+from ckptz.search.spaces import SPACES, CubeSpace, MultiplierSpace
+from ckptz.state.roles import Role
+
+torch = pytest.importorskip("torch")
+
+
+@dataclass(frozen=True, slots=True)
+class Signs(Quantizer):
+    """Code 0 below zero, 1 from zero on."""
+
+    def codes(self, begin: int, end: int, patterns: Any) -> Any:
+        return (patterns.view(np.float32) >= 0).astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class SignRecipe(Recipe):
+    gain: float
+    name: ClassVar[str] = "sign"
+
+    def settings(self) -> dict[str, Setting]:
+        return {"gain": self.gain}
+
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
+        values = tensor.source.patterns(0, tensor.source.dtype.n_patterns(tensor.source.shape)).view(
+            np.float32
+        )
+        level = np.float32(self.gain * np.abs(values).mean())
+        table = np.array([[-level, level]], np.float32).view(np.uint32)
+        quant_map = QuantizationMap(ExplicitTable(table), np.zeros(1, np.int64))
+        return TensorPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Signs())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sign(Method):
+    """One bit a weight: its sign, at the mean magnitude of its tensor.
+
+    Attributes:
+        gain: multiple of the mean magnitude.
+    """
+
+    gain: float = 1.0
+    name: ClassVar[str] = "sign"
+
+    def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
+        is_coded = dtype.name == "F32" and is_large_weight(role, dtype, shape)
+        return SignRecipe(self.gain) if is_coded else EXACT
+
+
+@dataclass(frozen=True, slots=True)
+class Nearest(Quantizer):
+    """The nearest of some levels at equal distances."""
+
+    ceiling: float
+    levels: int
+
+    def codes(self, begin: int, end: int, patterns: Any) -> Any:
+        places = (patterns.view(np.float32) / self.ceiling + 1) * ((self.levels - 1) / 2)
+        return np.rint(places).astype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class EvenRecipe(Recipe):
+    levels: int
+    name: ClassVar[str] = "even"
+
+    def settings(self) -> dict[str, Setting]:
+        return {"levels": self.levels}
+
+    def plan(self, tensor: TensorToEncode) -> TensorPlan:
+        values = tensor.source.patterns(0, tensor.source.n_patterns).view(np.float32)
+        ceiling = float(np.abs(values).max())
+        table = np.linspace(-ceiling, ceiling, self.levels, dtype=np.float32).view(np.uint32)
+        quant_map = QuantizationMap(ExplicitTable(table[None]), np.zeros(1, np.int64))
+        return TensorPlan(Plan(quant_map=quant_map, domain=Domain.LINEAR), Nearest(ceiling, self.levels))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Even(Method):
+    """Levels at equal distances, as many as a search over an axis finds."""
+
+    levels: int = 64
+    name: ClassVar[str] = "even"
+
+    def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
+        is_coded = dtype.name == "F32" and is_large_weight(role, dtype, shape)
+        return EvenRecipe(self.levels) if is_coded else EXACT
+
+
+@pytest.fixture
+def sign() -> Iterator[type[Sign]]:
+    SPACES["sign"] = MultiplierSpace("gain")
+    yield ckptz.register(Sign)
+    del METHODS["sign"], SPACES["sign"]
+
+
+@pytest.fixture
+def state() -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    return {"w": rng.standard_normal((64, 128), np.float32), "b": rng.standard_normal(64, np.float32)}
+
+
+def is_signs(restored: Any, exact: Any, gain: float = 1.0) -> bool:
+    level = np.float32(gain * np.abs(exact).mean())
+    return bool(np.array_equal(restored, np.where(exact >= 0, level, -level)))
+
+
+def test_save_file_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
+    save_file(state, tmp_path / "a.ckptz", config=sign(gain=2.0))
+    restored = load_file(tmp_path / "a.ckptz")
+    assert is_signs(restored["w"], state["w"], 2.0)
+    np.testing.assert_array_equal(restored["b"], state["b"])
+
+
+def test_compress_and_inspect_take_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
+    safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
+    (report,) = ckptz.compress(tmp_path / "a.safetensors", config=sign())
+    assert report.n_lossy == 1
+    rows = {row.name: row.lossy for row in ckptz.inspect(report.output).tensors}
+    assert (rows["w"].method, rows["w"].settings) == ("sign", {"gain": 1.0})
+    assert rows["b"] is None
+    assert ckptz.verify(report.output, against=tmp_path / "a.safetensors").n_lossy == 1
+
+
+def test_a_checkpointer_takes_it(sign: type[Sign], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(128, 64)
+    exact = model.weight.detach().numpy().copy()
+    keep = ckptz.KeepPolicy(exact=0)
+    with ckptz.Checkpointer(tmp_path, model, config=sign(), keep=keep, background=False) as saver:
+        saver.save(1)
+        saver.restore(1)
+    assert is_signs(model.weight.detach().numpy(), exact)
+
+
+def test_a_search_turns_its_knob(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
+    safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
+
+    def size(tensors: dict[str, Any]) -> float:
+        return float(tensors["w"].abs().mean())
+
+    exact = float(np.abs(state["w"]).mean())
+    budget = ckptz.Budget(size, 2 * exact, relative=False, lower_is_better=True)
+    (report,) = ckptz.compress(tmp_path / "a.safetensors", config=sign(), budget=budget)
+    assert report.search.method == "sign"
+    kept = [trial.config["gain"] for trial in report.search.trials if trial.is_feasible]
+    assert 2.5 < max(kept) <= 3.0  # the mean may be three times the exact one
+    assert is_signs(load_file(report.output)["w"], state["w"], report.search.config["gain"])
+
+
+def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> None:
+    state["w"] = np.random.default_rng(1).standard_normal((256, 256), np.float32)
+    safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
+    errors = {}
+
+    def error(tensors: dict[str, Any]) -> float:
+        return float(np.square(tensors["w"].numpy() - state["w"]).mean())
+
+    ckptz.register(Even)
+    SPACES["even"] = CubeSpace(axes={"levels": (128, 64, 32, 16, 8, 4, 2)})
+    try:
+        for levels in (16, 8):
+            save_file(state, tmp_path / "b.ckptz", config=Even(levels=levels))
+            errors[levels] = float(np.square(load_file(tmp_path / "b.ckptz")["w"] - state["w"]).mean())
+        budget = ckptz.Budget(error, (errors[16] + errors[8]) / 2, relative=False, lower_is_better=True)
+        search = ckptz.SearchOptions(budgets=(budget,), template=Even())
+        (report,) = ckptz.compress(tmp_path / "a.safetensors", search=search)
+    finally:
+        del METHODS["even"], SPACES["even"]
+    assert report.search.config == {"levels": 16}
+    assert report.search.n_predicted == 7
+    for trial in report.search.trials:
+        assert trial.predicted_bytes == pytest.approx(trial.n_bytes, rel=0.1), trial.config
+
+
+def test_the_command_line_shows_its_options(tmp_path: Path) -> None:
+    code = (
+        "import ckptz, tests.codec.test_methods as t;"
+        "ckptz.register(t.Sign); from ckptz_cli.main import main; main(['compress', '--help-methods'])"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert "--set gain=... (default 1.0)" in done.stdout, done.stderr
+    assert "multiple of the mean magnitude." in done.stdout
+
+
+def test_the_command_line_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:
+    from ckptz_cli.main import main
+
+    safetensors.numpy.save_file(state, tmp_path / "a.safetensors")
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["compress", str(tmp_path / "a.safetensors"), "--method", "sign", "--set", "gain=2", "-q"])
+    assert is_signs(load_file(tmp_path / "a.ckptz")["w"], state["w"], 2.0)
+
+
+def test_what_is_not_registered_is_an_error_and_no_other_method(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'sign' is not registered"):
+        save_file({"w": np.zeros((64, 64), np.float32)}, tmp_path / "a.ckptz", config=Sign())
+    with pytest.raises(ConfigError, match="no method 'sign'"):
+        method_named("sign")
+    with pytest.raises(ConfigError, match="must be a configuration"):
+        checked("grid")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_is_taken_once(sign: type[Sign]) -> None:
+    with pytest.raises(ConfigError, match="registered already"):
+        ckptz.register(type("Sign", (Sign,), {}))
+    assert ckptz.register(sign) is sign

@@ -1,0 +1,94 @@
+"""The Trainer goes on exactly where it was, with any optimizer of PyTorch and any groups of parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.resumed_runs import ENDS_AT, GROUPINGS, KINDS, SAVED_AT, VARIANTS, Impossible, Run
+from tests.training.test_optimizers import CLASSES, maker
+
+pytest.importorskip("transformers", reason="the Trainer needs transformers")
+pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+
+import transformers
+
+from ckptz.integrations.trainer import CkptzTrainerMixin
+
+pytestmark = pytest.mark.apps
+
+
+class Trainer(CkptzTrainerMixin, transformers.Trainer):
+    """Trains by gradients that follow from the number of the step alone."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        step = self.state.global_step
+        generator = torch.Generator().manual_seed(step)
+        for parameter in model.parameters():
+            gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if parameter.requires_grad:
+                parameter.grad = gradient
+        return torch.tensor(float(step))
+
+
+class Widen(transformers.TrainerCallback):
+    """Keeps the state of an optimizer in fp32 from the first step on."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0 and self._run.kind == "bf16 with fp32 state":
+            self._run._widen()
+
+
+def trainer(folder: Path, run: Run) -> Any:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        **{"max_steps": ENDS_AT, "save_steps": SAVED_AT, "save_total_limit": None, "max_grad_norm": 0.0},
+        **{"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no"},
+        **{"per_device_train_batch_size": 1, "remove_unused_columns": False},
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
+    data = [{"x": torch.zeros(1)} for _ in range(ENDS_AT)]
+    made = Trainer(run.model, arguments, train_dataset=data, optimizers=(run.optimizer, schedule))
+    made.add_callback(Widen(run))
+    return made
+
+
+def outcome(folder: Path, make: Any, precision: str, grouping: str) -> str:
+    whole, resumed = Run(make, precision, grouping), Run(make, precision, grouping)
+    try:
+        trainer(folder, whole).train()
+    except (RuntimeError, TypeError, ValueError, AssertionError, KeyError) as error:
+        if type(error).__module__.startswith("ckptz"):
+            return "refused"
+        raise Impossible(str(error)) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        trainer(folder, resumed).train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_AT}"))
+    assert resumed.holds() == whole.holds()
+    return "equal"
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_optimizer_resumes(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    if kind.__name__ in ("LBFGS", "SparseAdam"):
+        pytest.skip("the Trainer gives no closure and no sparse gradients")
+    counts: Counter[str] = Counter()
+    arrangements = [(p, g, "plain") for p in KINDS for g in GROUPINGS if g != "frozen later"]
+    arrangements += [("bf16", "several", variant) for variant in VARIANTS]
+    for precision, grouping, variant in arrangements:
+        try:
+            make = maker(kind, variant)
+            counts[outcome(tmp_path / f"{precision}-{grouping}-{variant}", make, precision, grouping)] += 1
+        except Impossible:
+            counts["impossible"] += 1
+    assert counts["equal"] > 0
+    assert set(counts) <= {"equal", "refused", "impossible"}

@@ -1,0 +1,180 @@
+"""Pruning runs whose steps are folders: the step of a folder is that of its own files alone."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptz
+from ckptz import KeepPolicy
+from ckptz.errors import ConfigError
+from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
+from ckptz.run.step_files import COMPLETE
+from ckptz.torch import load_state
+from tests.support.cli_support import ckptz as command
+
+SIZE = 4096
+
+
+def weights(step: int) -> torch.Tensor:
+    """Weights that move a little at each step, so that deltas pay."""
+    start = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
+    return torch.where(torch.arange(SIZE) % 97 == step % 97, start + step, start)
+
+
+class FolderRun:
+    """Folders as an adapter writes them: deltas, linked bases, plain files, and one that is written last."""
+
+    def __init__(self, run: Path, last: str | None, options: ChainOptions | None = None) -> None:
+        self.run, self.last = run, last
+        self.chain = Chain(options or ChainOptions(jobs=1, full_every=8))
+
+    def save(self, step: int, stop_after: int = 9) -> Path:
+        """Save a step; with `stop_after`, be killed behind so many of its four files."""
+        folder = self.run / f"checkpoint-{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if stop_after > 0:
+            self.chain.write(folder / "model.ckptz", job_of({"w": weights(step)}, step))
+        if stop_after > 1:
+            (folder / "optimizer.bin").write_bytes(b"x" * 64)
+        if stop_after > 2:
+            (folder / "random_states_0.pkl").write_bytes(b"x" * 64)
+        if stop_after > 3 and self.last is not None:
+            text = json.dumps({"global_step": step}) if self.last == "trainer_state.json" else "{}"
+            (folder / self.last).write_text(text)
+        self.chain.settle()
+        return folder
+
+    def resume(self, step: int) -> None:
+        path = self.run / f"checkpoint-{step}" / "model.ckptz"
+        assert torch.equal(read_newest(path)["w"], weights(step))
+        self.chain = Chain(self.chain.options)
+        self.chain.go_on_from(path)
+
+
+def steps_in(run: Path) -> set[int]:
+    return {int(path.name.partition("-")[2]) for path in run.glob("checkpoint-*")}
+
+
+LAST = ("trainer_state.json", "ckptz-index.json", COMPLETE)
+
+
+@pytest.mark.parametrize("last", [*LAST, None])
+def test_a_folder_with_linked_bases_has_its_own_step(tmp_path: Path, last: str | None) -> None:
+    run = FolderRun(tmp_path, last)
+    for step in (10, 20, 30, 45):
+        folder = run.save(step)
+    assert any(path.name.startswith("base-") for path in folder.iterdir())
+    assert ckptz.prune(tmp_path, after=30, dry_run=True).removed == ("checkpoint-45",)
+    assert ckptz.prune(tmp_path, KeepPolicy(last=1, every=20)).steps == (20, 45)
+    assert steps_in(tmp_path) == {20, 45}
+    for step in (20, 45):
+        assert torch.equal(load_state(tmp_path / f"checkpoint-{step}" / "model.ckptz")["w"], weights(step))
+
+
+def test_the_newest_step_of_a_run_that_resumed_from_an_earlier_one_stays(tmp_path: Path) -> None:
+    run = FolderRun(tmp_path, "trainer_state.json")
+    for step in (10, 20, 30):
+        run.save(step)
+    run.resume(10)
+    run.save(40)
+    assert command("prune", tmp_path, "--keep-last", 1).exit_code == 0
+    assert steps_in(tmp_path) == {40}
+    assert torch.equal(load_state(tmp_path / "checkpoint-40" / "model.ckptz")["w"], weights(40))
+
+
+@pytest.mark.parametrize("how", ["folder", "trainer state"])
+def test_nothing_goes_where_names_and_files_disagree_about_the_step(how: str, tmp_path: Path) -> None:
+    run = FolderRun(tmp_path, "trainer_state.json")
+    for step in (10, 20, 30):
+        run.save(step)
+    if how == "folder":
+        (tmp_path / "checkpoint-20").rename(tmp_path / "checkpoint-200")
+        said = "checkpoint-200: its step is not certain, as its name says 200"
+    else:
+        (tmp_path / "checkpoint-20" / "trainer_state.json").write_text('{"global_step": 21}')
+        said = "checkpoint-20: its step is not certain, as its name says 20, trainer_state.json says 21"
+    before = sorted(tmp_path.rglob("*"))
+    done = command("prune", tmp_path, "--keep-last", 1, fails=True)
+    assert done.exit_code == 2
+    assert said in done.error
+    assert sorted(tmp_path.rglob("*")) == before
+    with pytest.raises(ConfigError, match="its step is not certain"):
+        ckptz.prune(tmp_path, after=10)
+
+
+@pytest.mark.parametrize("last", [*LAST, None])
+@pytest.mark.parametrize("stop_after", [0, 1, 2, 3])
+def test_an_unfinished_folder_is_no_step(tmp_path: Path, last: str | None, stop_after: int) -> None:
+    if last is None and stop_after == 3:
+        return  # nothing tells it from a whole one
+    run = FolderRun(tmp_path, last)
+    for step in (10, 20):
+        run.save(step)
+    folder = run.save(30, stop_after)
+    if stop_after == 0:  # as after the links of a save
+        base = tmp_path / "checkpoint-10" / "model.ckptz"
+        (folder / "base-0123456789abcdef.ckptz").hardlink_to(base)
+    report = ckptz.prune(tmp_path, KeepPolicy(last=1))
+    assert steps_in(tmp_path) >= {20, 30}
+    assert 20 in report.steps
+    assert 30 not in report.steps
+    assert any("checkpoint-30" in note for note in report.notes)
+    assert torch.equal(load_state(tmp_path / "checkpoint-20" / "model.ckptz")["w"], weights(20))
+
+
+def play(run: Path, seed: int) -> None:
+    """A random run: saved, resumed, branched, killed while saving, and pruned; against a model in memory."""
+    rng = random.Random(seed)
+    last = rng.choice([*LAST, None])
+    folders = FolderRun(run, last, ChainOptions(jobs=1, full_every=rng.choice([1, 3, 8])))
+    whole: set[int] = set()
+    unfinished: set[int] = set()
+    step = 0
+    for _ in range(rng.randint(4, 9)):
+        move = rng.choice(["save", "save", "save", "killed", "resume", "prune", "prune"])
+        if move in ("save", "killed"):
+            step += rng.randint(1, 10)
+            stop_after = rng.randint(1, 2 if last is None else 3) if move == "killed" and whole else 9
+            folders.save(step, stop_after)
+            (whole if stop_after == 9 else unfinished).add(step)
+        elif move == "resume" and whole:
+            folders.resume(rng.choice(sorted(whole)))
+        elif move == "prune" and whole:
+            prune_and_check(run, rng, whole, unfinished)
+    for kept in whole:
+        assert torch.equal(load_state(run / f"checkpoint-{kept}" / "model.ckptz")["w"], weights(kept))
+
+
+def prune_and_check(run: Path, rng: random.Random, whole: set[int], unfinished: set[int]) -> None:
+    policy = KeepPolicy(last=rng.randint(1, 3), every=rng.choice([None, 2, 5]))
+    wanted = policy.kept(whole, {})
+    after = rng.choice([None, None, *sorted(whole)])
+    if after is not None:
+        wanted = policy.kept({step for step in whole if step <= after}, {})
+    report = ckptz.prune(run, policy, after=after)
+    left = steps_in(run)
+    assert left >= wanted, (policy, report)
+    assert max(wanted) in report.steps
+    if not unfinished & left:
+        assert set(report.steps) >= wanted
+    whole &= left
+    unfinished &= left
+
+
+@pytest.mark.parametrize("seeds", [range(i, i + 10) for i in range(0, 40, 10)], ids=str)
+def test_random_runs_lose_no_step_that_a_rule_keeps(seeds: Any, tmp_path: Path) -> None:
+    for seed in seeds:
+        play(tmp_path / str(seed), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_random_runs_lose_no_step_that_a_rule_keeps(part: int, tmp_path: Path) -> None:
+    for seed in range(1000 + 100 * part, 1100 + 100 * part):
+        play(tmp_path / str(seed), seed)
