@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import TracebackType
@@ -116,13 +117,32 @@ class Task(Generic[R]):
         return self._result[0]
 
 
-Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | None]"
+def finalize(call: Callable[[], object]) -> None:
+    """Make a call from `__del__`, where Python swallows Ctrl-C: repeat the call, and raise Ctrl-C afterwards.
+
+    Args:
+        call: may be interrupted anywhere and called again.
+    """
+    is_interrupted = False
+    while True:
+        try:
+            call()
+            break
+        except KeyboardInterrupt:
+            is_interrupted = True
+    if is_interrupted:  # raised by another thread: this one would raise it before `__del__` returns
+        _thread.start_new_thread(_thread.interrupt_main, ())
 
 
-def _serve(tasks: Tasks) -> None:
-    while (task := tasks.get()) is not None:
+Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | object]"
+
+
+def _serve(tasks: Tasks, end: object) -> None:
+    """Run tasks until anything else is in the queue, which the other threads find there, too."""
+    while isinstance(task := tasks.get(), Task):
         task.run()
         del task  # nor its result, while this thread waits for the next
+    tasks.put(end)
 
 
 class Workers:
@@ -139,6 +159,9 @@ class Workers:
         self._with_caller = with_caller
         self._tasks: Tasks = queue.SimpleQueue()
         self._threads: list[Task[None]] = []
+        # Ends the threads also where an interrupt ended `__exit__`. `__del__` could be interrupted itself; the
+        # queue's method, in C, cannot.
+        self._end = weakref.ref(self, self._tasks.put)
 
     def __enter__(self) -> Self:
         return self
@@ -146,28 +169,18 @@ class Workers:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._dismiss()
+        with contextlib.suppress(queue.Empty):
+            while isinstance(task := self._tasks.get_nowait(), Task):
+                task.cancel()
+        self._tasks.put(self._end)
         for thread in self._threads:
             if not thread.cancel():
                 thread.wait()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_threads"):  # made whole; an interrupt may come before the end of a `with`
-            self._dismiss()
-
-    def _dismiss(self) -> None:
-        """End the threads after their tasks; those that have not begun are cancelled."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (task := self._tasks.get_nowait()) is not None:
-                    task.cancel()
-        for _ in self._threads:
-            self._tasks.put(None)
-
     def _submit(self, task: Task[Any]) -> None:
         self._tasks.put(task)
         if len(self._threads) < self.jobs - self._with_caller:
-            self._threads.append(Task(functools.partial(_serve, self._tasks)))
+            self._threads.append(Task(functools.partial(_serve, self._tasks, self._end)))
             self._threads[-1].start()
 
     def _is_busy(self, submitted: deque[Task[R]]) -> bool:

@@ -24,7 +24,7 @@ from ckptz.format.dtypes import DType
 from ckptz.format.reader import FrameSource, check_empty
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.kernels.floats import Patterns
-from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, jobs_of
+from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, finalize, jobs_of
 from ckptz.state.arrays import (
     Framework,
     Selection,
@@ -218,7 +218,7 @@ class _Opened:
 
     def __del__(self) -> None:
         if hasattr(self, "checkpoint"):
-            self.checkpoint.close()
+            finalize(self.checkpoint.close)
 
     def source(self, name: str) -> FrameSource:
         """Find a tensor by name."""

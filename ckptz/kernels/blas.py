@@ -102,7 +102,8 @@ def _after_fork_in_parent() -> None:
     _after_fork()
     if _local.is_interrupted:
         _local.is_interrupted = False
-        _thread.interrupt_main()
+        # By another thread: raised on this one, it would come before this function returns, and be swallowed.
+        _thread.start_new_thread(_thread.interrupt_main, ())
 
 
 if hasattr(os, "register_at_fork"):

@@ -33,7 +33,7 @@ from typing import Final, Self
 
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_alive
-from ckptz.parallel import Task
+from ckptz.parallel import Task, finalize
 from ckptz.store.storage import Place
 
 try:
@@ -161,7 +161,7 @@ class FileLock:
                 os.fchmod(descriptor, stat.S_IMODE(facts.st_mode) | shared | shared << 1)
 
     def __del__(self) -> None:
-        self.release()  # of a Checkpointer that nobody closed, as in a notebook
+        finalize(self.release)  # of a Checkpointer that nobody closed, as in a notebook
 
     @property
     def is_lost(self) -> bool:
@@ -265,8 +265,6 @@ class Lease:
         ConfigError: another writer holds it.
     """
 
-    is_lost: Final = False  # to look is slow, and done by `check` when it matters
-
     def __init__(self, place: Place, beat: float = BEAT_SECONDS, stale: float = STALE_SECONDS) -> None:
         self._place, self._beat, self._stale = place, beat, stale
         self._holder = Holder.this_process()
@@ -279,6 +277,11 @@ class Lease:
         self._renewal = Task(functools.partial(_renew, weakref.ref(self), self._end, beat))
         self._renewal.start()
         _leases[self._holder.token] = weakref.ref(self)
+
+    @property
+    def is_lost(self) -> bool:
+        """True in a forked process. Reading the lease is slow, and left to `check`."""
+        return self._holder.pid != os.getpid()
 
     def _wait_for_stale(self) -> None:
         found = self._read()
@@ -328,17 +331,19 @@ class Lease:
         """Require that the lock is still held.
 
         Raises:
-            WriteError: another writer took it.
+            WriteError: another writer took it, or this process was forked.
         """
-        if not self._is_ours():
+        if self.is_lost or not self._is_ours():
             raise WriteError(
                 errno.EBUSY,
                 f"{self._place.name}: another writer took the folder while this one could not renew its "
-                "lease; stop one of the two",
+                "lease, or this process was forked from the one that writes here; stop one of the two",
             )
 
     def release(self) -> None:
-        """Release the lock, so that others may write."""
+        """Release the lock, so that others may write; a forked process leaves it to its parent."""
+        if self.is_lost:
+            return
         self._end.finish()
         self._renewal.wait()
         _leases.pop(self._holder.token, None)

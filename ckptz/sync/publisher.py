@@ -229,16 +229,17 @@ class Publisher:
                 for version, one in wanted.items():
                     sink = files.enter_context(self._place.publish(version.name))
                     written[version] = write(sink, one, workers)
+            # An interrupt after the files appeared must not leave the step before here: nothing could be
+            # published any more. The next delta leads on from the full file if there is one.
+            version, first = next(iter(written.items()))
+            depth = base.ref.depth if base is not None and version.base is not None and first.n_deltas else 0
+            ref = BaseRef(first.content_id, version.name, depth + 1)
+            self._base = _Last(job.step, ref, job.tensors, {} if self._base is None else self._base.tensors)
         except BaseException:
             for version in wanted:
                 with contextlib.suppress(Exception):
                     self._place.remove(version.name)
             raise
-        # The next delta leads on from what was just published: from the full file if there is one.
-        version, first = next(iter(written.items()))
-        depth = base.ref.depth if base is not None and version.base is not None and first.n_deltas else 0
-        ref = BaseRef(first.content_id, version.name, depth + 1)
-        self._base = _Last(job.step, ref, job.tensors, {} if self._base is None else self._base.tensors)
         return written
 
     def _retire(self) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
 from ckptz.errors import ConfigError
-from ckptz.parallel import Task
+from ckptz.parallel import Task, finalize
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,7 +60,7 @@ class Background(Generic[T]):
         _alive.add(self)
 
     def __del__(self) -> None:
-        self.report_loss()
+        finalize(self.report_loss)
 
     def start(self, label: str, job: Callable[[], T]) -> None:
         """Run a job; the one before must have been waited for.

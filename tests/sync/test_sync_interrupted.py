@@ -1,5 +1,6 @@
 """An interrupt at any line of a follower: the next call brings the tensors to the published values."""
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -7,8 +8,9 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
-from ckptz.sync import Follower
+from ckptz.sync import Follower, Publisher
 from tests.support.sync_support import cloned, published, same
 
 MODULES = ("ckptz/sync/follower.py", "ckptz/api/apply.py")
@@ -78,3 +80,40 @@ def test_an_interrupt_behind_the_last_write_makes_the_follower_look_afresh(
     follower.apply_to(live)
     assert follower.step == 2
     assert same(live, states[2])
+
+
+@pytest.mark.parametrize("stride", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_no_interrupt_ends_a_publisher(tmp_path: Path, stride: int) -> None:
+    """Also one between the name of a file and the publisher's own step."""
+    trained = {"weight": torch.zeros(64)}
+    publisher, live = Publisher(tmp_path, full_every=3, jobs=1), {"weight": torch.ones(64)}
+    for position in itertools.count(1, stride):
+        trained["weight"][0] += 1
+        before = publisher.step
+        came = interrupted_at(position, lambda: publisher.publish(trained), ("ckptz/sync/publisher.py",))
+        if before == publisher.step:  # nothing was published
+            publisher.publish(trained)
+        Follower(tmp_path, jobs=1).apply_to(live)
+        assert same(live, trained)
+        if not came:
+            break
+    assert position > 2 * stride
+
+
+def test_an_interrupt_behind_the_names_of_files_takes_them_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptz.sync import publisher as module
+
+    def interrupted(*given: Any) -> Any:
+        raise KeyboardInterrupt
+
+    trained = {"weight": torch.zeros(64)}
+    publisher = Publisher(tmp_path, jobs=1)
+    publisher.publish(trained)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_Last", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            publisher.publish(trained)
+    assert publisher.step == 0
+    assert publisher.publish(trained).step == 1
