@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from ckptz.api.read import PathLike, load_bytes, safe_open
+from ckptz.api.read import PathLike, load_bytes, open_whole
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, dtype_of
@@ -142,7 +142,7 @@ def load_file(
         {'weight': array([1., 1.])}
     """
     limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
-    with safe_open(filename, "np", backend=backend, search_path=search_path, **limits) as file:
+    with open_whole(filename, "np", backend=backend, search_path=search_path, **limits) as file:
         prefix = model_prefix(os.fspath(filename), file.metadata(), file.keys())
         return {name.removeprefix(prefix): tensor for name, tensor in file.get_tensors().items()}
 

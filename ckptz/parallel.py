@@ -117,23 +117,6 @@ class Task(Generic[R]):
         return self._result[0]
 
 
-def finalize(call: Callable[[], object]) -> None:
-    """Make a call from `__del__`, where Python swallows Ctrl-C: repeat the call, and raise Ctrl-C afterwards.
-
-    Args:
-        call: may be interrupted anywhere and called again.
-    """
-    is_interrupted = False
-    while True:
-        try:
-            call()
-            break
-        except KeyboardInterrupt:
-            is_interrupted = True
-    if is_interrupted:  # raised by another thread: this one would raise it before `__del__` returns
-        _thread.start_new_thread(_thread.interrupt_main, ())
-
-
 Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | object]"
 
 
@@ -159,7 +142,7 @@ class Workers:
         self._with_caller = with_caller
         self._tasks: Tasks = queue.SimpleQueue()
         self._threads: list[Task[None]] = []
-        # Ends the threads also where an interrupt ended `__exit__`. `__del__` could be interrupted itself; the
+        # Ends the threads also where an interrupt ended `__exit__`. `__del__` could be interrupted, too; the
         # queue's method, in C, cannot.
         self._end = weakref.ref(self, self._tasks.put)
 

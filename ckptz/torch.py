@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 from ckptz.api.apply import apply_
-from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, safe_open
+from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, open_whole
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import CkptzError, ConfigError, FormatError, named
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, Patterns, TensorSource, tensor_bytes
@@ -176,7 +176,7 @@ def load_file(
         {'weight': tensor([1., 1.])}
     """
     limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
-    with safe_open(filename, "pt", device, backend=backend, search_path=search_path, **limits) as file:
+    with open_whole(filename, "pt", device, backend=backend, search_path=search_path, **limits) as file:
         check_policy(file.metadata(), link_policy)
         prefix = model_prefix(os.fspath(filename), file.metadata(), file.keys())
         return {name.removeprefix(prefix): tensor for name, tensor in file.get_tensors().items()}

@@ -7,13 +7,14 @@ allocated for a file's claims before they are held against the memory that is th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, NoReturn, Self, TypeAlias
+from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 
 import safetensors
 
@@ -24,7 +25,8 @@ from ckptz.format.dtypes import DType
 from ckptz.format.reader import FrameSource, check_empty
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.kernels.floats import Patterns
-from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, finalize, jobs_of
+from ckptz.kernels.interrupts import finalize
+from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, jobs_of
 from ckptz.state.arrays import (
     Framework,
     Selection,
@@ -123,8 +125,13 @@ def read_tensors(
                 yield sources[name], index, patterns[begin:end]
 
     n_chunks = {name: n_chunks_of(source.n_patterns) for name, source in sources.items()}
-    with _workers(jobs, sum(n_chunks.values())) as workers:
-        done = workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_VALUES)
+    with (
+        _workers(jobs, sum(n_chunks.values())) as workers,
+        # It is not read to its end, and Python swallows an interrupt of its finalizer.
+        contextlib.closing(
+            workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_VALUES)
+        ) as done,
+    ):
         for name, n in n_chunks.items():
             for _ in range(n):
                 next(done)
@@ -202,7 +209,7 @@ class _NoSuchFile(FileNotFoundError):
 
 
 class _Opened:
-    """An open checkpoint, shared by a handle and its slices; closed when the last of them lets go."""
+    """An open checkpoint."""
 
     __slots__ = ("checkpoint", "framework", "jobs", "max_decoded_bytes", "sources")
 
@@ -215,10 +222,6 @@ class _Opened:
         self.framework = made_by
         self.max_decoded_bytes = max_decoded_bytes
         self.jobs = jobs
-
-    def __del__(self) -> None:
-        if hasattr(self, "checkpoint"):
-            finalize(self.checkpoint.close)
 
     def source(self, name: str) -> FrameSource:
         """Find a tensor by name."""
@@ -234,6 +237,16 @@ class _Opened:
         n_bytes = sum(source.n_bytes for source in sources.values())
         check_limit(n_bytes, self.max_decoded_bytes, self.checkpoint.name)
         return dict(read_tensors(sources, self.framework, self.jobs))
+
+
+class _Shared(_Opened):
+    """An open checkpoint, shared by a handle and its slices; closed when the last of them lets go."""
+
+    __slots__ = ()
+
+    def __del__(self) -> None:
+        if hasattr(self, "checkpoint"):
+            finalize(self.checkpoint.close)
 
 
 class SafeSlice:
@@ -309,6 +322,7 @@ class safe_open:
 
     __slots__ = ("_opened",)
     _opened: _Opened | None
+    _kind: ClassVar[type[_Opened]] = _Shared
 
     def __new__(
         cls,
@@ -383,8 +397,22 @@ class safe_open:
         return SafeSlice(opened, opened.source(name))
 
 
+class open_whole(safe_open):
+    """Opens a file as `safe_open` does, to be read in one `with`, which closes it: slices end with it.
+
+    A handle that shares its file closes it in `__del__`, where Python swallows Ctrl-C.
+    """
+
+    __slots__ = ()
+    _kind = _Opened
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._open.checkpoint.close()
+        super().__exit__(kind, error, trace)
+
+
 def _handle(
-    cls: type[Any],
+    cls: type[safe_open],
     checkpoint: Checkpoint,
     wanted: tuple[str, str | int, str],
     max_decoded_bytes: int | None,
@@ -396,7 +424,7 @@ def _handle(
         checkpoint.close()
         raise
     handle = object.__new__(cls)
-    handle._opened = _Opened(checkpoint, made_by, max_decoded_bytes, jobs)
+    handle._opened = cls._kind(checkpoint, made_by, max_decoded_bytes, jobs)
     return handle
 
 
@@ -421,6 +449,6 @@ def load_bytes(
     checkpoint = open_source(MemoryBytes(data), [Path(folder) for folder in search_path])
     if checkpoint.container is None:
         return None
-    handle = _handle(safe_open, checkpoint, (framework_name, "cpu", "mmap"), max_decoded_bytes, jobs)
-    tensors: dict[str, Any] = handle.get_tensors()
+    with _handle(open_whole, checkpoint, (framework_name, "cpu", "mmap"), max_decoded_bytes, jobs) as file:
+        tensors: dict[str, Any] = file.get_tensors()
     return tensors

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptz.api.read import PathLike, safe_open
+from ckptz.api.read import PathLike, open_whole
 from ckptz.errors import CorruptionError, naming
 from ckptz.format.dtypes import dtype_of
 from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
@@ -138,7 +138,7 @@ class CkptzStorageReader(InFolder, StorageReader):
         return done
 
     def _read_file(self, path: Path, items: list[ReadItem], planner: LoadPlanner) -> None:
-        with safe_open(path, "pt", jobs=self._jobs) as file:
+        with open_whole(path, "pt", jobs=self._jobs) as file:
             wanted = {self._places[item.storage_index].tensor for item in items}
             if missing := wanted.difference(file.keys()):
                 what = f"has no tensor {min(missing)!r}, which {INDEX_FILE} names; copy the folder whole"

@@ -8,7 +8,6 @@ all of these locks first. Nothing waits while nobody forks.
 
 from __future__ import annotations
 
-import _thread
 import contextlib
 import os
 import threading
@@ -16,6 +15,8 @@ import weakref
 from typing import Any, Final
 
 import numpy as np
+
+from ckptz.kernels.interrupts import interrupt_later
 
 _registry: Final = threading.RLock()  # of the locks of all threads; whoever forks holds it meanwhile
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -71,6 +72,7 @@ def cholesky(matrix: Any) -> Any | None:
 
 def _before_fork() -> None:
     _forking.add(threading.get_ident())
+    _local.is_interrupted = False
     # Python swallows what is raised here, so Ctrl-C is kept for afterwards.
     while True:
         try:
@@ -98,15 +100,18 @@ def _after_fork() -> None:
             _local.taken.pop().release()
 
 
+def _after_fork_in_child() -> None:
+    _after_fork()
+    _forking.clear()  # of threads that are not here
+
+
 def _after_fork_in_parent() -> None:
     _after_fork()
     if _local.is_interrupted:
-        _local.is_interrupted = False
-        # By another thread: raised on this one, it would come before this function returns, and be swallowed.
-        _thread.start_new_thread(_thread.interrupt_main, ())
+        interrupt_later()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork
+        before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
     )

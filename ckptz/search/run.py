@@ -92,8 +92,9 @@ def _replay(
     config = parent_config(options, ready.job)
     if config is None:
         raise ConfigError("with 0 evaluations a base or a plan must record settings, and none does")
-    trial = write_trial(target, ready.plan(config), run)
-    trial.publish(run, options)
+    with contextlib.ExitStack() as held:
+        trial = write_trial(target, ready.plan(config), run, held)
+        trial.publish(run, options)
     report = SearchReport(
         method=options.template.name,
         strategy="replay",
@@ -114,7 +115,6 @@ def _searched(
         exact_seconds = time.perf_counter() - start
         stages, predict, n_predicted = route_of(options, ready, run.workers.map)
         searcher = Searcher(target, ready, options, run, judge, predict, held)
-        held.callback(searcher.drop_all)
         is_interrupted = searcher.search(stages if lossy and not judge.unmeasurable else [])
         written, records = searcher.publish()
     best, trials = searcher.best, searcher.reports
@@ -227,24 +227,18 @@ class Trial:
     written: Written
 
     def publish(self, run: SearchRun, options: SearchOptions) -> None:
-        """Publish the file, or remove it if its inputs have changed or this is a dry run."""
-        try:
-            run.check()
-            if not options.is_dry_run:
-                self.publication.commit()
-        finally:
-            self.publication.discard()
+        """Publish the file, unless its inputs have changed or this is a dry run."""
+        run.check()
+        if not options.is_dry_run:
+            self.publication.commit()
 
 
-def write_trial(target: Path, plan: FilePlan, run: SearchRun) -> Trial:
-    """Write a file beside `target`, under a temporary name."""
+def write_trial(target: Path, plan: FilePlan, run: SearchRun, held: contextlib.ExitStack) -> Trial:
+    """Write a file beside `target`, under a temporary name; `held` removes it if it gets no other."""
     publication = Publication(run.owner)
-    try:
-        with publication.file(target, run.like) as sink:
-            written = write_container(sink, plan, run.workers)
-    except BaseException:
-        publication.discard()
-        raise
+    held.callback(publication.discard)  # first: an interrupt may come as soon as the file is written
+    with publication.file(target, run.like) as sink:
+        written = write_container(sink, plan, run.workers)
     return Trial(publication, Path(sink.name), written)
 
 
@@ -266,10 +260,9 @@ class Searcher:
     run: SearchRun
     judge: Judge
     predict: Predict | None
-    held: contextlib.ExitStack  # closes the first trial
+    held: contextlib.ExitStack  # closes the first trial, and removes files that have no name
     reports: list[TrialReport] = field(default_factory=list)
     best: Best | None = None
-    last: Trial | None = None  # that is written and not yet judged
     earlier: Earlier | None = None  # what later trials copy, from the first
 
     def search(self, stages: Sequence[Strategy]) -> bool:
@@ -284,18 +277,11 @@ class Searcher:
             return True
         return False
 
-    def drop_all(self) -> None:
-        """Remove the files that have no name."""
-        for trial in (self.last, self.best.trial if self.best else None):
-            if trial is not None:
-                trial.publication.discard()
-
     def _write(self, config: Method) -> Trial:
         """Write a trial; the first one stays open, as most of a training state comes out the same in all."""
         draw = sum(report.config == asdict(config) for report in self.reports)
         plan = self.ready.plan(config, self.earlier, draw)
-        trial = write_trial(self.target, plan, self.run)
-        self.last = trial
+        trial = write_trial(self.target, plan, self.run, self.held)
         if self.earlier is None:
             file = FileBytes(trial.path)  # readable until it is closed, also when it has lost its name
             self.held.callback(file.close)
@@ -326,7 +312,6 @@ class Searcher:
             evaluation_seconds=evaluation_seconds,
         )
         self.reports.append(report)
-        self.last = None
         if outcome.is_feasible and (self.best is None or outcome.n_bytes < self.best.report.n_bytes):
             if self.best is not None:
                 self.best.trial.publication.discard()
@@ -340,8 +325,9 @@ class Searcher:
         """Publish the best file with its quality records; a lossless one if nothing is within the budget."""
         records: tuple[QualityRecord, ...] = ()
         if self.best is None:
-            trial = write_trial(self.target, self.ready.plan(LOSSLESS, self.earlier), self.run)
-        else:  # which is removed in the end, whatever happens here
+            plan = self.ready.plan(LOSSLESS, self.earlier)
+            trial = write_trial(self.target, plan, self.run, self.held)
+        else:
             trial = self.best.trial
             records = self.judge.records(self.best.readings)
             n_bytes = amend_quality(trial.path, records)

@@ -33,7 +33,8 @@ from typing import Final, Self
 
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_alive
-from ckptz.parallel import Task, finalize
+from ckptz.kernels.interrupts import finalize
+from ckptz.parallel import Task
 from ckptz.store.storage import Place
 
 try:

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
 from ckptz.errors import ConfigError
-from ckptz.parallel import Task, finalize
+from ckptz.kernels.interrupts import finalize
+from ckptz.parallel import Task
 
 T = TypeVar("T")
 R = TypeVar("R")
