@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
@@ -174,7 +174,7 @@ class Workers:
 
     def map(
         self, function: Callable[[T], R], items: Iterable[T], is_small: Callable[[T], bool] | None = None
-    ) -> Iterator[R]:
+    ) -> Generator[R, None, None]:
         """Apply `function` to each item, in order; to small ones on the caller's thread.
 
         Small work is mostly Python, for which threads only take turns: two need longer than one.

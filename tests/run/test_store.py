@@ -427,6 +427,23 @@ def test_a_lease_that_another_took_is_noticed(tmp_path: Path) -> None:
         lease.check()
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_neither_holds_nor_ends_the_lease_of_its_parent(tmp_path: Path) -> None:
+    lease = Lease(LocalFolder(tmp_path), beat=0.05, stale=60)
+
+    def end() -> None:
+        signal.alarm(20)
+        assert lease.is_lost
+        with pytest.raises(WriteError, match="was forked from"):
+            lease.check()
+        lease.release()
+
+    assert in_child(end) == 0
+    assert not lease.is_lost
+    lease.check()
+    lease.release()
+
+
 def test_the_spool_of_a_killed_process_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

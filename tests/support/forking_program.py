@@ -1,7 +1,9 @@
 """A training program that forks while a thread writes: WHAT N_FORKS FOLDER.
 
-`factors` forks while a thread factors matrices, `saves` while the background writer saves lossy moments,
-`loader` as DataLoader workers start in every epoch. Ends with a traceback and code 1 where nothing goes on.
+`factors` forks while a thread factors matrices, `pools` while it compresses by zstd, computes on torch's
+threads and runs compiled kernels, `saves` while the background writer saves lossy moments, `loader` as
+DataLoader workers start in every epoch. Prints how often the thread did its work. Ends with a traceback and
+code 1 where nothing goes on.
 """
 
 import faulthandler
@@ -9,11 +11,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+import zstandard
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptz import Checkpointer, Grid, KeepPolicy, Moments
@@ -21,8 +25,10 @@ from ckptz.codec.low_rank import low_rank
 from ckptz.codec.rounding import Feedback
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
+from ckptz.torch import save
 
 PATIENCE = 60.0  # seconds in which something must go on; kernels may be compiled first
+FORKS_PER_WORK = 5
 
 
 def go_on() -> None:
@@ -40,23 +46,27 @@ def fork() -> None:
 
 
 def forks_while(work: Callable[[], object], n_forks: int) -> None:
-    is_over, errors = list[bool](), list[BaseException]()
+    is_over, errors, n_done = list[bool](), list[BaseException](), [0]
 
     def again_and_again() -> None:
         try:
             while not is_over:
                 work()
+                n_done[0] += 1
                 go_on()
         except BaseException as error:
             errors.append(error)
 
     thread = threading.Thread(target=again_and_again)
     thread.start()
-    for _ in range(n_forks):
+    for number in range(n_forks):
+        while not errors and n_done[0] < number // FORKS_PER_WORK:  # or all forks come in the first call
+            time.sleep(0.001)
         fork()
     is_over.append(True)
     thread.join()
     assert not errors, errors
+    print("work", n_done[0])
 
 
 def factors(n_forks: int) -> None:
@@ -75,6 +85,21 @@ def factors(n_forks: int) -> None:
     assert expected is not None
     assert again is not None
     assert (expected.scales == again.scales).all()
+
+
+def pools(n_forks: int) -> None:
+    torch.set_num_threads(2)
+    matrix = torch.randn(400, 400)
+    data = matrix.numpy().tobytes()
+    expected = save({"matrix": matrix}), zstandard.ZstdCompressor(3, threads=2).compress(data)
+    product = matrix @ matrix
+
+    def work() -> None:
+        assert zstandard.ZstdCompressor(3, threads=2).compress(data) == expected[1]
+        assert torch.equal(matrix @ matrix, product)
+        assert save({"matrix": matrix}, jobs=2) == expected[0]
+
+    forks_while(work, n_forks)
 
 
 def trained(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer, Checkpointer]:
@@ -122,8 +147,8 @@ if __name__ == "__main__":
     what, n, where = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
     go_on()
-    if what == "factors":
-        factors(n)
+    if what in ("factors", "pools"):
+        {"factors": factors, "pools": pools}[what](n)
     else:
         {"saves": saves, "loader": loader}[what](n, where)
     faulthandler.cancel_dump_traceback_later()

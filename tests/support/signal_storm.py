@@ -65,8 +65,7 @@ class Save:
 class Restore:
     def __init__(self, folder: Path) -> None:
         self.model = torch.nn.Linear(512, 512)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), momentum=0.9)
-        self.checkpointer = Checkpointer(folder, self.model, self.optimizer, jobs=2)
+        self.checkpointer = Checkpointer(folder, self.model, jobs=2)
         self.step = 0
 
     def call(self, round_: int) -> None:

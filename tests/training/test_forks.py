@@ -1,12 +1,17 @@
 """Forks while a thread writes: the writer goes on, and so does the forked process."""
 
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ckptz.kernels import blas
 from tests.support.spec_support import ROOT
 
 
@@ -15,11 +20,12 @@ from tests.support.spec_support import ROOT
     [
         ("factors", 10),
         pytest.param("factors", 300, marks=pytest.mark.slow),
+        pytest.param("pools", 200, marks=pytest.mark.apps),
         pytest.param("saves", 300, marks=pytest.mark.apps),
         pytest.param("loader", 100, marks=pytest.mark.apps),
     ],
 )
-def test_a_fork_never_stops_the_blas_of_a_thread_that_writes(what: str, n_forks: int, tmp_path: Path) -> None:
+def test_a_fork_never_stops_a_thread_that_writes(what: str, n_forks: int, tmp_path: Path) -> None:
     threads = {"OPENBLAS_NUM_THREADS": "2", "OMP_NUM_THREADS": "2"}
     program = [sys.executable, "-m", "tests.support.forking_program", what, str(n_forks), str(tmp_path)]
     done = subprocess.run(
@@ -27,3 +33,44 @@ def test_a_fork_never_stops_the_blas_of_a_thread_that_writes(what: str, n_forks:
     )
     assert done.returncode == 0, done.stderr
     assert "went on" in done.stdout
+
+
+class Slow:
+    """A matrix whose product takes until it is told to end."""
+
+    def __init__(self) -> None:
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def __matmul__(self, other: object) -> str:
+        self.began.set()
+        assert self.may_end.wait(60)
+        return "product"
+
+
+def test_ctrl_c_while_a_fork_waits_is_raised_after_it() -> None:
+    matrix, products = Slow(), list[str]()
+    thread = threading.Thread(target=lambda: products.append(blas.product(matrix, matrix)))
+    thread.start()
+    assert matrix.began.wait(60)
+    timers = [
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)),
+        threading.Timer(0.4, matrix.may_end.set),
+    ]
+    for timer in timers:
+        timer.start()
+
+    def fork_and_wait() -> None:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        is_waited_for.append(matrix.may_end.is_set())
+        os.waitpid(child, 0)
+        time.sleep(10)
+
+    is_waited_for = list[bool]()
+    with pytest.raises(KeyboardInterrupt):
+        fork_and_wait()
+    assert is_waited_for == [True]
+    thread.join()
+    assert products == ["product"]
+    assert blas.product(np.eye(2), np.eye(2)).sum() == 2  # no lock stays
