@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
@@ -174,7 +174,7 @@ class Workers:
 
     def map(
         self, function: Callable[[T], R], items: Iterable[T], is_small: Callable[[T], bool] | None = None
-    ) -> Generator[R, None, None]:
+    ) -> Iterator[R]:
         """Apply `function` to each item, in order; to small ones on the caller's thread.
 
         Small work is mostly Python, for which threads only take turns: two need longer than one.
@@ -204,7 +204,10 @@ class Workers:
             while pending:
                 yield _first_result(pending)
         finally:
-            _end(pending)
+            # Of a caller who took all results, and not the end, Python calls this in a finalizer, where an
+            # interrupt would be swallowed; it comes after calls only.
+            if pending:
+                _end(pending)
 
 
 def _first_result(pending: deque[tuple[Task[R], bool]]) -> R:

@@ -7,7 +7,6 @@ allocated for a file's claims before they are held against the memory that is th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,13 +124,8 @@ def read_tensors(
                 yield sources[name], index, patterns[begin:end]
 
     n_chunks = {name: n_chunks_of(source.n_patterns) for name, source in sources.items()}
-    with (
-        _workers(jobs, sum(n_chunks.values())) as workers,
-        # It is not read to its end, and Python swallows an interrupt of its finalizer.
-        contextlib.closing(
-            workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_VALUES)
-        ) as done,
-    ):
+    with _workers(jobs, sum(n_chunks.values())) as workers:
+        done = workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_VALUES)
         for name, n in n_chunks.items():
             for _ in range(n):
                 next(done)

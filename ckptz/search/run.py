@@ -313,9 +313,10 @@ class Searcher:
         )
         self.reports.append(report)
         if outcome.is_feasible and (self.best is None or outcome.n_bytes < self.best.report.n_bytes):
-            if self.best is not None:
-                self.best.trial.publication.discard()
-            self.best = Best(trial, report, readings)
+            # The new one first: an interrupt must not leave a best whose file is removed.
+            before, self.best = self.best, Best(trial, report, readings)
+            if before is not None:
+                before.trial.publication.discard()
         else:
             trial.publication.discard()
         self.options.on_trial(report)

@@ -1,6 +1,7 @@
 """Searches end to end: what is measured, what is written, and what a failing evaluation leaves."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, KMeans, compress
 from ckptz.errors import ConfigError
+from ckptz.format.publish import Publication
 from ckptz.search.budget import load_plan, save_plan
 from ckptz.search.run import SearchOptions, TrialReport
 from ckptz.search.spaces import SPACES
@@ -119,6 +121,31 @@ def search(
 def left_in(folder: Path) -> set[str]:
     """What a search may not leave."""
     return {path.name for path in folder.iterdir() if path.name.endswith(".ckptz-tmp")}
+
+
+@pytest.mark.parametrize("number", [0, 5])  # the second removes the best before
+def test_an_interrupt_when_a_trial_is_removed_leaves_the_best_so_far_or_nothing(
+    number: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output, n_removed = folder / "step-0.safetensors", folder / "out.ckptz", itertools.count()
+    discard = Publication.discard
+
+    def interrupted(self: Publication) -> None:
+        discard(self)
+        if next(n_removed) == number:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Publication, "discard", interrupted)
+    quality = Quality(source)
+    try:
+        report = search(source, output, quality)
+    except KeyboardInterrupt:
+        assert not output.exists()
+    else:
+        assert report.search.is_interrupted
+        restored = {n: t for n, t in load_file(output).items() if n in quality.exact}
+        assert spoil(restored, quality.exact) <= 2 * 1.005
+    assert not left_in(folder)
 
 
 def test_what_is_measured_is_what_the_file_restores_to_and_what_it_records(folder: Path) -> None:
