@@ -105,8 +105,8 @@ class Publication:
     def file(self, path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
         """Open a file to write; it stays a temporary one beside `path` until all are complete.
 
-        So the rename stays within one file system. The mode is that of the file that is replaced, but no wider
-        than what the files `like` have in common.
+        So the rename stays within one file system. The mode is that of the file that is replaced, and never
+        wider than what the files `like` have in common.
 
         Raises:
             ConfigError: something that is no file is in the place, or the name is that of a folder.

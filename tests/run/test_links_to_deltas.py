@@ -171,9 +171,5 @@ def test_the_residual_of_a_linked_step_is_found_beside_its_target(tmp_path: Path
     names = [f"step-00000003{kind}.ckptz" for kind in ("", ".state")]
     assert (tmp_path / "run" / "step-00000003.exact.ckptz").exists()
     links = linked(tmp_path / "links", tmp_path / "run", names)
-    (tmp_path / "links" / "newest.ckptz").symlink_to("step-00000003.ckptz")
-    for i, path in enumerate((f"{links}@3", links / "newest.ckptz")):
-        ckptz("restore", path, "-o", tmp_path / f"{i}.safetensors")
-        restored = load_file(tmp_path / f"{i}.safetensors")
-        (weight,) = (tensor for name, tensor in restored.items() if name.endswith("weight"))
-        assert torch.equal(weight, model.weight)
+    ckptz("restore", f"{links}@3", "-o", tmp_path / "restored.safetensors")
+    assert torch.equal(load_file(tmp_path / "restored.safetensors")["model.weight"], model.weight)
