@@ -315,7 +315,7 @@ def test_cache_files_that_may_not_be_read_or_written_stop_nothing(
             assert one_more()(0) == 1
             for path in folder.iterdir():
                 is_shut = (
-                    path.suffix == ".nbi" and "index" in what or path.suffix == ".nbc" and what == "kernel"
+                    (path.suffix == ".nbi" and "index" in what) or (path.suffix == ".nbc" and what == "kernel")
                 )
                 path.chmod(0 if is_shut else 0o644)
             folder.chmod(0o555 if "folder" in what else 0o777)
