@@ -314,10 +314,8 @@ def test_cache_files_that_may_not_be_read_or_written_stop_nothing(
         with kernels_in(folder, monkeypatch):
             assert one_more()(0) == 1
             for path in folder.iterdir():
-                is_shut = (
-                    (path.suffix == ".nbi" and "index" in what) or (path.suffix == ".nbc" and what == "kernel")
-                )
-                path.chmod(0 if is_shut else 0o644)
+                shut = {".nbi": "index" in what, ".nbc": what == "kernel"}
+                path.chmod(0 if shut[path.suffix] else 0o644)
             folder.chmod(0o555 if "folder" in what else 0o777)
             is_root = os.geteuid() == 0
             if is_root:

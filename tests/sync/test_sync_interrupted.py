@@ -70,7 +70,6 @@ def test_no_interrupt_makes_a_trusting_follower_apply_a_delta_twice(tmp_path: Pa
     states = published(tmp_path, 3, full_every=5)
     n_interrupted, n_wrong = sweep(tmp_path, states, random.Random(0).randint(1, stride), stride)
     assert n_interrupted > 5
-    print("N", n_interrupted, n_wrong)
     assert n_wrong == 0
 
 
@@ -82,7 +81,6 @@ def test_no_interrupt_between_a_write_and_its_step_makes_a_follower_apply_a_delt
     codes = {function.__code__ for function in COMMITTING}  # type: ignore[attr-defined]
     n_interrupted, n_wrong = sweep(tmp_path, published(tmp_path, 3, state=state, full_every=5), 1, 1, codes)
     assert n_interrupted > 200
-    print("N", n_interrupted, n_wrong)
     assert n_wrong == 0
 
 
