@@ -265,7 +265,7 @@ def test_the_newest_whole_step_is_restored_if_the_newest_is_damaged(tmp_path: Pa
         assert same(state_of(run), wanted)
         assert checkpointer.restored is not None
         assert checkpointer.restored.step == 2
-        assert "discard_after(2)" in checkpointer.restored.notes[-1]
+        assert "renamed when it is saved again" in checkpointer.restored.notes[-1]
         checkpointer.discard_after(2)
         checkpointer.save(3)
         checkpointer.wait()

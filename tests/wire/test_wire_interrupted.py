@@ -1,5 +1,6 @@
 """An interrupt at any point of a message: the retry gives what an undisturbed link gives, or is refused."""
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -75,7 +76,7 @@ class Exchange:
         return out[0] if out else run()
 
 
-@pytest.mark.parametrize("stride", [173, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [173, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("call", ["send", "receive", "simulate"])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -83,17 +84,14 @@ def test_a_retry_gives_the_undisturbed_values_and_counts_or_is_refused(
     policy: str, call: str, direction: Direction, stride: int
 ) -> None:
     expected = Exchange(POLICIES[policy], call, direction, 0).run()
-    n_interrupted = n_wrong = n_refused = 0
+    n_interrupted = n_wrong = 0
     while True:
         exchange = Exchange(POLICIES[policy], call, direction, stride // 2 + 1 + n_interrupted * stride)
-        try:
+        with contextlib.suppress(WireError):
             n_wrong += exchange.run() != expected
-        except WireError:
-            n_refused += 1
         if not exchange.is_interrupted:
             break
         n_interrupted += 1
-    print("N", n_interrupted, n_refused, n_wrong)
     assert n_interrupted > 2
     assert n_wrong == 0
 
