@@ -338,8 +338,7 @@ class Link:
                 "load_state_dict of a checkpoint at both ends"
             )
         before = self.state.snapshot(end, tensor.direction, tensor.place)
-        tables = (self.sent_bytes, self.raw_bytes, self._shapes, self._simulated)
-        counted = [table.copy() for table in tables]
+        counted = self.sent_bytes.copy(), self.raw_bytes.copy(), self._shapes.copy(), self._simulated.copy()
         self._torn = name
         try:
             result = run()
