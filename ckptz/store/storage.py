@@ -70,7 +70,7 @@ class LocalFolder:
             OSError: the disk is full or fails, or `new` is there already.
         """
         try:
-            os.link(self._path / name, self._path / new, follow_symlinks=False)
+            os.link(self._path / name, self._path / new)
         except FileExistsError:
             raise
         except OSError:
