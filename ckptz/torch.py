@@ -28,7 +28,7 @@ from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.parallel import Workers
 from ckptz.run.step_files import model_prefix
 from ckptz.state.flatten import flatten, geometry_of, unflatten
-from ckptz.state.modules import names_without_wrappers
+from ckptz.state.modules import names_in_model
 from ckptz.state.torch import Mover, from_plain, on_device, stored_type, to_plain
 from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.wire.policy import LinkPolicy, check_policy
@@ -236,8 +236,8 @@ def load_model(
 ) -> tuple[set[str], list[str]]:
     """Load a file that `save_model` wrote, or any other with the right names, into `model`.
 
-    Names match with or without the model's wrappers (torch.compile, DataParallel, checkpoint_wrapper). A
-    run's file of weights matches too; see `load_file`.
+    Names match with or without the components of wrappers (torch.compile, DataParallel, checkpoint_wrapper),
+    in the model as in the file. A run's file of weights matches too; see `load_file`.
 
     Args:
         model: the model, changed in place.
@@ -273,10 +273,10 @@ def load_model(
     }
     state = load_file(filename, device, backend=backend, search_path=search_path, **limits)
     live = model.state_dict()
-    keys = names_without_wrappers(model, live)
-    state = {name if name in live else keys.get(name, name): tensor for name, tensor in state.items()}
+    names = names_in_model(model, live, state)
+    state = {names[name]: tensor for name, tensor in state.items()}
     if not strict and live and live.keys().isdisjoint(state):
-        raise ConfigError(nothing_matches(os.fspath(filename), state, keys))
+        raise ConfigError(nothing_matches(os.fspath(filename), state, live))
     duplicates = _duplicates(live, preferred=state)
     report = model.load_state_dict(state, strict=False)
     missing, unexpected = set(report.missing_keys), list(report.unexpected_keys)

@@ -19,13 +19,13 @@ import torch.distributed.checkpoint as dcp
 
 from bench.fuzz.targets import _with_right_digests
 from ckptz import Grid, KMeans
+from ckptz.foreign.dcp_index import INDEX_FILE, read_index
 from ckptz.foreign.inputs import open_input
 from ckptz.foreign.torch_files import load_part
 from ckptz.format.sources import TensorSource, chunk_bounds
 from ckptz.guidance.files import CalibrationFile, SensitivityFile
 from ckptz.hooks import Calibration, SensitivityTracker
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
-from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.search.budget import load_plan, save_plan
 from ckptz.state.flatten import flatten

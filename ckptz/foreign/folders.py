@@ -234,6 +234,7 @@ class Input:
     left_out: tuple[str, ...] = ()
     # the opened file with its chain, if it is one of safetensors or ckptz
     checkpoint: Checkpoint | None = None
+    shards: tuple[Checkpoint, ...] = ()  # the files of all ranks that wrote it
     close: Callable[[], None] = lambda: None  # releases all files
     notes: tuple[str, ...] = ()  # what the user should know of files that are carried as they are
     # tensors of files that stand beside the model: optimizer state above all

@@ -24,13 +24,14 @@ from ckptz.foreign.folders import (
     packed_in,
 )
 from ckptz.foreign.folders import Input as Input
+from ckptz.foreign.shards import open_shards
 from ckptz.foreign.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
 from ckptz.format.byte_source import is_folder, is_url, local_copy, path_of
 from ckptz.format.envelope import MAX_HEADER_BYTES
 from ckptz.format.index import Shard, Sharding
 from ckptz.format.publish import is_same, make_folder
 from ckptz.run.exact import exact_of
-from ckptz.run.names import newest_checkpoint, weights_at
+from ckptz.run.names import newest_checkpoint, shards_at, weights_at
 from ckptz.run.step_files import StepFile
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, folders_beside, open_checkpoint
 
@@ -215,6 +216,8 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         UnsupportedError: a torch file that needs code, or something newer than this ckptz.
     """
     path = path_of(path)
+    if (step := shards_at(path)) is not None:
+        return _of_shards(path, step, search_path)
     if is_folder(path) and is_dcp(path):
         tensors, tree = open_dcp(path)
         return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
@@ -236,6 +239,17 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
 
 
+def _of_shards(path: Path, step: Path, search_path: Sequence[Path]) -> Input:
+    """Open a step that several ranks wrote."""
+    held = contextlib.ExitStack()
+    try:
+        tensors, tree, shards = open_shards(step, search_path, held)
+    except BaseException:
+        held.close()
+        raise
+    return Input(str(path), "dcp", stem_of(step), tensors, tree=tree, shards=shards, close=held.close)
+
+
 def open_whole(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> list[Input]:
     """Open what `open_input` does, or all files of a checkpoint in a folder that holds `.ckptz` files only.
 
@@ -249,7 +263,7 @@ def open_whole(path: Path, search_path: Sequence[Path], held: contextlib.ExitSta
     def opened(file: Path) -> Input:
         return held.enter_context(contextlib.closing(open_input(file, search_path)))
 
-    weights = weights_at(path)
+    weights = None if shards_at(path) is not None else weights_at(path)
     if weights is None:
         try:
             return [opened(path)]

@@ -105,8 +105,8 @@ class Publication:
     def file(self, path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
         """Open a file to write; it stays a temporary one beside `path` until all are complete.
 
-        So the rename stays within one file system. The mode is that of the file that is replaced; of one that
-        replaces none, what the files `like` have in common.
+        So the rename stays within one file system. The mode is that of the file that is replaced, and never
+        wider than what the files `like` have in common.
 
         Raises:
             ConfigError: something that is no file is in the place, or the name is that of a folder.
@@ -200,21 +200,21 @@ def _naming(temporary: Path, target: Path) -> Iterator[None]:
 
 
 def mode_for(target: Path, like: Iterable[Path]) -> int:
-    """Choose the mode of a new file: of the one it replaces, or what the files `like` have in common.
+    """Return the mode of a new file: of the one it replaces, but nothing that one of the files `like` lacks.
 
     Raises:
         ConfigError: something that is no file is in the place.
     """
     try:
-        found = target.stat().st_mode
+        mode = target.stat().st_mode
     except FileNotFoundError:
-        found = READ_WRITE
-        for source in like:
-            found &= READ_WRITE if hasattr(source, "fs") else source.stat().st_mode  # behind a URL
+        mode = READ_WRITE
     else:
-        if not (stat.S_ISREG(found) or stat.S_ISDIR(found)):  # of a folder the rename has its own error
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the rename has its own error
             raise ConfigError(f"{target}: is not a regular file; write elsewhere")
-    return found & READ_WRITE
+    for source in like:
+        mode &= READ_WRITE if hasattr(source, "fs") else source.stat().st_mode  # behind a URL
+    return mode & READ_WRITE
 
 
 @contextlib.contextmanager
@@ -233,7 +233,7 @@ def publish_together(owner: str = "") -> Iterator[Publication]:
 def publish(path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
     """Publish a new file that replaces `path` when the block ends well; on any error the old one stays.
 
-    One that replaces none gets the common permissions of the files `like`.
+    Its permissions are never wider than the common ones of the files `like`.
     """
     with publish_together() as files, files.file(path, like) as file:
         yield file

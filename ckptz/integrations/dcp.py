@@ -35,8 +35,8 @@ from torch.futures import Future
 
 from ckptz.api.read import PathLike, open_whole
 from ckptz.errors import CorruptionError, naming
+from ckptz.foreign.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.format.dtypes import dtype_of
-from ckptz.integrations.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.integrations.dcp_run import latest
 from ckptz.integrations.dcp_write import CkptzStorageWriter
 from ckptz.integrations.linked import ChainOptions

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError
+from ckptz.foreign.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.format.publish import TEMPORARY_SUFFIX
-from ckptz.integrations.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.run.exact import unlink_residuals
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.names import EXACT, step_of_folder

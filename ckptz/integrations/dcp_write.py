@@ -21,10 +21,7 @@ from torch.futures import Future
 
 from ckptz.api.read import PathLike
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, whole
-from ckptz.format.publish import make_folder
-from ckptz.format.values import KINDS
-from ckptz.guidance.trail import Momentum, Trail
-from ckptz.integrations.dcp_index import (
+from ckptz.foreign.dcp_index import (
     VERSION,
     FolderIndex,
     InFolder,
@@ -35,6 +32,9 @@ from ckptz.integrations.dcp_index import (
     read_index,
     write_index,
 )
+from ckptz.format.publish import make_folder
+from ckptz.format.values import KINDS
+from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.dcp_moved import RankPool, sampled
 from ckptz.integrations.dcp_plan import (
     TIMEOUT,

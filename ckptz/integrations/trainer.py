@@ -45,6 +45,7 @@ from ckptz.integrations.linked import (
 )
 from ckptz.integrations.versions import warn_untested
 from ckptz.run.step_files import FROZEN_KEY, Kept
+from ckptz.state.modules import name_without_wrappers, names_in_model, names_without_wrappers
 from ckptz.state.roles import Rule
 from ckptz.state.torch import to_plain
 from ckptz.store.resolve import SUFFIX, open_checkpoint
@@ -372,8 +373,12 @@ def _guides(
 def _load_weights(trainer: Any, path: Path, model: Any) -> None:
     state = read_newest(path, trainer._ckptz.jobs)
     target = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+    live = target.state_dict()
+    names, wrapped = names_in_model(target, live, state), names_without_wrappers(target, live)
+    state = {name_without_wrappers(target, names[name]): value for name, value in state.items()}
     with contextlib.closing(open_checkpoint(path)) as opened:
         state = with_frozen(target, state, opened.metadata, str(path))
+    state = {wrapped.get(name, name): value for name, value in state.items()}
     saved = fingerprint(state)
     trainer._issue_warnings_after_load(target.load_state_dict(state, strict=False))
     live = {name: value for name, value in target.state_dict().items() if name in saved}

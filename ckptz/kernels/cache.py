@@ -14,13 +14,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import io
 import os
 import stat
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, BinaryIO, ClassVar, Final
 
 import numba
 from llvmlite import binding
@@ -35,6 +37,7 @@ config: Final[Any] = numba.config
 caching: Any = _caching  # numba has no types
 events: Any = _event
 appdirs: Any = _appdirs
+CHECKSUM_BYTES: Final = 16
 SOURCES: Final = Path(__file__).parent
 NOTICE: Final = (
     "ckptz: compiling kernels (first use on this machine, up to 20 seconds in all; "
@@ -141,6 +144,44 @@ def _name_runtime() -> None:
         binding.add_symbol(name if name.startswith("_") else f"NRT_{name}", address)
 
 
+class _CheckedFile(caching.IndexDataCacheFile):  # type: ignore[misc]
+    """The index and the kernels of one function, each file with a checksum at its end.
+
+    Damaged machine code could run and compute something else.
+    """
+
+    @contextlib.contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[BinaryIO]:
+        content = io.BytesIO()
+        yield content
+        with super()._open_for_write(filepath) as file:
+            file.write(content.getvalue() + _checksum(content.getbuffer()))
+
+    def _load_index(self) -> Any:
+        with contextlib.suppress(FileNotFoundError):  # nothing is kept yet
+            _check_whole(self._index_path)
+        return super()._load_index()
+
+    def _load_data(self, name: str) -> Any:
+        _check_whole(self._data_path(name))
+        return super()._load_data(name)
+
+
+def _checksum(content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=CHECKSUM_BYTES).digest()
+
+
+def _check_whole(path: str) -> None:
+    """Require that a file ends with the checksum of its content.
+
+    Raises:
+        ValueError: it does not, so it is damaged.
+    """
+    content = memoryview(Path(path).read_bytes())
+    if _checksum(content[:-CHECKSUM_BYTES]) != content[-CHECKSUM_BYTES:]:
+        raise ValueError(f"{path}: its checksum does not match")
+
+
 class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
     """Kernels of one function that are kept, in every folder."""
 
@@ -151,7 +192,7 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
         self._files = {folder: self._file_in(folder) for folder in read_from()}
 
     def _file_in(self, folder: Path) -> Any:
-        return caching.IndexDataCacheFile(str(folder), self._impl.filename_base, stamp())
+        return _CheckedFile(str(folder), self._impl.filename_base, stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Load a kernel for arguments of these types; None if none of the folders has it.
@@ -162,7 +203,7 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
         _name_runtime()
         key = self._index_key(sig, target_context.codegen())
         for file in self._files.values():
-            # A damaged file raises whatever its bytes make of unpickling and linking: compile again instead.
+            # A file that is damaged, or that may not be read: compile again instead.
             with contextlib.suppress(Exception):
                 found = file.load(key)
                 if found is not None:

@@ -49,6 +49,19 @@ def unlink_residuals(residuals: Iterable[Path]) -> None:
         os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
+def existing_residual_of(file: Path) -> Path | None:
+    """Return the residual of a lossy file, or None if there is none.
+
+    The residual of a symbolic link may be beside the link or beside its target.
+    """
+    for path in dict.fromkeys((file, file.resolve())):
+        step_file = StepFile.parse(path.name)
+        exact = residual_of(path) if step_file is None else path.with_name(step_file.exact.name)
+        if exact.exists():
+            return exact
+    return None
+
+
 def exact_of(file: Path) -> Path:
     """Return the residual file that makes a lossy file exact, if there is one; else the file itself.
 
@@ -56,9 +69,8 @@ def exact_of(file: Path) -> Path:
         CorruptionError: the residual is one of other values.
         FormatError: a file is damaged.
     """
-    step_file = StepFile.parse(file.name)
-    exact = residual_of(file) if step_file is None else file.with_name(step_file.exact.name)
-    if not exact.exists():
+    exact = existing_residual_of(file)
+    if exact is None:
         return file
     lossy, residual = FileFacts.read(open_bytes(file)), FileFacts.read(open_bytes(exact))
     of = None if residual is None else residual.metadata.get(EXACT_OF_KEY)
@@ -69,8 +81,8 @@ def exact_of(file: Path) -> Path:
 
 def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
     """Read a file that a `Chain` wrote by its residual, or as it is if there is none; see `exactly`."""
-    residual = residual_of(path)
-    return exactly(residual, path, read, f"{path}: is")[0] if residual.exists() else read(path)
+    residual = existing_residual_of(path)
+    return read(path) if residual is None else exactly(residual, path, read, f"{path}: is")[0]
 
 
 def exactly(exact: F, lossy: F, read: Callable[[F], T], what: str) -> tuple[T, str | None]:

@@ -4,14 +4,15 @@
     step-00000100.state.ckptz        what resuming needs beside them: optimizer, random numbers, extras
     step-00000100.exact.ckptz        a residual: the same weights without loss, where the file loses something
     step-00000100.state.exact.ckptz  the same of the state
+    step-00000100.ckptz.unreadable-1 a file that could not be read when its step was saved again
     .step-00000100.ckptz.hidden      an empty file: that file is there only as a base of others
     base-4f1c0a9b-model.safetensors  a second name of the weights that the run began from, if it was told them
     .ckptz-lock                      see lock.py
 
 Weights and state are chains of their own, so that a prune can drop the state of a step and keep its
 weights without rewriting a byte. Nothing is stored against a residual, so one may go at any time. A step
-exists when its weights do: they get their name last. Files never change and never change names, so anyone
-may read while one process writes. Knows no torch.
+exists when its weights do: they get their name last. Files never change, and none that can be read changes
+its name, so anyone may read while one process writes. Knows no torch.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +59,7 @@ from ckptz.store.lock import NOT_ALLOWED, Lock, Spool, acquire, not_writable
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder, UploadFolder, place_of
 
+UNREADABLE: Final = ".unreadable-"  # behind the name of a file that was set aside, before a number
 MOVED: Final = (
     "the folder was renamed or removed since the step before, so this one begins another of the old name: "
     "move the files together, or go on in the renamed one",
@@ -252,18 +255,40 @@ class StepStore:
             self._spool.close()
             self._spool = None
 
-    def check_new(self, step: int) -> None:
-        """Require that a step comes after all that are there.
+    def check_new(self, step: int, unreadable: Collection[int] = ()) -> None:
+        """Require that a step comes after all that are there, but for unreadable ones.
 
         Raises:
             ConfigError: it does not.
         """
-        newest = max(self.listing().weights_steps, default=-1)
+        newest = max((one for one in self.listing().weights_steps if one not in unreadable), default=-1)
         if step <= newest:
             raise ConfigError(
                 f"{self.name}: step {step} is not after {newest}, the newest that is there; to go on from an "
                 "earlier step, first remove the later ones with discard_after or ckptz prune --after"
             )
+
+    def set_aside(self, step: int) -> tuple[str, ...]:
+        """Rename the files of an unreadable step, so that it can be written again; return their new names.
+
+        They may become readable later, as after a repair of the disk, so none is deleted. No other file needs
+        them: all later steps are unreadable, too.
+
+        Raises:
+            OSError: the disk is full or fails; the step is there as before.
+        """
+        self.check_lock()
+        names, files = self._place.sizes(), [file for file in self.listing().sizes if file.step == step]
+        for n in itertools.count(1):
+            aside = {file: f"{file.name}{UNREADABLE}{n}" for file in files}
+            if names.keys().isdisjoint(aside.values()):
+                break
+        for file, name in aside.items():
+            self._place.copy(file.name, name)
+        # Weights first: without them the step is not there, and the next writer removes the others.
+        for file in sorted(files, key=lambda file: (file.kind != "weights", file.is_exact)):
+            self.remove(file)
+        return tuple(aside.values())
 
     def write(
         self,

@@ -19,7 +19,7 @@ from typing import Final
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.byte_source import is_folder, is_url, open_bytes, path_of
 from ckptz.format.reader import Container
-from ckptz.run.step_files import StepFile
+from ckptz.run.step_files import INDEX_FILE, StepFile
 from ckptz.store.resolve import SUFFIX, open_file
 
 Inode = tuple[int | str, int]
@@ -110,15 +110,29 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
     return min(found)[-1] if found else None
 
 
+def shards_at(path: Path) -> Path | None:
+    """Find the folder of a step that several ranks wrote: DIR@STEP, or the folder itself; else None."""
+    match = _AT_STEP.fullmatch(str(path))
+    if match is None or path.exists() or is_url(match[1]):
+        return path if not is_url(path) and (path / INDEX_FILE).is_file() else None
+    folder = Path(match[1])
+    steps = folder.iterdir() if folder.is_dir() else ()
+    return next((sub for sub in steps if step_of_folder(sub) == int(match[2]) and shards_at(sub)), None)
+
+
 def weights_at(path: Path) -> Path | None:
     """Find the file with the weights of the step that DIR@STEP names; None for any other path.
 
     Raises:
         FileNotFoundError: the folder has no such step.
+        ConfigError: several ranks wrote the step, so no file holds its weights.
     """
     match = _AT_STEP.fullmatch(str(path))
     if match is None or path.exists() or not is_folder(folder := path_of(match[1])):
         return None
+    if (step := shards_at(path)) is not None:
+        files = ", ".join(sorted(file.name for file in step.glob(f"*{SUFFIX}") if not is_aside(file)))
+        raise ConfigError(f"{path}: several ranks wrote this step; name one of its files in {step}: {files}")
     found = newest_checkpoint(folder, int(match[2]))
     if found is None:
         raise FileNotFoundError(

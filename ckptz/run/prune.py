@@ -33,12 +33,12 @@ from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.links import BASE_PREFIX
 from ckptz.run.names import EXACT, Inode, inode_of, is_base_name, run_files, step_of, step_of_folder
-from ckptz.run.step_files import COMPLETE, FileFacts, FileKind, Listing, StepFile
+from ckptz.run.step_files import COMPLETE, INDEX_FILE, FileFacts, FileKind, Listing, StepFile
 from ckptz.store.resolve import SUFFIX, Path_
 
 TRAINER_STATE: Final = "trainer_state.json"
 # Files that are written into a step's folder last: without them it was not written to its end.
-LAST_FILES: Final = ("ckptz-index.json", TRAINER_STATE, COMPLETE)
+LAST_FILES: Final = (INDEX_FILE, TRAINER_STATE, COMPLETE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ POSITION_KEY: Final = "since_anchor"  # in the metadata of both
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
 FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of those that were left out
 NAMES_KEY: Final = "names"  # in the metadata of weights that have the model's own names: "own"
+INDEX_FILE: Final = "ckptz-index.json"  # written last into the folder of a step of several ranks
 COMPLETE: Final = "ckptz-complete.json"  # written last into the folder of a step, if nothing else is
 EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file
 MODEL_PREFIX: Final = "model."  # of the names of weights that do not have the model's own

@@ -1,7 +1,8 @@
 """Names of a model's parameters and state without the wrappers of PyTorch, wherever these are in the model.
 
-A wrapper is recognised by its class, never by a component of a name: a submodule that users call `module`
-keeps its name.
+A wrapper of a model is recognised by its class, never by a component of a name: a submodule that users call
+`module` keeps its name. Of a file there are only names: components of wrappers are removed from these where
+the model then has exactly one entry of that name.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _INNER: Final = {
         "FullyShardedDataParallel",
     ): "_fsdp_wrapped_module",
 }
+
+_ATTRIBUTES: Final = frozenset(_INNER.values())
 
 
 def _inner_of(module: nn.Module | None) -> tuple[str, nn.Module] | None:
@@ -61,6 +64,48 @@ def name_without_wrappers(model: nn.Module, name: str) -> str:
             kept.append(part)
             module = None if module is None else module._modules.get(part)
     return ".".join(kept)
+
+
+def names_in_model(model: nn.Module, live: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
+    """Map saved names to the names of the same entries in a model's state dict.
+
+    Either side may have components of wrappers that the other lacks. Equal names go first. A saved name
+    without exactly one counterpart is mapped to itself, so that loading reports it.
+
+    Args:
+        model: the model.
+        live: names in its state dict.
+        saved: names to map.
+
+    Raises:
+        ConfigError: two names of the model differ by wrappers alone.
+    """
+    saved, by_bare = list(saved), names_without_wrappers(model, live)
+    taken = set(saved)
+    by_core: dict[str, list[str]] = {}
+    for bare, name in by_bare.items():
+        if name not in taken:
+            by_core.setdefault(_core(bare), []).append(bare)
+    equal, claims = set(by_bare.values()), dict[str, list[str]]()
+    for name in saved:
+        if name not in equal:
+            wanted = [bare for bare in by_core.get(_core(name), ()) if _is_within(bare, name)]
+            wanted = [name] if name in wanted else wanted
+            if len(wanted) == 1:
+                claims.setdefault(by_bare[wanted[0]], []).append(name)
+    counterparts = {names[0]: name for name, names in claims.items() if len(names) == 1}
+    return {name: counterparts.get(name, name) for name in saved}
+
+
+def _core(name: str) -> str:
+    """Remove every component that a wrapper may have added."""
+    return ".".join(part for part in name.split(".") if part not in _ATTRIBUTES)
+
+
+def _is_within(bare: str, name: str) -> bool:
+    """Return whether the components of `bare` occur in `name` in this order."""
+    parts = iter(name.split("."))
+    return all(part in parts for part in bare.split("."))
 
 
 def names_without_wrappers(model: nn.Module, names: Iterable[str]) -> dict[str, str]:

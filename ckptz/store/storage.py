@@ -10,6 +10,7 @@ import contextlib
 import errno
 import importlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.format.byte_source import FILE_URL, ByteSource, FileBytes, seconds_for, url_options
-from ckptz.format.publish import make_folder, publish
+from ckptz.format.publish import make_folder, publish, sync_folder
 
 
 class LocalFolder:
@@ -61,6 +62,21 @@ class LocalFolder:
         """Open a new file that appears under `name` when the block ends well, and otherwise not at all."""
         make_folder(self._path)
         return publish(self._path / name)
+
+    def copy(self, name: str, new: str) -> None:
+        """Make a second name of a file, or where there are no hard links a copy.
+
+        Raises:
+            OSError: the disk is full or fails, or `new` is there already.
+        """
+        try:
+            os.link(self._path / name, self._path / new)
+        except FileExistsError:
+            raise
+        except OSError:
+            with (self._path / name).open("rb") as source, publish(self._path / new) as sink:
+                shutil.copyfileobj(source, sink)
+        sync_folder(self._path)
 
     def remove(self, name: str) -> None:
         """Delete a file, if it is there."""
@@ -188,6 +204,9 @@ class UploadFolder:
         """
         with publish(path) as file:
             self._fs.get_file(self._path(name), file.name)
+
+    def copy(self, name: str, new: str) -> None:
+        self._fs.cp_file(self._path(name), self._path(new))
 
     def remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

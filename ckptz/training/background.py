@@ -116,6 +116,8 @@ class Background(Generic[T]):
 
     def report_loss(self) -> None:
         """Report on standard error a job that did not end, or an error that was never raised."""
+        if sys.stderr is None:  # closed: print would write to stdout, among data
+            return
         if self._running is not None and not self._running.is_done:
             print(f"ckptz: {self.label} was lost: interrupted while it was written", file=sys.stderr)
         elif self.error is not None:

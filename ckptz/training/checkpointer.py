@@ -248,6 +248,7 @@ class Checkpointer:
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
         self._note_on_keep = (ALL_EXACT,) * is_all_exact
         self._at: int | None = None
+        self._unreadable: frozenset[int] = frozenset()  # later steps, which `restore_latest` passed over
         self._last: SaveReport | None = None
 
     def save(self, step: int, *, metric: float | None = None) -> None:
@@ -279,7 +280,7 @@ class Checkpointer:
         waited = time.perf_counter() - start
         if step == self._at:
             return
-        self._store.check_new(step)
+        aside = self._make_way(step)
         method = self._method()
         try:
             taken = self._taken(method.config)
@@ -288,6 +289,7 @@ class Checkpointer:
         search = None
         if self._search is not None:
             method, search = self._searched(self._search, taken, method, step)
+        is_unmet = search is not None and not search.is_met
         begun = SaveReport(
             step=step,
             stall_seconds=time.perf_counter() - start,
@@ -295,7 +297,7 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
-            notes=() if search is None else (*search.notes, *((NOTHING_KEPT,) * (not search.is_met))),
+            notes=(*aside, *(() if search is None else search.notes), *((NOTHING_KEPT,) * is_unmet)),
             search=search,
         )
         self._writer.start(
@@ -307,6 +309,26 @@ class Checkpointer:
             self._tell(self._last)
         if search is not None and search.is_interrupted:
             raise KeyboardInterrupt
+
+    def _make_way(self, step: int) -> list[str]:
+        """Require that a step is new, and set aside unreadable ones from it on; return notes on these.
+
+        Raises:
+            ConfigError: the step is not new.
+            WriteError: the disk is full or fails.
+        """
+        self._store.check_new(step, self._unreadable)
+        notes = []
+        for one in sorted((one for one in self._unreadable if one >= step), reverse=True):
+            try:
+                names = self._store.set_aside(one)
+            except OSError as error:
+                raise _about(error, f"{self._store.name}: step {step} was not saved") from error
+            self._unreadable -= {one}
+            notes += (
+                [f"step {one} could not be read; its files are kept as {', '.join(names)}"] if names else []
+            )
+        return notes
 
     def maybe_save(self, step: int, *, metric: float | None = None) -> bool:
         """Save if the step is a multiple of `every`; see `save`.
@@ -492,8 +514,8 @@ class Checkpointer:
         """Restore the newest step; None, and nothing changed, if there is none.
 
         If files of the newest step are damaged, or a base is missing, the newest step that is whole is
-        restored, with a warning that names both; `restored.notes` has it too. The damaged step stays in the
-        folder: before it is saved again, `discard_after` the step that was restored.
+        restored, with a warning that names both; `restored.notes` has it too. When a save reaches the damaged
+        step, its files get names that end with ".unreadable-1", so training goes on and nothing is deleted.
 
         Args:
             fall_back: restore an earlier step where the newest cannot be read; else raise.
@@ -516,6 +538,8 @@ class Checkpointer:
                     raise
                 newest = newest or error
                 continue
+            # Those without a state file among them.
+            self._unreadable = frozenset(one for one in self.weights_steps() if one > step)
             if newest is not None:
                 self._note_fall_back(steps[-1], step, newest)
             return step
@@ -526,8 +550,8 @@ class Checkpointer:
     def _note_fall_back(self, newest: int, step: int, error: CkptzError) -> None:
         assert self.restored is not None
         note = (
-            f"{self._store.name}: step {newest} cannot be read ({error}), so step {step} was restored; to "
-            f"save step {newest} again, first call discard_after({step})"
+            f"{self._store.name}: step {newest} cannot be read ({error}), so step {step} was restored; the "
+            f"files of step {newest} are renamed when it is saved again"
         )
         self.restored = replace(self.restored, notes=(*self.restored.notes, note))
         warnings.warn(note, RuntimeWarning, stacklevel=7)
@@ -584,6 +608,7 @@ class Checkpointer:
         if rest is not None:
             set_random_state(rest["rng"])
             self._at, found = step, rest.get(RESTORES)
+            self._unreadable = frozenset()
             before = found if isinstance(found, int) and 0 <= found < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
             if self._trail is not None:
@@ -633,7 +658,7 @@ class Checkpointer:
     def _discard_after(self, step: int) -> None:
         self._wait()
         self._store.lock()
-        self._at = None
+        self._at, self._unreadable = None, frozenset()
         prune(self._store, KEEP_ALL, after=step)
 
     def close(self) -> None:

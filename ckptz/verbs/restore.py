@@ -39,7 +39,7 @@ from ckptz.kernels.clock import working_seconds
 from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
-from ckptz.run.names import newest_checkpoint, weights_at
+from ckptz.run.names import newest_checkpoint, shards_at, weights_at
 from ckptz.run.step_files import StepFile
 from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
@@ -84,9 +84,10 @@ def restore(
 
     Args:
         path: a `.ckptz` file, the folder that was packed to one, or "DIR@STEP" for the weights of a step of a
-            run, exact if they are there; bases are looked for beside it. Of a folder `checkpoint-N` of
-            `CkptzTrainerMixin`, all is restored to what the Trainer of transformers itself writes; its plain
-            files with the same state are left out, and named in the notes.
+            run, exact if they are there, or for all of a step that several ranks wrote; bases are looked for
+            beside it. Of a folder `checkpoint-N` of `CkptzTrainerMixin`, all is restored to what the Trainer
+            of transformers itself writes; its plain files with the same state are left out, and named in
+            the notes.
         output: a file, or a folder if folders of shards were compressed, or to keep the name. By default
             beside `path`; a step of a run needs one, and so does a checkpoint of the mixin. A name that ends
             with a separator is a folder, and is made.
@@ -107,7 +108,7 @@ def restore(
         UnsupportedError: a folder whose file names this system cannot hold.
     """
     path = path_of(path)
-    weights = weights_at(path)
+    weights = None if shards_at(path) is not None else weights_at(path)
     with contextlib.ExitStack() as held:
         if weights is None and is_trainer_folder(path):
             job = _of_trainer(path, output, to, paths(search_path), held, force=force)
@@ -121,6 +122,7 @@ def restore(
         with Workers(jobs) as workers, naming_output(job.target):
             job.write(lambda tensors: decoded_chunks(tensors, workers, progress))
         checkpoints = [one.checkpoint for one in job.inputs if one.checkpoint is not None]
+        checkpoints += [shard for one in job.inputs for shard in one.shards]
         return RestoreReport(
             input=job.name,
             output=str(job.target),
@@ -196,7 +198,9 @@ def _of_input(
     """Plan one file, or the folder that was packed to it."""
     if weights is not None and output is None:
         raise ConfigError(f"{path}: name an output (-o) for a step of a run, whose folder stays as it is")
-    if weights is None and is_folder(path):
+    if shards_at(path) is not None and output is None:
+        raise ConfigError(f"{path}: name an output (-o) for a step that several ranks wrote")
+    if weights is None and is_folder(path) and shards_at(path) is None:
         # Files that the folder had beside its shards were copied along, plain ones too.
         packed = packed_in(path, with_plain=True)
         if packed is None and (newest := newest_checkpoint(path)) is not None:
@@ -207,7 +211,7 @@ def _of_input(
         path = packed or path
     read, named = (path, path) if weights is None else (exact_of(weights), weights)
     opened = held.enter_context(contextlib.closing(open_input(read, search_path)))
-    if opened.kind != "ckptz" or opened.checkpoint is None:
+    if not opened.shards and (opened.kind != "ckptz" or opened.checkpoint is None):
         what = "holds no .ckptz file" if path.is_dir() else "is a plain file already, not a .ckptz file"
         raise ConfigError(f"{path}: {what}; there is nothing to restore")
     kind = _kind_of(opened, to, output)
@@ -235,8 +239,8 @@ def _target_of(
     opened: Input, path: Path, output: PathLike | None, kind: RestoredKind, *, force: bool
 ) -> Path:
     """Choose the file or folder to write; refuse to replace what is there without `force`."""
-    assert opened.checkpoint is not None
-    read = opened.checkpoint.paths
+    checkpoints = opened.shards or (opened.checkpoint,)
+    read = [file for one in checkpoints if one is not None for file in one.paths]
     if kind == "dcp":
         target = beside(path) / f"{stem_of(path)}.dcp" if output is None else Path(output)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -295,7 +299,8 @@ def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> Iterator[
 
 
 def _write(kind: RestoredKind, target: Path, opened: Input, chunks: Chunks) -> None:
-    tensors, tree, like = opened.tensors, opened.tree, [path_of(opened.name)]
+    tensors, tree = opened.tensors, opened.tree
+    like = [shard.paths[0] for shard in opened.shards] or [path_of(opened.name)]
     if kind == "dcp":
         write_dcp(target, tensors, tree, chunks, like)
     elif kind == "pt":

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from ckptz.kernels.floats import Patterns
 from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
-from ckptz.run.names import weights_at
+from ckptz.run.names import shards_at, weights_at
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 Tensors = Mapping[str, TensorSource]
@@ -69,7 +70,10 @@ def verify(
         CorruptionError: values decode to others than were written, or differ from the original.
         MissingBaseError: the chain is incomplete.
     """
-    start, weights = working_seconds(), weights_at(path_of(path))
+    start, step = working_seconds(), shards_at(path_of(path))
+    if step is not None:
+        return _verify_shards(path, step, against, jobs, search_path, progress)
+    weights = weights_at(path_of(path))
     file = checked_kind(path_of(path)) if weights is None else exact_of(weights)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
         checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, paths(search_path))))
@@ -97,6 +101,47 @@ def verify(
             n_lossy=sum(_recorded_error(source) is not None for source in checkpoint.tensors.values()),
             seconds=working_seconds() - start,
         )
+
+
+def _verify_shards(
+    path: PathLike,
+    step: Path,
+    against: PathLike | None,
+    jobs: int | None,
+    search_path: Sequence[PathLike],
+    progress: Progress,
+) -> VerifyReport:
+    """Verify the files of all ranks of a step, and its whole tensors against an original."""
+    start = working_seconds()
+    with contextlib.closing(open_input(step, paths(search_path))) as opened:  # all are there, or an error
+        files = [shard.paths[0] for shard in opened.shards]
+        if against is not None:
+            with contextlib.closing(open_input(path_of(against), paths(search_path))) as original:
+                _compare_whole(opened, original)
+        reports = [verify(file, jobs=jobs, search_path=search_path, progress=progress) for file in files]
+        return VerifyReport(
+            file=str(path),
+            chain=tuple(name for report in reports for name in (report.file, *report.chain))[1:],
+            n_tensors=len(opened.tensors),
+            n_chunks=sum(report.n_chunks for report in reports),
+            tensor_bytes=sum(report.tensor_bytes for report in reports),
+            content_id=reports[0].content_id,
+            against=None if against is None else str(against),
+            n_lossy=sum(report.n_lossy for report in reports),
+            seconds=working_seconds() - start,
+        )
+
+
+def _compare_whole(opened: Input, original: Input) -> None:
+    """Compare the tensors of a step of several ranks with those of an original, one after another."""
+    if differing := sorted(opened.tensors.keys() ^ original.tensors.keys()):
+        raise CorruptionError(f"{opened.name}: tensor {differing[0]!r} is in one of the two alone")
+    for name, source in opened.tensors.items():
+        other = original.tensors[name]
+        is_same = (source.dtype, tuple(source.shape)) == (other.dtype, tuple(other.shape))
+        bounds = source.chunk_bounds() if is_same else ()
+        if not is_same or any((source.patterns(*b) != other.patterns(*b)).any() for b in bounds):
+            raise CorruptionError(f"{opened.name}: tensor {name!r} differs from {original.name}")
 
 
 def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:

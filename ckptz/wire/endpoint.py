@@ -90,6 +90,7 @@ class Link:
         self._torn = ""  # name of the message whose change of the state has begun and not ended
         if verify == "step" and not can_wait(self.policy, fixed):
             raise ConfigError("verify='step' needs messages of fixed size, without aqsgd")
+        self._simulated: dict[tuple[Direction, int, int], int] = {}  # the last step of each slot
         self._shapes: dict[tuple[Direction, int], tuple[str, tuple[int, ...]]] = {}
         self.sent_bytes = dict.fromkeys(Direction, 0)
         self.raw_bytes = dict.fromkeys(Direction, 0)
@@ -121,17 +122,39 @@ class Link:
         return Sent(message, received)
 
     def simulate(
-        self, direction: Direction, patterns: Array, dtype: DType, shape: tuple[int, ...], place: Place
+        self,
+        direction: Direction,
+        patterns: Array,
+        dtype: DType,
+        shape: tuple[int, ...],
+        place: Place,
+        *,
+        is_repeated: bool = False,
     ) -> Array:
-        """Return the tensor that `send` would deliver without building the message; count its bytes."""
-        tensor = _Message(direction, dtype, tuple(shape), place)
-        return self._guarded("tx", tensor, lambda: self._simulate(tensor, patterns))
+        """Return the tensor that `send` would deliver without building the message; count its bytes.
 
-    def _simulate(self, tensor: _Message, patterns: Array) -> Array:
+        Args:
+            direction, patterns, dtype, shape, place: as for `send`.
+            is_repeated: the last place may be simulated again, as by a second backward pass of one graph.
+
+        Raises:
+            WireError: the place was the last one, too: an interrupt may have lost the result, and no receiver
+                is there to notice that its message was counted.
+        """
+        tensor = _Message(direction, dtype, tuple(shape), place)
+        return self._guarded("tx", tensor, lambda: self._simulate(tensor, patterns, is_repeated))
+
+    def _simulate(self, tensor: _Message, patterns: Array, is_repeated: bool) -> Array:
+        direction, place = tensor.direction, tensor.place
+        slot = direction, place.tensor, place.microbatch
+        if not (place.is_eval or is_repeated) and self._simulated.get(slot) == place.step:
+            _refuse("step", "this message was simulated before; load_state_dict of a checkpoint")
         decode, _, frame = self._encode(tensor, patterns)
+        if not place.is_eval:
+            self._simulated[slot] = place.step
         received = decode()
         n_bytes = sum(-(-len(part) // 16) * 16 for part in frame.parts)
-        self.sent_bytes[tensor.direction] += HEADER_BYTES + n_bytes
+        self.sent_bytes[direction] += HEADER_BYTES + n_bytes
         return received
 
     def _encode(self, tensor: _Message, patterns: Array) -> tuple[Callable[[], Array], LinkHeader, Payload]:
@@ -278,10 +301,11 @@ class Link:
         Raises:
             WireError: a message was damaged, or another one than was due. Its tensor arrived as NaN.
         """
-        found, self._found = self._found, []
+        found = self._found
         wrong = [
             why for (_, why), is_wrong in zip(found, self.state.kernels.told(found), strict=True) if is_wrong
         ]
+        self._found = []  # not before: after an interrupt the next call looks again
         if wrong:
             raise WireError(wrong[0])
 
@@ -314,6 +338,7 @@ class Link:
                 "load_state_dict of a checkpoint at both ends"
             )
         before = self.state.snapshot(end, tensor.direction, tensor.place)
+        counted = self.sent_bytes.copy(), self.raw_bytes.copy(), self._shapes.copy(), self._simulated.copy()
         self._torn = name
         try:
             result = run()
@@ -322,6 +347,7 @@ class Link:
             is_ours = isinstance(error, CkptzError)
             if is_ours or self.policy.feedback_of(tensor.direction) != "aqsgd":
                 self.state.roll_back(end, tensor.direction, tensor.place, before)
+                self.sent_bytes, self.raw_bytes, self._shapes, self._simulated = counted
                 self._torn = ""
             if is_ours and not isinstance(error, ConfigError | WriteError):
                 raise WireError(f"{name}: {error}") from None
@@ -393,8 +419,15 @@ class Link:
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave.
+
+        Raises:
+            WireError: it is not the state of this link. Messages are refused until another call ends well.
+            WriteError: the disk has no room for sample buffers; the same.
+        """
+        self._torn = "load_state_dict"
         self.state.load_state_dict(state)
+        self._simulated.clear()
         self._torn = ""
 
 

@@ -109,11 +109,13 @@ class TensorLink:
 
         return message, decode
 
-    def simulate(self, direction: Direction, tensor: Tensor, place: Place) -> Tensor:
-        """Return a copy of the tensor that `send` would deliver."""
-        shape, patterns = tuple(tensor.shape), self._patterns(tensor)
+    def simulate(
+        self, direction: Direction, tensor: Tensor, place: Place, *, is_repeated: bool = False
+    ) -> Tensor:
+        """Return the tensor that `send` would deliver, in new memory; see `Link.simulate`."""
+        shape, patterns, dtype = tuple(tensor.shape), self._patterns(tensor), dtype_named(tensor.dtype)
         with current(self.device):
-            received = self.link.simulate(direction, patterns, dtype_named(tensor.dtype), shape, place)
+            received = self.link.simulate(direction, patterns, dtype, shape, place, is_repeated=is_repeated)
         result = self._tensor(received, tensor.dtype, shape)
         return result.clone() if received is patterns else result
 
@@ -238,12 +240,15 @@ class _Through(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, activation: Tensor, link: TensorLink, place: Place) -> Tensor:
-        ctx.link, ctx.place = link, place
+        ctx.link, ctx.place, ctx.is_repeated = link, place, False
         return link.simulate(Direction.FORWARD, activation, place)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.link.simulate(Direction.BACKWARD, gradients[0], ctx.place), None, None
+        link, place = ctx.link, ctx.place
+        gradient = link.simulate(Direction.BACKWARD, gradients[0], place, is_repeated=ctx.is_repeated)
+        ctx.is_repeated = True  # a graph that is retained comes here again
+        return gradient, None, None
 
 
 class Simulation:
@@ -268,14 +273,16 @@ class Simulation:
         ids = sample_ids_of(sample_ids)
         if is_eval:
             place = Place(self._n_evals, sample_ids=ids, is_eval=True)
-            self._n_evals += 1
         else:
             step, microbatch = divmod(self._n_calls, self.n_microbatches)
             place = Place(step, microbatch, sample_ids=ids)
-            self._n_calls += 1
-        if not activation.is_floating_point():
-            return self.link.simulate(Direction.FORWARD, activation, place)
-        result: Tensor = _Through.apply(activation, self.link, place)  # type: ignore[no-untyped-call]
+        if activation.is_floating_point():
+            result: Tensor = _Through.apply(activation, self.link, place)  # type: ignore[no-untyped-call]
+        else:
+            result = self.link.simulate(Direction.FORWARD, activation, place)
+        # Last: after an interrupt the next call has the same place, and the link sees that it is a retry.
+        self._n_evals += is_eval
+        self._n_calls += not is_eval
         return result
 
     def state_dict(self) -> dict[str, Any]:

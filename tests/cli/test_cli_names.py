@@ -23,7 +23,7 @@ LINES = (
     ("compress", "NAMEa.safetensors", "--method", "kmeans", "--set", "levels=8", "-o", "NAMElossy.ckptz"),
     ("compress", "NAMEa.safetensors", "NAMEb.safetensors", "-o", "NAMEout"),
     ("compress", "NAMEa.safetensors", "--base", "NAMErun/NAMEstep-1.ckptz", "-o", "NAMEdelta.ckptz"),
-    ("compress", "NAMEa.safetensors", "--roles", "NAMEroles.toml", "--force"),
+    ("compress", "NAMEa.safetensors", "--tensor-roles", "NAMEroles.toml", "--force"),
     ("compress", "NAMEa.safetensors", "--optimizer", "NAMEb.safetensors", "-o", "x.ckptz"),
     ("compress", "NAMEa.safetensors", "--eval", "NAMEeval.py:loss", "--budget", "1%"),
     ("compress", "NAMEfolder", "-o", "NAMEpacked"),

@@ -377,3 +377,19 @@ def test_a_page_is_no_more_public_than_its_files(tmp_path: Path) -> None:
         page = tmp_path / f"{i}.html"
         ckptz.report(path, page)
         assert page.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(0o644, 0o600), (0o666, 0o600), (0o400, 0o400), (0o600, 0o600)]
+)
+def test_a_page_that_is_replaced_is_no_more_public_than_its_files(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    save_file({"w": np.zeros(4, np.float32)}, tmp_path / "w.safetensors")
+    cli("compress", tmp_path / "w.safetensors")
+    (tmp_path / "w.ckptz").chmod(0o600)
+    page = tmp_path / "page.html"
+    ckptz.report(tmp_path / "w.ckptz", page)
+    page.chmod(before)
+    ckptz.report(tmp_path / "w.ckptz", page)
+    assert page.stat().st_mode & 0o777 == after

@@ -130,7 +130,6 @@ GRID = {
     "coarse": "adam-0.safetensors --set step=4 --set dead_zone=0.5",
     "fine": "adam-0.safetensors --set step=0.05 --set dead_zone=0",
     "weights": "weights-0.safetensors",
-    "auto": "weights-0.safetensors --method auto",
     **{name: f"{name}.safetensors" for name in ("sgd", "rmsprop", "adafactor", "lion")},
     "kinds": "kinds-0.safetensors",
     "moments-from": "weights-0.safetensors --moments-from {given}/adam-0.safetensors",

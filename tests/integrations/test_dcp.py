@@ -40,11 +40,11 @@ from ckptz.errors import (
     UnsupportedError,
 )
 from ckptz.foreign.dcp import problem_of_parts, read_metadata
+from ckptz.foreign.dcp_index import INDEX_FILE, read_index
 from ckptz.foreign.inputs import open_input
 from ckptz.foreign.pickled import Unpickler
 from ckptz.format import reader as container_reader
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter, latest
-from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_state
 from tests.support.cli_support import ckptz

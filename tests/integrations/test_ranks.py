@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 
 import ckptz
 import ckptz.torch
+from ckptz.foreign.dcp_index import INDEX_FILE, read_index
 from ckptz.integrations.dcp import CkptzStorageReader
-from ckptz.integrations.dcp_index import INDEX_FILE, read_index
 from tests.support.ranks_worker import KMEANS, PLAYS, SIZES, whole
 
 pytestmark = pytest.mark.apps

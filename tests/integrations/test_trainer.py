@@ -274,3 +274,28 @@ def test_what_the_trainer_itself_writes_stays(tmp_path: Path) -> None:
     run.save_model(str(tmp_path / "final"))
     assert (tmp_path / "final" / "model.safetensors").is_file()
     assert json.loads((tmp_path / "checkpoint-1" / "config.json").read_text())["model_type"] == "gpt2"
+
+
+@pytest.mark.parametrize("is_saved_compiled", [True, False])
+def test_compiled_submodules_resume_as_plain_ones_and_the_other_way_round(
+    tmp_path: Path, is_saved_compiled: bool
+) -> None:
+    def run(is_compiled: bool, **options: Any) -> Any:
+        made = trainer(tmp_path, **options)
+        if is_compiled:
+            block = made.model.base_model
+            name, inner = next((n, m) for n, m in block.named_children() if list(m.parameters()))
+            setattr(block, name, torch.compile(inner, backend="eager"))
+        return made
+
+    saved = run(is_saved_compiled, max_steps=1)
+    saved.train()
+    path = tmp_path / "checkpoint-1" / "model.ckptz"
+    with safe_open(path, "pt") as file:
+        assert any("_orig_mod" in name for name in file.keys()) == is_saved_compiled  # noqa: SIM118
+    back = run(not is_saved_compiled)
+    with torch.no_grad():
+        for parameter in back.model.parameters():
+            parameter.zero_()
+    back._load_from_checkpoint(str(path.parent))
+    assert all(map(torch.equal, back.model.parameters(), saved.model.parameters()))

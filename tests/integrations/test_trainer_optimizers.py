@@ -77,18 +77,45 @@ def outcome(folder: Path, make: Any, precision: str, grouping: str) -> str:
     return "equal"
 
 
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_every_optimizer_resumes(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+SOME = (
+    ("fp32", "one", "plain"),
+    ("bf16", "empty middle", "plain"),
+    ("bf16 with fp32 state", "frozen", "plain"),
+)
+ALL = (
+    *(
+        (precision, grouping, "plain")
+        for precision in KINDS
+        for grouping in GROUPINGS
+        if grouping != "frozen later"
+    ),
+    *(("bf16", "several", variant) for variant in VARIANTS),
+)
+
+
+def check(folder: Path, kind: type[torch.optim.Optimizer], arrangements: Any) -> None:
     if kind.__name__ in ("LBFGS", "SparseAdam"):
         pytest.skip("the Trainer gives no closure and no sparse gradients")
     counts: Counter[str] = Counter()
-    arrangements = [(p, g, "plain") for p in KINDS for g in GROUPINGS if g != "frozen later"]
-    arrangements += [("bf16", "several", variant) for variant in VARIANTS]
     for precision, grouping, variant in arrangements:
         try:
             make = maker(kind, variant)
-            counts[outcome(tmp_path / f"{precision}-{grouping}-{variant}", make, precision, grouping)] += 1
+            counts[outcome(folder / f"{precision}-{grouping}-{variant}", make, precision, grouping)] += 1
         except Impossible:
             counts["impossible"] += 1
+    print(f"\n{kind.__name__} {dict(counts)}")
     assert counts["equal"] > 0
     assert set(counts) <= {"equal", "refused", "impossible"}
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_optimizer_resumes(kind: type[torch.optim.Optimizer], tmp_path: Path) -> None:
+    check(tmp_path, kind, SOME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_optimizer_in_every_arrangement_resumes(
+    kind: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    check(tmp_path, kind, ALL)

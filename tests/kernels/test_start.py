@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +262,7 @@ def test_a_processor_without_shuffles_codes_the_same_rans_streams(tmp_path: Path
 def test_a_damaged_cache_file_is_compiled_again_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str, suffix: str
 ) -> None:
-    monkeypatch.setattr(cache, "_usual", lambda: [tmp_path])
-    cache.written_to.cache_clear()
-    try:
+    with kernels_in(tmp_path, monkeypatch):
         values = np.arange(3)
         assert one_more().py_func(values[0]) == one_more()(values[0]) == 1
         (file,) = tmp_path.rglob(f"*.{suffix}")
@@ -285,8 +284,63 @@ def test_a_damaged_cache_file_is_compiled_again_and_replaced(
             again = one_more()
             assert again(values[0]) == 1
             assert sum(again.stats.cache_hits.values()) == 1  # it was written anew
-    finally:
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+def test_no_flipped_bit_of_a_cache_file_reaches_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    """Most flips in machine code, or in the index, unpickle well."""
+    with kernels_in(tmp_path, monkeypatch):
+        assert one_more()(0) == 1
+        (file,) = tmp_path.rglob(f"*.{suffix}")
+        whole = file.read_bytes()
+        for at in np.random.default_rng(0).integers(0, len(whole), 5).tolist():
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            again = one_more()
+            assert again(0) == 1
+            assert not sum(again.stats.cache_hits.values())
+            assert file.read_bytes() != whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]
+
+
+@pytest.mark.parametrize("what", ["index", "kernel", "folder", "folder and index"])
+def test_cache_files_that_may_not_be_read_or_written_stop_nothing(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        folder = Path(name, "kernels")
+        folder.mkdir()
+        with kernels_in(folder, monkeypatch):
+            assert one_more()(0) == 1
+            for path in folder.iterdir():
+                shut = {".nbi": "index" in what, ".nbc": what == "kernel"}
+                path.chmod(0 if shut[path.suffix] else 0o644)
+            folder.chmod(0o555 if "folder" in what else 0o777)
+            is_root = os.geteuid() == 0
+            if is_root:
+                os.seteuid(65534)
+            try:
+                again = one_more()
+                assert again(0) == 1
+                assert bool(sum(again.stats.cache_hits.values())) == (what == "folder")
+                last = one_more()
+                assert last(0) == 1
+                assert bool(sum(last.stats.cache_hits.values())) == (what != "folder and index")
+            finally:
+                if is_root:
+                    os.seteuid(0)
+                folder.chmod(0o777)
+
+
+@contextmanager
+def kernels_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keep kernels in this folder alone."""
+    with monkeypatch.context() as patched:
+        patched.setattr(cache, "_usual", lambda: [folder])
         cache.written_to.cache_clear()
+        yield
+    cache.written_to.cache_clear()
 
 
 def one_more() -> Any:

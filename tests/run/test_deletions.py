@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 import ckptz
 from ckptz import KeepPolicy
 from ckptz.errors import CkptzError, WriteError
+from ckptz.foreign.dcp_index import INDEX_FILE
 from ckptz.format.byte_source import FileBytes
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
-from ckptz.integrations.dcp_index import INDEX_FILE
 from ckptz.integrations.dcp_run import delete_old
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.run import linked_files, links

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckptz as package
+from ckptz.codec.grid import Grid
 from ckptz.errors import MissingBaseError
 from ckptz.integrations.dcp import ChainOptions, CkptzStorageReader, CkptzStorageWriter
 from ckptz.sync import Follower
@@ -160,3 +161,15 @@ def test_second_names_of_a_linked_base_lead_to_its_file(link: Path, tmp_path: Pa
     [base] = third.glob("base-*.ckptz")
     assert not base.is_symlink()
     assert np.array_equal(base.read_bytes(), elsewhere.read_bytes())
+
+
+def test_the_residual_of_a_linked_step_is_found_beside_its_target(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(300, 300)
+    with package.Checkpointer(tmp_path / "run", model, config=Grid(), background=False) as checkpointer:
+        checkpointer.save(3)
+    names = [f"step-00000003{kind}.ckptz" for kind in ("", ".state")]
+    assert (tmp_path / "run" / "step-00000003.exact.ckptz").exists()
+    links = linked(tmp_path / "links", tmp_path / "run", names)
+    ckptz("restore", f"{links}@3", "-o", tmp_path / "restored.safetensors")
+    assert torch.equal(load_file(tmp_path / "restored.safetensors")["model.weight"], model.weight)

@@ -3,26 +3,36 @@
 import itertools
 import random
 import sys
+from collections.abc import Collection
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import pytest
 import torch
 
+from ckptz.api import apply
 from ckptz.sync import Follower, Publisher
-from tests.support.sync_support import cloned, published, same
+from tests.support.sync_support import State, a_state, cloned, published, same
 
 MODULES = ("ckptz/sync/follower.py", "ckptz/api/apply.py")
+# From the first write of a delta to the update of `step`: what is not written whole, or not counted.
+COMMITTING = (Follower.apply_to, Follower._patches, Follower._apply, Follower.reset, apply.patch)
+COMMITTING += (apply._commit, apply._Edit.apply, apply._Edit._write)
 
 
-def interrupted_at(position: int, run: Any, modules: tuple[str, ...] = MODULES) -> bool:
-    """Run, with a KeyboardInterrupt at the bytecode of this number; False if there were fewer."""
+def interrupted_at(
+    position: int, run: Any, modules: tuple[str, ...] = MODULES, codes: Collection[CodeType] = ()
+) -> bool:
+    """Run, with a KeyboardInterrupt at the bytecode of this number; False if there were fewer.
+
+    Bytecodes of `codes` count, or without these all of `modules`.
+    """
     n = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal n
-        if not frame.f_code.co_filename.endswith(modules):
+        if not frame.f_code.co_filename.endswith(modules) or (codes and frame.f_code not in codes):
             return None
         frame.f_trace_opcodes = True
         if event == "opcode":
@@ -41,28 +51,44 @@ def interrupted_at(position: int, run: Any, modules: tuple[str, ...] = MODULES) 
     return False
 
 
-@pytest.mark.parametrize("stride", [997, pytest.param(1, marks=pytest.mark.slow)])
-def test_no_interrupt_makes_a_trusting_follower_apply_a_delta_twice(tmp_path: Path, stride: int) -> None:
-    states = published(tmp_path, 3, full_every=5)
-    position, n_interrupted, n_wrong = random.Random(0).randint(1, stride), 0, 0
+def sweep(
+    folder: Path, states: list[State], first: int, stride: int, codes: Collection[CodeType] = ()
+) -> tuple[int, int]:
+    """Interrupt an update at one position after another; return how many there were, and wrong values."""
+    n_interrupted = n_wrong = 0
     while True:
-        live, follower = cloned(states[1]), Follower(tmp_path, check="stored", jobs=1)
+        live, follower = cloned(states[1]), Follower(folder, check="stored", jobs=1)
         follower.apply_to(live, step=1)
-        if not interrupted_at(position, lambda f=follower, to=live: f.apply_to(to)):
-            break
+        position = first + n_interrupted * stride
+        if not interrupted_at(position, lambda f=follower, to=live: f.apply_to(to), codes=codes):
+            return n_interrupted, n_wrong
         n_interrupted += 1
         follower.apply_to(live)
         n_wrong += not same(live, states[2])
-        position += stride
+
+
+@pytest.mark.parametrize("stride", [997, pytest.param(3, marks=pytest.mark.slow)])
+def test_no_interrupt_makes_a_trusting_follower_apply_a_delta_twice(tmp_path: Path, stride: int) -> None:
+    states = published(tmp_path, 3, full_every=5)
+    n_interrupted, n_wrong = sweep(tmp_path, states, random.Random(0).randint(1, stride), stride)
     assert n_interrupted > 5
+    assert n_wrong == 0
+
+
+@pytest.mark.parametrize("kinds", [("float32",), pytest.param((), marks=pytest.mark.slow)])
+def test_no_interrupt_between_a_write_and_its_step_makes_a_follower_apply_a_delta_twice(
+    tmp_path: Path, kinds: tuple[str, ...]
+) -> None:
+    state = {name: tensor for name, tensor in a_state().items() if not kinds or name in kinds}
+    codes = {function.__code__ for function in COMMITTING}  # type: ignore[attr-defined]
+    n_interrupted, n_wrong = sweep(tmp_path, published(tmp_path, 3, state=state, full_every=5), 1, 1, codes)
+    assert n_interrupted > 200
     assert n_wrong == 0
 
 
 def test_an_interrupt_behind_the_last_write_makes_the_follower_look_afresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptz.api import apply
-
     states = published(tmp_path, 3, full_every=5)
     live, follower = cloned(states[1]), Follower(tmp_path, check="stored", jobs=1)
     follower.apply_to(live, step=1)

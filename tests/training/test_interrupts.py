@@ -201,6 +201,22 @@ def test_a_loss_that_nobody_can_ask_for_is_said(capfd: pytest.CaptureFixture[str
     assert "step 7 was lost: no room" in capfd.readouterr().err
 
 
+def test_a_loss_is_not_printed_among_data_if_standard_error_is_closed(
+    job: _Job, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, failed = Background[str](), Background[str]()
+    writer.start("step 7", job)
+    failed.error = OSError("no room")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", None)
+        writer.report_loss()
+        failed.report_loss()
+    assert capfd.readouterr().out == ""
+    failed.error = None
+    job.go.set()
+    writer.wait()
+
+
 def test_a_thread_that_has_the_number_of_the_ended_writer_may_call(job: _Job) -> None:
     writer = Background[str]()
     writer.start("step 1", job)

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from ckptz import Checkpointer
 from ckptz.errors import ChecksumError, ConfigError, CorruptionError
 from ckptz.hooks import Calibration, SensitivityTracker
-from ckptz.state.modules import name_without_wrappers
+from ckptz.state.modules import name_without_wrappers, names_in_model
 from ckptz.torch import load_file, load_model, save_file
 from tests.support.checkpointer_support import Run, flip, same, saved_run, state_of
 
@@ -265,7 +265,7 @@ def test_the_newest_whole_step_is_restored_if_the_newest_is_damaged(tmp_path: Pa
         assert same(state_of(run), wanted)
         assert checkpointer.restored is not None
         assert checkpointer.restored.step == 2
-        assert "discard_after(2)" in checkpointer.restored.notes[-1]
+        assert "renamed when it is saved again" in checkpointer.restored.notes[-1]
         checkpointer.discard_after(2)
         checkpointer.save(3)
         checkpointer.wait()
@@ -282,3 +282,31 @@ def test_the_newest_error_is_raised_if_no_step_is_whole(tmp_path: Path) -> None:
     with pytest.raises((ChecksumError, CorruptionError), match=r"step-00000002\.state\.ckptz"):
         checkpointer.restore_latest()
     assert same(state_of(run), before)
+
+
+@pytest.mark.parametrize("other", ["plain", "compiled submodule", "DataParallel"])
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_names_of_wrappers_in_a_file_match_any_model(tmp_path: Path, wrapped: Any, other: str) -> None:
+    torch.manual_seed(1)
+    model, target = wrapped(), WRAPPED.get(other, sequential)()
+    save_file(model.state_dict(), tmp_path / "wrapped.ckptz")
+    assert load_model(target, tmp_path / "wrapped.ckptz") == (set(), [])
+    assert all(map(torch.equal, target.state_dict().values(), model.state_dict().values()))
+
+
+def test_names_that_match_several_entries_are_reported_and_not_guessed(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = UserNames()
+    model.register_parameter("weight", nn.Parameter(torch.zeros(3, 3)))
+    before = copy.deepcopy(model.state_dict())
+    names = ["_orig_mod.module.weight", "_orig_mod.module.bias", "module._orig_mod.bias"]
+    assert names_in_model(model, before, names) == {name: name for name in names}
+    save_file({name: torch.ones(3) for name in names}, tmp_path / "odd.ckptz")
+    with pytest.raises(RuntimeError, match=r"Missing key.*\n.*Unexpected key.*_orig_mod\.module\.bias"):
+        load_model(model, tmp_path / "odd.ckptz")
+
+
+def test_equal_names_go_before_those_of_wrappers() -> None:
+    model, names = UserNames(), ["module.weight", "module.module.weight", "_orig_mod.module.bias"]
+    found = names_in_model(model, model.state_dict(), names)
+    assert found == dict(zip(names, ["module.weight", "module.module.weight", "module.bias"], strict=True))

@@ -76,7 +76,7 @@ def test_variants_of_adam_come_back(variant: str, tmp_path: Path) -> None:
     assert outcome(tmp_path, torch.optim.Adam, "bf16", "several", variant) in ("equal", "impossible")
 
 
-@pytest.mark.apps
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_every_optimizer_in_every_arrangement_resumes(
     kind: type[torch.optim.Optimizer], tmp_path: Path
@@ -87,7 +87,7 @@ def test_every_optimizer_in_every_arrangement_resumes(
             for variant in VARIANTS:
                 folder = tmp_path / f"{precision}-{grouping}-{variant}"
                 counts[outcome(folder, kind, precision, grouping, variant).split(":")[0]] += 1
-    print(kind.__name__, dict(counts))
+    print(f"\n{kind.__name__} {dict(counts)}")
     assert counts["equal"] > 0
     assert set(counts) <= {"equal", "refused", "impossible"}
 

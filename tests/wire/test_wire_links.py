@@ -24,7 +24,6 @@ from ckptz.wire import (
     simulate,
 )
 from ckptz.wire.header import Direction
-from ckptz.wire.policy import Codec
 from ckptz.wire.state import Place
 
 
@@ -154,28 +153,46 @@ def test_metadata_tells_what_a_model_was_trained_with() -> None:
         policy_of("fastest")
 
 
-@pytest.mark.parametrize("feedback", [None, "ef", "ef21", "aqsgd"])
-@pytest.mark.parametrize("codec", [Uniform(4), TopK(0.25)])
-def test_a_compiled_layer_gives_the_bits_of_an_eager_one(codec: Codec, feedback: Any) -> None:
-    policy = LinkPolicy(forward=codec, backward=codec, feedback=feedback)
-    ids = torch.arange(4) if feedback == "aqsgd" else None
+COMPILED = {
+    **{
+        f"{codec} {feedback}": LinkPolicy(forward=codec, backward=codec, feedback=feedback)
+        for codec in (Uniform(4), TopK(0.25))
+        for feedback in (None, "ef", "ef21", "aqsgd")
+    },
+    "mixed feedback": LinkPolicy(forward=TopK(0.25), backward=Uniform(8), feedback=("ef21", "ef")),
+    "feedback of one direction": LinkPolicy(forward=TopK(0.25), backward=TopK(0.1), feedback=(None, "ef21")),
+    "reuse": LinkPolicy(forward=TopK(0.25), backward=TopK(0.25), reuse=True),
+    "reuse and feedback": LinkPolicy(
+        forward=TopK(0.25), backward=TopK(0.25), reuse=True, feedback=("ef21", None), rounding="stochastic"
+    ),
+    **PRESETS,
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.apps)])
+@pytest.mark.parametrize("policy", COMPILED)
+def test_a_compiled_layer_gives_the_bits_of_an_eager_one(policy: str, backend: str) -> None:
+    """Around the layer are products with 2 alone, which every backend computes exactly."""
+    ids = torch.arange(4) if COMPILED[policy].feedback_of(Direction.FORWARD) == "aqsgd" else None
     results = []
     for is_compiled in (False, True):
+        torch._dynamo.reset()
         torch.manual_seed(0)
-        layer, head = CompressLink(policy), nn.Linear(512, 512)
+        layer = CompressLink(COMPILED[policy])
 
-        def run(x: Tensor, layer: nn.Module = layer, head: nn.Module = head) -> Tensor:
-            out: Tensor = layer(head(x), ids) * 2
+        def run(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            out: Tensor = layer(x * 2, ids) * 2
             return out
 
-        step = torch.compile(run, backend="eager") if is_compiled else run
+        step = torch.compile(run, backend=backend) if is_compiled else run
         for _ in range(3):
-            x = torch.randn(4, 512, requires_grad=True)
+            x = torch.randn(4, 2048, requires_grad=True)
             out = step(x)
-            out.square().sum().backward()
-            results.append((is_compiled, out.detach(), x.grad))
-    for eager, compiled in zip(results[:3], results[3:], strict=True):
-        assert torch.equal(eager[1], compiled[1])
-        assert eager[2] is not None
-        assert compiled[2] is not None
-        assert torch.equal(eager[2], compiled[2])
+            out.backward(torch.randn(4, 2048))
+            results.append((out.detach(), x.grad))
+        results.append((layer.simulation.link.link.sent_bytes, layer.simulation.link.link.raw_bytes))
+    eager, compiled = results[:4], results[4:]
+    assert eager[3] == compiled[3]
+    for a, b in zip(eager[:3], compiled[:3], strict=True):
+        assert a[1] is not None
+        assert all(map(torch.equal, a, b))

@@ -2,13 +2,18 @@
 
 import errno
 import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ckptz.errors import WriteError
-from ckptz.wire.state import SampleBuffers
+from ckptz.errors import WireError, WriteError
+from ckptz.format.dtypes import dtype_of
+from ckptz.wire import LinkPolicy, Uniform
+from ckptz.wire.endpoint import Link
+from ckptz.wire.header import Direction
+from ckptz.wire.state import Place, SampleBuffers
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
@@ -37,3 +42,57 @@ def test_a_full_disk_is_an_error_and_leaves_no_file(tmp_path: Path, monkeypatch:
     with pytest.raises(WriteError, match="cannot allocate 160 bytes"):
         SampleBuffers(4, tmp_path / "rows", 10)
     assert not list(tmp_path.iterdir())
+
+
+FORWARD, F32, SHAPE, IDS = Direction.FORWARD, dtype_of("F32"), (4, 1024), np.arange(4)
+POLICY = LinkPolicy(forward=Uniform(4), feedback="aqsgd")
+
+
+def sent(link: Link, step: int) -> bytes:
+    values = np.random.default_rng(step).normal(size=4096).astype(np.float32).view(np.uint32)
+    return bytes(link.send(FORWARD, values, F32, SHAPE, Place(step, sample_ids=IDS)).message)
+
+
+def test_a_disk_that_is_full_at_a_restore_refuses_messages_until_one_succeeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Link(0, 1, POLICY)
+    sent(first, 0)
+    state, expected = first.state_dict(), sent(first, 1)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    link = Link(0, 1, POLICY, samples=(tmp_path / "rows", 4))
+    sent(link, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(
+            WriteError, match=r"rows\.0-1\.0\.tx: cannot allocate 16384 bytes.*free disk space"
+        ):
+            link.load_state_dict(state)
+    with pytest.raises(WireError, match="load_state_dict"):
+        sent(link, 1)
+    link.load_state_dict(state)
+    assert sent(link, 1) == expected
+
+
+def test_a_really_full_disk_is_an_error_when_buffers_are_made_and_restored(tmp_path: Path) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs root that may mount")
+    try:
+        first = Link(0, 1, POLICY)
+        sent(first, 0)
+        state, expected = first.state_dict(), sent(first, 1)
+        (tmp_path / "other").write_bytes(bytes(48 << 10))
+        link = Link(0, 1, POLICY, samples=(tmp_path / "rows", 8))
+        for fails in (lambda: sent(link, 0), lambda: link.load_state_dict(state)):
+            with pytest.raises(WriteError, match="cannot allocate 32768 bytes"):
+                fails()
+            assert [path.name for path in tmp_path.iterdir()] == ["other"]
+        (tmp_path / "other").unlink()
+        link.load_state_dict(state)
+        assert sent(link, 1) == expected
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)  # it is mapped

@@ -27,8 +27,8 @@ from ckptz.format.bits import xxh64
 from ckptz.format.envelope import Count
 from ckptz.format.index import Shape
 from ckptz.format.publish import publish
+from ckptz.run.step_files import INDEX_FILE as INDEX_FILE
 
-INDEX_FILE: Final = "ckptz-index.json"
 VERSION: Final = 2
 MAX_BYTES: Final = 1 << 30  # some five million pieces
 

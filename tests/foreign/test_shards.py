@@ -1,0 +1,111 @@
+"""A step that several ranks wrote is one checkpoint for every verb; a missing file is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file as load_plain
+from safetensors.numpy import save_file as save_plain
+
+from ckptz.foreign.dcp_index import FolderIndex, Piece, ShardFile, StoredObject, WholeTensor, write_index
+from ckptz.numpy import save_file
+from tests.support.cli_support import ckptz
+
+FULL = {
+    "model.up.weight": np.arange(48, dtype=np.float32).reshape(8, 6),
+    "model.norm.weight": np.linspace(0, 1, 6, dtype=np.float32),
+    "optimizer.state.up.exp_avg": np.arange(48, dtype=np.float16).reshape(8, 6),
+}
+# Of each tensor the offsets and shapes of its pieces, by rank: rows, one rank alone, and a grid.
+PIECES: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {
+    "model.up.weight": [(0, (0, 0), (3, 6)), (1, (3, 0), (5, 6))],
+    "model.norm.weight": [(1, (0,), (6,))],
+    "optimizer.state.up.exp_avg": [(0, (0, 0), (4, 2)), (1, (0, 2), (4, 4)), (0, (4, 0), (4, 6))],
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """One step, written by two ranks."""
+    folder = tmp_path / "run" / "step-60"
+    folder.mkdir(parents=True)
+    shards: list[dict[str, Any]] = [{}, {}]
+    tensors = {}
+    for name, pieces in PIECES.items():
+        chunks = []
+        for i, (rank, offset, shape) in enumerate(pieces):
+            places = tuple(slice(b, b + n) for b, n in zip(offset, shape, strict=True))
+            shards[rank][f"{name}.{i}"] = np.ascontiguousarray(FULL[name][places])
+            chunks.append(Piece(offset, shape, rank, f"{name}.{i}"))
+        dtype = {"float32": "F32", "float16": "F16"}[FULL[name].dtype.name]
+        tensors[name] = WholeTensor(dtype, FULL[name].shape, tuple(chunks))
+    for rank, shard in enumerate(shards):
+        save_file(shard, folder / f"shard-{rank:05d}-5e1f.ckptz")
+    paths = {name: tuple(name.split(".", 1)) for name in FULL} | {"epoch": ("epoch",)}
+    files = tuple(ShardFile(f"shard-{rank:05d}-5e1f.ckptz", rank) for rank in range(2))
+    epoch = StoredObject(0, {"root": {"dict": [["epoch", 3]]}, "storages": []})
+    write_index(folder, FolderIndex("ckptz.dcp", 2, 2, files, tensors, {"epoch": epoch}, paths))
+    save_plain(FULL, tmp_path / "full.safetensors")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", ["{run}@60", "{run}/step-60"])
+def test_a_restore_puts_the_shards_of_all_ranks_together(run: Path, name: str, tmp_path: Path) -> None:
+    done = ckptz("restore", name.format(run=run), "-o", tmp_path / "out.safetensors")
+    assert "3 tensors" in done.stdout
+    restored = load_plain(tmp_path / "out.safetensors")
+    assert restored.keys() == FULL.keys()
+    for key, value in FULL.items():
+        np.testing.assert_array_equal(restored[key], value)
+        assert restored[key].dtype == value.dtype
+
+
+def test_a_restore_to_dcp_is_what_torch_loads(run: Path, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    ckptz("restore", f"{run}@60", "--to", "dcp", "-o", tmp_path / "dcp")
+    state = {
+        "model": {"up.weight": torch.zeros(8, 6), "norm.weight": torch.zeros(6)},
+        "optimizer": {"state.up.exp_avg": torch.zeros(8, 6, dtype=torch.float16)},
+        "epoch": 0,
+    }
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    np.testing.assert_array_equal(state["model"]["up.weight"].numpy(), FULL["model.up.weight"])
+    moments = state["optimizer"]["state.up.exp_avg"].numpy()
+    np.testing.assert_array_equal(moments, FULL["optimizer.state.up.exp_avg"])
+    assert state["epoch"] == 3
+
+
+def test_verify_and_diff_see_all_ranks(run: Path, tmp_path: Path) -> None:
+    done = ckptz("verify", f"{run}@60", "--against", tmp_path / "full.safetensors")
+    assert "all 3 tensors match their checksums" in done.stdout
+    assert "all 3 tensors are equal" in ckptz("diff", f"{run}@60", tmp_path / "full.safetensors").stdout
+    save_plain(FULL | {"model.norm.weight": np.ones(6, np.float32)}, tmp_path / "other.safetensors")
+    other = ckptz("verify", f"{run}@60", "--against", tmp_path / "other.safetensors", fails=True)
+    assert "tensor 'model.norm.weight' differs" in other.error
+
+
+def test_inspect_names_the_files_of_the_ranks(run: Path) -> None:
+    failed = ckptz("inspect", f"{run}@60", fails=True)
+    assert "several ranks wrote this step; name one of its files" in failed.error
+    assert "shard-00001-5e1f.ckptz" in failed.error
+
+
+@pytest.mark.parametrize("verb", ["restore", "verify", "diff"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_missing_rank_is_an_error_and_no_part_of_a_model(
+    run: Path, verb: str, rank: int, tmp_path: Path
+) -> None:
+    (run / "step-60" / f"shard-{rank:05d}-5e1f.ckptz").unlink()
+    more = {
+        "restore": ("-o", tmp_path / "out.safetensors"),
+        "verify": (),
+        "diff": (tmp_path / "full.safetensors",),
+    }[verb]
+    failed = ckptz(verb, f"{run}@60", *more, fails=True)
+    assert f"shard-{rank:05d}-5e1f.ckptz: is missing" in failed.error
+    assert not (tmp_path / "out.safetensors").exists()
