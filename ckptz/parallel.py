@@ -71,8 +71,11 @@ class Task(Generic[R]):
         self._claim = _thread.allocate_lock()
 
     def cancel(self) -> bool:
-        """Return whether nobody makes the call yet; nobody will then."""
-        return self._claim.acquire(blocking=False)
+        """Return whether nobody makes the call yet; nobody will then, or waits for it."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        self.finish()
+        return True
 
     def run(self) -> None:
         """Make the call on this thread, unless another does or it was cancelled."""
