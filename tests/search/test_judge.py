@@ -338,7 +338,8 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert said in ckptz("inspect", output).stdout
     assert said in ckptz("log", folder).stdout
     lines = [line for line in run.stderr.splitlines() if "ckptz: tried " in line]
-    assert all(" +- " in line and "single changes" in line and " of 0.50%" in line for line in lines)
+    assert lines
+    assert all(" +- " in line and "per-token change" in line and "(limit 0.50%)" in line for line in lines)
 
 
 def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions: dict[str, Any]) -> None:
