@@ -15,9 +15,9 @@ from ckptz.format.index import LossyRecord, QualityRecord
 from ckptz.format.plan import Domain
 from ckptz.format.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
 from ckptz.format.streams import CoderId
-from ckptz.pages.words import Report
 from ckptz.state.roles import role_of
 from ckptz.store.resolve import Checkpoint
+from ckptz.words import Report
 
 Level = Container | PlainFile | InlineFrames
 CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in CoderId}  # as reports say

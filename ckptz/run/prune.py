@@ -28,13 +28,13 @@ from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseEr
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned
-from ckptz.pages.words import Report
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.links import BASE_PREFIX
 from ckptz.run.names import EXACT, Inode, inode_of, is_base_name, run_files, step_of, step_of_folder
 from ckptz.run.step_files import COMPLETE, INDEX_FILE, FileFacts, FileKind, Listing, StepFile
 from ckptz.store.resolve import SUFFIX, Path_
+from ckptz.words import Report
 
 TRAINER_STATE: Final = "trainer_state.json"
 # Files that are written into a step's folder last: without them it was not written to its end.

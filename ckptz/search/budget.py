@@ -41,9 +41,9 @@ from ckptz.format.publish import publish
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
-from ckptz.pages.words import Report
 from ckptz.search.measures import ANSWER, Comparing, Quality, digest_of, name_of, unit_of, values_of
 from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, space_of
+from ckptz.words import Report
 
 SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
 _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}

@@ -34,7 +34,6 @@ from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
 from ckptz.format.written import Written
 from ckptz.guidance.trail import Trail
-from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
@@ -76,6 +75,7 @@ from ckptz.training.state import (
     trained_weights,
     with_scalars_together,
 )
+from ckptz.words import Report
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training

@@ -41,7 +41,6 @@ from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.kernels.clock import working_seconds
-from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
@@ -58,6 +57,7 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
+from ckptz.words import Report
 from ckptz.write.pipeline import Job, write
 
 RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"

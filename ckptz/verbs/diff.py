@@ -22,11 +22,11 @@ from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.kernels.blas import product
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
-from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.names import EXACT
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
+from ckptz.words import Report
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Tensors = Mapping[str, TensorSource]

@@ -17,7 +17,6 @@ from ckptz.format.envelope import PlainFile
 from ckptz.format.index import BaseRef, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import tensor_bytes
-from ckptz.pages.words import Report
 from ckptz.run.names import checkpoint_in, holds_state, is_base_name, run_files, step_of
 from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
 from ckptz.run.versions import Version, versions_in
@@ -32,6 +31,7 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
+from ckptz.words import Report
 
 
 @naming_urls

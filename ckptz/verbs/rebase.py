@@ -16,10 +16,10 @@ from ckptz.format.publish import publish
 from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.kernels.clock import working_seconds
-from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 from ckptz.verbs.verify import check_stored_bytes
+from ckptz.words import Report
 from ckptz.write.inline_writer import NeededBase, bytes_to_write, write_inline
 
 Tensors = Mapping[str, TensorSource]

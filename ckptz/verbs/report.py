@@ -20,12 +20,12 @@ from ckptz.errors import CkptzError, ConfigError, FormatError
 from ckptz.foreign.inputs import PathLike, check_target, file_path, naming_output, open_input, paths
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
-from ckptz.pages.page import MARK, page
 from ckptz.parallel import SILENT, Progress
 from ckptz.search.budget import SearchReport
 from ckptz.store.resolve import SUFFIX
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
 from ckptz.verbs.log import LogReport, inspect, log
+from ckptz.verbs.page import MARK, page
 
 Tell = Callable[[Exception], None]
 T = TypeVar("T")

@@ -36,7 +36,6 @@ from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import make_folder, publish
 from ckptz.format.sources import tensor_bytes
 from ckptz.kernels.clock import working_seconds
-from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, shards_at, weights_at
@@ -44,6 +43,7 @@ from ckptz.run.step_files import StepFile
 from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX
+from ckptz.words import Report
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
 _FROZEN: Final = "frozen weights are not in the checkpoint; the Trainer keeps those of the model it is given"

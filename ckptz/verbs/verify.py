@@ -21,11 +21,11 @@ from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
-from ckptz.pages.words import Report
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
 from ckptz.run.names import shards_at, weights_at
 from ckptz.store.resolve import Checkpoint, open_checkpoint
+from ckptz.words import Report
 
 Tensors = Mapping[str, TensorSource]
 

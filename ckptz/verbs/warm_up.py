@@ -22,9 +22,9 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.format.frequency import leave_numpy
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
 from ckptz.kernels import compiled, kept_in, silently
-from ckptz.pages.words import Report
 from ckptz.parallel import Workers, jobs_of
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
+from ckptz.words import Report
 from ckptz.write.pipeline import Job, write
 
 DTYPES: Final = ("F32", "BF16", "F16", "F64", "U8")

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptz.pages.words import amount, moved, printable, quality_text, ratio, size
 from ckptz.run.names import step_of_folder
+from ckptz.verbs.quality_text import amount, moved, quality_text
+from ckptz.words import printable, ratio, size
 
 if TYPE_CHECKING:
     from ckptz.run.prune import PruneReport

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import click
 
-from ckptz.pages.words import printable
+from ckptz.words import printable
 
 if TYPE_CHECKING:
     import rich.progress

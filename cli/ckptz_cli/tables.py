@@ -17,9 +17,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptz.api.describe import InspectReport, TensorReport
-from ckptz.pages.words import cut, printable, quality_text, ratio, size, times
 from ckptz.verbs.diff import DiffReport, TensorDiff
 from ckptz.verbs.log import LogEntry, LogReport
+from ckptz.verbs.quality_text import quality_text
+from ckptz.words import cut, printable, ratio, size, times
 from ckptz_cli.render import judged_text, plural
 from ckptz_cli.session import is_terminal
 

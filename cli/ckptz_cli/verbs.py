@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ckptz.pages.words import printable
+from ckptz.words import printable
 from ckptz_cli.method_options import method_options
 from ckptz_cli.options import (
     COUNT,

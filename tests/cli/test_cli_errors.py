@@ -14,7 +14,7 @@ import click
 import pytest
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
-from ckptz.pages.words import printable
+from ckptz.words import printable
 from ckptz_cli.session import failure_of
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, temporaries, write_plain
 

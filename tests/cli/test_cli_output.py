@@ -10,8 +10,9 @@ import pytest
 
 from ckptz.format.index import QualityRecord
 from ckptz.kernels.cache import NOTICE
-from ckptz.pages.words import quality_text, ratio, size
 from ckptz.parallel import SILENT
+from ckptz.verbs.quality_text import quality_text
+from ckptz.words import ratio, size
 from ckptz_cli.session import progress_bar
 from tests.support.cli_support import ckptz, write_plain
 

@@ -18,11 +18,12 @@ import ckptz
 from ckptz.errors import ConfigError, FormatError
 from ckptz.format.index import QualityRecord
 from ckptz.format.streams import CoderId
-from ckptz.pages import words
-from ckptz.pages.page import MARK, MOST_ROWS
-from ckptz.pages.words import Report
 from ckptz.state.roles import ROLES
+from ckptz.verbs import page
+from ckptz.verbs.page import CODERS, MARK, MOST_ROWS
+from ckptz.verbs.quality_text import quality_text
 from ckptz.verbs.report import N_BINS, PageReport
+from ckptz.words import Report, size
 from tests.support.checkpointer_support import Run
 from tests.support.cli_support import ckptz as cli
 from tests.support.report_support import BUDGET, HOSTILE, Page, a_run, state
@@ -253,7 +254,7 @@ def test_two_folders_stand_side_by_side(run: Path) -> None:
 
 def test_long_tables_say_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch, made: PageReport) -> None:
     assert MOST_ROWS > len(made.files[0].tensors) == 19
-    monkeypatch.setattr("ckptz.pages.page.MOST_ROWS", 5)
+    monkeypatch.setattr("ckptz.verbs.page.MOST_ROWS", 5)
     assert "every tensor (the first 5 of 19)" in made.html
 
 
@@ -273,8 +274,8 @@ def test_a_layer_is_the_first_number_of_a_name(tmp_path: Path) -> None:
 
 
 def test_every_role_and_coder_has_its_words() -> None:
-    assert set(words.ROLES) == set(ROLES)
-    assert set(words.CODERS) == {coder.name.lower().replace("_", "-") for coder in CoderId}
+    assert set(page.ROLES) == set(ROLES)
+    assert set(CODERS) == {coder.name.lower().replace("_", "-") for coder in CoderId}
 
 
 def test_every_report_is_shown_in_notebooks_as_a_table(run: Path, made: PageReport) -> None:
@@ -284,8 +285,8 @@ def test_every_report_is_shown_in_notebooks_as_a_table(run: Path, made: PageRepo
     for report in reports:
         shown = Page.of(report._repr_html_())
         assert {tag for tag, _ in shown.tags} == {"table", "tr", "th", "td"}
-    assert f"stored {words.size(newest.stat().st_size)} (" not in Page.of(reports[0]._repr_html_()).text
-    assert f"stored {words.size(newest.stat().st_size)} " in Page.of(reports[0]._repr_html_()).text
+    assert f"stored {size(newest.stat().st_size)} (" not in Page.of(reports[0]._repr_html_()).text
+    assert f"stored {size(newest.stat().st_size)} " in Page.of(reports[0]._repr_html_()).text
     frame = Page.of(made._repr_html_())
     assert frame.tags[0][1]["srcdoc"] == made.html
     assert issubclass(type(reports[0]), Report)
@@ -359,7 +360,7 @@ def test_steps_of_training_lost_are_said_as_steps() -> None:
     lost = {"promise": "resume-gap", "metric": "steps_lost", "max_drop": 5.0, "is_relative": False}
     lost |= {"lower_is_better": True, "exact": 0.0, "measured": 2.5, "is_met": True, "date": ""}
     record = msgspec.convert(lost, QualityRecord)
-    assert words.quality_text(record) == "2.5 steps of training lost (limit 5)"
+    assert quality_text(record) == "2.5 steps of training lost (limit 5)"
 
 
 def test_a_model_of_very_many_layers_is_summed_by_kind(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from torch import nn
 import ckptz
 from ckptz import Checkpointer, Grid, KeepPolicy, KeepRules, KMeans
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.pages.words import smaller
 from ckptz.sync import Publisher
 from ckptz.torch import save_file
+from ckptz.words import smaller
 from tests.support.cli_support import ckptz as program
 
 LOSSY = Grid(min_elements=1)

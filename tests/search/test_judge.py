@@ -14,13 +14,13 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, ResumeProbe, compress, inspect
 from ckptz.codec.method import Method
 from ckptz.errors import ConfigError
-from ckptz.pages import words
 from ckptz.search.budget import Judgement, Limit, Reading, judge, share_used
 from ckptz.search.run import SearchOptions
 from ckptz.search.spaces import GridSpace
 from ckptz.search.strategies import MultiplierSearch, Neighbourhood, Outcome
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
+from ckptz.verbs.quality_text import metric_name, quality_text
 from tests.support.cli_support import ckptz
 from tests.support.search_support import BOTH, CUBE, SPACE, TEMPLATE
 
@@ -329,10 +329,10 @@ def test_the_file_and_its_words_hold_both_numbers(folder: Path) -> None:
     assert (changes.exact, changes.is_relative, changes.is_met) == (0.0, False, True)
     assert 0 < changes.measured <= changes.max_drop
     what = "per-token change of loss"
-    assert words.metric_name(changes) == what
+    assert metric_name(changes) == what
     ckptz("report", output, "-o", folder / "page.html")
     page = (folder / "page.html").read_text()
-    assert all(words.quality_text(record) in page for record in (mean, changes))
+    assert all(quality_text(record) in page for record in (mean, changes))
     said = f"{what} {changes.measured:.2g} ("
     assert said in run.stdout
     assert said in ckptz("inspect", output).stdout

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from ckptz._version import __version__
-from ckptz.pages import words
-from ckptz.pages.words import ROLES, cut, facts_of, field_text, fields_of, percent, size, smaller
+from ckptz.verbs.quality_text import metric_name, quality_text, worse
+from ckptz.words import cut, facts_of, field_text, fields_of, heading, percent, size, smaller
 
 if TYPE_CHECKING:
     from ckptz.api.describe import InspectReport, TensorReport
@@ -30,6 +30,23 @@ if TYPE_CHECKING:
 Values = Sequence[Mapping[str, Any]]
 Spec = dict[str, Any]
 
+ROLES: Final = {
+    "weight": "weights",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "factor": "factored second moments",
+    "momentum": "momentum",
+    "other": "the rest",
+}
+CODERS: Final = {
+    "constant": "one value, nothing to store",
+    "stored": "bytes as they are",
+    "zstd": "Zstandard, a general compressor",
+    "rans-shared": "frequent codes get short bits (rANS, table shared)",
+    "rans-own": "frequent codes get short bits (rANS, own table)",
+    "sparse": "only what differs from the most frequent code",
+    "huffman": "frequent codes get short bits (Huffman, fast to decode)",
+}
 COLOURS: Final = tuple(f"var(--c{n})" for n in range(1, 7))
 MOST_KINDS, MOST_CELLS = 80, 4000  # of a heat map: its rows, and tensors in all
 MOST_LAYERS: Final = 1000  # columns of a map
@@ -149,13 +166,13 @@ def page(report: OfReport) -> str:
     """Write the page; all that it shows is escaped, and its policy forbids all scripts but its own."""
     import jinja2
 
-    script = files("ckptz.pages").joinpath("page.js").read_text("utf-8")
-    engine = jinja2.Environment(loader=jinja2.PackageLoader("ckptz", "pages"), autoescape=True)
+    script = files("ckptz.verbs").joinpath("page.js").read_text("utf-8")
+    engine = jinja2.Environment(loader=jinja2.PackageLoader("ckptz", "verbs"), autoescape=True)
     engine.trim_blocks = engine.lstrip_blocks = True
     engine.finalize = lambda value: cut(value, 500) if type(value) is str else value
     found = {"sections": list(_sections(report)), "numbers": msgspec.to_builtins(report), "report": report}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    fixed = {"mark": MARK, "version": __version__, "coders": words.CODERS, "script": script, "digest": digest}
+    fixed = {"mark": MARK, "version": __version__, "coders": CODERS, "script": script, "digest": digest}
     return engine.get_template("page.html").render(**fixed, **found)
 
 
@@ -183,7 +200,7 @@ def _size_tile(label: str, raw: int, stored: int) -> Section:
 
 def _facts(report: Any) -> dict[str, str]:
     """Return the facts of a report and its measured qualities."""
-    measured = "; ".join(words.quality_text(record) for record in report.quality)
+    measured = "; ".join(quality_text(record) for record in report.quality)
     return facts_of(report) | ({"quality": measured} if measured else {})
 
 
@@ -193,7 +210,7 @@ def _table(caption: str, records: Sequence[Mapping[str, Any]]) -> Section:
     names = [name for name in first if any(record[name] not in (None, "") for record in records)]
     more = f" (the first {MOST_ROWS} of {len(records)})" if len(records) > MOST_ROWS else ""
     rows = [[(field_text(name, r[name]), r[name]) for name in names] for r in records[:MOST_ROWS]]
-    return {"caption": caption + more, "headings": list(map(words.heading, names)), "rows": rows}
+    return {"caption": caption + more, "headings": list(map(heading, names)), "rows": rows}
 
 
 def _last(path: str) -> str:
@@ -235,7 +252,7 @@ def _run(run: LogReport, inside: Sequence[InspectReport]) -> Section:
     totals = [{"step": step, **_total(of), "metric": metrics.get(step)} for step, of in steps.items()]
     every = []
     for e in run.entries:
-        own_words = {"holds": _part(e), "quality": "; ".join(map(words.quality_text, e.quality))}
+        own_words = {"holds": _part(e), "quality": "; ".join(map(quality_text, e.quality))}
         every.append({**fields_of(e), **own_words, **dict.fromkeys(("level", "content_id", "is_hidden"))})
     tables = [_table(f"{name}: every step in all", totals), _table(f"{name}: every file", every)]
     drawn = list(_run_charts(dict([*steps.items()][-MOST_STEPS:]), metrics)) if steps else []
@@ -269,8 +286,8 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
     measured: dict[tuple[str, str, float], list[Section]] = {}
     for step, record in ((step, record) for step, of in steps.items() for e in of for record in e.quality):
         factor, unit = (100, "% worse") if record.is_relative else (1, "worse")
-        found = measured.setdefault((words.metric_name(record), unit, factor * record.max_drop), [])
-        found.append({"step": step, unit: factor * words.worse(record)})
+        found = measured.setdefault((metric_name(record), unit, factor * record.max_drop), [])
+        found.append({"step": step, unit: factor * worse(record)})
     for (name, unit, most), found in measured.items():
         about = "Difference from the exact checkpoint: above 0 is worse, and a budget holds both ways."
         yield draw(f"Loss of quality: {name}", about, found, LINES, number(unit), limit=(most, "allowed"))
