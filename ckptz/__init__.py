@@ -10,9 +10,9 @@ Nothing heavy loads with this module: names come when they are asked for.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
+from ckptz import lazy
 from ckptz._version import __version__
 
 if TYPE_CHECKING:
@@ -66,32 +66,33 @@ __all__ = [
     "warm_up",
 ]
 
-# Where names stand that have no module of `verbs` for themselves, as most verbs do.
+# Where each public name is defined; its module loads with the first use of the name.
 _HOMES: Final = {
     "LOSSLESS": "codec.lossless",
-    "Lossless": "codec.lossless",
-    "KMeans": "codec.kmeans",
-    "Grid": "codec.grid",
-    "Moments": "codec.moments",
-    "register": "codec.registry",
     "Agreement": "search.measures",
     "Budget": "search.budget",
-    "ResumeProbe": "search.measures",
-    "SearchOptions": "search.budget",
-    "CkptzError": "errors",
     "Checkpointer": "training.checkpointer",
+    "CkptzError": "errors",
+    "Grid": "codec.grid",
+    "KMeans": "codec.kmeans",
     "KeepPolicy": "run.keep",
     "KeepRules": "run.keep",
-    "safe_open": "api.read",
+    "Lossless": "codec.lossless",
+    "Moments": "codec.moments",
+    "ResumeProbe": "search.measures",
+    "SearchOptions": "search.budget",
+    "__version__": "_version",
+    "compress": "verbs.compress",
+    "diff": "verbs.diff",
     "inspect": "verbs.log",
+    "log": "verbs.log",
+    "prune": "verbs.prune",
+    "rebase": "verbs.rebase",
+    "register": "codec.registry",
+    "report": "verbs.report",
+    "restore": "verbs.restore",
+    "safe_open": "api.read",
+    "verify": "verbs.verify",
+    "warm_up": "verbs.warm_up",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'ckptz' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ckptz.{_HOMES.get(name, f'verbs.{name}')}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy.exports(__name__, _HOMES)

@@ -26,15 +26,8 @@ from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chu
 from ckptz.kernels.floats import Patterns
 from ckptz.kernels.interrupts import finalize
 from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, jobs_of
-from ckptz.state.arrays import (
-    Framework,
-    Selection,
-    WindowPart,
-    framework,
-    parse_backend,
-    parse_device,
-    parse_framework,
-)
+from ckptz.state.arrays import Framework, Selection, WindowPart
+from ckptz.state.frameworks import framework, parse_backend, parse_device, parse_framework
 from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 
 try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import importlib
 import os
 import stat
 import tempfile
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO, Final, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
+from ckptz import lazy
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.kernels.floats import Bytes
 
@@ -61,7 +61,7 @@ def path_of(given: str | os.PathLike[str]) -> Path:
     if isinstance(given, Path) or not is_url(text):
         return Path(text)
     try:  # optional, and slow to load: only a URL asks for it
-        made: Path = importlib.import_module("upath").UPath(given, **url_options(text))
+        made: Path = lazy.module("upath").UPath(given, **url_options(text))
         # Loads what speaks the protocol; of http only the second one notices that there is no connection.
         _ = made.exists() or (not made.suffix and made.is_dir())
         return made
@@ -79,7 +79,7 @@ def url_options(url: str) -> dict[str, Any]:
     """
     if not _is_http(url):
         return {}
-    patience = importlib.import_module("aiohttp").ClientTimeout(sock_connect=PATIENCE, sock_read=PATIENCE)
+    patience = lazy.module("aiohttp").ClientTimeout(sock_connect=PATIENCE, sock_read=PATIENCE)
     return {"client_kwargs": {"timeout": patience}}
 
 
@@ -183,7 +183,7 @@ def _read(file: BinaryIO, path: Path, n_bytes: int) -> bytes:
     )  # of a file that is read by ranges, its library asks for so much more
     seconds = None if ahead is None else seconds_for(str(path), n_bytes + ahead)
     if seconds is not None:
-        patience = importlib.import_module("aiohttp").ClientTimeout(total=seconds, sock_read=PATIENCE)
+        patience = lazy.module("aiohttp").ClientTimeout(total=seconds, sock_read=PATIENCE)
         file.kwargs["timeout"] = patience  # type: ignore[attr-defined]  # fsspec hands it to its requests
     return file.read(n_bytes)
 

@@ -8,7 +8,6 @@ bytes.
 from __future__ import annotations
 
 import functools
-import importlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, ParamSpec, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.kernels.doors import codec
 from ckptz.kernels.floats import (
     DIFFERENCE,
     HUFFMAN_BITS,
@@ -57,7 +57,8 @@ def retire() -> None:
 
 
 def _compiled() -> Any:
-    return importlib.import_module("ckptz.kernels").compiled()
+    retire()
+    return codec()
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
 from ckptz.search.budget import Budget, Judgement, Limit, Reading, check_consistent, judge
 from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
-from ckptz.state.arrays import framework
+from ckptz.state.frameworks import framework
 from ckptz.store.resolve import open_checkpoint, open_file
 
 Readings = tuple[Reading, ...]  # one for each budget

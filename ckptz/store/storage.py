@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import os
 import shutil
 import tempfile
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz import lazy
 from ckptz.errors import ConfigError, TruncatedError
 from ckptz.format.byte_source import FILE_URL, ByteSource, FileBytes, seconds_for, url_options
 from ckptz.format.publish import make_folder, publish, sync_folder
@@ -129,7 +129,7 @@ class UploadFolder:
     def __init__(self, url: str) -> None:
         self.name = url
         try:  # optional, and slow to load: only a URL asks for it
-            core = importlib.import_module("fsspec.core")
+            core = lazy.module("fsspec.core")
         except ModuleNotFoundError:
             raise ConfigError("a URL needs fsspec; install it with: pip install 'ckptz[remote]'") from None
         self._fs, root = core.url_to_fs(url, **url_options(url))

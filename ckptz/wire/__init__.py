@@ -9,8 +9,9 @@ Names come when they are asked for, so that only what needs torch loads it.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
+
+from ckptz import lazy
 
 if TYPE_CHECKING:
     from ckptz.wire.ddp import LoCo, loco_hook, shard_with
@@ -53,16 +54,26 @@ __all__ = [
     "simulate",
 ]
 
-_HOMES: Final = ("policy", "endpoint", "link", "stage", "ddp")  # the last three need torch
-
-
-def __getattr__(name: str) -> Any:
-    for home in _HOMES if name in __all__ else ():
-        module = importlib.import_module(f"ckptz.wire.{home}")
-        if hasattr(module, name):
-            return getattr(module, name)
-    raise AttributeError(f"module 'ckptz.wire' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+# Where each public name is defined; links, stages and hooks of DDP need torch.
+_HOMES: Final = {
+    "PRESETS": "policy",
+    "RAW": "policy",
+    "CompressLink": "link",
+    "CompressedPipelineStage": "stage",
+    "Link": "endpoint",
+    "LinkPolicy": "policy",
+    "LoCo": "ddp",
+    "PolicyWarning": "policy",
+    "Raw": "policy",
+    "TensorLink": "link",
+    "Tiled": "policy",
+    "TopK": "policy",
+    "Uniform": "policy",
+    "check_policy": "policy",
+    "loco_hook": "ddp",
+    "policy_metadata": "policy",
+    "policy_of": "policy",
+    "shard_with": "ddp",
+    "simulate": "link",
+}
+__getattr__, __dir__ = lazy.exports(__name__, _HOMES)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ckptz.errors import ConfigError
 from ckptz.state import arrays
-from ckptz.state.arrays import Window, WindowPart, parse_backend, parse_device, parse_framework
+from ckptz.state.arrays import Window, WindowPart
+from ckptz.state.frameworks import parse_backend, parse_device, parse_framework
 from ckptz.state.torch import _select
 
 CHUNK = 7

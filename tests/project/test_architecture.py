@@ -19,8 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 # Lowest floor first. Imports go strictly downwards; neighbours on a floor never import each other.
 FLOORS = (
-    ("_version", "errors", "kernels"),
-    ("parallel", "pages"),
+    ("_version", "errors", "lazy", "words"),
+    ("kernels",),
+    ("parallel",),
     ("format",),
     ("state", "store", "wire"),
     ("codec", "run"),
@@ -62,7 +63,9 @@ LATE = (  # what few runs of a command need, for its start
     ("ckptz.foreign.trainer_folders", "ckptz.state.torch"),
 )
 BLAS_NAMES = {f"np.{name}" for name in ("linalg", "dot", "vdot", "inner", "matmul", "tensordot")}
-LAZY_DOORS = ("ckptz", "ckptz.kernels", "ckptz_cli")  # their functions may import what stands below
+LAZY_DOORS = ("ckptz_cli",)  # its functions may import what stands below
+# Modules that load others by names that they make: public names of a package, compiled kernels.
+NAMES_MODULES = ("ckptz", "ckptz.wire", "ckptz.kernels.doors", "ckptz.lazy")
 
 
 def room_of(module: str) -> str:
@@ -92,25 +95,40 @@ def imported(node: ast.AST) -> list[str]:
     ]
 
 
+def lazily_imported(node: ast.AST) -> list[str]:
+    """The module of our own that a call of the lazy door names, which must be a constant."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("lazy.module", "importlib.import_module"):
+        name = node.args[0]
+        return [name.value] if isinstance(name, ast.Constant) and name.value in SOURCES else []
+    return []
+
+
 def imports(tree: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
     """(module, whether inside a function) of every import below `tree`; typing-only ones are left out."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         yield from ((name, inside) for name in imported(node))
+        yield from ((name, False) for name in lazily_imported(node))
         yield from imports(node, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def check_import(module: str, name: str, inside: bool) -> None:
     """Hold one import against the floors, the owners and the rule that imports stand at the top."""
     room, package = room_of(module), name.split(".")[0]
-    if package in ("ckptz", "ckptz_cli"):
-        down = room_of(name) == room or FLOOR_OF[room_of(name)] < FLOOR_OF[room]
-        assert down, f"{module} imports {name}, which is not below it"
+    check_down(module, name)
     is_lazy = inside and (package in OPTIONAL or (module, name) in LATE)
     owned = is_lazy or any(f"{module}.".startswith(f"{o}.") for o in OWNERS.get(package, (module,)))
     assert owned, f"{module} imports {name}, which is not its own"
     assert not inside or is_lazy or room in LAZY_DOORS, f"{module} imports {name} inside a function"
+
+
+def check_down(module: str, name: str) -> None:
+    """Hold one import, which may be for types only, against the floors."""
+    room = room_of(module)
+    if name.split(".")[0] in ("ckptz", "ckptz_cli"):
+        down = room_of(name) == room or FLOOR_OF[room_of(name)] < FLOOR_OF[room]
+        assert down, f"{module} imports {name}, which is not below it"
 
 
 @pytest.mark.parametrize("module", SOURCES)
@@ -118,6 +136,26 @@ def test_imports_go_strictly_down(module: str) -> None:
     assert room_of(module) in FLOOR_OF, f"{module} has no floor: name it here and in the architecture"
     for name, inside in imports(TREES[module]):
         check_import(module, name, inside)
+    for name in own_imports(module):
+        check_down(module, name)
+
+
+def test_one_module_imports_by_name() -> None:
+    users = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node).endswith("import_module")
+    }
+    assert users == {"ckptz.lazy", "ckptz.search.measures"}, "the latter loads the user's own module"
+
+
+def test_modules_are_loaded_by_names_that_can_be_read() -> None:
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy.module":
+                is_constant = isinstance(node.args[0], ast.Constant)
+                assert is_constant or module in NAMES_MODULES, f"{module}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize(
@@ -168,9 +206,10 @@ def test_the_writer_is_noticed_among_readers() -> None:
 
 
 def own_imports(module: str) -> set[str]:
-    """What a module imports of ours, also for types only; doors that load later are left out."""
-    names = {name for node in ast.walk(TREES[module]) for name in imported(node)}
-    return set() if module in LAZY_DOORS else names & set(SOURCES) - {module}
+    """What a module imports of ours, also for types only and through the lazy door."""
+    nodes = list(ast.walk(TREES[module]))
+    names = {name for node in nodes for name in (*imported(node), *lazily_imported(node))}
+    return names & set(SOURCES) - {module}
 
 
 def test_no_modules_import_each_other_not_even_for_types() -> None:

@@ -1,0 +1,38 @@
+"""Modules that load when they are first needed: optional libraries, and what few calls use.
+
+The only module that imports by name, so that the architecture test can read every such import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def module(name: str) -> Any:
+    """Import a module by its full name.
+
+    Raises:
+        ImportError: the module is not installed, or cannot be loaded.
+    """
+    return importlib.import_module(name)
+
+
+def exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Make `__getattr__` and `__dir__` of a package whose public names load when they are first used.
+
+    Args:
+        package: name of the package.
+        homes: by public name, the module below the package that defines it.
+    """
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(module(f"{package}.{homes[name]}"), name)
+
+    def names() -> list[str]:
+        return sorted({*vars(module(package)), *homes})
+
+    return get, names

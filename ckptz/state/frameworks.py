@@ -1,0 +1,110 @@
+"""Frameworks, devices and backends by the names that safetensors gives them.
+
+PyTorch loads when a caller asks for its tensors.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from typing import Final
+
+from ckptz import lazy
+from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.state.arrays import Framework
+
+_SPELLINGS: Final = {
+    "torch": ("pt", "torch", "pytorch"),
+    "numpy": ("np", "numpy"),
+    "tensorflow": ("tf", "tensorflow"),
+    "jax": ("jax", "flax"),
+    "mlx": ("mlx",),
+    "paddle": ("paddle",),
+}
+FRAMEWORKS: Final = {word: name for name, words in _SPELLINGS.items() for word in words}
+BACKENDS: Final = ("mmap", "pread")
+_NUMBERED_DEVICES: Final = ("cuda", "npu", "xpu", "xla", "mlu", "musa", "hpu")
+_MAX_INDEX: Final = (1 << 64) - 1
+
+
+def parse_framework(name: str) -> str:
+    """Return the canonical name of a framework.
+
+    Raises:
+        ConfigError: safetensors knows no such framework.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"framework must be a str, got {type(name).__name__}")
+    if name not in FRAMEWORKS:
+        raise ConfigError(f"framework {name} is invalid; ckptz gives 'pt' or 'np' tensors")
+    return FRAMEWORKS[name]
+
+
+def parse_device(device: str | int | None) -> str | int:
+    """Spell the device as PyTorch does; a bare number is left to PyTorch.
+
+    Raises:
+        ConfigError: not a device that safetensors takes.
+    """
+    if device is None:
+        return "cpu"
+    if isinstance(device, str):
+        return _parse_device_name(device)
+    try:
+        number = operator.index(device)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= _MAX_INDEX:
+        raise ConfigError(f"device {device} is invalid; pass a name such as 'cuda:0' or a number")
+    return number
+
+
+def _parse_device_name(name: str) -> str:
+    kind, colon, digits = name.partition(":")
+    if name == "cpu":
+        return name
+    if kind not in (*_NUMBERED_DEVICES, "mps") or ":" in digits:
+        raise ConfigError(f"device {name} is invalid; 'cpu', 'mps' and 'cuda:0' are examples of valid ones")
+    if colon and not (re.fullmatch(r"\+?[0-9]+", digits) and int(digits) <= _MAX_INDEX):
+        raise ConfigError(f"device {name} is invalid; a number must follow the colon")
+    number = int(digits or 0)
+    if kind == "mps" and number:
+        raise ConfigError(f"device {name} is invalid; there is only one 'mps'")
+    return kind if kind == "mps" else f"{kind}:{number}"
+
+
+def parse_backend(backend: str) -> str:
+    """Check the backend, which changes nothing but the index rules of slices.
+
+    Raises:
+        ConfigError: safetensors knows no such backend.
+    """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a str, got {type(backend).__name__}")
+    if backend not in BACKENDS:
+        raise ConfigError(f"backend {backend!r} is invalid; 'mmap' and 'pread' are known")
+    return backend
+
+
+def framework(name: str, device: str | int, backend: str) -> Framework:
+    """Choose the framework called `name` for tensors on `device`.
+
+    Args:
+        name: from `parse_framework`.
+        device: from `parse_device`.
+        backend: "pread" gives slices safetensors' own index rules, whatever the framework.
+
+    Raises:
+        ConfigError: the framework has no such device.
+        UnsupportedError: ckptz makes no tensors of this framework.
+    """
+    if name != "torch" and device != "cpu":
+        raise ConfigError(f"Device {device} is not supported for framework {name}; load to 'cpu'")
+    if name not in ("torch", "numpy"):
+        raise UnsupportedError(
+            f"framework {name!r}: ckptz makes PyTorch tensors and numpy arrays; open with 'np' and convert"
+        )
+    if name == "numpy":
+        return Framework()  # they live on the CPU, and both backends slice alike
+    made: Framework = lazy.module("ckptz.state.torch").TorchTensors(device, backend == "pread")
+    return made
