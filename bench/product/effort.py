@@ -1,4 +1,4 @@
-"""What each part of an effort saves and costs, by which `effort="default"` was chosen; and its two coders.
+"""Size saved and time spent by each part of `effort`; the choice of `effort="default"` rests on this table.
 
     python -m bench.product.effort [--rounds N] [--only files|coders]
 

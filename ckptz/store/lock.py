@@ -230,7 +230,7 @@ def _open_lock(path: Path) -> int:
 
 
 def _flock(descriptor: int) -> None:
-    """Take a `flock`, also from a holder in this process that nobody uses any more.
+    """Lock a file with `flock`; collect garbage first where an unreachable object of this process holds it.
 
     Raises:
         BlockingIOError: it is held.

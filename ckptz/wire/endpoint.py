@@ -419,7 +419,7 @@ class Link:
         return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what `state_dict` gave.
+        """Restore the feedback state that `state_dict` returned.
 
         Raises:
             WireError: it is not the state of this link. Messages are refused until another call ends well.

@@ -93,7 +93,7 @@ def write_low_rank(folder: Path) -> None:
 
 
 def write_huffman(folder: Path) -> None:
-    """What version 1.2 has more: Huffman streams, in full files and deltas, of weights and maps."""
+    """Write files with Huffman streams, new in 1.2: full files and deltas, of weights and of maps."""
     for name, config in (("lossless", LOSSLESS), ("maps", KMeans(levels=8, prune=0.1))):
         first, second = folder / f"{name}.ckptz", folder / f"{name}-delta.ckptz"
         save_file(training(0), first, config=config, effort="fast")

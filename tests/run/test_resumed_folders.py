@@ -19,7 +19,7 @@ CALLS = ("replace", "link", "mkdir", "fsync", "unlink")  # what changes a folder
 
 
 def killed_after(n_calls: int, work: Callable[[], object]) -> bool:
-    """Whether a process that does `work` was killed by the time it has made so many calls."""
+    """Kill a child process running `work` after `n_calls` of CALLS; False if it ended before."""
 
     def run() -> None:
         n_left = n_calls

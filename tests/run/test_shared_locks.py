@@ -191,7 +191,7 @@ def test_a_save_that_fails_says_what_helps(
 
 
 def in_a_cycle(made: Any) -> None:
-    """Let nobody but a cycle refer to an object, as the frame of an error or a callback may."""
+    """Keep an object alive by a reference cycle alone, as the frame of an error may."""
     cycle: list[Any] = [made]
     cycle.append(cycle)
 

@@ -70,7 +70,7 @@ class Run:
             self.model[1].weight.grad = None
 
     def train(self, begin: int, end: int) -> None:
-        """Take the steps from `begin` on, up to `end`."""
+        """Train from step `begin` up to, not including, step `end`."""
         for step in range(begin, end):
             if step == SAVED_AT:
                 self.freeze_later()
