@@ -204,7 +204,7 @@ def test_a_damaged_object_is_named(url: str) -> None:
         ck.restore(1)
 
 
-# --- exact heads --------------------------------------------------------------------------------
+# --- exact newest steps --------------------------------------------------------------------------------
 
 
 def test_an_exact_head_is_uploaded_before_its_weights_and_comes_back(

@@ -108,7 +108,7 @@ def bits_of(model: nn.Module, optimizers: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", models())
 @pytest.mark.parametrize("n_before", [0, 3])
-@pytest.mark.parametrize("config", [LOSSLESS, Grid(min_elements=1)], ids=["lossless", "exact head"])
+@pytest.mark.parametrize("config", [LOSSLESS, Grid(min_elements=1)], ids=["lossless", "exact newest step"])
 def test_models_and_optimizers_of_all_kinds_resume_exactly(
     tmp_path: Path, kind: str, n_before: int, config: Method
 ) -> None:
@@ -251,7 +251,7 @@ def test_the_example_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert "from step 20" in said[1]
 
 
-@pytest.mark.parametrize("exact", [0, 1], ids=["lossy", "exact head"])
+@pytest.mark.parametrize("exact", [0, 1], ids=["lossy", "exact newest step"])
 def test_a_save_decodes_as_much_however_long_its_chain_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: int
 ) -> None:

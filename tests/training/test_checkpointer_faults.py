@@ -222,7 +222,7 @@ def test_a_rebase_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> Non
     assert rebased == {False, True}
 
 
-# --- lossy files with an exact head -------------------------------------------------------------
+# --- lossy files with an exact newest step -------------------------------------------------------------
 
 
 HEAD_OPTIONS: dict[str, Any] = {"keep": KeepPolicy(last=1), "full_every": 4, "config": GRID}
@@ -284,7 +284,7 @@ def train_until_killed(folder: Path, done: mmap.mmap, config: Method) -> None:
         checkpointer.save(step)
 
 
-@pytest.mark.parametrize("config", [LOSSLESS, GRID], ids=["lossless", "exact head"])
+@pytest.mark.parametrize("config", [LOSSLESS, GRID], ids=["lossless", "exact newest step"])
 @pytest.mark.parametrize("n_kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_kills_lose_nothing_that_was_complete(tmp_path: Path, n_kills: int, config: Method) -> None:
     """The newest step is exact after each kill, and without loss every other, too."""
