@@ -52,13 +52,14 @@ class WeightQuality:
 
 def budget_of(task: Task, max_drop: float) -> Budget:
     """A relative budget for the task's measure."""
-    return Budget(WeightQuality(task), max_drop, lower_is_better=task.budgeted == "loss")
+    # The results were measured with this rule, and every file that it accepts is recorded with its change.
+    return Budget(WeightQuality(task), max_drop, lower_is_better=task.budgeted == "loss", allow_unsure=True)
 
 
 def every(task: Task, budget: float) -> dict[str, Any]:
     """Try all settings that prune by magnitude at the first checkpoint, each as its own file."""
     state, quality = weights_of(Run(task).state(0)), WeightQuality(task)
-    limit, exact = Limit(budget, True), budget_of(task, budget).read(quality(state))
+    limit, exact = Limit(budget, True, allow_unsure=True), budget_of(task, budget).read(quality(state))
     layer_types = {
         role_of(name, tuple(t.shape), t.is_floating_point()).layer_type for name, t in state.items()
     }
@@ -105,7 +106,7 @@ def least(searched: Mapping[str, Any], budget: float) -> int:
 def keeps(judgement: Mapping[str, Any], budget: float) -> bool:
     """Whether a trial keeps a budget; what is not finite keeps none."""
     numbers = [judgement[name] for name in ("change", "error", "changes")]
-    return None not in numbers and share_used(*numbers, budget) <= 1
+    return None not in numbers and share_used(*numbers, Limit(budget, True, allow_unsure=True)) <= 1
 
 
 def rows_of(task: Task) -> Iterator[Row]:

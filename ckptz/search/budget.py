@@ -10,7 +10,8 @@ is judged pair by pair, by two numbers:
                less, down to the budget itself, the less the mean can tell as answers are too few
 
 Both are shares of the exact mean where the budget is one. A mean over few answers cannot tell a good file
-from a bad one, as changes of single answers cancel in it by chance; their squares do not cancel. For losses
+from a bad one, as changes of single answers cancel in it by chance; their squares do not cancel. A file whose
+measured change exceeds its limit is refused all the same, unless the budget says `allow_unsure`. For losses
 in nats, small changes and a calibrated model the second number is about the Kullback-Leibler divergence from
 the exact model; of right and wrong answers it is half the share of those that changed.
 
@@ -82,6 +83,7 @@ class Limit:
     max_drop: float
     is_relative: bool
     sharing: int = 1  # what the limit of single changes is divided by
+    allow_unsure: bool = False  # see Budget
 
     def in_units(self, exact: Reading) -> float:
         """Return the limit in the unit of the value."""
@@ -164,18 +166,18 @@ def judge(limit: Limit, exact: Reading, found: Reading) -> Judgement:
         error=_finite(error) if n > 1 else None,
         changes=_finite(changes) if n > 1 else None,
         sharing=limit.sharing,
-        used=_finite(share_used(change, error, changes, limit.max_drop, limit.sharing)),
+        used=_finite(share_used(change, error, changes, limit)),
     )
 
 
-def share_used(change: float, error: float, changes: float, allowed: float, sharing: int = 1) -> float:
+def share_used(change: float, error: float, changes: float, limit: Limit) -> float:
     """Return the larger share of a budget that mean and per-example change use; not finite if one is not."""
     if not (math.isfinite(change) and math.isfinite(changes)):
         return math.inf
-    change, error = abs(change), error if math.isfinite(error) else 0.0
-    if error > RESOLVED * allowed:
+    change, error, allowed = abs(change), error if math.isfinite(error) else 0.0, limit.max_drop
+    if limit.allow_unsure and error > RESOLVED * allowed:
         change = max(change - SURE * error, 0.0)
-    return max(_share(change, allowed), _share(changes, _most_changes(allowed, error) / sharing))
+    return max(_share(change, allowed), _share(changes, _most_changes(allowed, error) / limit.sharing))
 
 
 def _most_changes(allowed: float, error: float) -> float:
@@ -224,6 +226,9 @@ def _check_same_answers(exact: Reading, found: Reading) -> None:
 class Budget:
     """The part of a quality that a lossy checkpoint may lose.
 
+    A file whose measured change exceeds its limit is refused: the file is written without loss, and the exit
+    code is 6.
+
     Attributes:
         quality: called with a state (name -> CPU torch tensor, the caller's to change) and returns the loss
             of each answer [n_answers] (a torch tensor or an array), always of the same answers in the same
@@ -242,6 +247,9 @@ class Budget:
             "accuracy" or the quality's own name.
         in_steps: `max_drop` counts steps of training instead, by which a restore may set the run back; of a
             `ResumeProbe` only.
+        allow_unsure: where the standard error of the mean exceeds half the limit, accept a file by its
+            per-example change alone, although its measured change exceeds the limit by up to three standard
+            errors.
 
     Example:
         >>> from ckptz import Budget
@@ -255,6 +263,7 @@ class Budget:
     lower_is_better: bool = True
     metric: str | None = None
     in_steps: bool = False
+    allow_unsure: bool = False
 
     def __post_init__(self) -> None:
         if not (callable(self.quality) or hasattr(self.quality, "against")):
@@ -278,7 +287,7 @@ class Budget:
         trains = getattr(self.quality, "trains", False)
         sharing = max(restores if trains else min(restores, HEALED), 1)
         if not (trains or is_one):
-            return Limit(self.max_drop, self.relative, sharing)
+            return Limit(self.max_drop, self.relative, sharing, self.allow_unsure)
         most = self.max_drop / sharing
         if self.in_steps:
             return Limit(most * (math.nan if per_step is None else per_step), False)

@@ -196,11 +196,11 @@ class Yardstick:
         allowed, wanted = self._amount(self.limit.max_drop), ""
         if not judged.is_resolved and judged.error is not None:
             if self.limit.max_drop:
-                wanted = f"; about {float(f'{judged.n_wanted:.2g}'):,.0f} would tell"
+                wanted = f"; about {float(f'{judged.n_wanted:.2g}'):,.0f} {judged.unit}s would decide"
             return (
-                f"{judged.metric}: {judged.n_values} values tell the change of their mean to a standard "
-                f"error of {self._amount(judged.error)}, more than half the budget of {allowed}, so "
-                f"not the mean but the changes of single values decide{wanted}"
+                f"{judged.metric}: {judged.n_values} {judged.unit}s are too few to be sure, because the "
+                f"standard error of the mean's change is {self._amount(judged.error)} and the limit is "
+                f"{allowed}{wanted}"
             )
         if judged.n_values == 1 and self.promise == "quality-drop" and judged.metric not in (KL, TOP1):
             return (

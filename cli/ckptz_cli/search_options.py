@@ -45,7 +45,9 @@ EXAMPLES: Final = (
 )
 FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
 BARE: Final = re.compile(r"\s*[-+.\d][^<>=]*")  # a budget without a metric
-NAMES: Final = ("method", "settings", "config", "eval", "budget", "dry_run", "save_config", "verbose")
+NAMES: Final = (
+    *("method", "settings", "config", "eval", "budget", "allow_unsure", "dry_run", "save_config", "verbose"),
+)
 
 
 def amount_of(text: str) -> tuple[float, bool]:
@@ -214,6 +216,12 @@ search_options = together(
         "'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%', 'resume<=20 steps'. Repeatable; all "
         "are kept.",
     ),
+    click.option(
+        "--allow-unsure",
+        is_flag=True,
+        help="Where the examples are too few to be sure, accept a file by its per-example change, even if "
+        "its measured change exceeds the limit.",
+    ),
     click.option("--dry-run", is_flag=True, default=None, help="Search and report, but write nothing."),
     click.option(
         "--save-config", type=PATH, metavar="FILE", help="Write the settings that were used as JSON."
@@ -268,8 +276,9 @@ def choose(options: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
         return config_from(None, {}, None), _search(options, settings, _search_settings(of_search))
     if options["budget"]:
         raise click.UsageError("--budget needs --eval to measure it")
-    if options["dry_run"] or of_search:
-        name = "--dry-run" if options["dry_run"] else f"--set {SEARCH}.{next(iter(of_search))}"
+    if options["dry_run"] or options["allow_unsure"] or of_search:
+        name = "--dry-run" if options["dry_run"] else "--allow-unsure"
+        name = f"--set {SEARCH}.{next(iter(of_search))}" if of_search else name
         raise click.UsageError(f"{name} belongs to a search: --eval with --budget")
     return config_from(options["method"], settings, options["config"]), None
 
@@ -312,7 +321,10 @@ def _search(options: Mapping[str, Any], settings: dict[str, Any], of_search: dic
     if names := [name for name in settings if name in searched]:
         raise click.UsageError(f"--set {names[0]} is what a search looks for; leave it out")
     return SearchOptions(
-        budgets=budgets_of(options, of_search.get("resume_steps")),
+        budgets=tuple(
+            dataclasses.replace(budget, allow_unsure=options["allow_unsure"])
+            for budget in budgets_of(options, of_search.get("resume_steps"))
+        ),
         template=dataclasses.replace(reference(method), **settings),
         cubes=cubes,
         parent=parent,
@@ -341,10 +353,18 @@ def require_budgets(reports: Sequence[CompressReport]) -> None:
     """End with the exit code for a budget that was not met, once all files are written.
 
     Raises:
-        BudgetError: names the files.
+        BudgetError: names the files, and the number of examples that would decide.
     """
     from ckptz.errors import BudgetError
 
-    unmet = [r.output for r in reports if r.search is not None and r.search.is_met is False]
-    if unmet:
-        raise BudgetError(f"{', '.join(unmet)}: no settings keep the budget; written without loss")
+    unmet = [(r.output, r.search) for r in reports if r.search is not None and r.search.is_met is False]
+    if not unmet:
+        return
+    what = f"{', '.join(output for output, _ in unmet)}: no settings keep the budget; written without loss"
+    last = [judged for _, search in unmet for trial in search.trials[-1:] for judged in trial.judgements]
+    wanted = [judged for judged in last if not judged.is_resolved and judged.allowed]
+    if wanted:
+        most = max(wanted, key=lambda judged: judged.n_wanted)
+        few, n = f"{most.n_values} {most.unit}s are too few to be sure", float(f"{most.n_wanted:.2g}")
+        what += f". {few}: use about {n:,.0f}, or --allow-unsure"
+    raise BudgetError(what)

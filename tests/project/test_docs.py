@@ -47,6 +47,16 @@ def test_contributing_lists_every_room_as_the_room_says_itself() -> None:
         assert f"| `{path.parent.name}/` | {sentence} |" in text
 
 
+def test_readme_page_and_code_promise_the_same_of_budgets() -> None:
+    promise = (
+        "A file whose measured change exceeds its limit is refused: the file is written without loss, and "
+        "the exit code is 6."
+    )
+    texts = [(ROOT / name).read_text("utf-8") for name in ("README.md", "docs/search.md")]
+    for text in (*texts, str(ckptz.Budget.__doc__)):
+        assert promise in " ".join(text.split())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_python_of_every_page_compiles(page: Path) -> None:
     compile(python_of(page), page.name, "exec")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
 
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, ResumeProbe, compress, inspect
@@ -26,6 +27,7 @@ from tests.support.search_support import BOTH, CUBE, SPACE, TEMPLATE
 
 State = dict[str, torch.Tensor]
 ONE_PERCENT = Limit(0.01, True)
+UNSURE = replace(ONE_PERCENT, allow_unsure=True)
 N_ANSWERS, WIDTH = 64, 96
 
 # Losses that follow the error of a weight; the exact file lies beside.
@@ -127,18 +129,29 @@ def test_changes_that_cancel_in_the_mean_use_the_budget_all_the_same() -> None:
     assert kept.used == pytest.approx(0.28**2 / 2 / 2 / 0.02)
 
 
-def test_a_mean_that_too_few_answers_tell_does_not_decide_and_the_changes_do() -> None:
+def test_a_change_beyond_the_limit_is_refused_however_few_answers_there_are() -> None:
     rng = np.random.default_rng(3)
     apart = 0.18 * rng.standard_normal(64)
     apart += 0.04 - apart.mean()  # 2 % of the mean, 1.7 standard errors
     found = judged(np.full(64, 2.0), apart)
+    assert not found.is_resolved
+    assert not found.is_kept
+    assert found.used == pytest.approx(2)
+    assert judged(np.full(64, 2.0), apart, UNSURE).is_kept
+
+
+def test_of_unsure_answers_the_changes_may_decide() -> None:
+    rng = np.random.default_rng(3)
+    apart = 0.18 * rng.standard_normal(64)
+    apart += 0.04 - apart.mean()  # 2 % of the mean, 1.7 standard errors
+    found = judged(np.full(64, 2.0), apart, UNSURE)
     assert found.change == pytest.approx(0.02)
     assert not found.is_resolved
     assert found.is_kept
     assert found.used == pytest.approx((found.changes or 0) / 0.01)
-    assert not judged(np.full(64, 2.0), 1.2 * apart).is_kept  # held to the budget, not twice it
+    assert not judged(np.full(64, 2.0), 1.2 * apart, UNSURE).is_kept  # held to the budget, not twice it
     assert found.n_wanted == pytest.approx(64 * ((found.error or 0) / 0.005) ** 2)
-    many = judged(np.full(64 * 40, 2.0), np.tile(apart, 40))
+    many = judged(np.full(64 * 40, 2.0), np.tile(apart, 40), UNSURE)
     assert many.is_resolved
     assert not many.is_kept
 
@@ -151,14 +164,14 @@ def test_single_changes_are_allowed_less_the_less_the_mean_can_tell(error: float
         metric="loss", unit="answer", n_values=9, allowed=0.02, is_relative=True, error=0.02 * error
     )
     assert found.most_changes == pytest.approx(0.02 * most)
-    assert share_used(0.0, 0.02 * error, 0.02, 0.02) == pytest.approx(1 / most)
+    assert share_used(0.0, 0.02 * error, 0.02, Limit(0.02, True)) == pytest.approx(1 / most)
 
 
 def test_a_mean_beyond_the_budget_by_more_than_chance_breaks_it_with_few_answers_too() -> None:
     rng = np.random.default_rng(3)
     apart = 0.1 * rng.standard_normal(64)
     apart += 0.2 - apart.mean()  # 10 % of the mean, 16 standard errors
-    found = judged(np.full(64, 2.0), apart)
+    found = judged(np.full(64, 2.0), apart, UNSURE)
     assert not found.is_resolved
     assert found.changes < 0.02
     assert not found.is_kept
@@ -348,8 +361,38 @@ def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions
     assert doubt in report.notes
     kept = next(t for t in report.search.trials if t.config == report.search.config).judgements[0]
     assert not kept.is_resolved
-    assert "8 values tell the change of their mean to a standard error of" in doubt
-    assert f"about {float(f'{kept.n_wanted:.2g}'):,.0f} would tell" in doubt
+    assert "8 answers are too few to be sure, because the standard error of the mean's change is" in doubt
+    assert doubt.endswith(f"about {float(f'{kept.n_wanted:.2g}'):,.0f} answers would decide")
+
+
+@pytest.mark.parametrize("options", [(), ("--allow-unsure",)], ids=["by default", "allowed"])
+def test_few_answers_never_exceed_a_budget_with_exit_code_0_unless_that_is_allowed(
+    folder: Path, options: tuple[str, ...]
+) -> None:
+    few = """
+def shifted(state):
+    moved = not torch.equal(state["head.weight"], EXACT)
+    return 2 + 0.03 * moved * torch.tensor([3.0, -1, 3, -1, 3, -1, 3, -1])
+"""
+    with (folder / "evaluate.py").open("a") as file:
+        file.write(few)
+    output, where = folder / "out.ckptz", f"{folder}/evaluate.py:shifted"
+    run = ckptz(
+        *("compress", folder / "model.safetensors", "-o", output, "--eval", where, "--budget", "1%"),
+        *options,
+        fails=not options,
+    )
+    if options:
+        assert "too few examples to be sure" in run.stdout
+        return
+    assert run.exit_code == 6
+    assert inspect(output).quality == ()
+    assert torch.equal(
+        load_file(output)["head.weight"], load_plain(folder / "model.safetensors")["head.weight"]
+    )
+    last = run.stderr.splitlines()[-1]
+    assert "no settings keep the budget; written without loss. 8 answers are too few to be sure: use" in last
+    assert last.endswith("or --allow-unsure")
 
 
 def test_a_single_number_is_judged_with_a_warning(folder: Path, functions: dict[str, Any]) -> None:
