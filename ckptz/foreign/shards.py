@@ -14,14 +14,14 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptz.errors import CorruptionError, UnsupportedError
+from ckptz.errors import CorruptionError, UnsupportedError, naming
 from ckptz.foreign.dcp_index import FolderIndex, Piece, WholeTensor, read_index, shard_path
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
 from ckptz.parallel import Recent
 from ckptz.run.exact import exact_of
 from ckptz.run.step_files import INDEX_FILE
-from ckptz.state.skeleton import TensorRef, pack_node
+from ckptz.state.skeleton import TensorRef, pack_node, parse_tree
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 HELD_TENSORS: Final = 2  # in memory: the one that is read, and the next, which threads have begun
@@ -112,10 +112,8 @@ def _root(folder: Path, index: FolderIndex) -> Any:
     """Return the JSON tree of the state: nested as the planner of torch flattened it."""
     leaves: dict[str, Any] = {name: TensorRef(name) for name in index.tensors}
     for name, stored in index.objects.items():
-        nodes = dict(stored.tree["root"].get("dict", ()))
-        if stored.tree.get("storages") or name not in nodes or "tensor" in str(nodes[name]):
-            raise UnsupportedError(f"{folder}: {name!r} is an object with tensors; load the step with torch")
-        leaves[name] = _Node(nodes[name])
+        with naming(f"{folder / INDEX_FILE}: object {name!r}"):
+            leaves[name] = _Node(_node(name, stored.tree))
     nested: dict[Any, Any] = {}
     for name, value in leaves.items():
         *above, last = (index.paths or {}).get(name, (name,))
@@ -124,6 +122,17 @@ def _root(folder: Path, index: FolderIndex) -> Any:
             level = level.setdefault(part, {})
         level[last] = value
     return pack_node(_with_lists(nested), _leaf)
+
+
+def _node(name: str, raw: dict[str, Any]) -> Any:
+    """Return the node of an object, which the tree of its file holds under its name."""
+    tree = parse_tree(raw)
+    if type(tree.root) is not dict or list(tree.root) != [name]:
+        raise CorruptionError("its tree holds something else")
+    if tree.refs:
+        raise UnsupportedError("holds tensors; load the step with torch.distributed.checkpoint")
+    [[_, node]] = raw["root"]["dict"]
+    return node
 
 
 def _leaf(value: Any, path: Any) -> dict[str, Any]:

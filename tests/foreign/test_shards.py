@@ -8,10 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 
-from ckptz.foreign.dcp_index import FolderIndex, Piece, ShardFile, StoredObject, WholeTensor, write_index
+from ckptz.foreign.dcp_index import (
+    FolderIndex,
+    Piece,
+    ShardFile,
+    StoredObject,
+    WholeTensor,
+    read_index,
+    write_index,
+)
 from ckptz.numpy import save_file
 from tests.support.cli_support import ckptz
 
@@ -26,6 +35,12 @@ PIECES: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {
     "model.norm.weight": [(1, (0,), (6,))],
     "optimizer.state.up.exp_avg": [(0, (0, 0), (4, 2)), (1, (0, 2), (4, 4)), (0, (4, 0), (4, 6))],
 }
+# Values that are no tensors; one of them looks as the nodes of tensors do in a tree.
+OBJECTS: dict[str, Any] = {"epoch": 3, "parallel": {"dict": [["tensor", "tensor parallel"]]}}
+
+
+def stored_object(name: str, node: Any) -> StoredObject:
+    return StoredObject(0, {"root": {"dict": [[name, node]]}, "storages": []})
 
 
 @pytest.fixture
@@ -45,10 +60,10 @@ def run(tmp_path: Path) -> Path:
         tensors[name] = WholeTensor(dtype, FULL[name].shape, tuple(chunks))
     for rank, shard in enumerate(shards):
         save_file(shard, folder / f"shard-{rank:05d}-5e1f.ckptz")
-    paths = {name: tuple(name.split(".", 1)) for name in FULL} | {"epoch": ("epoch",)}
+    paths = {name: tuple(name.split(".", 1)) for name in FULL} | {name: (name,) for name in OBJECTS}
     files = tuple(ShardFile(f"shard-{rank:05d}-5e1f.ckptz", rank) for rank in range(2))
-    epoch = StoredObject(0, {"root": {"dict": [["epoch", 3]]}, "storages": []})
-    write_index(folder, FolderIndex("ckptz.dcp", 2, 2, files, tensors, {"epoch": epoch}, paths))
+    objects = {name: stored_object(name, node) for name, node in OBJECTS.items()}
+    write_index(folder, FolderIndex("ckptz.dcp", 2, 2, files, tensors, objects, paths))
     save_plain(FULL, tmp_path / "full.safetensors")
     return tmp_path / "run"
 
@@ -72,12 +87,27 @@ def test_a_restore_to_dcp_is_what_torch_loads(run: Path, tmp_path: Path) -> None
         "model": {"up.weight": torch.zeros(8, 6), "norm.weight": torch.zeros(6)},
         "optimizer": {"state.up.exp_avg": torch.zeros(8, 6, dtype=torch.float16)},
         "epoch": 0,
+        "parallel": {},
     }
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     np.testing.assert_array_equal(state["model"]["up.weight"].numpy(), FULL["model.up.weight"])
     moments = state["optimizer"]["state.up.exp_avg"].numpy()
     np.testing.assert_array_equal(moments, FULL["optimizer.state.up.exp_avg"])
     assert state["epoch"] == 3
+
+
+@pytest.mark.parametrize(
+    ("node", "said"),
+    [
+        ({"tuple": [1, {"tensor": "held.1"}]}, "object 'held': holds tensors; load the step with torch"),
+        ({"tensor": 1}, "object 'held': tree: "),
+    ],
+)
+def test_an_object_that_cannot_be_put_together_is_named(run: Path, node: Any, said: str) -> None:
+    index = read_index(run / "step-60")
+    write_index(run / "step-60", replace(index, objects={"held": stored_object("held", node)}))
+    failed = ckptz("restore", f"{run}@60", "-o", run / "out.safetensors", fails=True)
+    assert f"{run / 'step-60'}/ckptz-index.json: {said}" in failed.error
 
 
 def test_verify_and_diff_see_all_ranks(run: Path, tmp_path: Path) -> None:
