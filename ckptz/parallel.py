@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
@@ -118,6 +118,27 @@ class Task(Generic[R]):
             finally:
                 del self  # the traceback has this frame
         return self._result[0]
+
+
+def uninterrupted(call: Callable[[Sequence[BaseException]], R]) -> R:
+    """Make a call on a thread of its own, where no interrupt ends it; the first one is raised afterwards.
+
+    Args:
+        call: is given the interrupts so far, a list that grows, and may end early once there are some.
+    """
+    interrupts: list[BaseException] = []
+    task = Task(functools.partial(call, interrupts))
+    begin = task.start
+    while not task.is_done:
+        try:
+            begin()
+            task.wait()
+        except BaseException as error:
+            interrupts.append(error)
+            begin = task.run  # on this thread, if no other could be started
+    if interrupts:
+        raise interrupts[0]
+    return task.result()
 
 
 Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | object]"

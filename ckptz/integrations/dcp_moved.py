@@ -9,18 +9,23 @@ added up, so that a weight is moved by one share wherever its parts are.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
+from ckptz.errors import CkptzError
 from ckptz.format.sources import TensorSource
 from ckptz.guidance.moves import Products, total
 from ckptz.guidance.trail import Trained
+from ckptz.parallel import uninterrupted
 from ckptz.state.roles import BASES, Role, role_of
 from ckptz.training.state import as_number, sampled_weights
+
+FAILED_ELSEWHERE: Final = "the save failed on another rank, whose error says why; save again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +133,39 @@ class RankPool:
         self._group = group if is_whole else None
         self._pooled: dict[str, Products] | None = None
 
-    def __call__(self, own: dict[str, Products]) -> dict[str, Products]:
-        """Return the sums over all ranks; when a file is written again, the first sums."""
+    def __call__(self, own: dict[str, Products] | None) -> dict[str, Products]:
+        """Return the sums over all ranks; when a file is written again, the first sums.
+
+        Args:
+            own: sums of this rank; None where its save has failed.
+
+        Raises:
+            CkptzError: the save has failed on a rank.
+        """
         if self._pooled is None:
-            self._pooled = {}  # who could not reach the others does not try again
-            ranks: list[Any] = [own]
-            if self._group is not None:
-                ranks = [None] * dist.get_world_size(self._group)
-                dist.all_gather_object(ranks, own, group=self._group)
-            names = dict.fromkeys(name for rank in ranks for name in rank)
-            self._pooled = {name: total(rank[name] for rank in ranks if name in rank) for name in names}
+            uninterrupted(functools.partial(self._pool, own))
+        assert self._pooled is not None
         return self._pooled
+
+    def _pool(self, own: dict[str, Products] | None, interrupts: Sequence[BaseException]) -> None:
+        self._pooled = {}  # who could not reach the others does not try again
+        ranks: list[Any] = [None if interrupts else own]
+        if self._group is not None:
+            [own] = ranks
+            ranks = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(ranks, own, group=self._group)
+        if None in ranks:
+            raise CkptzError(FAILED_ELSEWHERE)
+        names = dict.fromkeys(name for rank in ranks for name in rank)
+        self._pooled = {name: total(rank[name] for rank in ranks if name in rank) for name in names}
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
         """Take part at the latest at the end, so that nobody waits for a rank that failed or has no part."""
         try:
             yield
-        finally:
-            self({})
+        except BaseException:
+            with contextlib.suppress(CkptzError):  # of all failures, its own says most
+                self(None)
+            raise
+        self({})

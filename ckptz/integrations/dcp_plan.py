@@ -7,6 +7,7 @@ part with zeros, and one that fails takes part before it says so.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 from collections import Counter
@@ -31,8 +32,10 @@ from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.trail import Trained
-from ckptz.integrations.dcp_moved import described
+from ckptz.integrations.dcp_moved import FAILED_ELSEWHERE, described
 from ckptz.integrations.linked import on_host
+from ckptz.kernels.floats import N_BUCKETS
+from ckptz.parallel import uninterrupted
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import Role, Rule
 from ckptz.torch import source_of
@@ -209,40 +212,55 @@ def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
 
 def merged_guides(
     names: Sequence[str],
-    shards: Mapping[str, Sequence[TensorSource]],
+    shards: Mapping[str, Sequence[TensorSource]] | None,
     kinds: Mapping[str, str],
     group: dist.ProcessGroup | None,
 ) -> dict[str, SideInformation]:
     """Make guides with the histogram of each whole tensor.
 
+    All ranks end together: each tensor's sum tells them whether one has failed.
+
     Args:
         names: the tensors that are split, the same on all ranks in the same order.
-        shards: this rank's pieces, by name.
+        shards: this rank's pieces, by name; None where its save has failed.
         kinds: dtype of each of `names`, such as "F32".
         group: of the ranks; None if there is one.
 
     Raises:
-        Exception: what a histogram of this rank raised, after all collectives are done.
+        CkptzError: the save has failed on another rank.
     """
+    return uninterrupted(functools.partial(_merge, names, shards, kinds, group))
+
+
+def _merge(
+    names: Sequence[str],
+    shards: Mapping[str, Sequence[TensorSource]] | None,
+    kinds: Mapping[str, str],
+    group: dist.ProcessGroup | None,
+    interrupts: Sequence[BaseException],
+) -> dict[str, SideInformation]:
     guides, failure = {}, None
     for name in names:
         kind = KINDS[kinds[name]]
-        counts = torch.zeros(1 << 16, dtype=torch.int64)
+        sums = torch.zeros(N_BUCKETS + 1, dtype=torch.int64)  # the last counts ranks that have failed
         try:
-            if name in shards:
-                counts = torch.from_numpy(_histogram(shards[name], kind).counts)
+            if shards is not None and name in shards:
+                sums[:-1] = torch.from_numpy(_histogram(shards[name], kind, interrupts).counts)
         except Exception as error:  # the others must not wait for a rank that failed
-            failure = failure or error
+            failure = error
+        sums[-1] = shards is None or failure is not None or bool(interrupts)
         if group is not None:
-            dist.all_reduce(counts, group=group)
+            dist.all_reduce(sums, group=group)
+        if shards is None:
+            break
+        if sums[-1]:
+            raise failure or CkptzError(FAILED_ELSEWHERE)
         if name in shards:
-            guides[name] = SideInformation(histogram=Histogram(kind, counts.numpy()))
-    if failure is not None:
-        raise failure
+            guides[name] = SideInformation(histogram=Histogram(kind, sums[:-1].numpy()))
     return guides
 
 
-def _histogram(pieces: Sequence[TensorSource], kind: int) -> Histogram:
-    empty = Histogram(kind, torch.zeros(1 << 16, dtype=torch.int64).numpy())
-    chunks = ((s, bounds) for s in pieces for bounds in s.chunk_bounds())
+def _histogram(pieces: Sequence[TensorSource], kind: int, interrupts: Sequence[BaseException]) -> Histogram:
+    empty = Histogram(kind, torch.zeros(N_BUCKETS, dtype=torch.int64).numpy())
+    chunks = ((s, bounds) for s in pieces for bounds in s.chunk_bounds() if not interrupts)
     return reduce(add, (Histogram.of(source.patterns(*bounds), kind) for source, bounds in chunks), empty)

@@ -181,8 +181,8 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         with pool.taking_part():
             try:
                 gathered = Gathered(plan.items, planner)
-            except Exception:
-                merged_guides(orders.split, {}, orders.kinds, self._group)  # nobody must wait for this rank
+            except BaseException:
+                merged_guides(orders.split, None, orders.kinds, self._group)  # nobody must wait for this rank
                 raise
             guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
             job = gathered.job(orders, guides)

@@ -151,6 +151,23 @@ def test_a_rank_that_fails_fails_the_save_on_all(play_: str, request: pytest.Fix
         assert one["seconds"] < 100
 
 
+@pytest.mark.parametrize("play_", ["all", pytest.param("slow", marks=pytest.mark.slow)])
+def test_an_interrupted_rank_ends_the_save_on_all_and_the_next_save_works(
+    play_: str, request: pytest.FixtureRequest
+) -> None:
+    name, fixture = {
+        "all": ("interrupted_saves 2", "said"),
+        "slow": ("interrupted_saves 4", "slowly"),
+    }[play_]
+    first, *others = request.getfixturevalue(fixture)[name]
+    for method in ("kmeans", "grid", "lossless"):
+        assert "KeyboardInterrupt" in first[method]["ends"]
+        assert set(first[method]["ends"]) <= {"KeyboardInterrupt", ""}
+        assert all(one[method]["ends"] == first[method]["ends"] for one in others)
+        assert first[method]["seconds"] < 20
+    assert first["lossless"]["same"]
+
+
 def check_busy(found: list[dict[str, Any]], n_ranks: int) -> None:
     assert len(found) == n_ranks
     assert all(one["reduced"] == 150 and "step-49" in one["steps"] for one in found)

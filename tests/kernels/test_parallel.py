@@ -1,11 +1,13 @@
 """Ordered work on threads, and small work on the caller's."""
 
+import signal
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
-from ckptz.parallel import Task, Workers
+from ckptz.parallel import Task, Workers, uninterrupted
 
 
 def test_small_work_stays_on_the_callers_thread_and_in_its_turn() -> None:
@@ -43,3 +45,33 @@ def test_results_that_are_closed_after_their_workers_do_not_wait() -> None:
     closing = Task(results.close)
     closing.start()
     assert closing.wait(10)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs signals to threads")
+@pytest.mark.parametrize("n_signals", [1, 2])
+def test_a_call_that_is_interrupted_ends_and_knows_of_it(n_signals: int) -> None:
+    ended, main = [], threading.get_ident()
+
+    def call(interrupts: Sequence[BaseException]) -> None:
+        for _ in range(n_signals):
+            signal.pthread_kill(main, signal.SIGINT)
+            time.sleep(0.1)
+        while not interrupts:
+            time.sleep(0.001)
+        ended.append(threading.get_ident())
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(call)
+    assert ended
+    assert ended != [main]
+
+
+def test_a_call_is_made_here_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ended: list[Sequence[BaseException]] = []
+    monkeypatch.setattr("_thread.start_new_thread", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        uninterrupted(ended.append)
+    assert [len(interrupts) for interrupts in ended] == [1]

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import sys
 import time
@@ -48,6 +49,7 @@ KMEANS = ChainOptions(config=KMeans(levels=16), jobs=1)
 LOSSLESS = ChainOptions(jobs=1)
 MOVING = ChainOptions(config=Grid(step=2**-6), jobs=1, exact=0)
 GRID = ChainOptions(config=Grid(step=0.5, min_elements=1), jobs=1)
+N_INTERRUPTS = 12
 SIZES = {"wide": (70, 96), "narrow": (96, 50), "odd": (7, 640), "small": (9, 5), "line": (333,)}
 
 
@@ -304,6 +306,64 @@ class _Unreadable(SourceOf):
         raise OSError(5, "Input/output error")
 
 
+def interrupted_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """Ctrl-C meets the last rank at random times of its part of a save; the next save is left alone."""
+    found, generator = dict[str, Any](), random.Random(0)
+    for name, options in (("kmeans", KMEANS), ("grid", MOVING), ("lossless", LOSSLESS)):
+        writer = CkptzStorageWriter(options=options, timeout=SHORT)
+        ends, seconds, pause = list[str](), list[float](), 0.1
+        for number in range(N_INTERRUPTS):
+            at = folder / "interrupted" / name / str(number)
+            delay = generator.uniform(0, 1.1 * pause)
+            start = time.monotonic()
+            ends.append(_interrupted_save(at, writer, n_ranks, delay if rank == n_ranks - 1 else None))
+            seconds.append(time.monotonic() - start)
+            start = time.monotonic()
+            dcp.save(sharded(whole(), n_ranks), checkpoint_id=at, storage_writer=writer)
+            pause = time.monotonic() - start
+        loaded: dict[str, Any] = {key: torch.zeros_like(tensor) for key, tensor in whole().items()}
+        loaded = sharded(loaded, n_ranks)
+        dcp.load(loaded, storage_reader=CkptzStorageReader(at, jobs=1))
+        found[name] = {
+            "ends": [end.strip().rpartition("\n")[2] for end in ends],
+            "seconds": max(seconds),
+            "same": same(full(loaded), whole()),
+        }
+    return found
+
+
+def _interrupted_save(at: Path, writer: CkptzStorageWriter, n_ranks: int, delay: float | None) -> str:
+    """Save while a signal meets this rank after a delay, if there is one; return the error's text."""
+    write = CkptzStorageWriter.write_data
+    if delay is not None:
+        CkptzStorageWriter.write_data = lambda *given: _interrupted(delay, write, *given)
+    try:
+        dcp.save(sharded(whole(), n_ranks), checkpoint_id=at, storage_writer=writer)
+    except CheckpointException as error:
+        return str(error)
+    finally:
+        CkptzStorageWriter.write_data = write
+    return ""
+
+
+def _interrupted(delay: float, call: Callable[..., Any], *given: Any) -> Any:
+    """Make a call that a signal meets after a delay, if it has not ended by then."""
+    is_armed = [True]
+
+    def interrupt(number: int, frame: object) -> None:
+        if is_armed:
+            is_armed.clear()
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, max(delay, 1e-6))
+    try:
+        return call(*given)
+    finally:
+        is_armed.clear()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
 def saves_beside_training(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     """Fifty saves with merged histograms while the ranks run collectives of their own."""
     state = sharded(whole(), n_ranks)
@@ -418,9 +478,9 @@ PLAYS: dict[str, tuple[tuple[Scenario, int], ...]] = {
         *((save_states, 2), (save_states, 4), (load_states, 4), (load_states, 2)),
         *((load_grids, 4), (load_grids, 2)),
         *((fsdp_saves, 2), (fsdp_resumes, 4), (disagreements, 2), (a_failing_rank, 2)),
-        *((moved_shards, 2), (saves_beside_training, 2), (killed, 2)),
+        *((moved_shards, 2), (interrupted_saves, 2), (saves_beside_training, 2), (killed, 2)),
     ),
-    "slow": ((saves_beside_training, 4), (a_failing_rank, 4), (killed, 4)),
+    "slow": ((saves_beside_training, 4), (a_failing_rank, 4), (interrupted_saves, 4), (killed, 4)),
     "moved": ((moved_shards, 2),),
     "hung": ((hung, 2),),
     "titan": ((titan_saves, 2),),
