@@ -1,6 +1,6 @@
 """Folders of `CkptzTrainerMixin`, written as transformers' own Trainer would have written them.
 
-    model.ckptz      ->  model.safetensors, or adapter_model.safetensors
+    model.ckptz      ->  model.safetensors, or adapter_model.safetensors in the folder of each adapter
     state.ckptz      ->  optimizer.pt, by numbers of parameters, scheduler.pt, scaler.pt
     rng-00000.ckptz  ->  rng_state.pth, or one for each of several ranks
 
@@ -15,12 +15,14 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from ckptz.errors import CorruptionError, UnsupportedError, naming
+from ckptz.foreign.adapters import ADAPTERS_KEY, CONFIG_FILE, WEIGHTS_FILE, key_of, parse_adapters
 from ckptz.foreign.folders import Carried, Input, carried_in, stage_carried
 from ckptz.foreign.inputs import STATE, WEIGHTS, open_input
 from ckptz.foreign.torch_files import dump_state
@@ -33,11 +35,6 @@ from ckptz.state.flatten import Chunks, tied_names, unflatten
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import SUFFIX
 
-# PEFT's files leave out the name of the adapter, and that of its copies of whole layers.
-_NOT_IN_ADAPTERS: Final = re.compile(
-    r"\.modules_to_save\.default(?=\.)|(?<=lora_magnitude_vector)\.default\.weight$|\.default(?=\.|$)"
-)
-
 # Plain files with state of a checkpoint, of any form that the Trainer and PEFT load.
 _PLAIN_STATE: Final = re.compile(
     r"(?:(?:pytorch_|adapter_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)(?:\.index\.json)?"
@@ -45,7 +42,7 @@ _PLAIN_STATE: Final = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TrainerFolder:
     """The open files of a checkpoint.
 
@@ -70,23 +67,40 @@ class TrainerFolder:
 
     @property
     def is_adapter(self) -> bool:
-        """True if the weights are those of a PEFT adapter."""
-        return any(name == "adapter_config.json" for name, _ in self.carried)
+        """True if the weights are those of PEFT's adapters."""
+        is_recorded = ADAPTERS_KEY in (self.weights.metadata or {})
+        return is_recorded or any(name == CONFIG_FILE for name, _ in self.carried)
 
     @property
     def lacks_frozen(self) -> bool:
         """True if frozen weights are left out that a full model needs; an adapter does not need them."""
         return FROZEN_KEY in (self.weights.metadata or {}) and not self.is_adapter
 
-    @property
-    def weights_file(self) -> str:
-        """Name the plain file of weights."""
-        return "adapter_model.safetensors" if self.is_adapter else "model.safetensors"
+    @cached_property
+    def weights_files(self) -> dict[str, dict[str, TensorSource]]:
+        """The tensors of each plain file of weights, tied ones once, but in each file of an adapter.
+
+        Raises:
+            CorruptionError: the record of adapters is damaged.
+        """
+        tensors = self.weights.tensors
+        if not self.is_adapter:
+            return {"model.safetensors": dict(tensors)}
+        stored = {name: name for name in tensors} | tied_names(self.weights.tree, tensors)
+        record = (self.weights.metadata or {}).get(ADAPTERS_KEY)
+        if record is None:  # before there were such: one adapter, which was called "default"
+            keys = {"": {key_of(name, "default"): name for name in tensors}}
+        else:
+            keys = parse_adapters(record, stored)
+        return {
+            f"{folder}/{WEIGHTS_FILE}".lstrip("/"): {key: tensors[stored[name]] for key, name in own.items()}
+            for folder, own in keys.items()
+        }
 
     @property
     def written(self) -> list[str]:
         """Name the plain files that it becomes."""
-        return [self.weights_file, "optimizer.pt", "scheduler.pt", "scaler.pt", *self.rng_files]
+        return [*self.weights_files, "optimizer.pt", "scheduler.pt", "scaler.pt", *self.rng_files]
 
     @property
     def rng_files(self) -> list[str]:
@@ -122,7 +136,8 @@ def open_trainer_folder(
 
 def plain_state_in(folder: Path) -> list[str]:
     """List the plain files in a folder that the Trainer or PEFT would load state from."""
-    return sorted(entry.name for entry in os.scandir(folder) if _PLAIN_STATE.fullmatch(entry.name))
+    own = [entry.name for entry in os.scandir(folder) if _PLAIN_STATE.fullmatch(entry.name)]
+    return sorted([*own, *(f"{path.parent.name}/{path.name}" for path in folder.glob("*/adapter_model.*"))])
 
 
 def write_plain_trainer(
@@ -140,31 +155,29 @@ def write_plain_trainer(
         CorruptionError: a file was not written by the mixin.
         UnsupportedError: weights that no safetensors file can hold.
     """
-    weights = _named_weights(trainer)
+    _check_tied(trainer.weights)
     with publish_together() as files:
-        with files.file(folder / trainer.weights_file, like) as sink:
-            write_plain(sink, plain_regions(weights), {"format": "pt"}, chunks(weights))
+        for file, weights in trainer.weights_files.items():
+            with files.file(folder / file, like) as sink:
+                write_plain(sink, plain_regions(weights), {"format": "pt"}, chunks(weights))
         for file, state in _torch_files(trainer, folder, chunks).items():
             with files.file(folder / file, like) as sink:
                 dump_state(sink, state, folder / file)
         stage_carried(files, trainer.carried, folder)
 
 
-def _named_weights(trainer: TrainerFolder) -> dict[str, TensorSource]:
-    """Return the weights by their names in the plain file, tied ones once, as transformers writes them."""
-    weights = trainer.weights
-    if weights.tree is not None:
-        with naming(weights.name):
-            names = set(parse_tree(weights.tree).root)
-            tied = tied_names(weights.tree, weights.tensors)
-        if odd := sorted(names - weights.tensors.keys() - tied.keys()):
-            raise UnsupportedError(
-                f"{weights.name}: {odd[0]!r} shares a part of its memory with others, which no safetensors "
-                "file can hold; restore model.ckptz by itself"
-            )
-    if not trainer.is_adapter:
-        return dict(weights.tensors)
-    return {_NOT_IN_ADAPTERS.sub("", name): source for name, source in weights.tensors.items()}
+def _check_tied(weights: Input) -> None:
+    """Refuse weights that share a part of their memory: transformers writes tied ones once, but whole."""
+    if weights.tree is None:
+        return
+    with naming(weights.name):
+        names = set(parse_tree(weights.tree).root)
+        tied = tied_names(weights.tree, weights.tensors)
+    if odd := sorted(names - weights.tensors.keys() - tied.keys()):
+        raise UnsupportedError(
+            f"{weights.name}: {odd[0]!r} shares a part of its memory with others, which no safetensors "
+            "file can hold; restore model.ckptz by itself"
+        )
 
 
 def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[str, Any]:

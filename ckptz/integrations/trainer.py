@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import transformers
 
+from ckptz import lazy
 from ckptz.codec.method import MOMENT_ROLES
 from ckptz.codec.tensor import SideInformation, moments_energy
 from ckptz.errors import UnsupportedError
+from ckptz.foreign.adapters import STORED_PREFIX
 from ckptz.format.publish import make_folder
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
@@ -86,6 +88,7 @@ _OVERRIDDEN: Final = (
 # What is neither a weight nor a moment stays exact whatever the configuration.
 _PARTS: Final = ("groups", "scheduler", "scaler", "rng", SCALARS)  # which are neither weights nor moments
 _EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in _PARTS)
+_EXACT_WEIGHTS: Final = (Rule(f"{STORED_PREFIX}*", role="other"),)
 
 
 class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
@@ -142,17 +145,8 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             return
         folder, model = Path(output_dir), _unwrapped(self)
         make_folder(folder)
-        processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        parts = [_config_of(model), getattr(model, "generation_config", None), processing]
-        parts += getattr(model, "peft_config", {}).values()
-        for part in parts:
-            if part is not None and hasattr(part, "save_pretrained"):
-                part.save_pretrained(folder)
-        frozen = {} if self._ckptz_frozen is None else frozen_weights(model)
-        state = {name: value for name, value in model.state_dict().items() if name not in frozen}
-        job = job_of(state, self.state.global_step)
-        if self._ckptz_frozen is not None and (frozen_id := self._ckptz_frozen.of(frozen)) is not None:
-            job = replace(job, metadata={FROZEN_KEY: frozen_id})
+        _save_settings(self, model, folder)
+        job = _weights_job(self, model)
         chain, path = self._ckptz_chains[MODEL_NAME], folder / MODEL_NAME
         if not self._ckptz.config.is_lossy:
             chain.write(path, job)
@@ -330,6 +324,31 @@ def _config_of(model: Any) -> Any:
     return config
 
 
+def _save_settings(trainer: Any, model: Any, folder: Path) -> None:
+    """Write the files that the Trainer writes beside the weights."""
+    parts = [trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)]
+    if hasattr(model, "peft_config"):
+        lazy.module("ckptz.integrations.peft_adapters").save_configs(model, folder)
+    else:
+        parts += [_config_of(model), getattr(model, "generation_config", None)]
+    for part in parts:
+        if part is not None and hasattr(part, "save_pretrained"):
+            part.save_pretrained(folder)
+
+
+def _weights_job(trainer: Any, model: Any) -> Job:
+    """The file of the weights, less frozen ones if these are left out, with what PEFT's files need."""
+    frozen = {} if trainer._ckptz_frozen is None else frozen_weights(model)
+    state, metadata = model.state_dict(), dict[str, str]()
+    stored = {name: v for name, v in state.items() if name_without_wrappers(model, name) not in frozen}
+    if hasattr(model, "peft_config"):
+        adapters = lazy.module("ckptz.integrations.peft_adapters")
+        stored, metadata = adapters.with_adapters(model, state, stored)
+    if frozen and (frozen_id := trainer._ckptz_frozen.of(frozen)) is not None:
+        metadata[FROZEN_KEY] = frozen_id
+    return replace(job_of(stored, trainer.state.global_step, _EXACT_WEIGHTS), metadata=metadata or None)
+
+
 def _rng_path(trainer: Any, folder: str) -> Path:
     return Path(folder) / f"rng-{trainer.args.process_index:05d}{SUFFIX}"
 
@@ -371,7 +390,8 @@ def _guides(
 
 
 def _load_weights(trainer: Any, path: Path, model: Any) -> None:
-    state = read_newest(path, trainer._ckptz.jobs)
+    saved = read_newest(path, trainer._ckptz.jobs)
+    state = {name: value for name, value in saved.items() if not name.startswith(STORED_PREFIX)}
     target = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
     live = target.state_dict()
     names, wrapped = names_in_model(target, live, state), names_without_wrappers(target, live)

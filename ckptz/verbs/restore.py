@@ -170,6 +170,7 @@ def _of_trainer(
     read = [file for one in trainer.inputs if one.checkpoint is not None for file in one.checkpoint.paths]
     make_folder(folder, parents=False)
     for file in trainer.written:
+        make_folder((folder / file).parent)
         check_target(folder / file, read, force=force)
     check_carried(trainer.carried, folder, force=force)
     notes = [_FROZEN] * trainer.lacks_frozen
