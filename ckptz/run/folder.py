@@ -24,10 +24,9 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final
 
 from ckptz.errors import (
     ConfigError,
@@ -37,8 +36,14 @@ from ckptz.errors import (
     WriteError,
 )
 from ckptz.format.caches import LastChunks
-from ckptz.format.publish import TEMPORARY_SUFFIX, abandoned, make_folder, publish_together
-from ckptz.format.written import Written, amend_metadata
+from ckptz.format.publish import (
+    TEMPORARY_SUFFIX,
+    Publication,
+    abandoned,
+    make_folder,
+    publish_together,
+)
+from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.links import Origin
 from ckptz.run.step_files import (
@@ -54,7 +59,7 @@ from ckptz.run.step_files import (
     Listing,
     StepFile,
 )
-from ckptz.run.writer import UNREAD, reopened, write_against
+from ckptz.run.writer import UNREAD, write_against
 from ckptz.store.lock import NOT_ALLOWED, Lock, Spool, acquire, not_writable
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder, UploadFolder, place_of
@@ -64,23 +69,6 @@ MOVED: Final = (
     "the folder was renamed or removed since the step before, so this one begins another of the old name: "
     "move the files together, or go on in the renamed one",
 )
-
-
-class Encoder(Protocol):
-    """Writes the files of a step, each against a base and at a position behind a full file, or alone."""
-
-    def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
-        """Write the state."""
-
-    def weights(
-        self, restored: Checkpoint | None, sink: BinaryIO, base: Checkpoint | None, position: int
-    ) -> Written:
-        """Write the weights; `restored` is the state's file, None where it loses nothing."""
-
-    def exact(
-        self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
-    ) -> Written:
-        """Write the residual of a file of a kind, with some metadata."""
 
 
 class StepStore:
@@ -97,7 +85,7 @@ class StepStore:
     def __init__(
         self, folder_or_url: Path_, origin: Path | None = None, last: LastChunks | None = None
     ) -> None:
-        self._origin, self._last = None if origin is None else Origin(origin), last
+        self._origin, self.last = None if origin is None else Origin(origin), last
         self._place = place_of(folder_or_url)
         self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
@@ -290,75 +278,50 @@ class StepStore:
             self.remove(file)
         return tuple(aside.values())
 
-    def write(
-        self,
-        step: int,
-        encoder: Encoder,
-        rule: ChainRule,
-        notes: list[str],
-        *,
-        with_exact: bool,
-    ) -> dict[StepFile, Written]:
-        """Write the files of a step; all appear, the weights last, or the step is not there.
+    @contextlib.contextmanager
+    def publishing(self, step: int, notes: list[str]) -> Iterator[Publication]:
+        """Open a group for the files of a step, in `local_folder`: all get their names, or none does.
 
         Args:
             step: after all that are there.
-            encoder: writes them.
-            rule: what they are stored against.
             notes: are told what the user should know.
-            with_exact: write residuals, too, of those files that lose something.
 
         Raises:
-            OSError: the disk is full or fails; all that was there stays.
-            FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
+            WriteError: another writer took the folder meanwhile; all that was there stays.
         """
         notes += self._moved
         self._moved = ()
-        weights_file, state_file = StepFile(step, "weights"), StepFile(step, "state")
-        for file in (weights_file, state_file):  # of a removal that was cut off, it would hide the new step
-            self._place.remove(file.marker)
-        for file in (weights_file, state_file, weights_file.exact, state_file.exact):
-            self._facts.pop(file, None)
-        folder = self.local_folder
-        exact: dict[StepFile, Written] = {}
+        for file in (StepFile(step, kind) for kind in KINDS):
+            self._place.remove(file.marker)  # of a removal that was cut off, it would hide the new step
+            for one in (file, file.exact):
+                self._facts.pop(one, None)
         with publish_together(OWNER) as files:
-            with files.file(folder / weights_file.name) as weights_sink:
-                with files.file(folder / state_file.name) as state_sink:
-                    state = self._encode("state", state_sink, encoder.state, rule, notes)
-                written = Path(state_sink.name)
-                with reopened(written, self._last) if state.n_lossy else nullcontext() as restored:
-                    encode = functools.partial(encoder.weights, restored)
-                    weights = self._encode("weights", weights_sink, encode, rule, notes)
-                weights_sink.flush()
-                n_bytes = amend_metadata(written, {WEIGHTS_KEY: weights.content_id})
-                state = replace(state, stored_bytes=n_bytes)
-                lossy = {state_file: (written, state), weights_file: (Path(weights_sink.name), weights)}
-                for file, (path, one) in lossy.items():
-                    if with_exact and one.n_lossy:
-                        metadata = {EXACT_OF_KEY: one.content_id}
-                        metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
-                        with (
-                            files.file(folder / file.exact.name) as sink,
-                            reopened(path, self._last) as opened,
-                        ):
-                            exact[file.exact] = encoder.exact(file.kind, sink, opened, metadata)
+            yield files
             self.check_lock()
-        self._upload(state_file, *exact, weights_file)
-        return {weights_file: weights, state_file: state, **exact}
 
-    def _encode(
+    def write_against_base(
         self,
         kind: FileKind,
         sink: BinaryIO,
-        encode: Callable[[BinaryIO, Checkpoint | None, int], Written],
+        write: Callable[[Checkpoint | None, int], Written],
         rule: ChainRule,
         notes: list[str],
     ) -> Written:
-        def write(found: tuple[Checkpoint, int] | None) -> Written:
+        """Write a file of a kind against its base at a position behind a full file, or as a full file.
+
+        Args:
+            kind: of the file.
+            sink: the file; emptied before each try.
+            write: writes it, given the base and the position, or None and 0.
+            rule: chooses the base.
+            notes: are told why there is a full file in place of a delta.
+        """
+
+        def attempt(found: tuple[Checkpoint, int] | None) -> Written:
             sink.seek(0)
             sink.truncate()
             base, position = (None, 0) if found is None else found
-            written = encode(sink, base, position)
+            written = write(base, position)
             for path in () if base is None else base.paths:
                 path.stat()  # others may have deleted it meanwhile
             if position and base is not None and base.container is not None:
@@ -367,7 +330,7 @@ class StepStore:
             return written
 
         find = functools.partial(self.open_base, kind, rule)
-        return write_against(find, write, notes, f"{kind}: {UNREAD}")
+        return write_against(find, attempt, notes, f"{kind}: {UNREAD}")
 
     def open_base(
         self, kind: FileKind, rule: ChainRule, held: contextlib.ExitStack
@@ -383,7 +346,7 @@ class StepStore:
         found, position = self._base_file(kind, rule)
         if found is not None:
             base = held.enter_context(self.opened(found))
-            base.hold(self._last)
+            base.hold(self.last)
             return base, position
         if self._origin is not None and kind == "weights":
             origin = self._origin.open_in(self.local_folder)
@@ -416,8 +379,8 @@ class StepStore:
         base = base_of_next(files, rule, None if rule.kept is None else kept, steps, sizes)
         return base, 0 if base is None else files[newest].position + 1
 
-    def _upload(self, *files: StepFile) -> None:
-        """Upload finished files to a remote store, and keep only the next base here."""
+    def upload(self, *files: StepFile) -> None:
+        """Upload published files to a remote store, and keep only the next base here."""
         if not isinstance(self._place, UploadFolder) or self._spool is None:
             return
         try:

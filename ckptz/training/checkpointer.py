@@ -53,7 +53,7 @@ from ckptz.training.budget_search import (
 )
 from ckptz.training.compare import differences, fingerprint, notes_on
 from ckptz.training.device import code_where_they_live
-from ckptz.training.files import LossSettings, StepEncoder, StepReader, StepState, memory_for_last
+from ckptz.training.files import LossSettings, StepReader, StepState, StepWriter, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
 from ckptz.training.optimizers import check_optimizers_fit, comparable, load_optimizers, optimizer_state
 from ckptz.training.origin import origin_of
@@ -488,11 +488,8 @@ class Checkpointer:
         self, state: StepState, method: LossSettings, metric: float | None, step: int, notes: list[str]
     ) -> dict[StepFile, Written]:
         def write(jobs: int) -> dict[StepFile, Written]:
-            encoder = StepEncoder(state, step, metric, method, self._effort, jobs, self._trail)
-            is_exact = self._keep.exact != 0
-            written = self._store.write(step, encoder, self._rule, notes, with_exact=is_exact)
-            notes.extend(encoder.notes)
-            return written
+            writer = StepWriter(state, step, metric, method, self._effort, jobs, self._trail)
+            return writer.write(self._store, self._rule, notes, with_exact=self._keep.exact != 0)
 
         try:
             return write(self._jobs)

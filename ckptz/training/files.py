@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
@@ -20,19 +23,23 @@ from ckptz.errors import CorruptionError, FormatError, UnsupportedError
 from ckptz.format.index import QualityRecord
 from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
-from ckptz.format.written import Written
+from ckptz.format.written import Written, amend_metadata
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.guidance.trail import Momentum, Trail, Trained
 from ckptz.parallel import Workers
+from ckptz.run.folder import StepStore
 from ckptz.run.step_files import (
     EXACT_OF_KEY,
     FROZEN_KEY,
     METRIC_KEY,
     NAMES_KEY,
     POSITION_KEY,
+    WEIGHTS_KEY,
+    ChainRule,
     FileKind,
     StepFile,
 )
+from ckptz.run.writer import reopened
 from ckptz.state.flatten import check_strides, flatten
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree
@@ -197,8 +204,8 @@ def moment_roles(
                 yield name, role if BASES.isdisjoint(state) else replace(role, role="other")
 
 
-class StepEncoder:
-    """Writes the files of one snapshot.
+class StepWriter:
+    """Writes the files of one snapshot into a store.
 
     Args:
         state: what to write.
@@ -226,15 +233,52 @@ class StepEncoder:
         self._notes: dict[FileKind, list[str]] = {}
         self._written: dict[FileKind, Job] = {}
 
-    @property
-    def notes(self) -> list[str]:
-        """Notes for the user on the files that are written."""
-        return [note for notes in self._notes.values() for note in notes]
+    def write(
+        self, store: StepStore, rule: ChainRule, notes: list[str], *, with_exact: bool
+    ) -> dict[StepFile, Written]:
+        """Write the files of the step; all appear, the weights last, or the step is not there.
 
-    def weights(
-        self, restored: Checkpoint | None, sink: BinaryIO, base: Checkpoint | None, position: int
+        Args:
+            store: where to.
+            rule: what they are stored against.
+            notes: are told what the user should know.
+            with_exact: write residuals, too, of those files that lose something.
+
+        Raises:
+            OSError: the disk is full or fails; all that was there stays.
+            FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
+        """
+        weights_file, state_file = StepFile(self._step, "weights"), StepFile(self._step, "state")
+        folder, exact = store.local_folder, dict[StepFile, Written]()
+        with store.publishing(self._step, notes) as files, files.file(folder / weights_file.name) as sink:
+            with files.file(folder / state_file.name) as state_sink:
+                write_state = functools.partial(self._write_state, state_sink)
+                state = store.write_against_base("state", state_sink, write_state, rule, notes)
+            state_path = Path(state_sink.name)
+            with reopened(state_path, store.last) if state.n_lossy else nullcontext() as restored:
+                write_weights = functools.partial(self._write_weights, sink, restored)
+                weights = store.write_against_base("weights", sink, write_weights, rule, notes)
+            sink.flush()
+            n_bytes = amend_metadata(state_path, {WEIGHTS_KEY: weights.content_id})
+            state = replace(state, stored_bytes=n_bytes)
+            lossy = {state_file: (state_path, state), weights_file: (Path(sink.name), weights)}
+            for file, (path, one) in lossy.items():
+                if with_exact and one.n_lossy:
+                    metadata = {EXACT_OF_KEY: one.content_id}
+                    metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
+                    with (
+                        files.file(folder / file.exact.name) as exact_sink,
+                        reopened(path, store.last) as opened,
+                    ):
+                        exact[file.exact] = self._write_exact(file, exact_sink, opened, metadata)
+        store.upload(state_file, *exact, weights_file)
+        notes += [note for of_kind in self._notes.values() for note in of_kind]
+        return {weights_file: weights, state_file: state, **exact}
+
+    def _write_weights(
+        self, sink: BinaryIO, restored: Checkpoint | None, base: Checkpoint | None, position: int
     ) -> Written:
-        """Write the weights; see `ckptz.run.folder.Encoder`."""
+        """Write the weights; `restored` is the state's file, None where it loses nothing."""
         state = self._state.like(base)
         metadata = {POSITION_KEY: str(position), **state.metadata}
         if self._metric is not None:
@@ -246,8 +290,7 @@ class StepEncoder:
             job = replace(job, momentum=momentum)
         return self._write("weights", sink, against(job, base))
 
-    def state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
-        """Write the rest; see `ckptz.run.folder.Encoder`."""
+    def _write_state(self, sink: BinaryIO, base: Checkpoint | None, position: int) -> Written:
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
         job = self._state.job(self._state.rest, method)
@@ -278,14 +321,13 @@ class StepEncoder:
         trained = self._state.with_optimizers
         return Momentum(self._trail, self._step, trained).guides(trained)
 
-    def exact(
-        self, kind: FileKind, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
+    def _write_exact(
+        self, file: StepFile, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
     ) -> Written:
-        """Write what one of the two loses; see `ckptz.run.folder.Encoder`."""
-        job = self._written[kind]
+        """Write the residual of a file, which does not have its name yet."""
+        job = self._written[file.kind]
         known = {key: text for key, text in (job.metadata or {}).items() if key in (FROZEN_KEY, NAMES_KEY)}
-        file = StepFile(self._step, kind).name  # which it does not have yet
-        return self._write(kind, sink, residual_job(job, lossy, file, {**metadata, **known}))
+        return self._write(file.kind, sink, residual_job(job, lossy, file.name, {**metadata, **known}))
 
     def _against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
         method = self._method.against(kind, base)

@@ -26,7 +26,7 @@ from ckptz.run.prune import PruneReport, prune_folder
 from ckptz.run.step_files import ChainRule, Listing, StepFile
 from ckptz.store.storage import LocalFolder
 from ckptz.training import checkpointer as checkpointers
-from ckptz.training.files import StepEncoder
+from ckptz.training.files import StepWriter
 from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
 from tests.support.cli_support import ckptz
 from tests.support.fault_support import Error, copied, each_error, fail_everywhere, unreadable
@@ -204,7 +204,7 @@ def test_a_save_in_which_one_call_fails_loses_no_step(prepared: Path, stride: in
 def test_a_base_that_others_delete_while_it_is_used_makes_a_full_file(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, encode = Run(), StepEncoder.weights
+    run, encode = Run(), StepWriter._write_weights
     expected = Run().losses(N_SAVED + 2)
     with copied(prepared) as folder, run.checkpointer(folder, background=False) as checkpointer:
         checkpointer.restore_latest()
@@ -215,7 +215,7 @@ def test_a_base_that_others_delete_while_it_is_used_makes_a_full_file(
             (folder / StepFile(N_SAVED, "weights").name).unlink(missing_ok=True)
             return written
 
-        monkeypatch.setattr(StepEncoder, "weights", deleting)
+        monkeypatch.setattr(StepWriter, "_write_weights", deleting)
         checkpointer.save(N_SAVED + 1)
         report = checkpointer.wait()
         assert "weights: stored as a full file, because the base cannot be read" in report.notes[0]

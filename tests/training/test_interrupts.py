@@ -375,16 +375,16 @@ class Run:
         self.saved, self.ended = list[int](), list[BaseException]()
         self.at_stop = self.n_calls = 0
         self.checkpointer = Checkpointer(folder, self.model, jobs=1, on_save=self.on_save)
-        self.write = self.checkpointer._store.write
-        self.checkpointer._store.write = self.write_or_fail
+        self.publishing = self.checkpointer._store.publishing
+        self.checkpointer._store.publishing = self.publishing_or_fail
 
     def on_save(self, report: SaveReport) -> None:
         self.saved.append(report.step)
 
-    def write_or_fail(self, step: int, *given: Any, **options: Any) -> Any:
+    def publishing_or_fail(self, step: int, notes: list[str]) -> Any:
         if step == 2 and self.fails:
             raise OSError(28, "No space left on device")
-        return self.write(step, *given, **options)
+        return self.publishing(step, notes)
 
     def handle(self, number: int, frame: object) -> None:
         if number == signal.SIGINT:
