@@ -142,11 +142,11 @@ def whole(name: str, given: object, least: float = -inf, most: float = inf) -> i
     plain = _plain(given)
     if not isinstance(plain, Integral):
         raise ConfigError(f"{name} must be a whole number, got {given!r:.80}")
-    found = int(plain)
-    if not least <= found <= most:
+    number = int(plain)
+    if not least <= number <= most:
         bounds = f"at least {least}" if most == inf else f"{least}..{most}"
-        raise ConfigError(f"{name} must be {bounds}, got {found}")
-    return found
+        raise ConfigError(f"{name} must be {bounds}, got {number}")
+    return number
 
 
 def real(name: str, given: object) -> float:
@@ -155,19 +155,19 @@ def real(name: str, given: object) -> float:
     Raises:
         ConfigError: it is none, or beyond those that a float can hold.
     """
-    found = _plain(given)
+    value = _plain(given)
     with contextlib.suppress(OverflowError):
-        if isinstance(found, Real):
-            near = float(found)
-            return int(found) if isinstance(found, Integral) else near
+        if isinstance(value, Real):
+            near = float(value)
+            return int(value) if isinstance(value, Integral) else near
     raise ConfigError(f"{name} must be a number, got {given!r:.80}")
 
 
 def _switch(name: str, given: object) -> bool:
-    found = _plain(given)
-    if not (isinstance(found, Real) and found in (0, 1)):
+    value = _plain(given)
+    if not (isinstance(value, Real) and value in (0, 1)):
         raise ConfigError(f"{name} must be True or False, got {given!r:.80}")
-    return bool(found)
+    return bool(value)
 
 
 def _plain(given: Any) -> Any:

@@ -368,10 +368,10 @@ def load_state(
         tree = opened.container.index.tree
         try:
             state = unflatten(opened.tensors, tree, None, lambda tensors: decoded_chunks(tensors, workers))
-            found = from_plain(state)
+            value = from_plain(state)
         except CkptzError as error:
             raise error if path in str(error) else named(error, path) from None
-    return found if map_location is None else on_device(found, map_location)
+    return value if map_location is None else on_device(value, map_location)
 
 
 def nothing_matches(where: str, saved: Iterable[str], live: Iterable[str]) -> str:

@@ -185,12 +185,12 @@ def _check_fit(container: Container, live: Mapping[str, LiveTensor]) -> None:
             f"{container.name}: the state lacks tensor {missing[0]!r}{more}; it is another model"
         )
     for name, source in container.tensors.items():
-        found = live[name].dtype.name, list(live[name].shape)
+        live_type = live[name].dtype.name, list(live[name].shape)
         wanted = source.dtype.name, list(source.shape)
-        if found != wanted:
+        if live_type != wanted:
             raise ConfigError(
                 f"{container.name}: tensor {name!r} is {wanted[0]} {wanted[1]}, and in the state "
-                f"{found[0]} {found[1]}; give it the dtype and shape that were published"
+                f"{live_type[0]} {live_type[1]}; give it the dtype and shape that were published"
             )
 
 

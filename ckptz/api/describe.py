@@ -168,13 +168,13 @@ def _n_frames(levels: Sequence[Level], name: str) -> int | None:
 
     Also None where decoding refuses them: more in all, or one after another in one file, than it follows.
     """
-    found: set[tuple[int, str]] = set()
+    frames: set[tuple[int, str]] = set()
     waiting = [(0, name, 0)]
     while waiting:
         level, name, n_passed = waiting.pop()
         source = levels[level].tensors.get(name) if level < len(levels) else None
-        found.add((level, name))
-        if source is None or n_passed > MAX_SOURCE_DEPTH or len(found) > MAX_FRAMES:
+        frames.add((level, name))
+        if source is None or n_passed > MAX_SOURCE_DEPTH or len(frames) > MAX_FRAMES:
             return None
         if isinstance(source, FrameSource):
             try:
@@ -185,8 +185,8 @@ def _n_frames(levels: Sequence[Level], name: str) -> int | None:
                     needed.append((level + 1, name, 0))
             except CkptzError:
                 return None
-            waiting += [node for node in needed if node[:2] not in found]
-    return len(found)
+            waiting += [node for node in needed if node[:2] not in frames]
+    return len(frames)
 
 
 def _coder_bytes(header: FrameHeader) -> Counter[str]:

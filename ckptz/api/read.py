@@ -45,8 +45,8 @@ _CGROUP: Final = Path("/sys/fs/cgroup")
 
 def available_memory() -> int | None:
     """Count the bytes that this process may still take, where the system tells: Linux, and its containers."""
-    found = [n for n in (_meminfo_available(), _cgroup_available(), _limit_available()) if n is not None]
-    return min(found, default=None)
+    limits = [n for n in (_meminfo_available(), _cgroup_available(), _limit_available()) if n is not None]
+    return min(limits, default=None)
 
 
 def _meminfo_available() -> int | None:

@@ -170,8 +170,8 @@ def encode_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSourc
     streams, decoded, deviation = encode(header, source, encoding, sources)
     base_codes = None
     if plan.reads_base_codes:
-        found = sources.base_codes()
-        base_codes = 0 if found is None else xxh64(found)
+        codes_of_base = sources.base_codes()
+        base_codes = 0 if codes_of_base is None else xxh64(codes_of_base)
     return encoded_chunk(streams, decoded, base_codes, deviation)
 
 
@@ -287,17 +287,17 @@ class Batch:
 
     def transformed(self, mode: PlaneMode) -> Patterns:
         """Return patterns [n] transformed by a plane mode, before they are split into planes."""
-        found = np.empty(self.ends[-1], self.patterns[0].dtype)
-        for own, base, out in self._each(found):
+        result = np.empty(self.ends[-1], self.patterns[0].dtype)
+        for own, base, out in self._each(result):
             cpu().transform(own, base, kernel_mode(mode, self.dtype), out)
-        return found
+        return result
 
     def planes(self, mode: PlaneMode) -> Bytes:
         """Split into planes [n_planes, n]."""
-        found = np.empty((self.dtype.pattern_bytes, self.ends[-1]), np.uint8)
-        for own, base, out in self._each(found):
+        result = np.empty((self.dtype.pattern_bytes, self.ends[-1]), np.uint8)
+        for own, base, out in self._each(result):
             cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
-        return found
+        return result
 
     def streams(self, mode: PlaneMode, huffman_margin: float | None) -> list[list[Stream]]:
         """Code the planes of each tensor, without contexts."""

@@ -92,7 +92,7 @@ class Sorted:
         self._part_ends = (plane * len(codes) + contexts.ends).reshape(-1)
         self.part_rows = (plane * n_rows + contexts.tensor_rows).reshape(-1)
         if counted:
-            self.counts: Counts = np.concatenate([found.counts for found in counted])
+            self.counts: Counts = np.concatenate([counts.counts for counts in counted])
         else:
             self.counts = cpu().count_streams(self.planes.reshape(-1), self._row_ends)
 
@@ -132,13 +132,13 @@ class Sorted:
     def encode_by(self, tables: Sequence[StreamTables], huffman_margin: float | None) -> list[Stream]:
         """Code one tensor by tables that are given for each plane."""
         contexts = self.contexts.contexts
-        found = [ContextCounts(contexts, counts) for counts in cut(self.counts, self.part_rows)]
-        n_bytes = np.array([one.bytes_by(own) for one, own in zip(found, tables, strict=True)])
+        by_part = [ContextCounts(contexts, counts) for counts in cut(self.counts, self.part_rows)]
+        n_bytes = np.array([one.bytes_by(own) for one, own in zip(by_part, tables, strict=True)])
         firsts = np.cumsum([0, *(len(own.frequencies) for own in tables)])
         table_of = np.concatenate(
             [first + own.table_of[contexts] for first, own in zip(firsts[:-1], tables, strict=True)]
         )
-        totals = np.array([one.total for one in found])
+        totals = np.array([one.total for one in by_part])
         frequencies, paid = (
             np.concatenate([own.frequencies for own in tables]),
             np.zeros(len(n_bytes), np.int64),

@@ -130,14 +130,18 @@ class UniformGrid(Recipe):
         if base is None:
             return None
         begin, end = _middle(source)
-        found = TensorStatistics.of(source, base, guide, (begin, end))
-        if found.fault(source.dtype) or not found.power or found.residual_power >= found.power:
+        statistics = TensorStatistics.of(source, base, guide, (begin, end))
+        if (
+            statistics.fault(source.dtype)
+            or not statistics.power
+            or statistics.residual_power >= statistics.power
+        ):
             return None
         row_patterns = source.n_patterns // n_rows_of(source.shape)
         first, last = begin // row_patterns, (end - 1) // row_patterns
-        n_rows, sums = last + 1 - first, found.row_sums
+        n_rows, sums = last + 1 - first, statistics.row_sums
         squares = np.zeros(n_rows) if sums is None else sums[first : last + 1] * n_rows / (end - begin)
-        rows = row_steps(self.step, found.spread, squares, guide.energy)
+        rows = row_steps(self.step, statistics.spread, squares, guide.energy)
         at = sampled(begin, end)
         steps = rows.steps[rows.labels[at // row_patterns - first]]
         moved = (reals(source, begin, end) - reals(base, begin, end))[at - begin]
@@ -146,11 +150,11 @@ class UniformGrid(Recipe):
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a weight, whose steps and rounding follow its base and its guide."""
         source, base, guide, run = tensor.source, tensor.base, tensor.guide, tensor.run
-        found = TensorStatistics.whole(source, base, guide, run)
-        fault = found.fault(source.dtype)
-        if fault or not found.power:
+        statistics = TensorStatistics.whole(source, base, guide, run)
+        fault = statistics.fault(source.dtype)
+        if fault or not statistics.power:
             return replace(plan_lossless(source, base, run, tensor.effort), note=fault)
-        if found.residual_power >= found.power:
+        if statistics.residual_power >= statistics.power:
             base = None
         # Against weights on no grid, as those that a fine-tune began from, the step is that of full files.
         begins = base is None or base.stored is None or base.stored.method != self.name
@@ -158,9 +162,11 @@ class UniformGrid(Recipe):
         wanted = replace(self, step=step)
         is_moving = self.purpose == "resume" or (self.purpose == "auto" and base is not None)
         encoding = (wanted._moving if is_moving else wanted._standing)(
-            tensor, base, _row_steps(source, step, guide, found)
+            tensor, base, _row_steps(source, step, guide, statistics)
         )
-        return encoding if step == self.step else replace(encoding, found={"step": step, **encoding.found})
+        return (
+            encoding if step == self.step else replace(encoding, recorded={"step": step, **encoding.recorded})
+        )
 
     def _moving(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
         """Plan a weight that training goes on from: on a grid that stays, and that loses no movement.
@@ -179,15 +185,15 @@ class UniformGrid(Recipe):
         if base is not None:
             grid = grid.after(tensor.seed, PEAK if kept else PEAK_TO_SHIP, tensor.movement)
         counted = grid.counted(tensor.run)
-        most = largest_magnitude(counted.found.total)
+        most = largest_magnitude(counted.codes.total)
         if base is None and (layer := _Layer.of(grid, tensor.guide)) is not None:
             grid = replace(grid, rounded=layer.rounded(most, bare_levels(rows.steps)))
             counted = grid.counted(tensor.run)
-            most = largest_magnitude(counted.found.total)
+            most = largest_magnitude(counted.codes.total)
         encoding = _encoding_of(grid, counted, most, bare_levels(grid.rows.steps, most))
         share = grid.rows.steps[0] / rows.steps[0]
-        found = {} if grid.key == NEAREST else {THRESHOLD_KEY: grid.key, "step": float(self.step * share)}
-        return replace(encoding, found=found)
+        recorded = {} if grid.key == NEAREST else {THRESHOLD_KEY: grid.key, "step": float(self.step * share)}
+        return replace(encoding, recorded=recorded)
 
     def _standing(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
         """Plan a weight that is only evaluated: smallest at an equal error."""
@@ -332,16 +338,16 @@ def _middle(source: TensorSource) -> Bounds:
 
 
 def _row_steps(
-    source: TensorSource, step: float, guide: SideInformation, found: TensorStatistics
+    source: TensorSource, step: float, guide: SideInformation, statistics: TensorStatistics
 ) -> RowSteps:
     """Choose the steps of the rows; one for all where rows are too short or too many for labels."""
     n_rows = n_rows_of(tuple(source.shape))
-    row_patterns = found.n_patterns // n_rows
-    sensitivity = None if found.row_sums is None else found.row_sums / row_patterns
+    row_patterns = statistics.n_patterns // n_rows
+    sensitivity = None if statistics.row_sums is None else statistics.row_sums / row_patterns
     if sensitivity is not None and (row_patterns < MIN_ROW_VALUES or n_rows > MAX_INDICES):
         sensitivity = sensitivity.mean(keepdims=True)
-    energy = guide.energy if guide.energy is not None else found.energy / found.n_patterns
-    return row_steps(step, found.spread, sensitivity, energy)
+    energy = guide.energy if guide.energy is not None else statistics.energy / statistics.n_patterns
+    return row_steps(step, statistics.spread, sensitivity, energy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,15 +355,15 @@ class _Counted:
     """Codes of some chunks: by context, and the sums of the magnitudes that they stand for.
 
     Attributes:
-        found: codes by context; contexts are numbered by row context, then by code of the base.
+        codes: codes by context; contexts are numbered by row context, then by code of the base.
         sums: of magnitudes [n_row_contexts, 256], where they are asked for.
     """
 
-    found: ContextCounts
+    codes: ContextCounts
     sums: NDArray[np.float64]
 
     def __add__(self, other: _Counted) -> _Counted:
-        return _Counted(self.found + other.found, self.sums + other.sums)
+        return _Counted(self.codes + other.codes, self.sums + other.sums)
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,10 +428,10 @@ class _GridTensor(OnGrid):
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """Fit the largest magnitude that has a code, and the levels that codes stand for."""
-        merged = _merged(counted.found, self.n_base_codes)
+        merged = _merged(counted.codes, self.n_base_codes)
         by_row = np.zeros((self.rows.n_contexts, 256), np.int64)
         by_row[merged.contexts] = merged.counts
-        most = largest_magnitude(counted.found.total)
+        most = largest_magnitude(counted.codes.total)
         return most, fit_levels(self.rows.steps, by_row, counted.sums, most)
 
     def rules(self, n_base_codes: int) -> tuple[ContextRule, ...]:
@@ -491,12 +497,12 @@ class _Layer:
         rows = self.grid.rows
         most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)
         for _ in range(N_FITS):
-            found, n_patterns = Targets.none(rows.n_contexts), 0
+            targets, n_patterns = Targets.none(rows.n_contexts), 0
             for feedback, columns, part in self._parts(SAMPLE_OUTPUTS):
-                found.add(feedback, columns, self._columns(part, most, levels))
+                targets.add(feedback, columns, self._columns(part, most, levels))
                 n_patterns += columns.size
-            most = largest_magnitude(found.counts.sum(axis=0) * (self.residual.size / n_patterns))
-            levels = fit_levels(rows.steps, found.weights, found.sums, most)
+            most = largest_magnitude(targets.counts.sum(axis=0) * (self.residual.size / n_patterns))
+            levels = fit_levels(rows.steps, targets.weights, targets.sums, most)
         return most, levels
 
     def rounded(self, most: int, levels: LinearTable) -> NDArray[np.uint8]:
@@ -526,10 +532,10 @@ class _Layer:
 
 def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> TensorPlan:
     """Make the plan, once all codes are counted."""
-    by_row = _merged(counted.found, grid.n_base_codes)
-    has_escape = bool(counted.found.total[2 * most + 1 :].any())
-    by_row, by_both = (_clipped(found, 2 * most + 1) for found in (by_row, counted.found))
-    rules, found = min(_candidates(grid, by_row, by_both), key=_coded_bytes)
+    by_row = _merged(counted.codes, grid.n_base_codes)
+    has_escape = bool(counted.codes.total[2 * most + 1 :].any())
+    by_row, by_both = (_clipped(counts, 2 * most + 1) for counts in (by_row, counted.codes))
+    rules, chosen = min(_candidates(grid, by_row, by_both), key=_coded_bytes)
     n_contexts = n_contexts_of(rules)
     row_of_context = np.arange(n_contexts) // (n_contexts // grid.rows.n_contexts)
     if has_escape:
@@ -541,9 +547,9 @@ def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: Linear
         domain=Domain.LINEAR,
         predictor=Predictor.ZERO if grid.base is None else Predictor.BASE,
         rules=rules,
-        tables=(stream_tables(found, n_contexts),) if rules else (),
+        tables=(stream_tables(chosen, n_contexts),) if rules else (),
     )
-    return TensorPlan(plan, replace(grid, most=most), counted=(found,) if is_counted else ())
+    return TensorPlan(plan, replace(grid, most=most), counted=(chosen,) if is_counted else ())
 
 
 Candidate = tuple[tuple[ContextRule, ...], ContextCounts]
@@ -558,25 +564,25 @@ def _candidates(grid: _GridTensor, by_row: ContextCounts, by_both: ContextCounts
 
 def _coded_bytes(candidate: Candidate) -> float:
     """Count the bytes of the codes and of their tables."""
-    rules, found = candidate
+    rules, counts = candidate
     if not rules:
-        return entropy_bits(found.total) / 8
-    tables = stream_tables(found, n_contexts_of(rules))
+        return entropy_bits(counts.total) / 8
+    tables = stream_tables(counts, n_contexts_of(rules))
     out = ByteWriter()
     write_tables(out, tables.frequencies)
     write_runs(out, tables.table_of)
-    return len(out) + found.bytes_by(tables)
+    return len(out) + counts.bytes_by(tables)
 
 
-def _merged(found: ContextCounts, n: int) -> ContextCounts:
+def _merged(counted: ContextCounts, n: int) -> ContextCounts:
     """Add up the counts of each `n` contexts that follow one another."""
-    contexts, first = np.unique(found.contexts // n, return_index=True)
-    return ContextCounts(contexts, np.add.reduceat(found.counts, first, axis=0))
+    contexts, first = np.unique(counted.contexts // n, return_index=True)
+    return ContextCounts(contexts, np.add.reduceat(counted.counts, first, axis=0))
 
 
-def _clipped(found: ContextCounts, last: int) -> ContextCounts:
+def _clipped(counted: ContextCounts, last: int) -> ContextCounts:
     """Count all codes from `last` on as code `last`."""
-    counts = found.counts.copy()
+    counts = counted.counts.copy()
     counts[:, last] = counts[:, last:].sum(axis=1)
     counts[:, last + 1 :] = 0
-    return ContextCounts(found.contexts, counts)
+    return ContextCounts(counted.contexts, counts)

@@ -144,7 +144,7 @@ class Clusters(Recipe):
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        return TensorPlan(plan, replace(quantizer, key=key), found={THRESHOLD_KEY: key})
+        return TensorPlan(plan, replace(quantizer, key=key), recorded={THRESHOLD_KEY: key})
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,13 +312,13 @@ def _regrouped(tensor: TensorToEncode, encoding: TensorPlan) -> TensorPlan:
     source, base, quantizer = tensor.source, tensor.base, encoding.quantizer
     if base is None or base.n_codes is None or quantizer is None:
         return encoding
-    found = counts_by_base(source, base, quantizer, tensor.run)
-    if entropy_bits(found.counts) >= entropy_bits(found.total[None]):
+    counted = counts_by_base(source, base, quantizer, tensor.run)
+    if entropy_bits(counted.counts) >= entropy_bits(counted.total[None]):
         return encoding
     old, n = encoding.plan.quant_map, base.n_codes
     assert old is not None
     quant_map = QuantizationMap(old.table, np.zeros(n, np.int64), escape_code=old.escape_code)
-    tables = (stream_tables(found, n),)
+    tables = (stream_tables(counted, n),)
     return replace(
         encoding, plan=replace(encoding.plan, quant_map=quant_map, rules=(BaseCode(n),), tables=tables)
     )
@@ -338,16 +338,16 @@ def rank(
     """Rank by sensitivity where that is wanted and known; gives a note where it is only wanted."""
     if not wanted.needs_sensitivity:
         return None, ""
-    found = sensitivities_of(source, guide)
-    if found is None:
+    sensitivities = sensitivities_of(source, guide)
+    if sensitivities is None:
         return None, NO_GRADIENT
 
     def histogram(bounds: tuple[int, int]) -> SensitivityHistogram:
         patterns = source.patterns(*bounds)
-        return SensitivityHistogram.of(found(*bounds, patterns), patterns, found.kind)
+        return SensitivityHistogram.of(sensitivities(*bounds, patterns), patterns, sensitivities.kind)
 
     ranks = summed(run, histogram, source)
-    return (Ranked(found, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
+    return (Ranked(sensitivities, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
 
 
 def _fit(

@@ -156,10 +156,10 @@ def plan_and_encode(
         which, (mode, has_contexts) = [k for k, other in enumerate(choices) if other == choice], choice
         part, margin = batch.only(which), effort.huffman_margin
         if has_contexts:
-            found = encode_by_contexts(part, mode, margin)
+            of_part = encode_by_contexts(part, mode, margin)
         else:
-            found = encode_planes(part, planes_plan(mode), margin)
-        encoded |= zip(which, found, strict=True)
+            of_part = encode_planes(part, planes_plan(mode), margin)
+        encoded |= zip(which, of_part, strict=True)
     return [encoded[k] for k in range(len(sources))]
 
 
@@ -212,7 +212,7 @@ def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
 
 def sums_by(quantizer: LogLevelQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
     """Sum what the levels of a quantizer stand for over a whole tensor."""
-    return summed(run, lambda b: quantizer.found(*b, source.patterns(*b)), source)
+    return summed(run, lambda b: quantizer.sums(*b, source.patterns(*b)), source)
 
 
 def counts_by_base(
@@ -221,12 +221,12 @@ def counts_by_base(
     """Count the codes of a tensor by those of its base, of whose alphabet the contexts are."""
     n_contexts = base.n_codes or 1
 
-    def found(bounds: tuple[int, int]) -> ContextCounts:
+    def count(bounds: tuple[int, int]) -> ContextCounts:
         codes, labels = quantizer.codes(*bounds, source.patterns(*bounds)), base.codes(*bounds)
         labels = np.zeros(len(codes), np.uint8) if labels is None else labels
         return ContextCounts.of(labels, codes, n_contexts)
 
-    return summed(run, found, source)
+    return summed(run, count, source)
 
 
 def exact_with_note(tensor: TensorToEncode, note: str) -> TensorPlan:

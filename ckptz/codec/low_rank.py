@@ -126,8 +126,8 @@ def _blocks(source: TensorSource, n_columns: int) -> Iterator[tuple[int, Floats]
 
 def _inverse(means: Floats) -> Floats:
     with np.errstate(divide="ignore"):
-        found = np.float32(1) / means
-    return np.where(np.isfinite(found), found, np.float32(0))
+        inverse = np.float32(1) / means
+    return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
 def _orthogonal(vectors: Floats) -> Floats:
@@ -229,8 +229,8 @@ def _bits(codes: NDArray[np.int8]) -> NDArray[np.float64]:
     counts = np.bincount(codes.view(np.uint8).reshape(-1), minlength=256)
     with np.errstate(divide="ignore"):
         lengths = np.log2(codes.size / counts)
-    found: NDArray[np.float64] = lengths[codes.view(np.uint8)].sum(axis=1) + OWN_BITS
-    return found
+    n_bits: NDArray[np.float64] = lengths[codes.view(np.uint8)].sum(axis=1) + OWN_BITS
+    return n_bits
 
 
 def _codes(vectors: Floats, means: Floats, steps: NDArray[np.float64]) -> Floats:

@@ -106,7 +106,7 @@ class LogLevelQuantizer(Quantizer):
         top, every = 1 << (width - 1), (1 << width) - 1
         return self.log_levels.step, self.log_levels.phase, top, every, largest_pattern(self.prediction.kind)
 
-    def found(self, begin: int, end: int, patterns: Patterns) -> LogLevelSums:
+    def sums(self, begin: int, end: int, patterns: Patterns) -> LogLevelSums:
         """Sum the levels of patterns begin..end."""
         kind = self.prediction.kind
         first, n = self.log_levels.span(kind)
@@ -164,7 +164,7 @@ class StepQuantizer(Quantizer):
     dead_zone: float
     level_range: LevelRange | None = None
 
-    def found(self, begin: int, end: int, patterns: Patterns) -> LevelSums:
+    def sums(self, begin: int, end: int, patterns: Patterns) -> LevelSums:
         """Sum the levels of patterns begin..end by context."""
         labels, steps = self.contexts.labels(begin, end), self.contexts.steps
         return LevelSums.of(cpu().to_f32(patterns, self.kind), labels, steps, self.dead_zone)

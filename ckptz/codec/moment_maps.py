@@ -73,9 +73,9 @@ class LogLevels:
         """Count the levels nearest to distances [n] from the predictor, n not 0, from the lowest one on."""
         first = int(distances.min() - self.phase) // self.step
         last = int(distances.max() - self.phase) // self.step + 1
-        found = np.zeros(min(last - first + 1, MAX_SPAN), np.int64)
-        moments().log_level_counts(distances, self.step, self.phase, first, found)
-        return found
+        n_of_level = np.zeros(min(last - first + 1, MAX_SPAN), np.int64)
+        moments().log_level_counts(distances, self.step, self.phase, first, n_of_level)
+        return n_of_level
 
 
 def log_level_step(octaves: float, kind: int) -> int:
@@ -258,23 +258,23 @@ class LevelSums:
         return LevelRange(first, last - first + 1, has_zeros=False, has_exceptions=n_beyond > 0)
 
 
-def first_map(found: LevelSums, level_range: LevelRange, steps: Floats, kind: int) -> QuantizationMap:
+def first_map(measured: LevelSums, level_range: LevelRange, steps: Floats, kind: int) -> QuantizationMap:
     """Make the map of a first moment: levels at the means of what they stand for, context by context.
 
     Level 0 is zero in every row, so a context that takes no other needs no row of its own.
 
     Args:
-        found: of the whole tensor.
+        measured: sums of the whole tensor.
         level_range: which levels have codes.
         steps: of each context [n_contexts].
         kind: of the patterns.
     """
-    is_moving = found.counts.sum(axis=1) > found.counts[:, MAX_INDEX + 1]
+    is_moving = measured.counts.sum(axis=1) > measured.counts[:, MAX_INDEX + 1]
     used = np.flatnonzero(is_moving) if is_moving.any() else np.zeros(1, np.int64)
     row_of_context = np.maximum(np.searchsorted(used, np.arange(len(steps)), side="right") - 1, 0)
     scale = np.where(steps[used] >= SMALLEST_SCALE, steps[used], 0.0)
-    window, levels = found.window(level_range), level_range.lowest + np.arange(level_range.n_levels)
-    counts, sums = found.counts[used, window], found.sums[used, window]
+    window, levels = measured.window(level_range), level_range.lowest + np.arange(level_range.n_levels)
+    counts, sums = measured.counts[used, window], measured.sums[used, window]
     shared = np.zeros(level_range.n_codes)
     shared[: level_range.n_levels] = _centroids(counts.sum(axis=0), sums.sum(axis=0), levels)
     expanded = LinearTable(scale, shared, np.zeros(len(used)))

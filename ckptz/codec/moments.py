@@ -207,12 +207,12 @@ def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:
     source, base, run = tensor.source, tensor.base, tensor.run
     prediction, n_contexts = chosen.prediction, chosen.n_base_codes or 1
     quantizer = LogLevelQuantizer(prediction, chosen.log_levels)
-    found: LogLevelSums = sums_by(quantizer, source, run)
-    if found.n_exceptions > MAX_EXCEPTIONS * source.n_patterns:
+    measured: LogLevelSums = sums_by(quantizer, source, run)
+    if measured.n_exceptions > MAX_EXCEPTIONS * source.n_patterns:
         return plan_lossless(source, base, run, tensor.effort)
-    level_range = found.level_range()
+    level_range = measured.level_range()
     quantizer = replace(quantizer, level_range=level_range)
-    levels = found.levels(chosen.log_levels, level_range, prediction)
+    levels = measured.levels(chosen.log_levels, level_range, prediction)
     plan = Plan(
         quant_map=second_map(levels, level_range, prediction.kind, n_contexts),
         domain=Domain.BITS,
@@ -298,15 +298,15 @@ def _low_rank_plan(
     """Plan the outer products that are worth their bits, or zeros where none is."""
     before = None if tensor.base is None or tensor.base.stored is None else tensor.base.stored.plan.outer
     warm = before if isinstance(before, LowRank) else None
-    found = low_rank(tensor.source, second, reach, warm, tensor.seed, step)
+    factors = low_rank(tensor.source, second, reach, warm, tensor.seed, step)
     plan = Plan(
         quant_map=QuantizationMap(ExplicitTable(np.zeros((1, 1), np.uint32)), np.zeros(1, np.int64)),
         domain=Domain.LINEAR,
-        predictor=Predictor.ZERO if found is None else Predictor.LOW_RANK,
-        outer=found,
+        predictor=Predictor.ZERO if factors is None else Predictor.LOW_RANK,
+        outer=factors,
     )
-    rank = 0 if found is None else len(found.scales)
-    return TensorPlan(plan, _Zeros(), found={"dead_zone": 0.0, "rank": rank})
+    rank = 0 if factors is None else len(factors.scales)
+    return TensorPlan(plan, _Zeros(), recorded={"dead_zone": 0.0, "rank": rank})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
@@ -329,8 +329,8 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
 
 def _by_second(second: TensorSource, wanted: FirstMoment) -> StepContexts:
     def labels(begin: int, end: int) -> Labels:
-        found: Labels = cpu().magnitudes(second.patterns(begin, end))
-        return found
+        magnitudes: Labels = cpu().magnitudes(second.patterns(begin, end))
+        return magnitudes
 
     steps = wanted.step * context_roots(KINDS[second.dtype.name])
     return StepContexts((Magnitude(wanted.source),), steps, labels)
@@ -374,16 +374,18 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 
 def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[TensorPlan, float]:
     source, kind, contexts = tensor.source, quantizer.kind, quantizer.contexts
-    found: LevelSums = sums_by(quantizer, source, tensor.run)
-    level_range = found.level_range()
-    joint = _codes_by_context(found, level_range)
+    measured: LevelSums = sums_by(quantizer, source, tensor.run)
+    level_range = measured.level_range()
+    joint = _codes_by_context(measured, level_range)
     if not level_range.has_exceptions and (level_range.lowest, level_range.n_levels) == (0, 1):
         # All are zero: no context changes that, and a reader need not know them.
         contexts = StepContexts((), contexts.steps[:1], _one_label)
-        found = LevelSums(found.counts.sum(axis=0, keepdims=True), found.sums.sum(axis=0, keepdims=True))
+        measured = LevelSums(
+            measured.counts.sum(axis=0, keepdims=True), measured.sums.sum(axis=0, keepdims=True)
+        )
     n_contexts = len(contexts.steps)
     plan = Plan(
-        quant_map=first_map(found, level_range, contexts.steps, kind),
+        quant_map=first_map(measured, level_range, contexts.steps, kind),
         domain=Domain.LINEAR,
         rules=contexts.rules,
         tables=(stream_tables(joint, n_contexts),) if contexts.rules else (),
@@ -392,13 +394,13 @@ def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[Tenso
     return TensorPlan(plan, replace(quantizer, contexts=contexts, level_range=level_range)), n_bytes
 
 
-def _codes_by_context(found: LevelSums, level_range: LevelRange) -> ContextCounts:
+def _codes_by_context(measured: LevelSums, level_range: LevelRange) -> ContextCounts:
     """Count how often each code occurs in each context."""
-    window = found.window(level_range)
-    counts = np.zeros((len(found.counts), N_LABELS), np.int64)
-    counts[:, : level_range.n_levels] = found.counts[:, window]
+    window = measured.window(level_range)
+    counts = np.zeros((len(measured.counts), N_LABELS), np.int64)
+    counts[:, : level_range.n_levels] = measured.counts[:, window]
     if level_range.escape_code is not None:
-        counts[:, level_range.escape_code] = found.counts.sum(axis=1) - counts.sum(axis=1)
+        counts[:, level_range.escape_code] = measured.counts.sum(axis=1) - counts.sum(axis=1)
     contexts = np.flatnonzero(counts.sum(axis=1))
     return ContextCounts(contexts, counts[contexts])
 
@@ -460,21 +462,23 @@ class FineRounding(Recipe):
         restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
         )
-        found = {"size": chosen.size} if chosen.size else {}
-        return replace(plan_lossless(restored, tensor.base, run, tensor.effort), rounding=chosen, found=found)
+        recorded = {"size": chosen.size} if chosen.size else {}
+        return replace(
+            plan_lossless(restored, tensor.base, run, tensor.effort), rounding=chosen, recorded=recorded
+        )
 
     def _size_for(self, tensor: TensorToEncode) -> float:
         """Choose the size by what errors cost; 0 where nothing tells that."""
         source, guide = tensor.source, tensor.guide
         if self.step is None or guide.energy is None or source.dtype.name != "F32":
             return 0.0
-        found = TensorStatistics.whole(source, None, guide, tensor.run)
-        if found.row_sums is None or not found.power or found.fault(source.dtype):
+        statistics = TensorStatistics.whole(source, None, guide, tensor.run)
+        if statistics.row_sums is None or not statistics.power or statistics.fault(source.dtype):
             return 0.0
-        sensitivity = np.array([found.row_sums.sum() / found.n_patterns])
-        step = row_steps(self.step, found.spread, sensitivity, guide.energy).steps[0]
-        mean = summed(tensor.run, lambda b: reals(source, *b).sum(), source) / found.n_patterns
-        step = min(step, MOST_OF_SPREAD * math.sqrt(max(found.spread**2 - mean**2, 0.0)))
+        sensitivity = np.array([statistics.row_sums.sum() / statistics.n_patterns])
+        step = row_steps(self.step, statistics.spread, sensitivity, guide.energy).steps[0]
+        mean = summed(tensor.run, lambda b: reals(source, *b).sum(), source) / statistics.n_patterns
+        step = min(step, MOST_OF_SPREAD * math.sqrt(max(statistics.spread**2 - mean**2, 0.0)))
         return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0
 
     def _key_after(self, source: TensorSource, new: int) -> int:

@@ -131,12 +131,12 @@ class SensitivityQuantizer(Quantizer):
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
         codes = self.regions.codes(begin, end, patterns)
-        found = self.sensitivities(begin, end, patterns)
+        sensitivities = self.sensitivities(begin, end, patterns)
         if self.cut.floor >= 0:
-            pruned = self.cut.prunes(found, np.abs(floats_of(patterns, self.kind)))
+            pruned = self.cut.prunes(sensitivities, np.abs(floats_of(patterns, self.kind)))
             codes[pruned & (codes != self.escape_code)] = self.zero_code
         if self.escape_code is not None:
-            codes[self.cut.protects(found)] = self.escape_code
+            codes[self.cut.protects(sensitivities)] = self.escape_code
         return codes
 
     def kept(self, begin: int, patterns: Patterns) -> Patterns:

@@ -87,8 +87,10 @@ def plan_contexts(source: TensorSource, effort: Effort, run: MapFunction = map) 
             return None
     if repeats(middle_of(exponents)):
         return None
-    found = [*run(lambda part: _Measured.of(source.patterns(*part), size, lowest), bounds)]
-    return _plan(source.dtype, size, [part.where_it_pays() for part in found] if len(found) > 1 else found)
+    measured = [*run(lambda part: _Measured.of(source.patterns(*part), size, lowest), bounds)]
+    return _plan(
+        source.dtype, size, [part.where_it_pays() for part in measured] if len(measured) > 1 else measured
+    )
 
 
 def _bytes_of_all(counts: Counts, n_planes: int) -> float:
@@ -113,8 +115,8 @@ def _is_narrow(patterns: Patterns, size: int) -> NDArray[np.bool_]:
     if patterns.itemsize == 2:  # the low byte has bits of the mantissa that any value has
         return np.zeros(len(patterns) // size, np.bool_)
     tested = patterns.reshape(-1, size)[:, :N_TESTED] & patterns.dtype.type(0x7F)
-    found: NDArray[np.bool_] = ~tested.any(axis=1)
-    return found
+    is_narrow: NDArray[np.bool_] = ~tested.any(axis=1)
+    return is_narrow
 
 
 def _gain(counts: Counts) -> float:
@@ -184,23 +186,23 @@ def _tables(counts: Counts, table_of: Counts) -> tuple[StreamTables, float]:
 
 
 def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> TensorPlan | None:
-    found = functools.reduce(operator.add, parts)
-    used = np.flatnonzero(found.scales.any(axis=1))
+    total = functools.reduce(operator.add, parts)
+    used = np.flatnonzero(total.scales.any(axis=1))
     context_of = np.zeros(2 * N_SCALES, np.uint8)
     context_of[used] = np.arange(len(used))
     planes, saved = [], 0.0
-    for counts in found.planes:  # what names one table for all contexts is coded without contexts
+    for counts in total.planes:  # what names one table for all contexts is coded without contexts
         own, gain = StreamTables(_NO_TABLE, np.zeros(len(used), np.int64)), 0.0
         if counts.any(axis=1).all() and (better := _tables(counts, used // N_SCALES))[1] > 0:
             own, gain = better
         planes.append(own)
         saved += gain
-    scales = found.scales[used]
+    scales = total.scales[used]
     own, gain = _tables(scales, np.arange(len(used)))
-    saved += gain - entropy_bits(np.bincount(found.labels, minlength=256))
+    saved += gain - entropy_bits(np.bincount(total.labels, minlength=256))
     if saved < MIN_GAIN * entropy_bits(scales.sum(axis=0)):
         return None
-    rule = Block(len(used), size, context_of[found.labels])
+    rule = Block(len(used), size, context_of[total.labels])
     plan = planes_plan(exact_plan(dtype).mode, (rule,), (*planes, own))
     return TensorPlan(plan, by_table=tuple((*part.planes, part.scales[used]) for part in parts))
 

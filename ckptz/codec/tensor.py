@@ -82,9 +82,9 @@ class GuidedSensitivities:
 
     def gradients_of(self, begin: int, end: int) -> Floats:
         """Read magnitudes of gradients, float32 [end - begin]; NaN where a square is negative."""
-        found = _floats(self.gradients, begin, end)
+        values = _floats(self.gradients, begin, end)
         with np.errstate(all="ignore"):
-            return np.sqrt(found) if self.is_squared else np.abs(found)
+            return np.sqrt(values) if self.is_squared else np.abs(values)
 
     def __call__(self, begin: int, end: int, patterns: Patterns) -> Floats:
         """Rank patterns begin..end by |g*w|, float32 [end - begin]."""
@@ -224,8 +224,8 @@ def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float 
 
 def _largest(values: Floats) -> int:
     """Find the pattern of the greatest magnitude; those of infinities and NaN are above all others."""
-    found: int = rounding().largest(values.view(np.uint32))
-    return found
+    pattern: int = rounding().largest(values.view(np.uint32))
+    return pattern
 
 
 def _by_size(value: float) -> float:

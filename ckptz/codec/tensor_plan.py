@@ -83,30 +83,30 @@ def plane_counts(
 
 
 def share_tables(
-    found: ContextCounts, n_contexts: int, most: int = MAX_TABLES
+    counted: ContextCounts, n_contexts: int, most: int = MAX_TABLES
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Merge neighbouring contexts while one table for both costs less than two.
 
     Args:
-        found: occurrences of each code in each context, of a tensor that is not empty.
+        counted: occurrences of each code in each context, of a tensor that is not empty.
         n_contexts: contexts of the frame.
         most: tables allowed.
 
     Returns:
         Counts of each table [n_tables, 256] and the table of each context [n_contexts].
     """
-    ends = np.array([len(found.counts)])
+    ends = np.array([len(counted.counts)])
     group_of, sums, _ = planning().merge_rows(
-        found.counts, ends, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
+        counted.counts, ends, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
     )
     # Contexts that do not occur use the table of the one before them, which keeps the runs long.
-    before = np.searchsorted(found.contexts, np.arange(n_contexts), side="right") - 1
+    before = np.searchsorted(counted.contexts, np.arange(n_contexts), side="right") - 1
     return sums, group_of[np.maximum(before, 0)]
 
 
-def stream_tables(found: ContextCounts, n_contexts: int) -> StreamTables:
+def stream_tables(counted: ContextCounts, n_contexts: int) -> StreamTables:
     """Make frequency tables that contexts share, from how often each code occurs in each."""
-    table_counts, table_of = share_tables(found, n_contexts)
+    table_counts, table_of = share_tables(counted, n_contexts)
     return StreamTables(normalise(table_counts), table_of)
 
 
@@ -132,6 +132,6 @@ class TensorPlan:
     huffman_margin: float | None = None  # of the effort: see `Effort`
     is_sparse: bool = False  # code a chunk of which few patterns changed by their positions
     # what the file's record says of the planning, beside what was asked
-    found: Mapping[str, int | float | bool | str] = field(default_factory=dict)
+    recorded: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     # planes domain: what patterns are rounded to before they are split, if at all
     rounding: Rounding | None = None

@@ -255,7 +255,7 @@ class _Layout:
         if self.index_file is not None:
             return Path(self.index_file.removesuffix(INDEX_SUFFIX)).stem
         stems = {Path(file).stem for file in self.files}
-        stems = {found[1] if (found := _NUMBERED.fullmatch(stem)) else stem for stem in stems}
+        stems = {match[1] if (match := _NUMBERED.fullmatch(stem)) else stem for stem in stems}
         return stems.pop() if len(stems) == 1 else "model"
 
 
@@ -319,7 +319,7 @@ def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
 
 def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[str]]:
     """Load the other torch files of the folder that a tree can hold; gives states by name, and notes."""
-    found, notes, root = {}, [], folder.resolve()
+    states, notes, root = {}, [], folder.resolve()
     for file in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
         path = folder / file
         is_state = file.endswith(STATE_SUFFIXES) and not is_model_file(file) and file not in layout.files
@@ -331,11 +331,11 @@ def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[
         try:
             state = load_state(path)
             flatten(state)
-            found[file] = state
+            states[file] = state
         except (UnsupportedError, ConfigError) as error:  # small ones are: training_args.bin, rng_state.pth
             if path.stat().st_size > NOTED_BYTES:
                 notes.append(f"{file} is carried as it is: {error}")
-    return found, notes
+    return states, notes
 
 
 def is_model_file(file: str) -> bool:

@@ -135,7 +135,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
         if odd:  # a stream may choose them so that each meets all before it
             seen = self._hashes.setdefault(id(target), (target, Counter()))[1]
             seen.update(odd)
-            if max(seen[found] for found in odd) > MAX_EQUAL_HASHES:
+            if max(seen[one] for one in odd) > MAX_EQUAL_HASHES:
                 raise CorruptionError("a key that is one of many of the same hash")
         target.update(zip(keys, pairs[1::2], strict=True))
 

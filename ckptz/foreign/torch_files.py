@@ -283,7 +283,7 @@ def _names() -> dict[str, Any]:
     """Map the names that a pickle may use to dtypes, to bytes an element for storages, and to functions."""
     import torch
 
-    dtypes = {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
+    dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     storages = {
         f"{module}.{kind}Storage": n
         for kind, n in _ITEM_BYTES.items()
@@ -306,11 +306,11 @@ def _names() -> dict[str, Any]:
 def _check_zip(file: BinaryIO, n_bytes: int) -> bool:
     try:
         with zipfile.ZipFile(file) as archive:
-            found, start = archive.infolist(), archive.start_dir
+            infos, start = archive.infolist(), archive.start_dir
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
         raise CorruptionError(f"cut or damaged ({error}); try an intact copy") from None
     _check_directory(file, n_bytes, start)
-    records = _records(file, start, found)
+    records = _records(file, start, infos)
     order = records.get("byteorder")
     if order is not None and (order.n_bytes > len("little") or order.read(file) != b"little"):
         raise UnsupportedError("of a machine with another order of bytes; save it again on this one")
@@ -379,12 +379,12 @@ class _ZipRecord:
         return file.read(self.n_bytes)
 
 
-def _records(file: BinaryIO, n_bytes: int, found: list[zipfile.ZipInfo]) -> dict[str, _ZipRecord]:
+def _records(file: BinaryIO, n_bytes: int, infos: list[zipfile.ZipInfo]) -> dict[str, _ZipRecord]:
     """Find the records of a zip, in its first `n_bytes`, by their names within; none may overlap."""
     records: dict[str, _ZipRecord] = {}
     seen: set[str] = set()
     at = 0
-    for info in sorted(found, key=lambda info: info.header_offset):
+    for info in sorted(infos, key=lambda info: info.header_offset):
         if info.compress_type != zipfile.ZIP_STORED:
             raise UnsupportedError("its records are compressed; save it again with torch.save")
         file.seek(max(info.header_offset, 0))
@@ -420,11 +420,11 @@ class _Bounded:
 
 
 def _check_legacy(file: BinaryIO, head: bytes, n_bytes: int) -> None:
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
 
     def room_of(key: str, wanted: int) -> int:
-        found[key] = wanted
-        return n_bytes - sum(found.values()) + wanted
+        sizes[key] = wanted
+        return n_bytes - sum(sizes.values()) + wanted
 
     def read() -> Any:  # another pickle may need code, which is to be said
         return Unpickler(file, names, storages).read_all()
@@ -435,5 +435,5 @@ def _check_legacy(file: BinaryIO, head: bytes, n_bytes: int) -> None:
     for _ in ("protocol", "system", "state"):
         read()
     keys = read()
-    if type(keys) is not list or not all(type(key) is str for key in keys) or set(keys) != set(found):
+    if type(keys) is not list or not all(type(key) is str for key in keys) or set(keys) != set(sizes):
         _refuse("its storages are not those of its tensors")

@@ -218,11 +218,11 @@ def _random_numbers(state: Mapping[str, Any], *, is_alone: bool) -> dict[str, An
     """Return the random states in the Trainer's form; a process has the state of one CUDA device."""
     python, legacy = state["python"], state["numpy"]
     keys = legacy["keys"].numpy().astype(np.uint32)
-    found = {
+    states = {
         "python": (python["version"], tuple(python["words"].tolist()), python["gauss"]),
         "numpy": (legacy["kind"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"]),
         "cpu": state["torch"],
     }
     if "cuda" in state:
-        found["cuda"] = state["cuda"][0] if is_alone else state["cuda"]
-    return found
+        states["cuda"] = state["cuda"][0] if is_alone else state["cuda"]
+    return states

@@ -230,8 +230,8 @@ class UrlBytes:
 
 def open_bytes(path: str | os.PathLike[str]) -> ByteSource:
     """Open a file of this machine, or behind a URL."""
-    found = path_of(path)
-    return UrlBytes(found) if is_url(found) else FileBytes(found)
+    where = path_of(path)
+    return UrlBytes(where) if is_url(where) else FileBytes(where)
 
 
 class FileBytes:

@@ -84,20 +84,20 @@ def gather(index: int, first: Iterable[Node]) -> DecodedBases:
 
 def _in_order(wanted: list[Node]) -> dict[Node, list[Node]]:
     """Order frames so that each one comes after all frames it needs."""
-    found: dict[Node, list[Node]] = {}
+    needs: dict[Node, list[Node]] = {}
     done: dict[Node, list[Node]] = {}
     waiting = list(wanted)
     while waiting:
         node = waiting[-1]
-        if node in found:
+        if node in needs:
             waiting.pop()
-            done.setdefault(node, found[node])
+            done.setdefault(node, needs[node])
             continue
-        if len(found) >= MAX_FRAMES:
+        if len(needs) >= MAX_FRAMES:
             raise LimitError(f"a chunk is decoded from more than {MAX_FRAMES} others")
         frame, only_codes = node
-        found[node] = frame.needs(only_codes)
-        waiting += [needed for needed in found[node] if needed not in found]
+        needs[node] = frame.needs(only_codes)
+        waiting += [needed for needed in needs[node] if needed not in needs]
     return done
 
 
@@ -131,8 +131,8 @@ class LastChunks:
 
     def get(self, name: str, index: int, record: ChunkRecord) -> Decoded | None:
         """Return a cached chunk of a tensor if its stored and decoded checksums match; else None."""
-        found = self._held.get((name, index))
-        return found[1] if found is not None and found[0] == record else None
+        entry = self._held.get((name, index))
+        return entry[1] if entry is not None and entry[0] == record else None
 
     def put(self, name: str, index: int, record: ChunkRecord, chunk: Decoded) -> None:
         """Hold a chunk, never to be written to, if there is room where the one before it was."""

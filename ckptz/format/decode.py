@@ -65,13 +65,13 @@ def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: in
     streams = _sparse_streams(header, record, payload)
     if streams is None:
         return None
-    found = [None if data is None else read_plane(data, n)[1:] for data in streams]
+    planes = [None if data is None else read_plane(data, n)[1:] for data in streams]
     mode = kernel_mode(header.plan.mode, header.dtype)
-    changed = [positions for positions, _ in filter(None, found)]
+    changed = [positions for positions, _ in filter(None, planes)]
     if not changed:
-        return Changes(np.empty(0, np.int64), (np.empty(0, np.uint8),) * len(found), mode)
+        return Changes(np.empty(0, np.int64), (np.empty(0, np.uint8),) * len(planes), mode)
     everywhere = functools.reduce(np.union1d, changed)
-    return Changes(everywhere, tuple(_placed(plane, everywhere) for plane in found), mode)
+    return Changes(everywhere, tuple(_placed(plane, everywhere) for plane in planes), mode)
 
 
 def _sparse_streams(
@@ -80,7 +80,7 @@ def _sparse_streams(
     """The sparse streams of a chunk, None for each constant one; None if there is any other."""
     if header.plan.quant_map is not None or header.plan.mode not in BASE_MODES:
         return None
-    found: list[ByteReader | None] = []
+    readers: list[ByteReader | None] = []
     offset = 0
     for stream in record.streams:
         data = payload[offset : offset + stream.n_bytes]
@@ -89,8 +89,8 @@ def _sparse_streams(
             return None
         if stream.coder == CoderId.CONSTANT and len(data) > 1:
             return None
-        found.append(ByteReader(data.data) if stream.coder == CoderId.SPARSE else None)
-    return found
+        readers.append(ByteReader(data.data) if stream.coder == CoderId.SPARSE else None)
+    return readers
 
 
 def read_plane(source: ByteReader, n: int) -> tuple[int, Positions, Bytes]:
@@ -208,10 +208,10 @@ class _Streams:
         """Patterns of each context, as kernels that sort by contexts need them."""
         if self._labels is None:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
-        found: NDArray[np.uint32] = cpu().context_counts(
+        counts: NDArray[np.uint32] = cpu().context_counts(
             self._labels, np.array([self._n]), self._header.plan.n_contexts
         )
-        return found
+        return counts
 
     def _take(self) -> tuple[int, Bytes]:
         stream = self._record.streams[self._next]

@@ -58,10 +58,10 @@ class Envelope:
 
 
 def _unique(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(items)
-    if len(found) != len(items):
+    pairs = dict(items)
+    if len(pairs) != len(items):
         raise CorruptionError("a key occurs twice")
-    return found
+    return pairs
 
 
 def _no_constant(word: str) -> NoReturn:

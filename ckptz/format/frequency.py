@@ -32,10 +32,10 @@ _CODE_BITS: Final = SCALE_BITS - _LOGS.astype(np.float32).astype(np.float64)
 
 def _logs(counts: Counts) -> Reals:
     """Binary logarithms of counts [...], 0 of 0."""
-    found = _LOGS[np.minimum(counts, SCALE)]
+    logs = _LOGS[np.minimum(counts, SCALE)]
     is_large = counts > SCALE
-    found[is_large] = [*map(math.log2, counts[is_large].tolist())]
-    return found
+    logs[is_large] = [*map(math.log2, counts[is_large].tolist())]
+    return logs
 
 
 def row_entropy_bits(counts: Counts) -> Reals:
@@ -57,8 +57,8 @@ def entropy_bits(counts: Counts) -> float:
 
 def _sums(terms: Reals) -> Reals:
     """Add up rows [n, m] from left to right: `sum` adds in another order, which rounds otherwise."""
-    found: Reals = np.add.accumulate(terms, axis=1)[:, -1]
-    return found
+    sums: Reals = np.add.accumulate(terms, axis=1)[:, -1]
+    return sums
 
 
 def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Reals:
@@ -89,20 +89,20 @@ def leave_numpy() -> None:
 def normalise(counts: Counts) -> Frequencies:
     """Make frequencies [..., 256] that sum to 4096 of counts [..., 256], at least 1 for all that occur."""
     rows = counts.reshape(-1, 256)
-    found: Frequencies = _kernels_for(rows).normalise(rows)
-    return found.reshape(counts.shape)
+    frequencies: Frequencies = _kernels_for(rows).normalise(rows)
+    return frequencies.reshape(counts.shape)
 
 
 def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
     """Write tables [n, 256] one after another: their bytes, and the end of each [n]."""
-    found: tuple[Bytes, Counts] = _kernels_for(frequencies).pack_tables(frequencies)
-    return found
+    packed: tuple[Bytes, Counts] = _kernels_for(frequencies).pack_tables(frequencies)
+    return packed
 
 
 def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
     """Make decoding tables [n, 4096] of frequencies [n, 256]."""
-    found: NDArray[np.uint32] = _kernels_for(frequencies).slot_tables(frequencies)
-    return found
+    tables: NDArray[np.uint32] = _kernels_for(frequencies).slot_tables(frequencies)
+    return tables
 
 
 def pack_table(frequencies: Frequencies) -> bytes:

@@ -353,8 +353,8 @@ def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
     _check_places(frames, index)
     _check_entries(index)
     _check_bases(index, features)
-    found = content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in index.tensors)
-    if found != index.content_id:
+    computed = content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in index.tensors)
+    if computed != index.content_id:
         raise CorruptionError("the content id does not match the tensors' checksums")
     return index, features
 

@@ -303,10 +303,10 @@ AnyOuter = Outer | StoredOuter | LowRank
 
 
 def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
-    found = np.empty((n, OUTER_BYTES), np.uint8)
+    code_bytes = np.empty((n, OUTER_BYTES), np.uint8)
     for j, plane in enumerate(planes):
-        found[:, j] = plane.codes(n)
-    vector = found.reshape(-1).view("<u4").astype(np.uint32, copy=False)
+        code_bytes[:, j] = plane.codes(n)
+    vector = code_bytes.reshape(-1).view("<u4").astype(np.uint32, copy=False)
     if not cpu().all_finite(vector, floats.F32):
         raise CorruptionError("an outer vector holds an infinity or NaN")
     return vector

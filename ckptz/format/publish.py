@@ -167,12 +167,12 @@ def is_same(a: Path, b: Path) -> bool:
 
 def abandoned(folder: Path) -> list[Path]:
     """List the temporary files in a folder whose writers are certain to have ended."""
-    found = []
+    unfinished = []
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         match = _TEMPORARY.search(path.name)
         if match is not None and match[1] == _machine() != "0" and not is_alive(int(match[2])):
-            found.append(path)
-    return found
+            unfinished.append(path)
+    return unfinished
 
 
 def is_alive(pid: int) -> bool:

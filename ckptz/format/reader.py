@@ -169,8 +169,8 @@ class FrameSource(TensorSource):
         both = plan.reads_base_patterns and plan.reads_base_codes
 
         def context_tensor(name: str) -> TensorSource:
-            found = self._context_tensor(name)
-            return _DecodedChunk(found, held[found, False])
+            tensor = self._context_tensor(name)
+            return _DecodedChunk(tensor, held[tensor, False])
 
         return ChunkSources(begin, end, base, context_tensor, both, f", {ref.title}" if ref else "")
 
@@ -388,11 +388,11 @@ class InlineFrames:
 
 def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple[InlineFrames, ...]:
     """The inline bases, nearest first, each decoded from the one after it."""
-    found: list[InlineFrames] = []
+    levels: list[InlineFrames] = []
     for level in range(len(records), 0, -1):
-        bases = found[0].tensors if found else {}
-        found.insert(0, InlineFrames(container, level, records[level - 1], bases))
-    return tuple(found)
+        bases = levels[0].tensors if levels else {}
+        levels.insert(0, InlineFrames(container, level, records[level - 1], bases))
+    return tuple(levels)
 
 
 class Container:

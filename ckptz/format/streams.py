@@ -344,16 +344,16 @@ def _encode_ordinary(
     tables = _OwnTables([len(part) for part in parts], counts, huffman_margin)
     sparse = {} if nested else _encode_sparse(parts, counts)
     least = _least_zstd([middle_of(part) for part in parts], tables.owns)
-    found = [
+    streams = [
         _by_another(
             part, counts[k], own, sparse.get(k), least[k], float("inf") if beats is None else beats[k]
         )
         for k, (part, own) in enumerate(zip(parts, tables.owns, strict=True))
     ]
-    for at in _side_by_side(parts, [k for k, other in enumerate(found) if other is None]):
+    for at in _side_by_side(parts, [k for k, other in enumerate(streams) if other is None]):
         for k, stream in tables.encode(parts, at):
-            found[k] = stream
-    return [stream for stream in found if stream is not None]
+            streams[k] = stream
+    return [stream for stream in streams if stream is not None]
 
 
 def _side_by_side(parts: Sequence[Bytes], which: Sequence[int]) -> list[list[int]]:

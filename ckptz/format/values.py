@@ -91,9 +91,9 @@ class ValueTable:
 
         A header of a few kilobytes may stand for a table of a million entries.
         """
-        at, found = np.arange(len(codes)), self._ready(self.quant_map.table.at(rows, codes))
-        entries = np.zeros((-(-len(codes) // MAX_CODES), MAX_CODES), found.dtype)
-        entries.reshape(-1)[: len(codes)] = found
+        at, values = np.arange(len(codes)), self._ready(self.quant_map.table.at(rows, codes))
+        entries = np.zeros((-(-len(codes) // MAX_CODES), MAX_CODES), values.dtype)
+        entries.reshape(-1)[: len(codes)] = values
         return (at % MAX_CODES).astype(np.uint8), (at // MAX_CODES).astype(np.uint16), entries
 
     def _decode(

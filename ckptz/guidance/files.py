@@ -132,22 +132,22 @@ def inputs_by_weight(rows: Iterable[ModuleRow], read: ReadSum) -> dict[str, Reco
     by_weight: dict[str, list[ModuleRow]] = {}
     for row in rows:
         by_weight.setdefault(row.weight[0], []).append(row)
-    found = {}
+    recorded = {}
     for name, uses in by_weight.items():
         kinds = dict.fromkeys(row.kind for row in uses)
         covariances = {
             kind: _covariance(kind, [row for row in uses if row.kind == kind], read) for kind in kinds
         }
-        found[name] = RecordedInputs(names=uses[0].weight, shape=uses[0].shape, covariances=covariances)
-    return found
+        recorded[name] = RecordedInputs(names=uses[0].weight, shape=uses[0].shape, covariances=covariances)
+    return recorded
 
 
 def _covariance(kind: LayerKind, rows: Sequence[ModuleRow], read: ReadSum) -> InputCovariance:
     inputs = [one for row in rows for one in row.inputs]
 
     def total() -> NDArray[Any]:
-        found = functools.reduce(operator.add, (read(one.tensor) for one in inputs))
-        return found.astype(np.float64) if kind == "embedding" else found
+        covariance = functools.reduce(operator.add, (read(one.tensor) for one in inputs))
+        return covariance.astype(np.float64) if kind == "embedding" else covariance
 
     n_samples = sum(one.n_samples for one in inputs)
     return InputCovariance(axis=WEIGHT_AXIS[kind], n_samples=n_samples, read=total)
@@ -195,15 +195,15 @@ class Recordings(Generic[Recorded]):
 
 def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
     """A checkpoint's names by what they are called with and without `PREFIXES`; exact names go first."""
-    found = {name: name for name in shapes}
+    checkpoint_names = {name: name for name in shapes}
     for name in shapes:
         bare = name
         while prefix := next((p for p in PREFIXES if bare.startswith(p)), None):
             bare = bare.removeprefix(prefix)
-            found.setdefault(bare, name)
+            checkpoint_names.setdefault(bare, name)
         inside = ".".join(part for part in bare.split(".") if part not in _INNER_WRAPPERS)
-        found.setdefault(inside, name)
-    return found
+        checkpoint_names.setdefault(inside, name)
+    return checkpoint_names
 
 
 # --- files -----------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ class SideInformationFile(Recordings[Recorded]):
         metadata = self._file.metadata or {}
         guide = metadata.get(KEY_GUIDE)
         if guide != self.guide:
-            found = "has no such content" if guide is None else f"is a {guide} file"
-            raise self.error(f"{found}; a {self.guide} file is what ckptz.hooks saves as one")
+            problem = "has no such content" if guide is None else f"is a {guide} file"
+            raise self.error(f"{problem}; a {self.guide} file is what ckptz.hooks saves as one")
         version = metadata.get(KEY_VERSION, "")
         if version != str(GUIDE_VERSION):
             raise UnsupportedError(
@@ -306,11 +306,11 @@ class SensitivityFile(SideInformationFile[GradientAverage]):
     def _records(self) -> dict[str, GradientAverage]:
         self.content = self._parsed(SensitivityContent)
         self._check_names(self.content.parameters)
-        found = {}
+        averages = {}
         for names in self.content.parameters:
             shape, read = self.region(names[0], ("F32",)).shape, functools.partial(self.array, names[0])
-            found[names[0]] = GradientAverage(names=names, shape=shape, read=read)
-        return found
+            averages[names[0]] = GradientAverage(names=names, shape=shape, read=read)
+        return averages
 
 
 class CalibrationFile(SideInformationFile[RecordedInputs]):
@@ -363,15 +363,15 @@ class CalibrationFile(SideInformationFile[RecordedInputs]):
         Raises:
             CalibrationError: values that are not finite, or no sums of squares or counts.
         """
-        found = self.array(tensor)
-        if found.ndim == 1:
-            if found.size and found.min() < 0:
+        values = self.array(tensor)
+        if values.ndim == 1:
+            if values.size and values.min() < 0:
                 raise self.error(f"tensor {tensor!r} has negative counts; record again")
-            return found
-        diagonal = np.diagonal(found, axis1=-2, axis2=-1)
-        if (diagonal < 0).any() or not np.array_equal(found, np.swapaxes(found, -2, -1)):
+            return values
+        diagonal = np.diagonal(values, axis1=-2, axis2=-1)
+        if (diagonal < 0).any() or not np.array_equal(values, np.swapaxes(values, -2, -1)):
             raise self.error(f"tensor {tensor!r} is not a symmetric sum of squares; record again")
-        return found
+        return values
 
 
 def _repeated(items: Iterable[T]) -> list[T]:

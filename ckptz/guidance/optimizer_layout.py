@@ -77,12 +77,12 @@ def _orders(config: Path) -> tuple[tuple[str, ...], ...]:
     except (ImportError, OSError, CkptzError):
         return ()
     try:
-        found = transformers.AutoConfig.from_pretrained(
+        model_config = transformers.AutoConfig.from_pretrained(
             config.parent, local_files_only=True, trust_remote_code=False
         )
-        kind = getattr(transformers, found.architectures[0])
+        kind = getattr(transformers, model_config.architectures[0])
         with torch.device("meta"):
-            model = kind(found)
+            model = kind(model_config)
         decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
     except Exception:  # a model that this transformers does not have, or cannot build so
         return ()
@@ -150,7 +150,7 @@ def known_roles(
     Raises:
         ConfigError: the names that the user gives are not those of this checkpoint.
     """
-    found: dict[str, Role] = {}
+    owned: dict[str, Role] = {}
     notes: list[str] = []
     root = None if tree is None else parse_tree(tree).root
     states = list(optimizers_in(root))
@@ -162,11 +162,11 @@ def known_roles(
     parts = [{ref.name for ref in _refs(part)} for part in _children(root)]
     optimizers = [list(_entries(state, tensors)) for state in states]
     for entries in _labelled(optimizers, names):
-        found |= _join(entries, tensors, roles, inside, ordered, parts, notes, names)
+        owned |= _join(entries, tensors, roles, inside, ordered, parts, notes, names)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
-    found = {name: role for name, role in found.items() if name not in given}
-    found |= _lossless_states({**roles, **found}, inside, given, tensors, notes)
-    return found, notes
+    owned = {name: role for name, role in owned.items() if name not in given}
+    owned |= _lossless_states({**roles, **owned}, inside, given, tensors, notes)
+    return owned, notes
 
 
 def roles_beside(
@@ -278,14 +278,14 @@ def _join(
             f"optimizer state {unknown!r} and others have no parameter's name: {fault}; give them with "
             "--param-names, or save the model with torch.save"
         )
-    found = {}
+    owned = {}
     for entry in entries:
         label = parameters.get(entry.key, f"state.{entry.key}")
         for word, name in entry.tensors.items():
             source = tensors[name]
             role = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
-            found[name] = role if entry.is_plain else replace(role, role="other")
-    return found
+            owned[name] = role if entry.is_plain else replace(role, role="other")
+    return owned
 
 
 def _parameters(
@@ -348,7 +348,7 @@ def _match_by_shape(
     faults = []
     for shape in dict.fromkeys(entry.shape for entry in entries if entry.tensors):
         own = [entry for entry in entries if entry.shape == shape]
-        theirs = [parameter for parameter, found in weights if found == shape]
+        theirs = [parameter for parameter, weight_shape in weights if weight_shape == shape]
         is_one_group = len({entry.group for entry in own}) == 1
         if shape is None:
             faults.append(f"the state of {len(own)} parameters tells no shape")
@@ -374,7 +374,7 @@ def _lossless_states(
     """
     free = {name: source for name, source in tensors.items() if name not in given}
     unknown = [name for name in free if name in inside and roles[name].role == "weight"]
-    found = {name: replace(roles[name], role="other") for name in unknown}
+    states = {name: replace(roles[name], role="other") for name in unknown}
     exact = [
         name
         for name, source in free.items()
@@ -390,12 +390,12 @@ def _lossless_states(
     alone = [n for n in free if roles[n].role in MOMENT_ROLES and roles[n].parameter not in parameters]
     # A checkpoint without a model has moments alone, whatever numbers stand beside them.
     if alone and any(_is_large(tensors[name]) for name in weights):
-        found |= {name: replace(roles[name], role="other") for name in alone}
+        states |= {name: replace(roles[name], role="other") for name in alone}
         notes.append(
             f"{len(alone)} moments belong to no weight of the checkpoint and stay lossless, "
             f"first {alone[0]!r}"
         )
-    return found
+    return states
 
 
 def _is_large(source: TensorSource) -> bool:

@@ -128,14 +128,14 @@ def _own_moments(
     """Second moments that stand in the same file as their weights."""
     squares = {roles[n].parameter: s for n, s in tensors.items() if roles[n].role == "exp_avg_sq"}
     given = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
-    found = {name: moments for name, moments in given.items() if _fits(moments, weights[name])}
-    unlike = [name for name in given if name not in found]
+    fitting = {name: moments for name, moments in given.items() if _fits(moments, weights[name])}
+    unlike = [name for name in given if name not in fitting]
     if unlike:
         notes.append(
             f"{len(unlike)} weights have second moments of another shape or type, which are not used, "
             f"first {unlike[0]!r}"
         )
-    return found
+    return fitting
 
 
 def _fits(moments: TensorSource, weight: TensorSource) -> bool:
@@ -158,24 +158,24 @@ def _read_moments(
         role = known.get(name) or role_of(name, source.shape, source.dtype.is_float, rules)
         if role.role == "exp_avg_sq":
             squares[role.parameter] = source
-    found = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
-    for name, moments in found.items():
+    of_weights = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
+    for name, moments in of_weights.items():
         if not _fits(moments, weights[name]):
             raise ConfigError(
                 f"{path}: the second moment of {name!r} is {moments.dtype.name} {list(moments.shape)}, "
                 f"the weight has shape {list(weights[name].shape)}; give this model's optimizer, in F32, "
                 "BF16 or F16"
             )
-    if not found:
+    if not of_weights:
         reason = "".join(f" ({note})" for note in reasons[:1])
         raise ConfigError(
             f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; "
             "give the optimizer of this model, or name its tensors with --tensor-roles"
         )
-    without = [name for name, weight in weights.items() if name not in found and len(weight.shape) > 1]
+    without = [name for name, weight in weights.items() if name not in of_weights and len(weight.shape) > 1]
     if without:
         notes.append(f"{path}: holds no second moment of {len(without)} weights, first {without[0]!r}")
-    return found
+    return of_weights
 
 
 def _read_gradients(
@@ -205,9 +205,9 @@ def read_inputs(
     matched, unmatched = calibration.match(shapes)
     where, n = calibration.where, len(calibration.recorded)
     if not matched:
-        found = f", not even {unmatched[0]!r}" if unmatched else ""
+        example = f", not even {unmatched[0]!r}" if unmatched else ""
         raise CalibrationError(
-            f"{where}: none of its {n} modules is in the checkpoint{found}; record this model"
+            f"{where}: none of its {n} modules is in the checkpoint{example}; record this model"
         )
     if unmatched:
         notes.append(

@@ -275,9 +275,9 @@ class Recorder:
         self._called[layer] = None
         # Inference tensors do not count their changes, so none is known to be the same as before.
         key = None if tensor.is_inference() else (id(tensor), tensor._version, gather)
-        found = self._open.get(key) if key else None
-        if found is not None and found.tensor() is tensor and layer not in found.users:
-            found.users.append(layer)
+        opened = self._open.get(key) if key else None
+        if opened is not None and opened.tensor() is tensor and layer not in opened.users:
+            opened.users.append(layer)
             return
         self._close(other for other, one in self._open.items() if other == key or one.tensor() is None)
         n_bytes = math.prod(gather.shape) * gather.dtype.itemsize
@@ -426,8 +426,8 @@ class Calibration:
 
     def _find_layers(self, named: dict[int, ModelParameter]) -> None:
         for name, module in self._model.named_modules():
-            found = gather_of(module)
-            if found is None:
+            gathering = gather_of(module)
+            if gathering is None:
                 continue
             name = name_without_wrappers(self._model, name)
             weight = named.get(id(module.weight))
@@ -436,7 +436,7 @@ class Calibration:
             elif not weight.parameter.is_floating_point():
                 self._unfit[name] = f"its weight is {weight.parameter.dtype}"
             else:
-                self._layers[name] = _RecordedLayer(name, module, *found, weight)
+                self._layers[name] = _RecordedLayer(name, module, *gathering, weight)
 
     def __enter__(self) -> Self:
         """Record until the block ends; may be entered again, and goes on."""

@@ -32,13 +32,13 @@ def named_parameters(model: nn.Module) -> list[ModelParameter]:
     Raises:
         ConfigError: a parameter has no shape yet, or this process holds only a part of it.
     """
-    found: dict[int, ModelParameter] = {}
+    by_identity: dict[int, ModelParameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name_without_wrappers(model, name)
         _check_parameter(name, parameter)
-        one = found.get(id(parameter), ModelParameter(parameter, ()))
-        found[id(parameter)] = ModelParameter(parameter, (*one.names, name))
-    return list(found.values())
+        one = by_identity.get(id(parameter), ModelParameter(parameter, ()))
+        by_identity[id(parameter)] = ModelParameter(parameter, (*one.names, name))
+    return list(by_identity.values())
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:

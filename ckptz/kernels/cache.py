@@ -89,11 +89,15 @@ def _temporary() -> Path | None:
     try:
         folder = Path(tempfile.gettempdir(), f"ckptz-kernels-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        folder_stat = folder.lstat()
     except (OSError, AttributeError):  # nothing can be written, or a system without user numbers
         return None
     # Kernels are code: nobody else may have put the folder there or write into it.
-    is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+    is_own = (
+        stat.S_ISDIR(folder_stat.st_mode)
+        and folder_stat.st_uid == os.getuid()
+        and not folder_stat.st_mode & 0o022
+    )
     return folder if is_own else None
 
 
@@ -205,9 +209,9 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
         for file in self._files.values():
             # A file that is damaged, or that may not be read: compile again instead.
             with contextlib.suppress(Exception):
-                found = file.load(key)
-                if found is not None:
-                    return self._impl.rebuild(target_context, found)
+                kernel = file.load(key)
+                if kernel is not None:
+                    return self._impl.rebuild(target_context, kernel)
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:

@@ -97,7 +97,7 @@ def histogram(symbols: Bytes) -> Counts:
 
 
 @kernel
-def _repeats(symbols: Any, ends: Any, last: Any, found: Any) -> None:
+def _repeats(symbols: Any, ends: Any, last: Any, result: Any) -> None:
     begin = uint64(0)
     for k in range(len(ends)):
         for j in range(N_LAST):
@@ -114,15 +114,15 @@ def _repeats(symbols: Any, ends: Any, last: Any, found: Any) -> None:
             n_hits += is_hit
             n_runs += is_hit & ~was_hit  # without a branch, which would be a guess
             was_hit = is_hit
-        found[k, 0], found[k, 1] = n_hits, n_runs
+        result[k, 0], result[k, 1] = n_hits, n_runs
         begin = end
 
 
 def repeats(symbols: Bytes, ends: Counts) -> Counts:
-    found = np.zeros((len(ends), 2), np.int64)
+    result = np.zeros((len(ends), 2), np.int64)
     if len(symbols):
-        _repeats(symbols, ends, np.empty(N_LAST, np.uint32), found)
-    return found
+        _repeats(symbols, ends, np.empty(N_LAST, np.uint32), result)
+    return result
 
 
 # --- rANS ---------------------------------------------------------------------------------------

@@ -83,14 +83,14 @@ class _Step:
         """Distribute words from `q` on to the lanes of a set: words [8], and the next `q`."""
         builder = self.builder
         if self.has_shuffle:
-            found = self.shuffled(self.load(words, q, _WORDS), lanes, to_front=True)
-            return found, builder.add(q, builder.ctpop(self.set_of(lanes)))
-        found = _of(_WORDS, 0)
+            loaded = self.shuffled(self.load(words, q, _WORDS), lanes, to_front=True)
+            return loaded, builder.add(q, builder.ctpop(self.set_of(lanes)))
+        loaded = _of(_WORDS, 0)
         for lane in range(EIGHT):
             place = _of(_I32, lane)
-            found = builder.insert_element(found, self.load(words, q, _I16), place)
+            loaded = builder.insert_element(loaded, self.load(words, q, _I16), place)
             q = builder.add(q, builder.zext(builder.extract_element(lanes, place), _I64))
-        return found, q
+        return loaded, q
 
     def given(self, states: Any, words: Any, q: Any, lanes: Any) -> Any:
         """Put the low halves of a set of lanes in front of word `q`; what stands before them may change."""
@@ -144,8 +144,8 @@ def decode_step(typing_context: Any, lanes: Any, slots: Any, words: Any, q: Any,
             states.append(builder.add(product, builder.lshr(entry, _of(_STATES, 20))))
         for group, state in enumerate(states):
             low = builder.icmp_unsigned("<", state, _of(_STATES, STATE_LOW))
-            found, q = step.taken(words, q, low)
-            longer = builder.or_(builder.shl(state, _of(_STATES, 16)), builder.zext(found, _STATES))
+            taken, q = step.taken(words, q, low)
+            longer = builder.or_(builder.shl(state, _of(_STATES, 16)), builder.zext(taken, _STATES))
             step.store(builder.select(low, longer, state), lanes, _of(_I64, EIGHT * group))
         return q
 
@@ -189,9 +189,9 @@ def encode_step(
         step = _Step(context, builder, signature, args)
         lanes, entries, words, q, symbols, i = step.arrays
         firsts = [builder.add(i, _of(_I64, EIGHT * group)) for group in range(GROUPS)]
-        found = [_entries_of(step, entries, symbols, first) for first in firsts]
+        parts = [_entries_of(step, entries, symbols, first) for first in firsts]
         for group in reversed(range(GROUPS)):
-            reciprocal, upper = found[group]
+            reciprocal, upper = parts[group]
             state = step.load(lanes, _of(_I64, EIGHT * group), _STATES)
             less = builder.lshr(upper, _of(_STATES, 16))  # the frequency, less one
             full = builder.icmp_unsigned(">", builder.lshr(state, _of(_STATES, 20)), less)

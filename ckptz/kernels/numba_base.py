@@ -21,9 +21,9 @@ def _compiled(**options: Any) -> Callable[[Any], Any]:
     options |= {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}  # none is called from C
 
     def of(function: Any) -> Any:
-        found: Any = numba.njit(**options)(function)
-        found._cache = CachedKernels(function)  # numba's own belongs to the time and place of files
-        return found
+        dispatcher: Any = numba.njit(**options)(function)
+        dispatcher._cache = CachedKernels(function)  # numba's own belongs to the time and place of files
+        return dispatcher
 
     return of
 

@@ -74,9 +74,9 @@ def _counted(function: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         begin = time.perf_counter()
-        found = function(*args, **kwargs)
+        result = function(*args, **kwargs)
         _spent[0] += time.perf_counter() - begin
-        return found
+        return result
 
     return run
 
@@ -114,18 +114,18 @@ def _unzigzag(code: Patterns) -> Patterns:
 
 def transform(patterns: Patterns, base: Patterns, mode: int, out: Patterns | None = None) -> Patterns:
     """Turn patterns [n] into what a plane mode splits, in `out` if given; spec/03-transforms.md#planes."""
-    found = patterns
+    result = patterns
     if mode == ROTATED:
-        found = _rotate(patterns, 1)
+        result = _rotate(patterns, 1)
     elif mode == XOR:
-        found = patterns ^ base
+        result = patterns ^ base
     elif mode == DIFFERENCE:
-        found = _zigzag(patterns - base)
+        result = _zigzag(patterns - base)
     elif mode == ORDERED_DIFFERENCE:
-        found = _zigzag(order(patterns) - order(base))
+        result = _zigzag(order(patterns) - order(base))
     if out is None:
-        return found
-    out[:] = found
+        return result
+    out[:] = result
     return out
 
 
@@ -183,9 +183,9 @@ def _encode_stream(symbols: Bytes, tables: NDArray[np.int64], entries: NDArray[n
     n_lanes = tables.shape[1]
     padded = np.zeros(tables.shape, np.uint8)
     padded.reshape(-1)[: len(symbols)] = symbols
-    found = entries[tables, padded]
-    frequency = (found >> np.uint64(48)).astype(np.uint32) + np.uint32(1)
-    start = (found >> np.uint64(32)).astype(np.uint32) & np.uint32(SCALE - 1)
+    entry = entries[tables, padded]
+    frequency = (entry >> np.uint64(48)).astype(np.uint32) + np.uint32(1)
+    start = (entry >> np.uint64(32)).astype(np.uint32) & np.uint32(SCALE - 1)
     rest, limit = np.uint32(SCALE) - frequency, (frequency << np.uint32(32 - SCALE_BITS)) - np.uint32(1)
     is_full, low = np.empty(tables.shape, np.bool_), np.empty(tables.shape, np.uint16)
     state, quotient = np.full(n_lanes, STATE_LOW, np.uint32), np.empty(n_lanes, np.uint32)
@@ -231,8 +231,8 @@ def rans_encode(
     """
     arguments = symbols, begins, stream_segments, segment_ends, table_of, entries, n_lanes, heads, head_ends
     if len(symbols) > MOST_SYMBOLS:
-        found: tuple[Bytes, Counts] = _compiled().rans_encode(*arguments)
-        return found
+        encoded: tuple[Bytes, Counts] = _compiled().rans_encode(*arguments)
+        return encoded
     return _rans_encode(*arguments)
 
 
@@ -374,8 +374,8 @@ def huffman_encode(
         begins, and where each of its parts ends.
     """
     if len(symbols) > MOST_SYMBOLS:
-        found: tuple[Bytes, Counts] = _compiled().huffman_encode(symbols, ends, lengths, n_heads, n_bytes)
-        return found
+        encoded: tuple[Bytes, Counts] = _compiled().huffman_encode(symbols, ends, lengths, n_heads, n_bytes)
+        return encoded
     return _huffman_encode(symbols, ends, lengths, n_heads)
 
 
@@ -550,37 +550,37 @@ def ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _ascending(values: list[float]) -> list[int]:
-    found = list(range(len(values)))
+    order_of = list(range(len(values)))
     parts = [(0, len(values) - 1)]
     while parts:
         low, high = parts.pop()
         while high - low >= SMALL_PART:
-            i = _parted(values, found, low, high)
+            i = _parted(values, order_of, low, high)
             parts.append((i + 1, high) if high - i > i - low else (low, i - 1))
             low, high = (low, i - 1) if high - i > i - low else (i + 1, high)
-        found[low : high + 1] = sorted(found[low : high + 1], key=values.__getitem__)
-    return found
+        order_of[low : high + 1] = sorted(order_of[low : high + 1], key=values.__getitem__)
+    return order_of
 
 
-def _parted(values: list[float], found: list[int], low: int, high: int) -> int:
+def _parted(values: list[float], order_of: list[int], low: int, high: int) -> int:
     """Put what is below the median of three before it, in place; gives its index."""
     middle = (low + high) >> 1
     for a, b in ((low, middle), (middle, high), (low, middle)):
-        if values[found[b]] < values[found[a]]:
-            found[a], found[b] = found[b], found[a]
-    pivot = values[found[middle]]
-    found[high], found[middle] = found[middle], found[high]
+        if values[order_of[b]] < values[order_of[a]]:
+            order_of[a], order_of[b] = order_of[b], order_of[a]
+    pivot = values[order_of[middle]]
+    order_of[high], order_of[middle] = order_of[middle], order_of[high]
     i, j = low, high - 1
     while True:
-        while i < high and values[found[i]] < pivot:
+        while i < high and values[order_of[i]] < pivot:
             i += 1
-        while j >= low and pivot < values[found[j]]:
+        while j >= low and pivot < values[order_of[j]]:
             j -= 1
         if i >= j:
             break
-        found[i], found[j] = found[j], found[i]
+        order_of[i], order_of[j] = order_of[j], order_of[i]
         i, j = i + 1, j - 1
-    found[i], found[high] = found[high], found[i]
+    order_of[i], order_of[high] = order_of[high], order_of[i]
     return i
 
 
@@ -630,7 +630,7 @@ def repeats(symbols: Bytes, ends: Counts) -> Counts:
     Returns:
         Positions whose eight codes had their place last, by a hash, and runs of such positions.
     """
-    found = np.zeros((len(ends), 2), np.int64)
+    hits = np.zeros((len(ends), 2), np.int64)
     for k, part in enumerate(np.split(symbols, ends[:-1])):
         if len(part) >= 8:
             words = np.lib.stride_tricks.sliding_window_view(part, 8).copy().view("<u8")[:, 0]
@@ -640,5 +640,5 @@ def repeats(symbols: Bytes, ends: Counts) -> Counts:
             before = np.where(np.diff(places[order], prepend=N_LAST) == 0, np.roll(tags[order], 1), 0)
             is_hit = np.empty(len(words), np.bool_)
             is_hit[order] = tags[order] == before
-            found[k] = is_hit.sum(), is_hit[0] + (is_hit[1:] & ~is_hit[:-1]).sum()
-    return found
+            hits[k] = is_hit.sum(), is_hit[0] + (is_hit[1:] & ~is_hit[:-1]).sum()
+    return hits

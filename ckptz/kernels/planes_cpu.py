@@ -201,15 +201,15 @@ def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Co
 def _context_counts(contexts: Any, ends: Any, counts: Any) -> None:
     begin = 0
     for t in range(len(ends)):
-        third, found = uint64((ends[t] - begin) // 3), counts[t]
+        third, row = uint64((ends[t] - begin) // 3), counts[t]
         own = contexts[begin : ends[t]]
         own_1, own_2 = own[third:], own[2 * third :]
         for i in range(third):
-            found[THIRDS * uint64(own[i])] += uint32(1)
-            found[THIRDS * uint64(own_1[i]) + ONE] += uint32(1)
-            found[THIRDS * uint64(own_2[i]) + TWO] += uint32(1)
+            row[THIRDS * uint64(own[i])] += uint32(1)
+            row[THIRDS * uint64(own_1[i]) + ONE] += uint32(1)
+            row[THIRDS * uint64(own_2[i]) + TWO] += uint32(1)
         for i in range(third, uint64(len(own_2))):
-            found[THIRDS * uint64(own_2[i]) + TWO] += uint32(1)
+            row[THIRDS * uint64(own_2[i]) + TWO] += uint32(1)
         begin = ends[t]
 
 

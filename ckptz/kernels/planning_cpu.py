@@ -163,14 +163,14 @@ def _scale_runs(
             scale = n_scales - 1
         labels[r] += scale
         # Four histograms in turn: equal neighbours would wait for each other's store in one.
-        found = counts[labels[r]]
+        row = counts[labels[r]]
         for i in range(uint64(0), whole, uint64(4)):
-            found[uint64(exponents[i])] += uint32(1)
-            found[uint64(exponents[i + uint64(1)]) + uint64(256)] += uint32(1)
-            found[uint64(exponents[i + uint64(2)]) + uint64(512)] += uint32(1)
-            found[uint64(exponents[i + uint64(3)]) + uint64(768)] += uint32(1)
+            row[uint64(exponents[i])] += uint32(1)
+            row[uint64(exponents[i + uint64(1)]) + uint64(256)] += uint32(1)
+            row[uint64(exponents[i + uint64(2)]) + uint64(512)] += uint32(1)
+            row[uint64(exponents[i + uint64(3)]) + uint64(768)] += uint32(1)
         for i in range(whole, uint64(size)):
-            found[uint64(exponents[i])] += uint32(1)
+            row[uint64(exponents[i])] += uint32(1)
 
 
 def scale_runs(
@@ -255,7 +255,7 @@ def partition(values: Reals, weights: Reals, n_parts: int) -> Counts:
 
 
 @summing
-def _deviation(exact: Any, restored: Any, found: Any) -> None:
+def _deviation(exact: Any, restored: Any, result: Any) -> None:
     largest, error, power = 0.0, 0.0, 0.0
     for i in range(len(exact)):
         value = np.float64(exact[i])
@@ -264,12 +264,12 @@ def _deviation(exact: Any, restored: Any, found: Any) -> None:
         largest = size if size > largest else largest
         error += difference * difference
         power += value * value
-    found[0], found[1], found[2] = largest, error, power
+    result[0], result[1], result[2] = largest, error, power
 
 
 def deviation(exact: Floats, restored: Floats) -> tuple[float, float, float]:
     """Measure (greatest error, sum of squared errors, sum of squares) of F32 arrays [n], in double."""
-    found = np.empty(3)
-    _deviation(exact, restored, found)
-    largest, error, power = found.tolist()
+    result = np.empty(3)
+    _deviation(exact, restored, result)
+    largest, error, power = result.tolist()
     return largest, error, power

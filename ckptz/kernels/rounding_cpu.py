@@ -254,11 +254,11 @@ def power(values: Floats, base: Floats | None = None) -> float:
 
 @kernel
 def _largest(patterns: Any) -> Any:
-    found = uint32(0)
+    largest = uint32(0)
     for i in range(len(patterns)):
         pattern = uint32(patterns[i] & uint32(0x7FFFFFFF))
-        found = pattern if pattern > found else found
-    return found
+        largest = pattern if pattern > largest else largest
+    return largest
 
 
 def largest(patterns: NDArray[np.uint32]) -> int:

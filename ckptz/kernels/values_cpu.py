@@ -380,10 +380,10 @@ def add_bits(base: Patterns, codes: Bytes, rows: Patterns, table: Patterns, out:
 
 @kernel
 def _any_equal_masked(patterns: Any, mask: int) -> bool:
-    found = uint32(0)
+    is_any = uint32(0)
     for i in range(len(patterns)):
-        found |= uint32((uint64(patterns[i]) & uint64(mask)) == uint64(mask))
-    return found != uint32(0)
+        is_any |= uint32((uint64(patterns[i]) & uint64(mask)) == uint64(mask))
+    return is_any != uint32(0)
 
 
 def all_finite(patterns: Patterns, kind: int) -> bool:

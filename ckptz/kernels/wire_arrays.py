@@ -160,14 +160,14 @@ def saturate(patterns: Patterns, largest: float) -> Patterns:
     return np.where(finite, np.clip(values, -limit, limit), values).astype(np.float32).view(np.uint32)
 
 
-def truth(found: Any) -> bool:
+def truth(condition: Any) -> bool:
     """Return a truth value as a number for arithmetic."""
-    return bool(found)
+    return bool(condition)
 
 
-def told(found: Sequence[tuple[Any, str]]) -> list[bool]:
+def told(conditions: Sequence[tuple[Any, str]]) -> list[bool]:
     """Ask the device for all truth values at once."""
-    return [bool(wrong) for wrong, _ in found]
+    return [bool(wrong) for wrong, _ in conditions]
 
 
 def unless(flag: Any, old: Any, new: Any) -> Any:

@@ -291,11 +291,11 @@ def unpack_rows(planes: Tensor, widths: Tensor, row: int) -> Tensor:
 # --- arithmetic of the per-link state -----------------------------------------------------------
 
 
-def _with_nan_of(found: Tensor, *operands: Tensor) -> Tensor:
+def _with_nan_of(result: Tensor, *operands: Tensor) -> Tensor:
     """Propagate the first operand's NaN, quieted, as CPUs do; GPUs return a single NaN."""
     for operand in reversed(operands):
-        found = torch.where((operand & 0x7FFFFFFF) > 0x7F800000, operand | 0x400000, found)
-    return found
+        result = torch.where((operand & 0x7FFFFFFF) > 0x7F800000, operand | 0x400000, result)
+    return result
 
 
 def add(a: Tensor, b: Tensor) -> Tensor:
@@ -317,12 +317,12 @@ def saturate(patterns: Tensor, largest: float) -> Tensor:
     return torch.where(finite, values.clamp(-limit, limit), values).view(torch.int32)
 
 
-def truth(found: Any) -> Any:
-    return found
+def truth(condition: Any) -> Any:
+    return condition
 
 
-def told(found: Sequence[tuple[Any, str]]) -> list[bool]:
-    flags: list[bool] = torch.stack([wrong for wrong, _ in found]).tolist() if found else []
+def told(conditions: Sequence[tuple[Any, str]]) -> list[bool]:
+    flags: list[bool] = torch.stack([wrong for wrong, _ in conditions]).tolist() if conditions else []
     return flags
 
 

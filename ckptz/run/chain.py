@@ -58,7 +58,7 @@ class Estimate:
         alike: dict[int, list[int]] = {}
         for distance, n_bytes in sizes:
             alike.setdefault(distance, []).append(n_bytes)
-        largest = {distance: max(found[-N_ALIKE:]) for distance, found in sorted(alike.items())}
+        largest = {distance: max(newest[-N_ALIKE:]) for distance, newest in sorted(alike.items())}
         self.full = largest.pop(0, plain)
         self._deltas = largest
         self._growth = 0.0  # bytes for every doubling of the distance
@@ -154,10 +154,10 @@ def base_of_next(
     wanted = rule.base_of(files[newest].position + 1)
     if wanted is None:
         return None
-    found: K | None = newest
-    while found is not None and files[found].position > wanted:
-        found = files[found].base
-    return newest if found is None else found
+    candidate: K | None = newest
+    while candidate is not None and files[candidate].position > wanted:
+        candidate = files[candidate].base
+    return newest if candidate is None else candidate
 
 
 def files_of_kind(
@@ -166,21 +166,21 @@ def files_of_kind(
     """Describe the files of a kind, of which there is a newest one; `facts` may be errors of reading them."""
     steps = listing.steps_of(kind)
     stays = dict(zip(steps, kept.stays(steps), strict=True))
-    found: dict[StepFile, ChainFile[StepFile]] = {}
+    files: dict[StepFile, ChainFile[StepFile]] = {}
     for file, n_bytes in sorted(listing.sizes.items()):
         if file.kind != kind or file.is_exact or file.step > steps[-1]:
             continue
         said = facts.get(file)
         fact = said if isinstance(said, FileFacts) else None
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base.file)
-        base = named if named in found else None
+        base = named if named in files else None
         # A position is a claim: a base may be gone, and files may have been copied from elsewhere. What is
         # stored against a file of no step, as against the model that a run began with, is a full file.
         position = 0 if fact is None else fact.position
         if named is not None:
-            position = max(1 if base is None else found[base].position + 1, position)
-        found[file] = ChainFile(n_bytes, position, base, stays.get(file.step, 0))
-    return found
+            position = max(1 if base is None else files[base].position + 1, position)
+        files[file] = ChainFile(n_bytes, position, base, stays.get(file.step, 0))
+    return files
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,10 +112,10 @@ class StepStore:
         """
         newest = max((file.step for file in listing.sizes), default=None)
         lossy = {f: n for f, n in listing.sizes.items() if f.step == newest and not f.is_exact}
-        cut = {file for file, found in self.read_facts(lossy).items() if isinstance(found, TruncatedError)}
+        cut = {file for file, result in self.read_facts(lossy).items() if isinstance(result, TruncatedError)}
         cut |= {file.exact for file in cut} & set(listing.sizes)
-        found = listing.without(cut)
-        return replace(found, leftovers=(*found.leftovers, *(file.name for file in sorted(cut))))
+        whole = listing.without(cut)
+        return replace(whole, leftovers=(*whole.leftovers, *(file.name for file in sorted(cut))))
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
         """Read the index of a file, of `n_bytes` as listed, for its facts.
@@ -137,13 +137,13 @@ class StepStore:
 
     def read_facts(self, sizes: Mapping[StepFile, int]) -> dict[StepFile, FileFacts | Exception]:
         """Read the facts of files, of sizes as listed, or why they cannot be read."""
-        found: dict[StepFile, FileFacts | Exception] = {}
+        results: dict[StepFile, FileFacts | Exception] = {}
         for file, n_bytes in sizes.items():
             try:
-                found[file] = self.facts(file, n_bytes)
+                results[file] = self.facts(file, n_bytes)
             except Exception as error:  # stores behind URLs have errors of their own
-                found[file] = error
-        return found
+                results[file] = error
+        return results
 
     # --- reading --------------------------------------------------------------------------------
 
@@ -188,10 +188,10 @@ class StepStore:
         members = [file]
         while (last := members[-1]) in sizes and len(members) <= MAX_DEPTH:
             base = self.facts(last, sizes[last]).base
-            found = None if base is None else StepFile.parse(base.file)
-            if found is None:
+            base_file = None if base is None else StepFile.parse(base.file)
+            if base_file is None:
                 break
-            members.append(found)
+            members.append(base_file)
         return members
 
     # --- writing --------------------------------------------------------------------------------
@@ -212,10 +212,10 @@ class StepStore:
         try:
             if self._folder is not None:
                 make_folder(self._folder)
-                found = self._folder.stat()
-                if self._inode not in (None, (found.st_dev, found.st_ino)):
+                folder_stat = self._folder.stat()
+                if self._inode not in (None, (folder_stat.st_dev, folder_stat.st_ino)):
                     self._moved = MOVED
-                self._inode = found.st_dev, found.st_ino
+                self._inode = folder_stat.st_dev, folder_stat.st_ino
             self._lock = acquire(self._place, self._folder)
         except OSError as error:
             if error.errno not in NOT_ALLOWED or isinstance(error, WriteError):
@@ -317,10 +317,10 @@ class StepStore:
             notes: are told why there is a full file in place of a delta.
         """
 
-        def attempt(found: tuple[Checkpoint, int] | None) -> Written:
+        def attempt(opened: tuple[Checkpoint, int] | None) -> Written:
             sink.seek(0)
             sink.truncate()
-            base, position = (None, 0) if found is None else found
+            base, position = (None, 0) if opened is None else opened
             written = write(base, position)
             for path in () if base is None else base.paths:
                 path.stat()  # others may have deleted it meanwhile
@@ -343,9 +343,9 @@ class StepStore:
         Raises:
             CkptzError, OSError: it cannot be read; what stores behind URLs raise.
         """
-        found, position = self._base_file(kind, rule)
-        if found is not None:
-            base = held.enter_context(self.opened(found))
+        base_file, position = self._base_file(kind, rule)
+        if base_file is not None:
+            base = held.enter_context(self.opened(base_file))
             base.hold(self.last)
             return base, position
         if self._origin is not None and kind == "weights":
@@ -370,9 +370,7 @@ class StepStore:
         newest = StepFile(steps[-1], kind)
         plain = self.facts(newest, listing.sizes[newest]).tensor_bytes
         kept = Kept() if rule.kept is None else rule.kept[kind]
-        facts = {
-            f: found for f, found in self.read_facts(listing.sizes).items() if isinstance(found, FileFacts)
-        }
+        facts = {f: fact for f, fact in self.read_facts(listing.sizes).items() if isinstance(fact, FileFacts)}
         files = files_of_kind(kind, kept, listing, facts)
         rest = sum(n for file, n in listing.sizes.items() if file.kind == kind and file.is_exact)
         sizes = self._written[kind], plain, rest
@@ -425,7 +423,7 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
     These are states of other weights, and residuals of other lossy files. A folder of anything else has none.
     What cannot be read is for `verify_file` to complain of.
     """
-    found = []
+    mismatches = []
     with contextlib.closing(StepStore(str(folder))) as store:
         read = store.read_facts(store.listing().sizes)
     known = {file: facts for file, facts in sorted(read.items()) if isinstance(facts, FileFacts)}
@@ -437,8 +435,8 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
             remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
             what = "values" if file.is_exact else "weights"
             error = CorruptionError(f"{path}: belongs to other {what} than {of.name} holds; {remedy}")
-            found.append((path, error))
-    return found
+            mismatches.append((path, error))
+    return mismatches
 
 
 def leftovers(folder: Path) -> tuple[str, ...]:

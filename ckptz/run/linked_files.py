@@ -148,13 +148,13 @@ class LinkedFiles:
         files, kept = self._there(path, chain[0])
         plain = sum(source.n_bytes for source in newest.tensors.values())
         rule = ChainRule(self._full_every, is_forked=False)
-        found = base_of_next(files, rule, kept, (), (self._sizes, plain, 0))
-        if found is None or newest.depth - chain.index(found) + 1 >= self._full_every:
+        inode = base_of_next(files, rule, kept, (), (self._sizes, plain, 0))
+        if inode is None or newest.depth - chain.index(inode) + 1 >= self._full_every:
             return None
-        if found == chain[0]:
-            return newest, found
-        name = newest.files[chain.index(found)].name
-        return held.enter_context(contextlib.closing(open_checkpoint(name))), found
+        if inode == chain[0]:
+            return newest, inode
+        name = newest.files[chain.index(inode)].name
+        return held.enter_context(contextlib.closing(open_checkpoint(name))), inode
 
     def add(self, path: Path, written: Written, base: Inode | None) -> None:
         """Take note of a file that was written, and of what it is stored against, None for a full file."""

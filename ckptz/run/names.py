@@ -43,8 +43,8 @@ def step_of(path: Path, recorded: int | None = None, metadata: Mapping[str, str]
         if text.isascii() and text.isdigit() and len(text) <= 18:
             return int(text)
     whole = path if is_url(path) else Path(os.path.abspath(path))
-    found = _IN_NAME.findall(whole.name)
-    return int(found[-1]) if found else step_of_folder(whole.parent)
+    numbers = _IN_NAME.findall(whole.name)
+    return int(numbers[-1]) if numbers else step_of_folder(whole.parent)
 
 
 def step_of_folder(folder: Path) -> int | None:
@@ -66,12 +66,12 @@ def run_files(folder: Path, *, with_links: bool = False) -> list[Path]:
     entries = list(folder.iterdir())
     for sub in [path for path in entries if step_of_folder(path) is not None and path.is_dir()]:
         entries += sub.iterdir()
-    found: dict[object, Path] = {}
+    by_file: dict[object, Path] = {}
     for path in sorted(entries, key=lambda path: (is_base_name(path), path)):
         with contextlib.suppress(FileNotFoundError):  # it went meanwhile
             if _is_checkpoint(path):
-                found.setdefault(path if with_links else inode_of(path), path)
-    return sorted(found.values())
+                by_file.setdefault(path if with_links else inode_of(path), path)
+    return sorted(by_file.values())
 
 
 def inode_of(path: Path) -> Inode:
@@ -96,7 +96,7 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
 
     Files that cannot be read are passed over.
     """
-    found = []
+    candidates = []
     for path in run_files(folder):
         with (
             contextlib.suppress(CkptzError, OSError),
@@ -106,8 +106,8 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
                 index = file.index
                 at = step_of(path, index.step, index.metadata)
                 if step is None or at == step:
-                    found.append((at is None, -(at or 0), is_aside(path), index.depth, path))
-    return min(found)[-1] if found else None
+                    candidates.append((at is None, -(at or 0), is_aside(path), index.depth, path))
+    return min(candidates)[-1] if candidates else None
 
 
 def shards_at(path: Path) -> Path | None:
@@ -133,12 +133,12 @@ def weights_at(path: Path) -> Path | None:
     if (step := shards_at(path)) is not None:
         files = ", ".join(sorted(file.name for file in step.glob(f"*{SUFFIX}") if not is_aside(file)))
         raise ConfigError(f"{path}: several ranks wrote this step; name one of its files in {step}: {files}")
-    found = newest_checkpoint(folder, int(match[2]))
-    if found is None:
+    newest = newest_checkpoint(folder, int(match[2]))
+    if newest is None:
         raise FileNotFoundError(
             f"{folder}: has no {SUFFIX} file of step {match[2]}; ckptz log lists the steps"
         )
-    return found
+    return newest
 
 
 def checkpoint_in(path: Path) -> Path:
@@ -152,10 +152,10 @@ def checkpoint_in(path: Path) -> Path:
         return weights
     if not is_folder(path):
         return path
-    found = newest_checkpoint(path)
-    if found is None:
+    newest = newest_checkpoint(path)
+    if newest is None:
         raise ConfigError(f"{path}: holds no {SUFFIX} file that can be read; name a file, or another folder")
-    return found
+    return newest
 
 
 def holds_state(path: Path) -> bool:

@@ -198,20 +198,20 @@ class _Bases:
         """
         if unit.error is not None:
             raise unit.error
-        found = [other for place in unit.places for other in self._at[place]]
+        needed = [other for place in unit.places for other in self._at[place]]
         for base in unit.bases:
             named = self._names.get(base.file)
             # Readers, too, look first for the name, and then for the content under any other.
             if named is not None and (named.error or base.content_id in named.ids):
-                found.append(named)
+                needed.append(named)
                 continue
             holders = [other for other in self._holders.get(base.content_id, ()) if other is not unit]
             # What frameworks' runs are stored against may lie elsewhere; what a run began from is no step.
             is_elsewhere = base.file.startswith(BASE_PREFIX) if unit.kind else not self._is_any_unread
             if not holders and not is_elsewhere:
                 raise MissingBaseError(f"its base {base.file} is not here")
-            found += holders
-        return [other for other in found if other is not unit]
+            needed += holders
+        return [other for other in needed if other is not unit]
 
 
 def _check_best(name: str, policy: KeepPolicy, units: Units) -> None:
@@ -296,16 +296,16 @@ def prune(
 
 def _units_of(store: StepStore, listing: Listing, after: int | None) -> list[Unit]:
     """Read what each file says of itself, or why it cannot be read; those that go are not looked at."""
-    found = store.read_facts({f: n for f, n in listing.sizes.items() if after is None or f.step <= after})
+    results = store.read_facts({f: n for f, n in listing.sizes.items() if after is None or f.step <= after})
     return [
-        unit_of(file, n_bytes, found.get(file), is_hidden=file in listing.hidden)
+        unit_of(file, n_bytes, results.get(file), is_hidden=file in listing.hidden)
         for file, n_bytes in sorted(listing.sizes.items())
     ]
 
 
-def unit_of(file: StepFile, n_bytes: int, found: FileFacts | Exception | None, *, is_hidden: bool) -> Unit:
+def unit_of(file: StepFile, n_bytes: int, result: FileFacts | Exception | None, *, is_hidden: bool) -> Unit:
     """Describe a file of a step by what it says of itself, or the error of reading that."""
-    facts = found if isinstance(found, FileFacts) else None
+    facts = result if isinstance(result, FileFacts) else None
     return Unit(
         name=file.name,
         step=file.step,
@@ -317,7 +317,7 @@ def unit_of(file: StepFile, n_bytes: int, found: FileFacts | Exception | None, *
         ids=frozenset() if facts is None or file.is_exact else frozenset({facts.content_id}),
         bases=() if facts is None or facts.base is None else (facts.base,),
         metric=None if facts is None else facts.metric,
-        error=found if isinstance(found, Exception) else None,
+        error=result if isinstance(result, Exception) else None,
     )
 
 
@@ -371,8 +371,8 @@ def _units_in(folder: Path) -> list[Unit]:
     files: dict[Path, list[Path]] = {}
     for path in run_files(folder, with_links=True):
         files.setdefault(path if path.parent == folder else path.parent, []).append(path)
-    units = [_unit_at(path, found) for path, found in files.items()]
-    steps = {path.name: path for path, found in files.items() if path != found[0]}
+    units = [_unit_at(path, members) for path, members in files.items()]
+    steps = {path.name: path for path, members in files.items() if path != members[0]}
     unfinished = _unfinished(steps)
     # What is being written, or was not written to its end, is no step; nobody knows what it may need.
     units = [
@@ -471,12 +471,12 @@ def _unit_at(path: Path, files: Sequence[Path]) -> Unit:
         places=frozenset(file.resolve() for file in files),
     )
     try:
-        facts = [(file, found) for file in files if (found := FileFacts.read(open_bytes(file))) is not None]
+        facts = [(file, fact) for file in files if (fact := FileFacts.read(open_bytes(file))) is not None]
     except (CkptzError, OSError) as error:
         return replace(unit, error=error)
-    ids = frozenset(found.content_id for _, found in facts)
-    own = [(file, found) for file, found in facts if not (is_folder and is_base_name(file))]
-    steps = {file.name: step_of(file, found.step, found.metadata) for file, found in own}
+    ids = frozenset(fact.content_id for _, fact in facts)
+    own = [(file, fact) for file, fact in facts if not (is_folder and is_base_name(file))]
+    steps = {file.name: step_of(file, fact.step, fact.metadata) for file, fact in own}
     if is_folder:
         _check_steps_agree(path, {name: step for name, step in steps.items() if step is not None})
     return replace(
@@ -484,5 +484,5 @@ def _unit_at(path: Path, files: Sequence[Path]) -> Unit:
         step=next((step for step in steps.values() if step is not None), unit.step),
         ids=ids,
         bases=tuple(f.base for _, f in own if f.base is not None and f.base.content_id not in ids),
-        metric=next((found.metric for _, found in own if found.metric is not None), None),
+        metric=next((fact.metric for _, fact in own if fact.metric is not None), None),
     )

@@ -49,12 +49,12 @@ def checked_step(step: SupportsIndex) -> int:
         ConfigError: it is none that a file can record.
     """
     try:
-        found = operator.index(step)
+        number = operator.index(step)
     except TypeError:
-        found = -1
-    if not 0 <= found <= MAX_STEP:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"a step is a whole number from 0 to below 2^63, got {step!r:.80}")
-    return int(found)  # of a bool, too
+    return int(number)  # of a bool, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,13 +35,13 @@ class Version:
 
 def versions_in(sizes: Mapping[str, int]) -> list[Version]:
     """Find the published files among others, by step; a delta before the full file of its step."""
-    found = []
+    versions = []
     for name, n_bytes in sizes.items():
         if match := _NAME.fullmatch(name):
             version = Version(int(match[1]), None if match[2] is None else int(match[2]), n_bytes)
             if version.name == name:
-                found.append(version)
-    return sorted(found, key=lambda v: (v.step, v.base is None, v.base or 0))
+                versions.append(version)
+    return sorted(versions, key=lambda v: (v.step, v.base is None, v.base or 0))
 
 
 def newest_step(versions: Iterable[Version]) -> int | None:

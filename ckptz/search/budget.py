@@ -141,16 +141,16 @@ class Judgement:
         return self.n_values * (self.error / (RESOLVED * self.allowed)) ** 2
 
 
-def judge(limit: Limit, exact: Reading, found: Reading) -> Judgement:
+def judge(limit: Limit, exact: Reading, measured: Reading) -> Judgement:
     """Compare the values of a trial with those of the exact state, which are finite.
 
     Raises:
         ConfigError: they are not of the same answers.
     """
-    _check_same_answers(exact, found)
+    _check_same_answers(exact, measured)
     scale, error, changes = exact.total * (exact.value if limit.is_relative else 1.0), 0.0, 0.0
     with np.errstate(all="ignore"):  # what overflows is not finite, and so not kept
-        worse = found.values - exact.values if exact.lower_is_better else exact.values - found.values
+        worse = measured.values - exact.values if exact.lower_is_better else exact.values - measured.values
         change = float(worse.sum() / scale)
         if (n := len(worse)) > 1:
             counts = 1.0 if exact.counts is None else exact.counts
@@ -204,16 +204,16 @@ def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _check_same_answers(exact: Reading, found: Reading) -> None:
+def _check_same_answers(exact: Reading, measured: Reading) -> None:
     """Refuse values that cannot be compared one by one."""
-    n_exact, n_found = len(exact.values), len(found.values)
+    n_exact, n_found = len(exact.values), len(measured.values)
     what = f"{exact.metric}: the evaluation returned"
     if n_exact != n_found:
         raise ConfigError(
             f"{what} {n_found} values for a trial and {n_exact} for the exact tensors; return those of the "
             "same answers in the same order each time"
         )
-    counts = [np.ones(n_exact) if one.counts is None else one.counts for one in (exact, found)]
+    counts = [np.ones(n_exact) if one.counts is None else one.counts for one in (exact, measured)]
     if len(unequal := np.flatnonzero(counts[0] != counts[1])):
         i = int(unequal[0])
         raise ConfigError(
@@ -320,20 +320,22 @@ class Budget:
             if key in result:
                 return self._reading(key, result[key], result.get("counts"), self._is_lower_better(key))
         wanted = " or ".join(map(repr, sorted(keys, reverse=True)))
-        found = ", ".join(sorted(map(repr, result))) or "nothing"
-        raise ConfigError(f"{self.name} returned a dict without {wanted}; it has {found}: name one of these")
+        metrics = ", ".join(sorted(map(repr, result))) or "nothing"
+        raise ConfigError(
+            f"{self.name} returned a dict without {wanted}; it has {metrics}: name one of these"
+        )
 
     def _reading(self, metric: str, given: Any, counts: Any, lower_is_better: bool) -> Reading:
         values = values_of(given, self.name)
         if len(values) == 1 or counts is None:  # of a number, "counts" is an entry like any other
             return Reading(metric, values, lower_is_better, None, unit_of(self.quality))
-        found = values_of(counts, f"{self.name}, counts:")
-        if len(found) != len(values) or not (np.isfinite(found) & (found > 0)).all():
+        given_counts = values_of(counts, f"{self.name}, counts:")
+        if len(given_counts) != len(values) or not (np.isfinite(given_counts) & (given_counts > 0)).all():
             raise ConfigError(
-                f"{self.name} returned {len(values)} sums and {len(found)} counts, of which "
-                f"{int((found > 0).sum())} are above 0; give one above 0 for each sum"
+                f"{self.name} returned {len(values)} sums and {len(given_counts)} counts, of which "
+                f"{int((given_counts > 0).sum())} are above 0; give one above 0 for each sum"
             )
-        return Reading(metric, values, lower_is_better, found, unit_of(self.quality))
+        return Reading(metric, values, lower_is_better, given_counts, unit_of(self.quality))
 
     def _check_is_of_number(self) -> None:
         """Refuse a metric that a plain number cannot be, such as a misspelt one."""

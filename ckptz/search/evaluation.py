@@ -213,17 +213,17 @@ class Yardstick:
         """Write a value in the unit of the limit."""
         return f"{100 * value:.3g}%" if self.limit.is_relative else f"{value:.3g}"
 
-    def records(self, found: Reading, judged: Judgement, date: str) -> Iterator[QualityRecord]:
+    def records(self, measured: Reading, judged: Judgement, date: str) -> Iterator[QualityRecord]:
         """Yield the file's records of a budget."""
         limit, exact = self.limit, self.exact
         record = QualityRecord(
             promise=self.promise,
-            metric=found.metric,
+            metric=measured.metric,
             max_drop=limit.max_drop,
             is_relative=limit.is_relative,
-            lower_is_better=found.lower_is_better,
+            lower_is_better=measured.lower_is_better,
             exact=exact.value,
-            measured=found.value,
+            measured=measured.value,
             is_met=judged.is_kept,
             date=date,
             data_digest=self.digest,
@@ -233,11 +233,11 @@ class Yardstick:
         beside: dict[str, Any] = {"is_relative": False, "exact": 0.0}
         if judged.changes is not None:
             in_units = exact.value if limit.is_relative else 1.0
-            beside |= {"metric": f"{found.metric}{CHANGES}{found.unit}", "lower_is_better": True}
+            beside |= {"metric": f"{measured.metric}{CHANGES}{measured.unit}", "lower_is_better": True}
             beside |= {"max_drop": judged.most_changes * in_units, "measured": judged.changes * in_units}
             yield msgspec.structs.replace(record, **beside)
         if self.per_step is not None:
-            lost = (found.value - exact.value) / self.per_step
+            lost = (measured.value - exact.value) / self.per_step
             beside |= {"metric": STEPS_LOST, "max_drop": allowed / self.per_step, "measured": lost}
             yield msgspec.structs.replace(record, **beside)
 
@@ -261,7 +261,7 @@ class Judge:
             ConfigError: its values are not those of the same answers as the exact state's.
         """
         pairs = zip(self.yardsticks, readings, strict=True)
-        return tuple(judge(one.limit, one.exact, found) for one, found in pairs)
+        return tuple(judge(one.limit, one.exact, measured) for one, measured in pairs)
 
     def doubts(self, judgements: Sequence[Judgement]) -> tuple[str, ...]:
         """Name the budgets of which too few answers were measured to tell what became of the mean."""
@@ -272,7 +272,9 @@ class Judge:
         """Return the file's records of its budgets; values that are not finite cannot be stored."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
         rows = zip(self.yardsticks, readings, self.judgements(readings), strict=True)
-        return tuple(record for one, found, judged in rows for record in one.records(found, judged, date))
+        return tuple(
+            record for one, measured, judged in rows for record in one.records(measured, judged, date)
+        )
 
 
 def judge_of(
@@ -331,12 +333,12 @@ def _check_repeats(
     """Measure the exact tensors once more; qualities that train on have measured their noise."""
     rows = [(b, one) for b, one in zip(budgets, yardsticks, strict=True) if not is_of_training(b)]
     again = measure([budget for budget, _ in rows], scope, tensors, run)
-    for (budget, one), found in zip(rows, again, strict=True):
-        exact, used = one.exact, judge(one.limit, one.exact, found).used
+    for (budget, one), repeated in zip(rows, again, strict=True):
+        exact, used = one.exact, judge(one.limit, one.exact, repeated).used
         if used is None or used > REPEATABLE:
-            unequal = int((found.values != exact.values).sum())
+            unequal = int((repeated.values != exact.values).sum())
             of = f", and {unequal} of {len(exact.values)} values differ" if len(exact.values) > 1 else ""
             raise ConfigError(
                 f"{budget.name}: the {exact.metric} of the same exact tensors is {exact.value:.8g} and then "
-                f"{found.value:.8g}{of}; fix the data and the seed, and call model.eval()"
+                f"{repeated.value:.8g}{of}; fix the data and the seed, and call model.eval()"
             )

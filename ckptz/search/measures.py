@@ -142,9 +142,9 @@ def unit_of(function: Any) -> str:
 
 def digest_of(function: Any) -> str | None:
     """Ask a function what data it measures on, or None."""
-    found = getattr(function, "data_digest", None)
-    found = found() if callable(found) else found
-    return None if found is None else str(found)
+    digest = getattr(function, "data_digest", None)
+    digest = digest() if callable(digest) else digest
+    return None if digest is None else str(digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,27 +205,27 @@ class _Compared:
 
     def __call__(self, state: State) -> dict[str, float]:
         """Return divergence and agreement; not finite if the logits are not."""
-        found = _rows_of(self.logits(state), self.metric)
-        if found.shape != self.kept.shape:
-            n_found, n_kept = (" x ".join(map(str, logits.shape)) for logits in (found, self.kept))
+        decoded = _rows_of(self.logits(state), self.metric)
+        if decoded.shape != self.kept.shape:
+            n_found, n_kept = (" x ".join(map(str, logits.shape)) for logits in (decoded, self.kept))
             raise ConfigError(
                 f"{self.metric} returned {n_found} logits for a trial and {n_kept} for the exact tensors; "
                 "evaluate the same inputs each time"
             )
-        return agreement_of(self.kept, found)
+        return agreement_of(self.kept, decoded)
 
 
-def agreement_of(exact: Logits, found: Logits) -> dict[str, float]:
+def agreement_of(exact: Logits, decoded: Logits) -> dict[str, float]:
     """Compare logits, float32 [positions, entries]: "kl" in nats, and "top1", the share of equal first ranks.
 
-    Both are NaN if `found` has rows without a largest finite logit.
+    Both are NaN if `decoded` has rows without a largest finite logit.
     """
-    if not np.isfinite(found.max(axis=1)).all():
+    if not np.isfinite(decoded.max(axis=1)).all():
         return {KL: float("nan"), TOP1: float("nan")}
     divergence, n_equal = 0.0, 0
     n_rows = max(CHUNK_ENTRIES // exact.shape[1], 1)
     for begin in range(0, len(exact), n_rows):
-        own, other = exact[begin : begin + n_rows], found[begin : begin + n_rows]
+        own, other = exact[begin : begin + n_rows], decoded[begin : begin + n_rows]
         divergence += _divergence(_log_shares(own), _log_shares(other))
         n_equal += int((own.argmax(axis=1) == other.argmax(axis=1)).sum())
     return {KL: max(divergence, 0.0) / len(exact), TOP1: n_equal / len(exact)}
@@ -239,10 +239,10 @@ def _log_shares(logits: Logits) -> Reals:
     return wide
 
 
-def _divergence(exact: Reals, found: Reals) -> float:
+def _divergence(exact: Reals, decoded: Reals) -> float:
     """Sum the divergence over positions; entries that the exact model excludes count nothing."""
     shares = np.exp(exact)
-    apart = np.subtract(exact, found, out=np.zeros_like(exact), where=shares > 0)
+    apart = np.subtract(exact, decoded, out=np.zeros_like(exact), where=shares > 0)
     return float(product(shares.ravel(), apart.ravel()))
 
 
@@ -251,12 +251,12 @@ def _rows_of(logits: Any, name: str) -> Logits:
     if hasattr(logits, "detach"):
         logits = logits.detach().cpu().float()  # numpy has no bfloat16
     try:
-        found: Logits = np.asarray(logits, np.float32)
+        rows: Logits = np.asarray(logits, np.float32)
     except (TypeError, ValueError):
-        found = np.zeros((), np.float32)
-    if not found.ndim:
+        rows = np.zeros((), np.float32)
+    if not rows.ndim:
         raise ConfigError(f"{name} returned no logits [..., entries] but {type(logits).__name__}")
-    return found.reshape(-1, found.shape[-1]) if found.size else found.reshape(0, 1)
+    return rows.reshape(-1, rows.shape[-1]) if rows.size else rows.reshape(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,10 +379,10 @@ def _load(text: str) -> Callable[..., Any]:
         raise
     except Exception as error:
         raise ConfigError(f"{where}: {type(error).__name__} while it was loaded: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
+    function = getattr(module, name, None)
+    if not callable(function):
         raise ConfigError(f"{where}: has no function {name!r}; {HOW}")
-    return found
+    return function
 
 
 def _module_of_file(path: Path) -> ModuleType:

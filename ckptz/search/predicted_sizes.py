@@ -139,12 +139,12 @@ def _plane_bytes(counts: Counts) -> float:
 def _code_bytes(counts: Counts) -> float:
     """Predict the bytes of codes, with tables by context of the base or with one, as the planner would."""
     used = np.flatnonzero(counts.any(axis=1))
-    found = ContextCounts(used, counts[used])
-    if len(counts) > 1 and entropy_bits(found.counts) < entropy_bits(found.total[None]):
-        tables = stream_tables(found, len(counts))
-        return found.bytes_by(tables) + sum(len(pack_table(row)) for row in tables.frequencies)
-    table = normalise(found.total)
-    return cost_bits(found.total, table) / 8 + len(pack_table(table))
+    codes = ContextCounts(used, counts[used])
+    if len(counts) > 1 and entropy_bits(codes.counts) < entropy_bits(codes.total[None]):
+        tables = stream_tables(codes, len(counts))
+        return codes.bytes_by(tables) + sum(len(pack_table(row)) for row in tables.frequencies)
+    table = normalise(codes.total)
+    return cost_bits(codes.total, table) / 8 + len(pack_table(table))
 
 
 def predicted_sizes(
@@ -165,8 +165,10 @@ def predicted_sizes(
     sizes = np.full(
         len(wanted), sum(FRAME_BYTES + 2 * len(name.encode()) for name in tensors_to_encode), float
     )
-    for found in run(lambda name: _sizes_of(tensors_to_encode[name], roles[name], wanted), tensors_to_encode):
-        sizes += found
+    for of_tensor in run(
+        lambda name: _sizes_of(tensors_to_encode[name], roles[name], wanted), tensors_to_encode
+    ):
+        sizes += of_tensor
     return dict(zip(wanted, sizes.tolist(), strict=True))
 
 
@@ -224,8 +226,8 @@ def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.fl
     if ranked is None:
         return np.zeros(0)
     cuts = [ranked.histogram.cut(w.prunes_by_sensitivity, w.protects_by_sensitivity) for w in wanted]
-    found = {cut.floor for cut in cuts} | {cut.ceiling for cut in cuts} | {0.0}
-    return np.array(sorted(value for value in found if 0 <= value < np.inf))
+    bounds = {cut.floor for cut in cuts} | {cut.ceiling for cut in cuts} | {0.0}
+    return np.array(sorted(value for value in bounds if 0 <= value < np.inf))
 
 
 def _cells(

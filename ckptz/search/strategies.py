@@ -339,8 +339,8 @@ class MultiplierSearch:
 
         Only at the very same one does the grid of the parent's file stay.
         """
-        found = float(f"{math.exp(x):.3g}")
-        return self.start if math.isclose(found, self.start, rel_tol=SAME) else found
+        multiplier = float(f"{math.exp(x):.3g}")
+        return self.start if math.isclose(multiplier, self.start, rel_tol=SAME) else multiplier
 
 
 @dataclass(frozen=True, slots=True)

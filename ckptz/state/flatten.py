@@ -148,7 +148,7 @@ def flatten(state: Any, n_outer: int = 0, taken: Collection[str] = ()) -> Flat:
     Raises:
         UnsupportedError: a value that cannot be kept; the message says where and of what type.
     """
-    found: list[_Leaf] = []
+    leaves: list[_Leaf] = []
 
     def leaf(value: Any, path: TreePath) -> dict[str, Any]:
         if type_name(value) == "torch.Size":
@@ -156,12 +156,12 @@ def flatten(state: Any, n_outer: int = 0, taken: Collection[str] = ()) -> Flat:
         if type_name(value) == "torch.dtype":
             return {"dtype": _dtype_name(value)}
         tensor = _checked_tensor(value, path)
-        found.append(_Leaf(path, tensor, geometry_of(tensor), {}))
-        return found[-1].node
+        leaves.append(_Leaf(path, tensor, geometry_of(tensor), {}))
+        return leaves[-1].node
 
     root = pack_node(state, leaf)
     storing = _Storing(n_outer, taken)
-    for group in _by_storage(found):
+    for group in _by_storage(leaves):
         storing.add(group)
     return Flat(storing.tensors, {"root": root, "storages": storing.storages}, storing.outer)
 
@@ -195,9 +195,9 @@ def geometry_of(tensor: Tensor) -> Geometry:
     )
 
 
-def _by_storage(found: Iterable[_Leaf]) -> list[list[_Leaf]]:
+def _by_storage(leaves: Iterable[_Leaf]) -> list[list[_Leaf]]:
     groups: dict[tuple[int, int, int], list[_Leaf]] = {}
-    for each in found:
+    for each in leaves:
         memory = each.tensor.untyped_storage()
         # An empty storage has no address; it is its own.
         place = (memory.data_ptr(), memory.nbytes(), 0)
@@ -344,13 +344,13 @@ def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]
     if tree is None:
         return {}
     parsed = parse_tree(tree)
-    found = {}
+    stored_name = {}
     for path, leaf in _leaves(parsed.root, ()):
         stored = leaf.name if isinstance(leaf, TensorRef) else _whole(leaf, parsed.storages, tensors)
         name = ".".join(path)
         if stored is not None and name != stored and name not in tensors:
-            found[name] = stored
-    return found
+            stored_name[name] = stored
+    return stored_name
 
 
 def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], TensorRef | View]]:
@@ -547,7 +547,7 @@ def _strides_by_name(tree: Tree, tensors: Mapping[str, TensorSource]) -> dict[st
                     f"tree: tensor {ref.name!r}: {source.dtype.name} has no strides in torch"
                 )
             check_strides(ref, tuple(source.shape))
-    return {name: found for name, found in strides.items() if found is not None}
+    return {name: tensor_strides for name, tensor_strides in strides.items() if tensor_strides is not None}
 
 
 def check_strides(ref: TensorRef, shape: tuple[int, ...]) -> None:

@@ -42,10 +42,10 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     Raises:
         DTypeError: this PyTorch has none.
     """
-    found = getattr(torch, DTYPE_NAMES.get(dtype.name, ""), None)
-    if not isinstance(found, torch.dtype):
+    native = getattr(torch, DTYPE_NAMES.get(dtype.name, ""), None)
+    if not isinstance(native, torch.dtype):
         raise DTypeError(f"Dtype not understood: {dtype.name}; this version of PyTorch has no such dtype")
-    return found
+    return native
 
 
 def stored_type(name: str, tensor: torch.Tensor) -> tuple[DType, Shape]:

@@ -285,10 +285,10 @@ class Lease:
         return self._holder.pid != os.getpid()
 
     def _wait_for_stale(self) -> None:
-        found = self._read()
-        holder = None if found is None else Holder.parse(found)
+        before = self._read()
+        holder = None if before is None else Holder.parse(before)
         is_here = holder is not None and holder.host == socket.gethostname()
-        if found is None or (holder is not None and is_here and not is_alive(holder.pid)):
+        if before is None or (holder is not None and is_here and not is_alive(holder.pid)):
             return
         if holder is not None and (lease := _leases.get(holder.token)) is not None:
             gc.collect()  # of a Checkpointer in a cycle, as where a notebook's cell is run twice
@@ -300,7 +300,7 @@ class Lease:
             now = self._read()
             if now is None:
                 return
-            if now != found:
+            if now != before:
                 raise _refused(self._place.name, now)
 
     def _read(self) -> bytes | None:
@@ -317,8 +317,8 @@ class Lease:
 
     def _is_ours(self) -> bool:
         text = self._read()
-        found = None if text is None else Holder.parse(text)
-        return found is not None and found.token == self._holder.token
+        holder = None if text is None else Holder.parse(text)
+        return holder is not None and holder.token == self._holder.token
 
     def renew(self) -> bool:
         """Count one more beat, if the lease is still this one's."""
@@ -425,7 +425,7 @@ def _remove_abandoned(parent: Path) -> None:
         with contextlib.suppress(OSError, ConfigError):
             if not (folder / LOCK_NAME).exists():
                 continue
-            found = folder.lstat()
-            is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+            folder_stat = folder.lstat()
+            is_own = stat.S_ISDIR(folder_stat.st_mode) and folder_stat.st_uid == os.getuid()
             if is_own and not is_held(folder):
                 shutil.rmtree(folder, ignore_errors=True)

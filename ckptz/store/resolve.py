@@ -170,9 +170,9 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
 
 def missing_base(delta: str, ref: BaseRef, unusable: Sequence[str] = ()) -> MissingBaseError:
     """Make the error for a delta, called `delta`, whose base is not found; `unusable` says what else was."""
-    found = f" ({unusable[0]})" if unusable else ""
+    reason = f" ({unusable[0]})" if unusable else ""
     return MissingBaseError(
-        f"{delta}: its base {ref.title} is not here{found}; "
+        f"{delta}: its base {ref.title} is not here{reason}; "
         "put the file into the same folder or name its folder with --search-path"
     )
 
@@ -196,8 +196,8 @@ def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> boo
 def fits(file: PlainFile, delta: Container) -> bool:
     """Return whether `file` has a fitting base for every tensor of the delta that needs one."""
     for name, source in delta.tensors.items():
-        found = file.tensors.get(name)
-        if found is not None and (found.dtype, found.shape) == (source.dtype, source.shape):
+        base = file.tensors.get(name)
+        if base is not None and (base.dtype, base.shape) == (source.dtype, source.shape):
             continue
         with contextlib.suppress(CkptzError):  # whoever reads a damaged frame is told
             if source.header.plan.needs_base:

@@ -34,17 +34,17 @@ class LocalFolder:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of each file by name; empty if there is no folder."""
-        found: dict[str, int] = {}
+        n_bytes: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
             for entry in entries:
                 try:
-                    found[entry.name] = entry.stat().st_size
+                    n_bytes[entry.name] = entry.stat().st_size
                 except OSError as error:  # removed meanwhile, or a link to what is not here now
                     if entry.is_symlink():
-                        found[entry.name] = 0
+                        n_bytes[entry.name] = 0
                     elif not isinstance(error, FileNotFoundError):
                         raise
-        return found
+        return n_bytes
 
     def open(self, name: str) -> ByteSource:
         """Open a file of the folder to read.
@@ -231,6 +231,6 @@ def place_of(folder_or_url: str | os.PathLike[str]) -> Place:
     return UploadFolder(text) if "://" in text else LocalFolder(Path(text))
 
 
-def _short(name: str, found: int, wanted: int) -> OSError:
+def _short(name: str, n_bytes: int, wanted: int) -> OSError:
     """Make the error of a connection that was cut; the file itself may be whole."""
-    return OSError(errno.EIO, f"{name}: only {found} of {wanted} bytes came through; try again")
+    return OSError(errno.EIO, f"{name}: only {n_bytes} of {wanted} bytes came through; try again")

@@ -181,15 +181,15 @@ class Follower:
         versions = versions_in(self._place.sizes())
         full_files = full_files_of(versions)
         deltas = [v for v in versions if full_files and v.base is not None and v.step >= full_files[-1].step]
-        found = ""
+        live_id = ""
         for version in reversed(deltas):
             # What cannot be read now may be read, or complained of, when it is needed.
             with contextlib.suppress(CkptzError, OSError, KeyError), self._opened(version) as container:
                 index, base = container.index, container.index.base
-                found = found or content_id_of({name: live[name] for name in container.tensors})
-                if found == index.content_id:
-                    self.step, self._content_id = version.step, found
+                live_id = live_id or content_id_of({name: live[name] for name in container.tensors})
+                if live_id == index.content_id:
+                    self.step, self._content_id = version.step, live_id
                     return
-                if base is not None and found == base.content_id:
-                    self.step, self._content_id = version.base, found
+                if base is not None and live_id == base.content_id:
+                    self.step, self._content_id = version.base, live_id
                     return

@@ -141,8 +141,10 @@ class BudgetSearch:
             ConfigError: an evaluation fails, or the snapshot has no quality to measure a drop from.
         """
         with contextlib.ExitStack() as held:
-            found = {kind: found_base(partial(store.open_base, kind, rule), held, []) for kind in self._kinds}
-            bases = {kind: None if one is None else one[0] for kind, one in found.items()}
+            opened = {
+                kind: found_base(partial(store.open_base, kind, rule), held, []) for kind in self._kinds
+            }
+            bases = {kind: None if one is None else one[0] for kind, one in opened.items()}
             target = store.local_folder / file.name
             try:
                 report = self._search(state, calibration, target, bases, jobs)
@@ -168,22 +170,22 @@ class BudgetSearch:
         bases: Mapping[FileKind, Checkpoint | None],
         jobs: int,
     ) -> SearchReport:
-        found = [base for base in bases.values() if base is not None]
+        opened = [base for base in bases.values() if base is not None]
         state = state.like(bases["weights"])
-        stored = {name: source for base in found for name, source in base.tensors.items()}
+        stored = {name: source for base in opened for name, source in base.tensors.items()}
         parent = self._last or recorded_in(stored, self.template)
         options = replace(self._options, parent=parent, is_dry_run=True)
         method = LossSettings(config=self.template, calibration=calibration)
         job = replace(
             state.job(state.weights, method),
             tensors={**state.weights.tensors, **(state.optimizer if "state" in bases else {})},
-            base=base_ref(found[0]) if found else None,
+            base=base_ref(opened[0]) if opened else None,
             bases=remembering(stored),
         )
         with Workers(jobs) as workers:
             run = SearchRun(
                 workers=workers,
-                base_paths=tuple(Path(base.files[0].name) for base in found),
+                base_paths=tuple(Path(base.files[0].name) for base in opened),
                 owner=OWNER,
                 prefix=state.prefix,
             )

@@ -383,12 +383,12 @@ class Checkpointer:
 
     def _method(self) -> LossSettings:
         """Return the loss settings before a search; check that the calibration fits."""
-        found = calibrated(self._calibration)
-        if found is not None:
+        calibration = calibrated(self._calibration)
+        if calibration is not None:
             live = model_state(self.model).items()
             shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
-            check_fits(found, shapes)
-        return LossSettings(config=self._config_now, calibration=found)
+            check_fits(calibration, shapes)
+        return LossSettings(config=self._config_now, calibration=calibration)
 
     @property
     def _config_now(self) -> Method:
@@ -604,9 +604,9 @@ class Checkpointer:
         load_in_order(parts, where)
         if rest is not None:
             set_random_state(rest["rng"])
-            self._at, found = step, rest.get(RESTORES)
+            self._at, n_restores = step, rest.get(RESTORES)
             self._unreadable = frozenset()
-            before = found if isinstance(found, int) and 0 <= found < MAX_STEP else 0
+            before = n_restores if isinstance(n_restores, int) and 0 <= n_restores < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
             if self._trail is not None:
                 self._mark(self._trail, step, is_restored=True)
@@ -635,9 +635,9 @@ class Checkpointer:
         outline = with_frozen(self.model, outline, weights.metadata, weights.name, strict=strict)
         missing, unexpected = check_model_fits(self.model, outline, weights.name, strict=strict)
         if state is not None:
-            found = rest_of(state.outline(), state)
-            check_optimizers_fit(self.model, self._optimizers, found, state.name)
-            check_extras_fit(self.extra, found["extra"], state.name)
+            outline_of_rest = rest_of(state.outline(), state)
+            check_optimizers_fit(self.model, self._optimizers, outline_of_rest, state.name)
+            check_extras_fit(self.extra, outline_of_rest["extra"], state.name)
         model = model_of(weights.load(self._restore_jobs), weights)
         model |= {name: value for name, value in outline.items() if name not in model}
         model = {name: value for name, value in model.items() if name not in unexpected}

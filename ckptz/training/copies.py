@@ -24,7 +24,7 @@ def named_in(tensors: Mapping[str, TensorSource], patterns: Sequence[str]) -> di
     floats = {
         name: one for name, one in tensors.items() if name.startswith(f"{EXTRA}.") and one.dtype.is_float
     }
-    found: dict[str, TensorSource] = {}
+    tensors_of_extras: dict[str, TensorSource] = {}
     for pattern in patterns:
         whole = [f"{EXTRA}.{pattern}", f"{EXTRA}.{pattern}.*"]
         matched = {name: one for name, one in floats.items() if any(fnmatchcase(name, one) for one in whole)}
@@ -32,8 +32,8 @@ def named_in(tensors: Mapping[str, TensorSource], patterns: Sequence[str]) -> di
             names = [name.removeprefix(f"{EXTRA}.") for name in floats][:3]
             there = f"; there are {', '.join(names)}" if names else ""
             raise ConfigError(f"extra_weights: {pattern!r} names no tensor of floating point in extra{there}")
-        found |= matched
-    return found
+        tensors_of_extras |= matched
+    return tensors_of_extras
 
 
 def copied(
@@ -44,17 +44,19 @@ def copied(
     Names of copies end as those of the model, as in a `state_dict`; lists have the order of the model's
     parameters, all of them or those that are trained. What is neither has its own name.
     """
-    found = {}
+    owners = {}
     lists: dict[str, list[str]] = {}
     for name, copy in copies.items():
         parts = name.split(".")
         ends = (".".join(parts[i:]) for i in range(len(parts)))
-        found[name] = next((end for end in ends if end in weights and weights[end].shape == copy.shape), name)
+        owners[name] = next(
+            (end for end in ends if end in weights and weights[end].shape == copy.shape), name
+        )
         if parts[-1].isdecimal():
             lists.setdefault(".".join(parts[:-1]), []).append(name)
     for names in lists.values():
         for order in (list(weights), trained):
             shapes = [weights[name].shape for name in order]
             if shapes == [copies[name].shape for name in names]:
-                found |= zip(names, order, strict=True)
-    return found
+                owners |= zip(names, order, strict=True)
+    return owners

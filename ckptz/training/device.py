@@ -62,11 +62,7 @@ def code_where_they_live(
     tasks = tasks if all(at) and len(set(at)) == len(at) else []
     histograms = [_histogram(task) for task in tasks]
     fitted = workers.map(_fit, zip(tasks, histograms, strict=True))
-    return {
-        task.name: _coded(task, *found)
-        for task, found in zip(tasks, fitted, strict=True)
-        if found is not None
-    }
+    return {task.name: _coded(task, *fit) for task, fit in zip(tasks, fitted, strict=True) if fit is not None}
 
 
 def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode | None:

@@ -390,9 +390,9 @@ def residual_bases(lossy: Checkpoint) -> dict[str, TensorSource]:
     """
     records = () if lossy.container is None else lossy.container.index.tensors
     alone = {one.name for one in records if one.lossy is not None and one.dtype == "F32"}
-    found = {name: base for name, base in lossy.tensors.items() if name not in alone}
-    is_worth_it = 10 * tensor_bytes(found) >= tensor_bytes(lossy.tensors)
-    return remembering(found) if is_worth_it else {}
+    bases = {name: base for name, base in lossy.tensors.items() if name not in alone}
+    is_worth_it = 10 * tensor_bytes(bases) >= tensor_bytes(lossy.tensors)
+    return remembering(bases) if is_worth_it else {}
 
 
 def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:

@@ -51,10 +51,10 @@ def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:
 def _one_file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    found = [file for suffix in (PLAIN_SUFFIX, SUFFIX) for file in sorted(path.glob(f"*{suffix}"))]
-    if len(found) != 1:
+    files = [file for suffix in (PLAIN_SUFFIX, SUFFIX) for file in sorted(path.glob(f"*{suffix}"))]
+    if len(files) != 1:
         raise ConfigError(
-            f"{path}: a base is one file, and this folder has {len(found)}; name one, or compress the folder "
+            f"{path}: a base is one file, and this folder has {len(files)}; name one, or compress the folder "
             f"and name its {SUFFIX} file"
         )
-    return found[0]
+    return files[0]

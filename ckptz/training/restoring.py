@@ -90,10 +90,10 @@ def read_step(
             return read(readers[0], readers[1] if readers[1:] else None), not inexact
 
     if exact == lossy:
-        (found, is_exact), note = read_all(lossy), None
+        (parts, is_exact), note = read_all(lossy), None
     else:
-        (found, is_exact), note = exactly(exact, lossy, read_all, f"{store.name}: step {step} is")
-    return found, Restored(step=step, is_exact=is_exact, notes=() if note is None else (note,))
+        (parts, is_exact), note = exactly(exact, lossy, read_all, f"{store.name}: step {step} is")
+    return parts, Restored(step=step, is_exact=is_exact, notes=() if note is None else (note,))
 
 
 @contextlib.contextmanager
@@ -117,10 +117,10 @@ def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
     Raises:
         CorruptionError: it holds something else.
     """
-    found = state.get(MODEL)
-    if not isinstance(found, dict):
+    model = state.get(MODEL)
+    if not isinstance(model, dict):
         raise CorruptionError(f"{reader.name}: holds no weights that a Checkpointer saved")
-    return found
+    return model
 
 
 def rest_of(state: Mapping[str, Any], reader: StepReader) -> Mapping[str, Any]:

@@ -91,15 +91,15 @@ def _check_kinds(live: Mapping[str, Any], saved: Mapping[str, Any], where: str) 
     for name, tensor in live.items():
         if isinstance(tensor, torch.Tensor) and name in saved:
             check_dense(tensor, name)
-            wanted, found = _kind(tensor), _kind(saved[name])
-            if wanted == found:
+            wanted, saved_kind = _kind(tensor), _kind(saved[name])
+            if wanted == saved_kind:
                 continue
             what = "it is another model"
-            if wanted.partition(" ")[2] == found.partition(" ")[2]:
+            if wanted.partition(" ")[2] == saved_kind.partition(" ")[2]:
                 what = (
                     f"the dtype differs: restore into model.to({saved[name].dtype}), and cast that afterwards"
                 )
-            raise ConfigError(f"{where}: {name!r} is {found}, and {wanted} in this model; {what}")
+            raise ConfigError(f"{where}: {name!r} is {saved_kind}, and {wanted} in this model; {what}")
 
 
 def _kind(value: Any) -> str:
@@ -131,11 +131,11 @@ def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(value, torch.Tensor) and not value.ndim:
                 places.setdefault(value.dtype, []).append((own, key))
     together = {}
-    for dtype, found in places.items():
-        if len(found) > 1:
-            numbers = torch.stack([own[key] for own, key in found])
+    for dtype, keys in places.items():
+        if len(keys) > 1:
+            numbers = torch.stack([own[key] for own, key in keys])
             together[str(dtype).removeprefix("torch.")] = numbers
-            for (own, key), number in zip(found, numbers, strict=True):
+            for (own, key), number in zip(keys, numbers, strict=True):
                 own[key] = number
     return {**state, "optimizer": optimizer, SCALARS: together}
 
@@ -281,7 +281,7 @@ def trained_weights(
         tensors: of the optimizers, by their names in a file; without them, numbers alone are given.
         prefix: what begins the names of weights in their file.
     """
-    found = {}
+    trained = {}
     is_adamw = set(state["classes"]) == {"AdamW"}
     for group in state["groups"]:
         settings = {key: as_number(value) for key, value in group.items() if key != "params"}
@@ -291,7 +291,7 @@ def trained_weights(
             own = {key: as_number(value) for key, value in state["optimizer"].get(parameter, {}).items()}
             names = {key: f"optimizer.{parameter}.{key}" for key in own if isinstance(own[key], torch.Tensor)}
             own |= {key: tensors[name] for key, name in names.items() if name in tensors}
-            found[parameter] = Trained(
+            trained[parameter] = Trained(
                 name=f"{prefix}{parameter}",
                 weight=weights[parameter],
                 settings=settings,
@@ -299,20 +299,20 @@ def trained_weights(
                 names=names,
                 is_adamw=is_adamw,
             )
-    return found
+    return trained
 
 
 def sampled_weights(model: Mapping[str, Any]) -> dict[str, TensorSource]:
     """Copy the samples of a model's weights that a `Trail` marks, by name, from wherever they live."""
-    found = {}
+    samples = {}
     for name, weight in model.items():
         is_plain = isinstance(weight, torch.Tensor) and weight.layout == torch.strided
         is_own = not (hasattr(weight, "full_tensor") or hasattr(weight, "__tensor_flatten__"))
         if is_plain and is_own and weight.is_floating_point() and weight.device.type != "meta":
             flat = weight.detach().reshape(-1)
             sample = flat[:: stride_of(flat.numel())].cpu().contiguous()
-            found[name] = source_of(name, sample)
-    return found
+            samples[name] = source_of(name, sample)
+    return samples
 
 
 def as_number(value: Any) -> Any:

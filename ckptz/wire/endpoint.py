@@ -232,7 +232,7 @@ class Link:
             _refuse("payload checksum", "the payload was changed on its way")
         known = state.take_mask(plan, place) if plan.reuse else None
         decoded, mask = decode_payload(k, plan, payload, header.mode, not_finite, known, check)
-        wrong = functools.reduce(operator.or_, (found for found, _ in self._found[n_before:]), False)
+        wrong = functools.reduce(operator.or_, (condition for condition, _ in self._found[n_before:]), False)
         received = self._accepted(plan, memory, decoded, not_finite | wrong)
         if self._verify == "step" and tensor.dtype.name in KINDS:
             nan = k.from_f32(k.zeros(1, 4, received) + 0x7FC00000, KINDS[tensor.dtype.name])
@@ -301,9 +301,11 @@ class Link:
         Raises:
             WireError: a message was damaged, or another one than was due. Its tensor arrived as NaN.
         """
-        found = self._found
+        conditions = self._found
         wrong = [
-            why for (_, why), is_wrong in zip(found, self.state.kernels.told(found), strict=True) if is_wrong
+            why
+            for (_, why), is_wrong in zip(conditions, self.state.kernels.told(conditions), strict=True)
+            if is_wrong
         ]
         self._found = []  # not before: after an interrupt the next call looks again
         if wrong:
@@ -365,20 +367,20 @@ class Link:
 
     def _check_patterns(self, tensor: _Message, patterns: Array) -> None:
         n_bytes = tensor.dtype.n_bytes(tensor.shape)
-        found = len(patterns), len(self.state.kernels.as_bytes(patterns))
-        if found != (n_bytes // tensor.dtype.pattern_bytes, n_bytes):
+        sizes = len(patterns), len(self.state.kernels.as_bytes(patterns))
+        if sizes != (n_bytes // tensor.dtype.pattern_bytes, n_bytes):
             name, dtype = self.name_of(tensor.direction, tensor.place), tensor.dtype
             raise ConfigError(
-                f"{name}: {found[0]} patterns of {found[1]} bytes are not a tensor of {dtype.name} "
+                f"{name}: {sizes[0]} patterns of {sizes[1]} bytes are not a tensor of {dtype.name} "
                 f"{list(tensor.shape)}: {n_bytes} bytes in units of {dtype.pattern_bytes}"
             )
 
     def _check_shape(self, tensor: _Message) -> None:
         """Refuse another shape or type than the first tensor of this cut had."""
-        found = (tensor.dtype.name, tensor.shape)
-        first = self._shapes.setdefault((tensor.direction, tensor.place.tensor), found)
-        if self._same_shape and found != first:
-            _refuse("shape", f"{found[0]} {list(found[1])} after {first[0]} {list(first[1])}")
+        shape = (tensor.dtype.name, tensor.shape)
+        first = self._shapes.setdefault((tensor.direction, tensor.place.tensor), shape)
+        if self._same_shape and shape != first:
+            _refuse("shape", f"{shape[0]} {list(shape[1])} after {first[0]} {list(first[1])}")
 
     def is_raw(self, place: Place) -> bool:
         """Return whether a message is raw: by policy, in warm-up, or in evaluation without compression."""

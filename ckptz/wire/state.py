@@ -384,15 +384,15 @@ class LinkState:
                 self._load_entry(state, name, name.removeprefix(self._prefix))
 
     def _load_entry(self, state: Mapping[str, Any], name: str, path: str) -> None:
-        found = ENTRY.fullmatch(path)
-        if found is None:
+        match = ENTRY.fullmatch(path)
+        if match is None:
             raise WireError(f"wire state: {name} is no entry of a link; start the link without it")
-        direction, tensor = Direction[found["direction"].upper()], int(found["tensor"])
-        if found["samples"] == "ids":
-            self._load_samples(state, name, found["end"], tensor)
-        elif found["slot"] == "seq":
+        direction, tensor = Direction[match["direction"].upper()], int(match["tensor"])
+        if match["samples"] == "ids":
+            self._load_samples(state, name, match["end"], tensor)
+        elif match["slot"] == "seq":
             slot = self._loaded(state, name, direction)
-            self._slots[found["slot_end"], direction, tensor, int(found["microbatch"])] = slot
+            self._slots[match["slot_end"], direction, tensor, int(match["microbatch"])] = slot
 
     def _load_samples(self, state: Mapping[str, Any], name: str, end: str, tensor: int) -> None:
         ids, rows = _entry(state, name), _entry(state, name.removesuffix("ids") + "rows")
@@ -403,10 +403,10 @@ class LinkState:
         self._sample_buffers(end, tensor, rows.shape[1]).write(ids.astype(np.int64), rows.view(np.uint32))
 
     def _loaded(self, state: Mapping[str, Any], name: str, direction: Direction) -> Slot:
-        found = _entry(state, name)
-        if found.ndim != 1 or found.dtype.kind not in "iu" or not len(found) or (found < 0).any():
-            raise _misfit(name, f"{_title(found)}, not a counter and a shape")
-        seq, *shape = found.tolist()
+        values = _entry(state, name)
+        if values.ndim != 1 or values.dtype.kind not in "iu" or not len(values) or (values < 0).any():
+            raise _misfit(name, f"{_title(values)}, not a counter and a shape")
+        seq, *shape = values.tolist()
         slot, kind = Slot(seq, shape=tuple(shape)), self._policy.feedback_of(direction)
         if shape and kind in MEMORIES:
             patterns = _entry(state, name.removesuffix("seq") + "state")

@@ -296,7 +296,7 @@ def _lossy_record(
         method=recipe.name,
         role=role.role,
         layer_type=role.layer_type,
-        settings=recipe.settings() | dict(encoding.found) | moved,
+        settings=recipe.settings() | dict(encoding.recorded) | moved,
         n_pruned=_n_pruned(quant_map, deviation) if recipe.prunes and quant_map is not None else 0,
         n_protected=0 if escape is None else int(deviation.counts[escape]),
         # Doubles round the difference of two floats that are far apart; the bound must not be.

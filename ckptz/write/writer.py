@@ -45,8 +45,10 @@ def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for name, note in notes:
         names.setdefault(note, []).append(name)
-    for note, found in names.items():
-        who = f"tensor {found[0]!r}" if len(found) == 1 else f"{len(found)} tensors, first {found[0]!r}"
+    for note, tensors in names.items():
+        who = (
+            f"tensor {tensors[0]!r}" if len(tensors) == 1 else f"{len(tensors)} tensors, first {tensors[0]!r}"
+        )
         yield f"{who}: {note}"
 
 

@@ -175,9 +175,7 @@ def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
 
 
 def test_a_program_that_ends_says_what_was_lost(tmp_path: Path) -> None:
-    more = (
-        "checkpointer.wait(); checkpointer._store.publishing = lambda *_: 1 / 0; checkpointer.save(2)"
-    )
+    more = "checkpointer.wait(); checkpointer._store.publishing = lambda *_: 1 / 0; checkpointer.save(2)"
     done = run_script(tmp_path, jobs=1, more=more)
     assert done.returncode == 0
     assert f"ckptz: {tmp_path}: step 2 was lost: division by zero" in done.stderr
