@@ -110,12 +110,12 @@ class WireError(CkptzError):
     exit_code = 3
 
 
-def named(error: CkptzError, where: str) -> CkptzError:
+def with_context(error: CkptzError, where: str) -> CkptzError:
     """Make an error of the same kind with `where` (a file, a tensor) put before its message."""
     return type(error)(f"{where}: {error}")
 
 
-class naming:  # used like a function
+class error_context:  # used like a function
     """Put `where` (a file, a tensor) before the message of an error of ours that is raised within."""
 
     __slots__ = ("_where",)
@@ -127,13 +127,13 @@ class naming:  # used like a function
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if isinstance(error, CkptzError):
-            raise named(error, self._where) from None
+            raise with_context(error, self._where) from None
 
 
 # --- arguments of a wrong type ------------------------------------------------------------------
 
 
-def whole(name: str, given: object, least: float = -inf, most: float = inf) -> int:
+def check_int(name: str, given: object, least: float = -inf, most: float = inf) -> int:
     """Return an argument as a built-in int, whichever library it comes from.
 
     Raises:
@@ -149,7 +149,7 @@ def whole(name: str, given: object, least: float = -inf, most: float = inf) -> i
     return number
 
 
-def real(name: str, given: object) -> float:
+def check_float(name: str, given: object) -> float:
     """Return an argument as a built-in int or float, whichever library it comes from.
 
     Raises:
@@ -175,10 +175,14 @@ def _plain(given: Any) -> Any:
     return given.item() if getattr(given, "ndim", None) == 0 else given
 
 
-_TAKEN: Final[Mapping[str, Callable[[str, object], object]]] = {"int": whole, "float": real, "bool": _switch}
+_TAKEN: Final[Mapping[str, Callable[[str, object], object]]] = {
+    "int": check_int,
+    "float": check_float,
+    "bool": _switch,
+}
 
 
-def own_numbers(settings: Any) -> None:
+def coerce_numeric_fields(settings: Any) -> None:
     """Convert numeric fields of a dataclass to built-in int, float and bool.
 
     So what is written does not depend on whose numbers they were.

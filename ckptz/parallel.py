@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
-from ckptz.errors import whole
+from ckptz.errors import check_int
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,7 +37,7 @@ def jobs_of(jobs: int | None) -> int:
         ConfigError: it is no whole number from 1.
     """
     if jobs is not None:
-        return whole("jobs (or None for all cores)", jobs, 1)
+        return check_int("jobs (or None for all cores)", jobs, 1)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores, MAX_DEFAULT_JOBS)
 
@@ -252,7 +252,7 @@ def _run_here(task: Task[Any]) -> None:
         raise task.error  # an interrupt; errors are raised in their turn
 
 
-class Recent(Generic[V]):
+class LRUCache(Generic[V]):
     """The values used last, up to a weight in all; threads that want the same one wait for one to make it.
 
     Args:

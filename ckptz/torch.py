@@ -22,7 +22,7 @@ import torch
 from ckptz.api.apply import apply_
 from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, open_whole
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
-from ckptz.errors import CkptzError, ConfigError, FormatError, named
+from ckptz.errors import CkptzError, ConfigError, FormatError, with_context
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, Patterns, TensorSource, tensor_bytes
 from ckptz.kernels.torch import bytes_of, lives_elsewhere
 from ckptz.parallel import Workers
@@ -370,7 +370,7 @@ def load_state(
             state = unflatten(opened.tensors, tree, None, lambda tensors: decoded_chunks(tensors, workers))
             value = from_plain(state)
         except CkptzError as error:
-            raise error if path in str(error) else named(error, path) from None
+            raise error if path in str(error) else with_context(error, path) from None
     return value if map_location is None else on_device(value, map_location)
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from bench.demo.methods import GRID, Storage
 from bench.demo.training import N_CALIBRATION_BATCHES, Resumption
 from ckptz._version import __version__
-from ckptz.search.budget import Limit, Reading, judge
+from ckptz.search.budget import Limit, Measurement, judge
 
 MB = 1e6
 
@@ -89,7 +89,7 @@ def change_percent(value: float, exact: float) -> float:
 def changes_percent(got: Resumption, exact: Resumption) -> float:
     """Half the mean square of the changes of each byte's loss, in percent of the exact mean."""
     values = (one.tokens.double().numpy() for one in (exact, got))
-    judged = judge(Limit(0.01, True), *(Reading("loss", one, lower_is_better=True) for one in values))
+    judged = judge(Limit(0.01, True), *(Measurement("loss", one, lower_is_better=True) for one in values))
     return 100 * (math.inf if judged.changes is None else judged.changes)
 
 

@@ -29,7 +29,7 @@ from ckptz.store.resolve import open_source
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader
 from ckptz.wire.policy import LinkPolicy
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 from tests.support import wire_reference
 
 Target = Callable[[bytes], None]
@@ -103,7 +103,7 @@ def _wire(data: bytes) -> None:
         message = _signed(message)
     link = Link(row["src"], row["dst"], _policy(json.dumps(row["policy"])), kernels=wire_reference)
     array, dtype = np.frombuffer(message, np.uint8), dtype_of(row["dtype"])
-    link.receive(Direction.FORWARD, array, dtype, tuple(row["shape"]), Place(0))
+    link.receive(Direction.FORWARD, array, dtype, tuple(row["shape"]), MessageKey(0))
 
 
 @functools.cache

@@ -26,7 +26,7 @@ from ckptz.wire import LinkPolicy, TensorLink, Tiled, TopK, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import PRESETS
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 
 FORWARD, BACKWARD, F32 = Direction.FORWARD, Direction.BACKWARD, dtype_of("F32")
 TOP10 = TopK(0.1, 8, "bitmap")
@@ -60,19 +60,19 @@ class Case:
         like = torch.zeros(0, dtype=torch.uint8) if self._kernels is wire_torch else None
         return tuple(Link(0, 1, self._policy, kernels=self._kernels, like=like) for _ in range(2))
 
-    def _prepare(self, place: Place) -> None:
+    def _prepare(self, place: MessageKey) -> None:
         """Do what comes before the message that is timed."""
 
-    def _send(self, place: Place) -> Any:
+    def _send(self, place: MessageKey) -> Any:
         return self._links[0].send(FORWARD, self._patterns, F32, self._shape, place).message
 
-    def _receive(self, place: Place) -> None:
+    def _receive(self, place: MessageKey) -> None:
         self._links[1].receive(FORWARD, self.message, F32, self._shape, place)
 
     def encode(self) -> float:
         """Seconds of one message."""
         self._step += 1
-        place = Place(self._step)
+        place = MessageKey(self._step)
         self._prepare(place)
 
         def run() -> None:
@@ -82,7 +82,7 @@ class Case:
 
     def decode(self) -> float:
         """Seconds of the last one."""
-        return timed(lambda: self._receive(Place(self._step)))
+        return timed(lambda: self._receive(MessageKey(self._step)))
 
 
 class OfTensors(Case):
@@ -91,23 +91,23 @@ class OfTensors(Case):
     def _pair(self) -> Any:
         return tuple(TensorLink(0, 1, self._policy) for _ in range(2))
 
-    def _send(self, place: Place) -> Any:
+    def _send(self, place: MessageKey) -> Any:
         return self._links[0].send(FORWARD, self._patterns, place)[0]
 
-    def _receive(self, place: Place) -> None:
+    def _receive(self, place: MessageKey) -> None:
         self._links[1].receive(FORWARD, self.message, torch.float32, self._shape, place)
 
 
 class Reused(Case):
     """Gradients at the activation's positions; only the way back is timed."""
 
-    def _prepare(self, place: Place) -> None:
+    def _prepare(self, place: MessageKey) -> None:
         self._links[1].receive(FORWARD, super()._send(place), F32, self._shape, place)
 
-    def _send(self, place: Place) -> Any:
+    def _send(self, place: MessageKey) -> Any:
         return self._links[1].send(BACKWARD, self._patterns, F32, self._shape, place).message
 
-    def _receive(self, place: Place) -> None:
+    def _receive(self, place: MessageKey) -> None:
         self._links[0].receive(BACKWARD, self.message, F32, self._shape, place)
 
 
@@ -181,9 +181,9 @@ def size_rows() -> list[dict[str, object]]:
     targets = {"q8": 1.02, "q4": 0.52, "Top10, bitmap, 8-bit values": 0.23, REUSE: 0.11}
     for name, policy in (POLICIES | {REUSE: PRESETS["paper_top10"]}).items():
         link = Link(0, 1, policy)
-        message = link.send(FORWARD, values, F32, shape, Place(0)).message
+        message = link.send(FORWARD, values, F32, shape, MessageKey(0)).message
         if name == REUSE:
-            message = link.send(BACKWARD, values, F32, shape, Place(0)).message
+            message = link.send(BACKWARD, values, F32, shape, MessageKey(0)).message
         size = len(message) / n
         row: dict[str, object] = {"codec": name, "bytes": len(message), "bytes / element": f"{size:.4f}"}
         if name in targets:

@@ -25,7 +25,7 @@ from bench.studies.tasks import HELD_OUT, SEARCH, TASKS, Task
 from bench.studies.training import N_THREADS, Run, weights_of
 from ckptz import Grid, KMeans
 from ckptz.codec.method import Method
-from ckptz.search.budget import Judgement, Limit, Reading, judge
+from ckptz.search.budget import Judgement, Limit, Measurement, judge
 from ckptz.torch import load_file
 
 ONE_PERCENT: Final = Limit(0.01, True)
@@ -35,12 +35,12 @@ FILES: Final[dict[str, Method]] = {
 }
 
 
-def _losses(task: Task, weights: dict[str, Tensor]) -> list[Reading]:
+def _losses(task: Task, weights: dict[str, Tensor]) -> list[Measurement]:
     """Losses of single answers, on the search's slice and on the held-out one."""
     model = task.model()
     model.load_state_dict(weights)
     found = (task.answers(model, part, n)["loss"] for part, n in ((SEARCH, REDUCED), (HELD_OUT, None)))
-    return [Reading("loss", losses.double().numpy(), lower_is_better=True) for losses in found]
+    return [Measurement("loss", losses.double().numpy(), lower_is_better=True) for losses in found]
 
 
 def _mean(judged: Judgement) -> str:

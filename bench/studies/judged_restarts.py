@@ -37,7 +37,7 @@ from bench.studies.tasks import HELD_OUT, SEARCH, Task
 from bench.studies.training import N_THREADS, State, Trainer, remembered
 from ckptz import Grid, KMeans
 from ckptz.codec.method import Method
-from ckptz.search.budget import Judgement, Reading, judge
+from ckptz.search.budget import Judgement, Measurement, judge
 
 NAME: Final = "judged_restarts"
 PARTS: Final = (SEARCH, HELD_OUT)
@@ -65,10 +65,12 @@ class _Run:
     judged: Mapping[str, list[Judgement]] = field(default_factory=lambda: {part: [] for part in PARTS})
 
 
-def _losses(task: Task, model: torch.nn.Module) -> dict[str, Reading]:
+def _losses(task: Task, model: torch.nn.Module) -> dict[str, Measurement]:
     """Losses of single answers by slice."""
     return {
-        part: Reading("loss", task.answers(model, part)["loss"].double().cpu().numpy(), lower_is_better=True)
+        part: Measurement(
+            "loss", task.answers(model, part)["loss"].double().cpu().numpy(), lower_is_better=True
+        )
         for part in PARTS
     }
 

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, NoReturn, Self, TypeAlias
 import safetensors
 
 from ckptz.api.describe import described
-from ckptz.errors import CkptzError, LimitError, real
+from ckptz.errors import CkptzError, LimitError, check_float
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.dtypes import DType
 from ckptz.format.reader import FrameSource, check_empty
@@ -87,7 +87,7 @@ def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
     Raises:
         LimitError: it would not fit.
     """
-    limit = None if max_decoded_bytes is None else real("max_decoded_bytes", max_decoded_bytes)
+    limit = None if max_decoded_bytes is None else check_float("max_decoded_bytes", max_decoded_bytes)
     if limit is None and n_bytes >= CHECKED_BYTES:
         limit = available_memory()
     if limit is not None and n_bytes > limit:

@@ -35,7 +35,7 @@ from ckptz.codec.tensor import (
     summed,
 )
 from ckptz.codec.tensor_plan import TensorPlan, stream_tables
-from ckptz.errors import ConfigError, real, whole
+from ckptz.errors import ConfigError, check_float, check_int
 from ckptz.format.context_rules import BaseCode
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits
@@ -254,7 +254,7 @@ class KMeans(Method):
         object.__setattr__(self, "layer_prune", _by_layer(self.layer_prune))
         for levels in (self.levels, self.embedding_levels):
             if levels is not None:
-                whole("levels", levels, 2, 255)
+                check_int("levels", levels, 2, 255)
         for name, share in (("prune", self.prune), ("protect", self.protect), *self.layer_prune):
             if not 0 <= share < 1:
                 raise ConfigError(f"{name} must be a share from 0 to below 1, got {share}")
@@ -304,7 +304,9 @@ def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:
     rows = given if isinstance(given, list | tuple) else (None,)
     if not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
         raise ConfigError(f"layer_prune must be pairs such as (('head', 0.0),), got {given!r}")
-    return tuple((layer_type, real(f"layer_prune of {layer_type}", share)) for layer_type, share in rows)
+    return tuple(
+        (layer_type, check_float(f"layer_prune of {layer_type}", share)) for layer_type, share in rows
+    )
 
 
 def _regrouped(tensor: TensorToEncode, encoding: TensorPlan) -> TensorPlan:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
 
 from ckptz.codec.tensor import TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
-from ckptz.errors import ConfigError, own_numbers
+from ckptz.errors import ConfigError, coerce_numeric_fields
 from ckptz.format.dtypes import DType
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
@@ -89,7 +89,7 @@ class Method:
     fits_whole_tensors: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        own_numbers(self)
+        coerce_numeric_fields(self)
 
     def recipe(self, role: Role, dtype: DType, shape: tuple[int, ...]) -> Recipe:
         """Return the recipe of one tensor."""

@@ -70,7 +70,7 @@ from ckptz.codec.moment_maps import (
 from ckptz.codec.quantizer import Quantizer, key_of
 from ckptz.codec.tensor import MapFunction, TensorStatistics, TensorToEncode, reals, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
-from ckptz.errors import ConfigError, own_numbers
+from ckptz.errors import ConfigError, coerce_numeric_fields
 from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, labels_of_rows
 from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
 from ckptz.format.frequency import entropy_bits
@@ -509,7 +509,7 @@ class Moments:
     first_dead_zone: float = 0.35
 
     def __post_init__(self) -> None:
-        own_numbers(self)
+        coerce_numeric_fields(self)
         for name in ("second_step", "first_step"):
             if not 0 < getattr(self, name) <= 64:
                 raise ConfigError(f"{name} must be above 0 and at most 64, got {getattr(self, name)}")

@@ -20,7 +20,7 @@ from ckptz.format.caches import CachedChunks, Decoded
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, ViewOf
 from ckptz.kernels.floats import Patterns
-from ckptz.parallel import Recent
+from ckptz.parallel import LRUCache
 
 HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit patterns, with its base
 MAX_PLANS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
@@ -89,7 +89,7 @@ class TensorPlans:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = frozenset(names)
-        self._held: Recent[TensorPlan] = Recent(MAX_PLANS, lambda _: 1)
+        self._held: LRUCache[TensorPlan] = LRUCache(MAX_PLANS, lambda _: 1)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

@@ -26,8 +26,8 @@ from ckptz.errors import (
     FormatError,
     TruncatedError,
     UnsupportedError,
-    named,
-    naming,
+    error_context,
+    with_context,
 )
 from ckptz.foreign.folders import is_file_name
 from ckptz.foreign.pickled import MAX_BYTES, PickledObject, Unpickler, record
@@ -36,7 +36,7 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.format.publish import make_folder, mode_for
 from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
 from ckptz.kernels.floats import Bytes
-from ckptz.parallel import Recent
+from ckptz.parallel import LRUCache
 from ckptz.state.flatten import CODES, Chunks, unflatten
 from ckptz.state.skeleton import MAX_DEPTH, MAX_NODES, TensorRef, is_number, pack_node
 
@@ -137,11 +137,11 @@ class _StoredPart:
         except FileNotFoundError:
             raise FormatError(f"{self.path}: is missing, and {METADATA_FILE} names it") from None
         except CkptzError as error:
-            raise named(error, repr(self.name)) from None
+            raise with_context(error, repr(self.name)) from None
 
 
 def _source(
-    name: str, torch_type: str, shape: Numbers, parts: Sequence[_StoredPart], kept: Recent[Patterns]
+    name: str, torch_type: str, shape: Numbers, parts: Sequence[_StoredPart], kept: LRUCache[Patterns]
 ) -> LazySource:
     """Return a source for a tensor of the folder, read as a whole; `kept` caches recently read ones."""
     if torch_type not in CODES:
@@ -186,7 +186,7 @@ def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
         UnsupportedError: an object that needs code, or an element type that ckptz does not have.
     """
     require_torch(folder)
-    with naming(str(folder)):
+    with error_context(str(folder)):
         tensors, objects, paths = _parse(read_metadata(folder / METADATA_FILE), folder)
         leaves: dict[str, Any] = {name: TensorRef(name) for name in tensors}
         leaves |= {name: _Object(_loaded(part)) for name, part in objects.items()}
@@ -268,7 +268,7 @@ def read_metadata(path: Path) -> Any:
         raise CorruptionError(f"{METADATA_FILE}: larger than 256 MiB")
     dtypes = [f"torch.{name}" for name, found in vars(torch).items() if isinstance(found, torch.dtype)]
     known = [*(f"torch.distributed.checkpoint.{name}" for name in _METADATA), *_OTHERS, *dtypes]
-    with naming(METADATA_FILE), path.open("rb") as file:
+    with error_context(METADATA_FILE), path.open("rb") as file:
         return Unpickler(file, {name: record(name) for name in known}).read_all()
 
 
@@ -276,7 +276,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
     """(tensors, objects, how the state was flattened)."""
     top = _attributes(raw, "Metadata")
     places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
-    kept: Recent[Patterns] = Recent(KEPT_TENSORS, lambda _: 1)
+    kept: LRUCache[Patterns] = LRUCache(KEPT_TENSORS, lambda _: 1)
     tensors: dict[str, TensorSource] = {}
     objects, stored = {}, list[_StoredPart]()
     for name, entry in _dict(top, "state_dict_metadata"):

@@ -27,8 +27,8 @@ from ckptz.errors import (
     CorruptionError,
     FormatError,
     UnsupportedError,
-    named,
-    naming,
+    error_context,
+    with_context,
 )
 from ckptz.foreign.torch_files import dump_state, is_torch_file, load_state
 from ckptz.format.envelope import MAX_HEADER_BYTES, plain_regions, strict_json, write_plain
@@ -130,7 +130,7 @@ def _check_index(sharding: Sharding) -> None:
     try:
         places = parse_places(strict_json(text.encode(), "index"))
     except CorruptionError as error:
-        raise named(error, f"sharding: {file!r}") from None
+        raise with_context(error, f"sharding: {file!r}") from None
     if unknown := set(places.values()) - {shard.file for shard in sharding.shards}:
         raise CorruptionError(f"sharding: {file!r} names {min(unknown)!r}, which is no shard")
 
@@ -378,7 +378,7 @@ def _read_index(folder: Path, index_file: str) -> _Layout:
     except UnicodeDecodeError:
         raise CorruptionError(f"{path}: not UTF-8") from None
     except CkptzError as error:
-        raise named(error, str(path)) from None
+        raise with_context(error, str(path)) from None
     files = sorted(set(places.values()))
     for file in files:
         if not (folder / file).is_file():
@@ -428,7 +428,7 @@ def _read_shards(
     states |= beside
     if not states:
         return tuple(shards), tensors, None
-    with naming(str(folder)):
+    with error_context(str(folder)):
         flat = flatten(states, n_outer=1, taken=tensors)
     for file in states:
         shards.append(Shard(file, tuple(name for name, outer in flat.outer.items() if outer == (file,))))

@@ -13,7 +13,7 @@ from errno import ENOENT
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
+from ckptz.errors import CkptzError, ConfigError, UnsupportedError, with_context
 from ckptz.foreign.dcp import is_dcp, open_dcp
 from ckptz.foreign.folders import (
     SHARD_SUFFIXES,
@@ -323,7 +323,7 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
             check_sharding(sharding, checkpoint.tensors)
     except CkptzError as error:
         checkpoint.close()
-        raise named(error, str(path)) from None
+        raise with_context(error, str(path)) from None
     listed = sharding.carried if sharding else ()
     places = [(name, folder) for name in listed for folder in reversed(folders_beside(path.absolute()))]
     # Beside a link stands what was meant for it, so that it goes before what is beside the link's target.

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptz.errors import CorruptionError, UnsupportedError, naming
+from ckptz.errors import CorruptionError, UnsupportedError, error_context
 from ckptz.foreign.dcp_index import FolderIndex, Piece, WholeTensor, read_index, shard_path
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
-from ckptz.parallel import Recent
+from ckptz.parallel import LRUCache
 from ckptz.run.exact import exact_of
 from ckptz.run.step_files import INDEX_FILE
 from ckptz.state.skeleton import TensorRef, pack_node, parse_tree
@@ -62,7 +62,7 @@ def open_shards(
     files = tuple(
         held.enter_context(contextlib.closing(open_checkpoint(exact_of(path), search_path))) for path in paths
     )
-    recent: Recent[Patterns] = Recent(HELD_TENSORS, lambda _: 1)
+    recent: LRUCache[Patterns] = LRUCache(HELD_TENSORS, lambda _: 1)
     tensors: dict[str, TensorSource] = {
         name: _whole(name, tensor, files, recent) for name, tensor in index.tensors.items()
     }
@@ -70,7 +70,7 @@ def open_shards(
 
 
 def _whole(
-    name: str, tensor: WholeTensor, files: Sequence[Checkpoint], recent: Recent[Patterns]
+    name: str, tensor: WholeTensor, files: Sequence[Checkpoint], recent: LRUCache[Patterns]
 ) -> LazySource:
     """Return a source of a whole tensor, after checking that every piece is there."""
     dtype = dtype_of(tensor.dtype)
@@ -112,7 +112,7 @@ def _root(folder: Path, index: FolderIndex) -> Any:
     """Return the JSON tree of the state: nested as the planner of torch flattened it."""
     leaves: dict[str, Any] = {name: TensorRef(name) for name in index.tensors}
     for name, stored in index.objects.items():
-        with naming(f"{folder / INDEX_FILE}: object {name!r}"):
+        with error_context(f"{folder / INDEX_FILE}: object {name!r}"):
             leaves[name] = _Node(_node(name, stored.tree))
     nested: dict[Any, Any] = {}
     for name, value in leaves.items():

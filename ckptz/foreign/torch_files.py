@@ -24,7 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, NoReturn, cast
 
-from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError, UnsupportedError, naming
+from ckptz.errors import (
+    ConfigError,
+    CorruptionError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+    error_context,
+)
 from ckptz.foreign.pickled import MAX_BYTES, Unpickler
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
@@ -73,7 +80,7 @@ def read(path: Path) -> Flat:
         UnsupportedError: it needs code, or holds what the tree has no place for.
     """
     state = load_state(path)
-    with naming(str(path)):
+    with error_context(str(path)):
         return flatten(state)
 
 
@@ -89,7 +96,7 @@ def load_state(path: Path) -> Any:
     n_bytes = path.stat().st_size
     if not n_bytes:
         raise FormatError(f"{path}: the file is empty; try an intact copy")
-    with naming(str(path)), path.open("rb") as file:
+    with error_context(str(path)), path.open("rb") as file:
         can_map = check_torch(file, n_bytes)
         file.seek(0)
         return _load(path if can_map else file, mmap=can_map)

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckptz.errors import CorruptionError, UnsupportedError, naming
+from ckptz.errors import CorruptionError, UnsupportedError, error_context
 from ckptz.foreign.adapters import ADAPTERS_KEY, CONFIG_FILE, WEIGHTS_FILE, key_of, parse_adapters
 from ckptz.foreign.folders import Carried, Input, carried_in, stage_carried
 from ckptz.foreign.inputs import STATE, WEIGHTS, open_input
@@ -170,7 +170,7 @@ def _check_tied(weights: Input) -> None:
     """Refuse weights that share a part of their memory: transformers writes tied ones once, but whole."""
     if weights.tree is None:
         return
-    with naming(weights.name):
+    with error_context(weights.name):
         names = set(parse_tree(weights.tree).root)
         tied = tied_names(weights.tree, weights.tensors)
     if odd := sorted(names - weights.tensors.keys() - tied.keys()):
@@ -186,7 +186,7 @@ def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[s
     def state_of(file: Input) -> Any:
         from ckptz.state.torch import from_plain
 
-        with naming(file.name):
+        with error_context(file.name):
             return from_plain(unflatten(file.tensors, file.tree, folder, chunks))
 
     try:

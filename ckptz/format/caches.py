@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckptz.errors import LimitError
 from ckptz.format.context_rules import Block, Row
 from ckptz.format.frame import ChunkRecord, FrameHeader
-from ckptz.parallel import Recent
+from ckptz.parallel import LRUCache
 
 MAX_FRAMES: Final = 256  # that one chunk is decoded from; 65 files of three tensors are 195
 MAX_HELD_BYTES: Final = 256 << 20  # of chunks that wait for those that need them
@@ -101,7 +101,7 @@ def _in_order(wanted: list[Node]) -> dict[Node, list[Node]]:
     return done
 
 
-class CachedChunks(Recent[Decoded]):
+class CachedChunks(LRUCache[Decoded]):
     """The decoded chunks used last, by tensor and first pattern; never to be written to.
 
     Args:
@@ -163,7 +163,7 @@ def _weight(header: FrameHeader) -> int:
     return labels + tables * SLOT_TABLE_BYTES + contexts + records + outer + entries + 4000
 
 
-class HeaderCache(Recent[FrameHeader]):
+class HeaderCache(LRUCache[FrameHeader]):
     """The frame headers used last; the one just asked for stays, as its chunks come next."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_CACHE_BYTES) -> None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, BinaryIO, Final, NamedTuple, NoReturn
 import msgspec
 from numpy.typing import NDArray
 
-from ckptz.errors import ChecksumError, CorruptionError, TruncatedError, named
+from ckptz.errors import ChecksumError, CorruptionError, TruncatedError, with_context
 from ckptz.format.bits import ByteWriter, combine, xxh64
 from ckptz.format.byte_source import ByteSource
 from ckptz.format.dtypes import DType, dtype_of
@@ -160,7 +160,7 @@ def read_envelope(source: ByteSource) -> Envelope:
         raw = strict_json(text, "header")
         return _checked(raw, LENGTH_BYTES + n_header, source.size)
     except (TruncatedError, CorruptionError) as error:
-        raise named(error, source.name) from None
+        raise with_context(error, source.name) from None
 
 
 def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:

@@ -19,7 +19,7 @@ from ckptz.errors import (
     FormatError,
     MissingBaseError,
     UnsupportedError,
-    naming,
+    error_context,
 )
 from ckptz.format.byte_source import ByteSource
 from ckptz.format.caches import CachedChunks, Decoded, DecodedBases, HeaderCache, LastChunks, Node, gather
@@ -383,7 +383,7 @@ class InlineFrames:
 
     def naming(self, tensor: str) -> AbstractContextManager[None]:
         """Make a context that names this base and `tensor` in errors."""
-        return naming(f"{self.name}: tensor {tensor!r}")
+        return error_context(f"{self.name}: tensor {tensor!r}")
 
 
 def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple[InlineFrames, ...]:
@@ -408,7 +408,7 @@ class Container:
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         self._sections = {r.name: r for r in envelope.regions if r.name.startswith(OPTIONAL_PREFIX)}
-        with naming(self.name):
+        with error_context(self.name):
             self.index, self.features = read_index(envelope, self.read)
         self.version = (envelope.metadata or {})[KEY_VERSION]  # of the format, as the file names it
         self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
@@ -428,7 +428,7 @@ class Container:
 
     def naming(self, tensor: str) -> AbstractContextManager[None]:
         """Make a context that names this file and `tensor` in errors."""
-        return naming(f"{self.name}: tensor {tensor!r}")
+        return error_context(f"{self.name}: tensor {tensor!r}")
 
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
         """Read bytes behind the header, uint8 [n_bytes]."""
@@ -445,7 +445,7 @@ class Container:
             return None
         n_bytes = min(region.end - region.begin, BASE_METADATA_BYTES + 1)
         section = self.read(region.begin, n_bytes).tobytes()
-        with naming(self.name):
+        with error_context(self.name):
             return parse_base_metadata(section)
 
     @property

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ckptz.errors import CalibrationError, ConfigError, real
+from ckptz.errors import CalibrationError, ConfigError, check_float
 from ckptz.guidance.files import (
     CalibrationContent,
     CalibrationFile,
@@ -412,7 +412,7 @@ class Calibration:
     """
 
     def __init__(self, model: nn.Module, *, memory_cap: int = MEMORY_CAP) -> None:
-        if not real("memory_cap", memory_cap) > 0:
+        if not check_float("memory_cap", memory_cap) > 0:
             raise ConfigError(f"memory_cap is a number of bytes, got {memory_cap}")
         self._model = unwrapped(model)
         named = named_parameters(self._model)

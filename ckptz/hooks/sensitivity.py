@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ckptz.errors import CalibrationError, ConfigError, real
+from ckptz.errors import CalibrationError, ConfigError, check_float
 from ckptz.guidance.files import SensitivityContent, SensitivityFile, guide_metadata
 from ckptz.hooks.parameters import fingerprint_of, named_parameters, save_tensors
 
@@ -50,7 +50,7 @@ class SensitivityTracker:
     """
 
     def __init__(self, model: nn.Module, beta: float = 0.9) -> None:
-        beta = real("beta", beta)
+        beta = check_float("beta", beta)
         if not 0 < beta <= 1:
             raise ConfigError(f"beta is the weight of the new gradient, above 0 and at most 1, got {beta}")
         self.beta = beta

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptz.api.read import PathLike, open_whole
-from ckptz.errors import CorruptionError, naming
+from ckptz.errors import CorruptionError, error_context
 from ckptz.foreign.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, read_index, shard_path
 from ckptz.format.dtypes import dtype_of
 from ckptz.integrations.dcp_run import latest
@@ -42,7 +42,7 @@ from ckptz.integrations.dcp_write import CkptzStorageWriter
 from ckptz.integrations.linked import ChainOptions
 from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
-from ckptz.run.exact import as_exactly_as_may_be
+from ckptz.run.exact import read_exact_or_lossy
 from ckptz.run.names import step_of_folder
 from ckptz.state.flatten import unflatten
 from ckptz.state.skeleton import parse_tree
@@ -98,7 +98,7 @@ class CkptzStorageReader(InFolder, StorageReader):
         places: dict[MetadataIndex, Piece] = {}
         for name, tensor in index.tensors.items():
             chunks = [ChunkStorageMetadata(torch.Size(p.offset), torch.Size(p.shape)) for p in tensor.chunks]
-            with naming(f"{self.folder / INDEX_FILE}: tensor {name!r}"):
+            with error_context(f"{self.folder / INDEX_FILE}: tensor {name!r}"):
                 properties = TensorProperties(dtype=torch_dtype(dtype_of(tensor.dtype)))
             state[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
             places |= {MetadataIndex(name, piece.offset): piece for piece in tensor.chunks}
@@ -130,7 +130,7 @@ class CkptzStorageReader(InFolder, StorageReader):
                 by_file.setdefault(self._places[item.storage_index].file, []).append(item)
         for number, items in by_file.items():
             read = functools.partial(self._read_file, items=items, planner=planner)
-            as_exactly_as_may_be(shard_path(self.folder, index, number), read)
+            read_exact_or_lossy(shard_path(self.folder, index, number), read)
         if self._writer is not None:
             self._writer.mark_restored(_loaded(planner), step_of_folder(self.folder))
         done: Future[None] = Future()
@@ -179,7 +179,7 @@ class CkptzStorageReader(InFolder, StorageReader):
             return self._named(name, unflatten({}, stored.tree, None))
         path = shard_path(self.folder, index, stored.file)
         read = functools.partial(self._read_named, names=names, tree=stored.tree)
-        return self._named(name, as_exactly_as_may_be(path, read))
+        return self._named(name, read_exact_or_lossy(path, read))
 
     def _read_named(self, path: Path, names: set[str], tree: dict[str, Any]) -> Any:
         with contextlib.closing(open_checkpoint(path)) as checkpoint:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.tensor import SideInformation
-from ckptz.errors import CkptzError, ConfigError, UnsupportedError, named
+from ckptz.errors import CkptzError, ConfigError, UnsupportedError, with_context
 from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
@@ -152,7 +152,7 @@ class Gathered:
         try:
             flat = flatten({name: on_host(object_of(item, planner))})
         except CkptzError as error:
-            raise named(error, f"object {name!r}") from None
+            raise with_context(error, f"object {name!r}") from None
         self.tensors |= flat.tensors
         self._trees[name] = flat.tree
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ckptz.api.read import PathLike
-from ckptz.errors import CkptzError, ConfigError, UnsupportedError, whole
+from ckptz.errors import CkptzError, ConfigError, UnsupportedError, check_int
 from ckptz.foreign.dcp_index import (
     VERSION,
     FolderIndex,
@@ -108,7 +108,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         self._base, self._keep_last = None if base is None else Path(base), keep_last
         self._rank, self._group, kept = 0, group, None
         if keep_last is not None:
-            self._keep_last = whole("keep_last", keep_last, 1)
+            self._keep_last = check_int("keep_last", keep_last, 1)
             if base is not None:
                 raise ConfigError("with keep_last, steps are stored against the newest one; leave base out")
             kept = Kept(last=self._keep_last)

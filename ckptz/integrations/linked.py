@@ -15,12 +15,12 @@ import torch
 from ckptz.codec.effort import EffortName, effort_of
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, checked
-from ckptz.errors import ConfigError, WriteError, own_numbers, whole
+from ckptz.errors import ConfigError, WriteError, check_int, coerce_numeric_fields
 from ckptz.format.caches import LastChunks
 from ckptz.format.publish import make_folder, publish_together, sync_folder
 from ckptz.format.written import Written
 from ckptz.parallel import Workers, jobs_of
-from ckptz.run.exact import as_exactly_as_may_be, residual_of
+from ckptz.run.exact import read_exact_or_lossy, residual_of
 from ckptz.run.linked_files import LinkedFiles
 from ckptz.run.names import Inode
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
@@ -63,13 +63,13 @@ class ChainOptions:
     base: Path_ | None = None
 
     def __post_init__(self) -> None:
-        own_numbers(self)
+        coerce_numeric_fields(self)
         checked(self.config)
         effort_of(self.effort)
         if self.jobs is not None:
             jobs_of(self.jobs)
-        whole("exact", self.exact, 0)
-        whole("full_every", self.full_every, 1, MAX_DEPTH)
+        check_int("exact", self.exact, 0)
+        check_int("full_every", self.full_every, 1, MAX_DEPTH)
 
 
 DEFAULTS: Final = ChainOptions()
@@ -190,4 +190,4 @@ def on_host(state: Any) -> Any:
 
 def read_newest(path: Path, jobs: int | None = None) -> Any:
     """Read the state that a `Chain` was given for a file, as exactly as it is there; see `load_state`."""
-    return as_exactly_as_may_be(path, functools.partial(load_state, jobs=jobs))
+    return read_exact_or_lossy(path, functools.partial(load_state, jobs=jobs))

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from ckptz.api.read import PathLike, safe_open
-from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, named
+from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, with_context
 from ckptz.foreign.folders import is_model_file, torch_names
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.dtypes import dtype_of
@@ -133,7 +133,7 @@ def _names(file: Path, stored: Iterable[str]) -> list[tuple[str, str]]:
                 pairs += _names_of_state(tree.root[shard.file])
         return sorted(pairs)
     except CkptzError as error:
-        raise named(error, str(file)) from None
+        raise with_context(error, str(file)) from None
 
 
 def _names_of_state(state: Any) -> Iterator[tuple[str, str]]:

@@ -79,7 +79,7 @@ def exact_of(file: Path) -> Path:
     return exact
 
 
-def as_exactly_as_may_be(path: Path, read: Callable[[Path], T]) -> T:
+def read_exact_or_lossy(path: Path, read: Callable[[Path], T]) -> T:
     """Read a file that a `Chain` wrote by its residual, or as it is if there is none; see `exactly`."""
     residual = existing_residual_of(path)
     return read(path) if residual is None else exactly(residual, path, read, f"{path}: is")[0]

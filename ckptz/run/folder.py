@@ -62,7 +62,7 @@ from ckptz.run.step_files import (
 from ckptz.run.writer import UNREAD, write_against
 from ckptz.store.lock import NOT_ALLOWED, Lock, Spool, acquire, not_writable
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
-from ckptz.store.storage import LocalFolder, UploadFolder, place_of
+from ckptz.store.storage import LocalFolder, UploadFolder, folder_at
 
 UNREADABLE: Final = ".unreadable-"  # behind the name of a file that was set aside, before a number
 MOVED: Final = (
@@ -86,7 +86,7 @@ class StepStore:
         self, folder_or_url: Path_, origin: Path | None = None, last: LastChunks | None = None
     ) -> None:
         self._origin, self.last = None if origin is None else Origin(origin), last
-        self._place = place_of(folder_or_url)
+        self._place = folder_at(folder_or_url)
         self._folder = Path(self._place.name) if isinstance(self._place, LocalFolder) else None
         self.name = self._place.name
         self._facts: dict[StepFile, tuple[int, FileFacts]] = {}

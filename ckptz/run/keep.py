@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Protocol, TypeVar
 
-from ckptz.errors import ConfigError, own_numbers, whole
+from ckptz.errors import ConfigError, check_int, coerce_numeric_fields
 from ckptz.run.step_files import FileKind, Kept
 
 
@@ -33,11 +33,11 @@ class KeepRules:
     lower_is_better: bool = True
 
     def __post_init__(self) -> None:
-        own_numbers(self)
+        coerce_numeric_fields(self)
         if self.last is not None and self.last < 1:
             raise ConfigError(f"last must be at least 1, or None to keep all, got {self.last}")
-        whole("every", 1 if self.every is None else self.every, 1)
-        whole("best", self.best, 0)
+        check_int("every", 1 if self.every is None else self.every, 1)
+        check_int("best", self.best, 0)
 
     def kept(self, steps: Iterable[int], metrics: Mapping[int, float]) -> set[int]:
         """Choose those of `steps` that are kept.
@@ -151,7 +151,7 @@ T = TypeVar("T", bound=Named)
 
 
 @dataclass(frozen=True, slots=True)
-class Stays(Generic[T]):
+class Retention(Generic[T]):
     """Files that stay beside those that the rules keep, and those that may be deleted."""
 
     needed: frozenset[T]  # what those that stay are decoded from, through whole chains
@@ -165,7 +165,7 @@ def what_stays(
     kept: Iterable[T],
     bases_of: Callable[[T], Iterable[T]],
     may_need: Callable[[T], Collection[T]],
-) -> Stays[T]:
+) -> Retention[T]:
     """Decide which files, folders or steps may be deleted.
 
     Args:
@@ -190,4 +190,4 @@ def what_stays(
         needed.update(new)
         waiting.extend(new)
     may_go = frozenset(units) - roots.keys() - needed - doubtful
-    return Stays(frozenset(needed), frozenset(doubtful), may_go, tuple(sorted(notes)))
+    return Retention(frozenset(needed), frozenset(doubtful), may_go, tuple(sorted(notes)))

@@ -106,7 +106,7 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
                 index = file.index
                 at = step_of(path, index.step, index.metadata)
                 if step is None or at == step:
-                    candidates.append((at is None, -(at or 0), is_aside(path), index.depth, path))
+                    candidates.append((at is None, -(at or 0), is_auxiliary(path), index.depth, path))
     return min(candidates)[-1] if candidates else None
 
 
@@ -131,7 +131,7 @@ def weights_at(path: Path) -> Path | None:
     if match is None or path.exists() or not is_folder(folder := path_of(match[1])):
         return None
     if (step := shards_at(path)) is not None:
-        files = ", ".join(sorted(file.name for file in step.glob(f"*{SUFFIX}") if not is_aside(file)))
+        files = ", ".join(sorted(file.name for file in step.glob(f"*{SUFFIX}") if not is_auxiliary(file)))
         raise ConfigError(f"{path}: several ranks wrote this step; name one of its files in {step}: {files}")
     newest = newest_checkpoint(folder, int(match[2]))
     if newest is None:
@@ -164,7 +164,7 @@ def holds_state(path: Path) -> bool:
     return _WITHOUT_WEIGHTS.fullmatch(path.name) is not None if file is None else file.kind == "state"
 
 
-def is_aside(path: Path) -> bool:
+def is_auxiliary(path: Path) -> bool:
     """Return whether a file name is auxiliary: no weights, or only a base or residual."""
     file = StepFile.parse(path.name)
     is_exact = EXACT in path.name if file is None else file.is_exact

@@ -76,15 +76,15 @@ class PruneReport(Report):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Unit:
+class PruneItem:
     """A file of a run, or a folder that is called after a step: it stays or goes as a whole."""
 
     name: str  # within the run
     step: int | None  # its step, or None
     kind: FileKind | None = None  # what it holds of its step; None for all of it
     is_residual: bool = False  # it makes another file exact
-    is_aside: bool = False  # it is there only for others: hidden, or a second name of a base
-    sizes: Mapping[Any, int] = field(default_factory=dict)  # of its files, each under one key in all units
+    is_auxiliary: bool = False  # it is there only for others: hidden, or a second name of a base
+    sizes: Mapping[Any, int] = field(default_factory=dict)  # of its files, each under one key in all items
     ids: frozenset[str] = frozenset()  # content ids of what it holds
     bases: tuple[BaseRef, ...] = ()  # what it is stored against and does not hold itself
     places: frozenset[Path] = frozenset()  # where its files are, whatever links lead there
@@ -93,17 +93,17 @@ class Unit:
     is_unfinished: bool = False  # being written, or not written to its end: no step
 
 
-Units = Sequence[Unit]
+PruneItems = Sequence[PruneItem]
 
 
 def decide(
-    name: str, units: Units, policy: KeepPolicy, after: int | None = None
-) -> tuple[set[Unit], Units, Units, tuple[str, ...]]:
+    name: str, items: PruneItems, policy: KeepPolicy, after: int | None = None
+) -> tuple[set[PruneItem], PruneItems, PruneItems, tuple[str, ...]]:
     """Decide which parts of a run are kept.
 
     Args:
         name: of the folder, for messages.
-        units: what there is.
+        items: what there is.
         policy: what is kept.
         after: every step after this one goes.
 
@@ -114,9 +114,9 @@ def decide(
     Raises:
         ConfigError: no step that can be read would be left before those after `after`.
     """
-    later = {u for u in units if after is not None and u.step is not None and u.step > after}
-    rest = [u for u in units if u not in later]
-    seen = [u for u in rest if not (u.is_residual or u.is_aside or u.is_unfinished)]
+    later = {u for u in items if after is not None and u.step is not None and u.step > after}
+    rest = [u for u in items if u not in later]
+    seen = [u for u in rest if not (u.is_residual or u.is_auxiliary or u.is_unfinished)]
     weights_steps = {u.step for u in seen if u.kind != "state" and u.step is not None}
     full_steps = weights_steps & {u.step for u in seen if u.kind != "weights"}
     if later:
@@ -132,111 +132,111 @@ def decide(
     kept = {
         u
         for u in rest
-        if not (u.is_aside or u.is_unfinished)
+        if not (u.is_auxiliary or u.is_unfinished)
         and (u.step is None or u.step in (heads if u.is_residual else full if u.kind == "state" else weights))
     }
     if policy.keeps_all:
         kept.update(seen)
     stays = what_stays(
-        units,
+        items,
         {*kept, *(u for u in rest if u.error and not u.is_residual)},  # residuals are dropped unread
-        _Bases(units).of,
-        lambda unit: _may_need(unit, rest),
+        _Bases(items).of,
+        lambda item: _may_need(item, rest),
     )
-    kept |= {u for u in stays.doubtful if not u.is_aside}
+    kept |= {u for u in stays.doubtful if not u.is_auxiliary}
 
-    def order(u: Unit) -> tuple[bool, bool, int, bool, bool, bool, str]:
+    def order(u: PruneItem) -> tuple[bool, bool, int, bool, bool, bool, str]:
         # Later steps go whole, the newest first, so that the newest that is left is exact at any moment. Of
         # each step its weights go first, so that half of it is no step; and before all that go by rules,
         # residuals.
         is_later, step = u in later, u.step or 0
-        by_step = -step, u.is_residual, u.kind != "weights", u.is_aside, u.name
+        by_step = -step, u.is_residual, u.kind != "weights", u.is_auxiliary, u.name
         return not is_later, not is_later and not u.is_residual, *by_step
 
-    needed = sorted({*units} - kept - stays.may_go, key=lambda u: (u.step or 0, u.kind or "", u.name))
+    needed = sorted({*items} - kept - stays.may_go, key=lambda u: (u.step or 0, u.kind or "", u.name))
     return kept, needed, sorted(stays.may_go, key=order), stays.notes
 
 
-def _may_need(unit: Unit, rest: Units) -> Units:
-    """List what a unit may need that cannot be read: without its metric or base, no older one may go."""
-    if unit.kind is None:  # of frameworks, any; what is unfinished is nowhere
+def _may_need(item: PruneItem, rest: PruneItems) -> PruneItems:
+    """List what a item may need that cannot be read: without its metric or base, no older one may go."""
+    if item.kind is None:  # of frameworks, any; what is unfinished is nowhere
         return [u for u in rest if u.places]
-    return [u for u in rest if (u.step or 0) <= (unit.step or 0)]
+    return [u for u in rest if (u.step or 0) <= (item.step or 0)]
 
 
-def _check_goes_back(name: str, rest: Collection[Unit], steps: Collection[int]) -> None:
+def _check_goes_back(name: str, rest: Collection[PruneItem], steps: Collection[int]) -> None:
     """Refuse to remove later steps unless there is one to go on from, which can be read."""
     if not steps:
         raise ConfigError(f"{name}: no step would be left to go on from; name one that is there")
     newest = max(steps)
-    for unit in rest:
-        if unit.error is not None and unit.step == newest and not unit.is_residual:
+    for item in rest:
+        if item.error is not None and item.step == newest and not item.is_residual:
             raise ConfigError(
-                f"{name}: {unit.name} cannot be read, so the steps after {newest} stay; try again, or go "
-                f"back further: {unit.error}"
+                f"{name}: {item.name} cannot be read, so the steps after {newest} stay; try again, or go "
+                f"back further: {item.error}"
             )
 
 
 class _Bases:
-    """Finds what units are stored against."""
+    """Finds what items are stored against."""
 
-    def __init__(self, units: Units) -> None:
-        self._names = {unit.name: unit for unit in units}
-        self._is_any_unread = any(unit.error for unit in units)
-        self._holders: dict[str, list[Unit]] = {}
-        self._at: dict[Path, list[Unit]] = {}
-        for unit in units:
-            for content_id in unit.ids:
-                self._holders.setdefault(content_id, []).append(unit)
-            for place in unit.places:
-                self._at.setdefault(place, []).append(unit)
+    def __init__(self, items: PruneItems) -> None:
+        self._names = {item.name: item for item in items}
+        self._is_any_unread = any(item.error for item in items)
+        self._holders: dict[str, list[PruneItem]] = {}
+        self._at: dict[Path, list[PruneItem]] = {}
+        for item in items:
+            for content_id in item.ids:
+                self._holders.setdefault(content_id, []).append(item)
+            for place in item.places:
+                self._at.setdefault(place, []).append(item)
 
-    def of(self, unit: Unit) -> list[Unit]:
-        """List what a unit is a link to, and all that holds what one of its bases holds.
+    def of(self, item: PruneItem) -> list[PruneItem]:
+        """List what a item is a link to, and all that holds what one of its bases holds.
 
         Raises if that cannot be told.
         """
-        if unit.error is not None:
-            raise unit.error
-        needed = [other for place in unit.places for other in self._at[place]]
-        for base in unit.bases:
+        if item.error is not None:
+            raise item.error
+        needed = [other for place in item.places for other in self._at[place]]
+        for base in item.bases:
             named = self._names.get(base.file)
             # Readers, too, look first for the name, and then for the content under any other.
             if named is not None and (named.error or base.content_id in named.ids):
                 needed.append(named)
                 continue
-            holders = [other for other in self._holders.get(base.content_id, ()) if other is not unit]
+            holders = [other for other in self._holders.get(base.content_id, ()) if other is not item]
             # What frameworks' runs are stored against may lie elsewhere; what a run began from is no step.
-            is_elsewhere = base.file.startswith(BASE_PREFIX) if unit.kind else not self._is_any_unread
+            is_elsewhere = base.file.startswith(BASE_PREFIX) if item.kind else not self._is_any_unread
             if not holders and not is_elsewhere:
                 raise MissingBaseError(f"its base {base.file} is not here")
             needed += holders
-        return [other for other in needed if other is not unit]
+        return [other for other in needed if other is not item]
 
 
-def _check_best(name: str, policy: KeepPolicy, units: Units) -> None:
+def _check_best(name: str, policy: KeepPolicy, items: PruneItems) -> None:
     """Refuse to keep the best of steps that say nothing of it, as that would remove them all."""
-    if policy.best and all(unit.metric is None for unit in units):
+    if policy.best and all(item.metric is None for item in items):
         raise ConfigError(f"{name}: no step here records a metric, so none is the best; keep steps otherwise")
 
 
 def _carry_out(
     name: str,
-    units: Units,
+    items: PruneItems,
     policy: KeepPolicy,
     after: int | None,
-    remove: Callable[[Unit], None] | None,
-    hide: Callable[[Unit], None] = lambda unit: None,
+    remove: Callable[[PruneItem], None] | None,
+    hide: Callable[[PruneItem], None] = lambda item: None,
 ) -> PruneReport:
     """Delete and hide what a policy does not keep, unless `remove` is None, and report."""
     start = time.perf_counter()
-    kept, needed, removed, notes = decide(name, units, policy, after)
+    kept, needed, removed, notes = decide(name, items, policy, after)
     if remove is not None:
-        for unit in removed:
-            remove(unit)
-        for unit in reversed(needed):
-            if not unit.is_aside:
-                hide(unit)
+        for item in removed:
+            remove(item)
+        for item in reversed(needed):
+            if not item.is_auxiliary:
+                hide(item)
     there = [(u, u.step) for u in kept if u.step is not None and not u.is_unfinished]
     exact = {step for u, step in there if u.is_residual}
     states, weights = (
@@ -280,38 +280,40 @@ def prune(
     """
     listing = store.listing()
     files = {file.name: file for file in listing.sizes}
-    units = _units_of(store, listing, after)
+    items = _items_of(store, listing, after)
     if dry_run:
-        return _carry_out(store.name, units, policy, after, None)
+        return _carry_out(store.name, items, policy, after, None)
     store.check_lock()
     return _carry_out(
         store.name,
-        units,
+        items,
         policy,
         after,
-        remove=lambda unit: store.remove(files[unit.name]),
-        hide=lambda unit: store.hide(files[unit.name]),
+        remove=lambda item: store.remove(files[item.name]),
+        hide=lambda item: store.hide(files[item.name]),
     )
 
 
-def _units_of(store: StepStore, listing: Listing, after: int | None) -> list[Unit]:
+def _items_of(store: StepStore, listing: Listing, after: int | None) -> list[PruneItem]:
     """Read what each file says of itself, or why it cannot be read; those that go are not looked at."""
     results = store.read_facts({f: n for f, n in listing.sizes.items() if after is None or f.step <= after})
     return [
-        unit_of(file, n_bytes, results.get(file), is_hidden=file in listing.hidden)
+        item_of(file, n_bytes, results.get(file), is_hidden=file in listing.hidden)
         for file, n_bytes in sorted(listing.sizes.items())
     ]
 
 
-def unit_of(file: StepFile, n_bytes: int, result: FileFacts | Exception | None, *, is_hidden: bool) -> Unit:
+def item_of(
+    file: StepFile, n_bytes: int, result: FileFacts | Exception | None, *, is_hidden: bool
+) -> PruneItem:
     """Describe a file of a step by what it says of itself, or the error of reading that."""
     facts = result if isinstance(result, FileFacts) else None
-    return Unit(
+    return PruneItem(
         name=file.name,
         step=file.step,
         kind=file.kind,
         is_residual=file.is_exact,
-        is_aside=is_hidden,
+        is_auxiliary=is_hidden,
         sizes={file.name: n_bytes},
         # Nothing is stored against a residual, whose values other files may have, too.
         ids=frozenset() if facts is None or file.is_exact else frozenset({facts.content_id}),
@@ -335,7 +337,7 @@ def prune_folder(
             raise ConfigError(f"{store.name}: holds no steps of a Checkpointer; name the run's own folder")
         if not dry_run:
             store.lock()
-        _check_best(store.name, policy, _units_of(store, listing, None))
+        _check_best(store.name, policy, _items_of(store, listing, None))
         return prune(store, policy, after=after, dry_run=dry_run)
 
 
@@ -349,41 +351,43 @@ def prune_run(folder: Path, policy: KeepPolicy, *, after: int | None, dry_run: b
         ConfigError: it holds no steps, or none with a metric for `best`, or none would be left; or there are
             rules for weights alone.
     """
-    units = _units_in(folder)
+    items = _items_in(folder)
     if policy.weights is not None:
         raise ConfigError(f"{folder}: its files are whole checkpoints; leave out the rules for weights alone")
-    if not any(u.step is not None and not u.is_residual and not u.is_aside for u in units):
+    if not any(u.step is not None and not u.is_residual and not u.is_auxiliary for u in items):
         raise ConfigError(f"{folder}: holds no steps; name the run's own folder")
-    _check_best(str(folder), policy, [u for u in units if after is None or (u.step or 0) <= after])
+    _check_best(str(folder), policy, [u for u in items if after is None or (u.step or 0) <= after])
 
-    def remove(unit: Unit) -> None:
-        path = folder / unit.name
+    def remove(item: PruneItem) -> None:
+        path = folder / item.name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:  # of a link, the link
             path.unlink(missing_ok=True)
 
-    return _carry_out(str(folder), units, policy, after, None if dry_run else remove)
+    return _carry_out(str(folder), items, policy, after, None if dry_run else remove)
 
 
-def _units_in(folder: Path) -> list[Unit]:
+def _items_in(folder: Path) -> list[PruneItem]:
     """The checkpoints of a folder, and what is there for their sake."""
     files: dict[Path, list[Path]] = {}
     for path in run_files(folder, with_links=True):
         files.setdefault(path if path.parent == folder else path.parent, []).append(path)
-    units = [_unit_at(path, members) for path, members in files.items()]
+    items = [_item_at(path, members) for path, members in files.items()]
     steps = {path.name: path for path, members in files.items() if path != members[0]}
     unfinished = _unfinished(steps)
     # What is being written, or was not written to its end, is no step; nobody knows what it may need.
-    units = [
-        replace(unit, is_unfinished=True, error=CorruptionError(unfinished[unit.name]))
-        if unit.name in unfinished
-        else unit
-        for unit in units
+    items = [
+        replace(item, is_unfinished=True, error=CorruptionError(unfinished[item.name]))
+        if item.name in unfinished
+        else item
+        for item in items
     ]
     left = [path for where in (folder, *steps.values()) for path in abandoned(where)]
     names = {path: path.relative_to(folder).as_posix() for path in left}
-    return units + [Unit(name=names[path], step=None, is_aside=True, sizes=_sizes([path])) for path in left]
+    return items + [
+        PruneItem(name=names[path], step=None, is_auxiliary=True, sizes=_sizes([path])) for path in left
+    ]
 
 
 def _sizes(files: Sequence[Path]) -> dict[Inode, int]:
@@ -453,7 +457,7 @@ def _check_steps_agree(path: Path, recorded: Mapping[str, int]) -> None:
         )
 
 
-def _unit_at(path: Path, files: Sequence[Path]) -> Unit:
+def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
     """Describe a file, or the folder of several, by what its own files say.
 
     Second names of bases in a folder belong to other steps.
@@ -462,26 +466,26 @@ def _unit_at(path: Path, files: Sequence[Path]) -> Unit:
         ConfigError: the folder's name and its files name different steps.
     """
     is_folder = path != files[0]
-    unit = Unit(
+    item = PruneItem(
         name=path.name,
         step=step_of_folder(path) if is_folder else step_of(path),
         is_residual=EXACT in path.name,
-        is_aside=is_base_name(path),
+        is_auxiliary=is_base_name(path),
         sizes=_sizes(files),
         places=frozenset(file.resolve() for file in files),
     )
     try:
         facts = [(file, fact) for file in files if (fact := FileFacts.read(open_bytes(file))) is not None]
     except (CkptzError, OSError) as error:
-        return replace(unit, error=error)
+        return replace(item, error=error)
     ids = frozenset(fact.content_id for _, fact in facts)
     own = [(file, fact) for file, fact in facts if not (is_folder and is_base_name(file))]
     steps = {file.name: step_of(file, fact.step, fact.metadata) for file, fact in own}
     if is_folder:
         _check_steps_agree(path, {name: step for name, step in steps.items() if step is not None})
     return replace(
-        unit,
-        step=next((step for step in steps.values() if step is not None), unit.step),
+        item,
+        step=next((step for step in steps.values() if step is not None), item.step),
         ids=ids,
         bases=tuple(f.base for _, f in own if f.base is not None and f.base.content_id not in ids),
         metric=next((fact.metric for _, fact in own if fact.metric is not None), None),

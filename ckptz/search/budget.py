@@ -35,7 +35,7 @@ import numpy as np
 
 from ckptz.codec.method import Method, checked
 from ckptz.codec.registry import METHODS
-from ckptz.errors import CkptzError, ConfigError, own_numbers, whole
+from ckptz.errors import CkptzError, ConfigError, check_int, coerce_numeric_fields
 from ckptz.format.envelope import strict_json
 from ckptz.format.index import QualityRecord
 from ckptz.format.publish import publish
@@ -56,7 +56,7 @@ SURE: Final = 3.0  # standard errors: a change beyond the budget by more is no c
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Reading:
+class Measurement:
     """The measured values of a metric: one for each answer, or a single one."""
 
     metric: str
@@ -85,7 +85,7 @@ class Limit:
     sharing: int = 1  # what the limit of single changes is divided by
     allow_unsure: bool = False  # see Budget
 
-    def in_units(self, exact: Reading) -> float:
+    def in_units(self, exact: Measurement) -> float:
         """Return the limit in the unit of the value."""
         return self.max_drop * exact.value if self.is_relative else self.max_drop
 
@@ -141,7 +141,7 @@ class Judgement:
         return self.n_values * (self.error / (RESOLVED * self.allowed)) ** 2
 
 
-def judge(limit: Limit, exact: Reading, measured: Reading) -> Judgement:
+def judge(limit: Limit, exact: Measurement, measured: Measurement) -> Judgement:
     """Compare the values of a trial with those of the exact state, which are finite.
 
     Raises:
@@ -204,7 +204,7 @@ def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _check_same_answers(exact: Reading, measured: Reading) -> None:
+def _check_same_answers(exact: Measurement, measured: Measurement) -> None:
     """Refuse values that cannot be compared one by one."""
     n_exact, n_found = len(exact.values), len(measured.values)
     what = f"{exact.metric}: the evaluation returned"
@@ -268,7 +268,7 @@ class Budget:
     def __post_init__(self) -> None:
         if not (callable(self.quality) or hasattr(self.quality, "against")):
             raise ConfigError(f"a budget's quality must be callable, got {self.quality!r}")
-        own_numbers(self)
+        coerce_numeric_fields(self)
         if not 0 <= self.max_drop < math.inf:
             raise ConfigError(f"max_drop must be a number from 0, got {self.max_drop!r}")
         if self.in_steps and not getattr(self.quality, "trains", False):
@@ -303,7 +303,7 @@ class Budget:
         """The quality's name in messages."""
         return name_of(self.quality)
 
-    def read(self, result: Any) -> Reading:
+    def read(self, result: Any) -> Measurement:
         """Read the value in what the quality returned.
 
         Raises:
@@ -312,30 +312,30 @@ class Budget:
         if not isinstance(result, Mapping):
             self._check_is_of_number()
             known = self.lower_is_better if self.metric is None else self._is_lower_better(self.metric)
-            return self._reading(self.metric or self.name, result, None, known)
+            return self._measurement(self.metric or self.name, result, None, known)
         keys = ["loss", "accuracy"] if self.lower_is_better else ["accuracy", "loss"]
         if self.metric is not None:
             keys = [self.metric]
         for key in keys:
             if key in result:
-                return self._reading(key, result[key], result.get("counts"), self._is_lower_better(key))
+                return self._measurement(key, result[key], result.get("counts"), self._is_lower_better(key))
         wanted = " or ".join(map(repr, sorted(keys, reverse=True)))
         metrics = ", ".join(sorted(map(repr, result))) or "nothing"
         raise ConfigError(
             f"{self.name} returned a dict without {wanted}; it has {metrics}: name one of these"
         )
 
-    def _reading(self, metric: str, given: Any, counts: Any, lower_is_better: bool) -> Reading:
+    def _measurement(self, metric: str, given: Any, counts: Any, lower_is_better: bool) -> Measurement:
         values = values_of(given, self.name)
         if len(values) == 1 or counts is None:  # of a number, "counts" is an entry like any other
-            return Reading(metric, values, lower_is_better, None, unit_of(self.quality))
+            return Measurement(metric, values, lower_is_better, None, unit_of(self.quality))
         given_counts = values_of(counts, f"{self.name}, counts:")
         if len(given_counts) != len(values) or not (np.isfinite(given_counts) & (given_counts > 0)).all():
             raise ConfigError(
                 f"{self.name} returned {len(values)} sums and {len(given_counts)} counts, of which "
                 f"{int((given_counts > 0).sum())} are above 0; give one above 0 for each sum"
             )
-        return Reading(metric, values, lower_is_better, given_counts, unit_of(self.quality))
+        return Measurement(metric, values, lower_is_better, given_counts, unit_of(self.quality))
 
     def _check_is_of_number(self) -> None:
         """Refuse a metric that a plain number cannot be, such as a misspelt one."""
@@ -348,7 +348,7 @@ class Budget:
     def _is_lower_better(self, metric: str) -> bool:
         return _IS_LOWER_BETTER.get(metric, self.lower_is_better)
 
-    def check_exact(self, exact: Reading) -> None:
+    def check_exact(self, exact: Measurement) -> None:
         """Refuse values of the exact state that no drop can be measured from.
 
         Raises:
@@ -367,7 +367,7 @@ class Budget:
             )
 
 
-def check_consistent(budgets: Sequence[Budget], exact: Sequence[Reading]) -> None:
+def check_consistent(budgets: Sequence[Budget], exact: Sequence[Measurement]) -> None:
     """Refuse budgets that contradict one another; `exact` has the value that each of them is about.
 
     Raises:
@@ -439,7 +439,7 @@ class SearchOptions:
     is_dry_run: bool = False
 
     def __post_init__(self) -> None:
-        own_numbers(self)
+        coerce_numeric_fields(self)
         self._check_kinds()
         if not self.budgets:
             raise ConfigError("a search needs a budget that its files keep")
@@ -450,9 +450,9 @@ class SearchOptions:
         known = space.cube_names if isinstance(space, CubeSpace) else ()
         if set(self.cubes) - set(known):
             raise ConfigError(f"cubes of {template.name} are {known}, got {self.cubes}")
-        whole("restores", self.restores, 0)
+        check_int("restores", self.restores, 0)
         if self.max_evaluations is not None:
-            whole("max_evaluations", self.max_evaluations, 0)
+            check_int("max_evaluations", self.max_evaluations, 0)
 
     def _check_kinds(self) -> None:
         for name, kind in (("budgets", Budget), ("cubes", str)):

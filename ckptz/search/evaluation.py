@@ -22,12 +22,12 @@ from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
-from ckptz.search.budget import Budget, Judgement, Limit, Reading, check_consistent, judge
+from ckptz.search.budget import Budget, Judgement, Limit, Measurement, check_consistent, judge
 from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
 from ckptz.state.frameworks import framework
 from ckptz.store.resolve import open_checkpoint, open_file
 
-Readings = tuple[Reading, ...]  # one for each budget
+Measurements = tuple[Measurement, ...]  # one for each budget
 P = ParamSpec("P")
 T = TypeVar("T")
 REPEATABLE: Final = 0.01  # of a budget, which a second look at the exact tensors may use
@@ -115,7 +115,7 @@ def _called(budget: Budget, call: Callable[P, T], *args: P.args, **kwargs: P.kwa
 
 def measure(
     budgets: Sequence[Budget], scope: Scope, tensors: Mapping[str, TensorSource], run: MapFunction = map
-) -> Readings:
+) -> Measurements:
     """Ask each budget's quality about decoded tensors; one that several budgets share is called once.
 
     Args:
@@ -162,11 +162,11 @@ def opened_trial(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Yardstick:
+class BudgetCheck:
     """One budget, as the trials of a search are held against it."""
 
     limit: Limit
-    exact: Reading  # what changes are measured from
+    exact: Measurement  # what changes are measured from
     promise: Promise  # of a file that keeps the budget
     digest: str | None = None  # of the data
     noise: float = 0.0  # differences up to this one say nothing
@@ -213,7 +213,7 @@ class Yardstick:
         """Write a value in the unit of the limit."""
         return f"{100 * value:.3g}%" if self.limit.is_relative else f"{value:.3g}"
 
-    def records(self, measured: Reading, judged: Judgement, date: str) -> Iterator[QualityRecord]:
+    def records(self, measured: Measurement, judged: Judgement, date: str) -> Iterator[QualityRecord]:
         """Yield the file's records of a budget."""
         limit, exact = self.limit, self.exact
         record = QualityRecord(
@@ -246,32 +246,32 @@ class Yardstick:
 class Judge:
     """The comparison of trials with their budgets."""
 
-    yardsticks: tuple[Yardstick, ...]  # one for each budget, at least one
-    measure: Callable[[Mapping[str, TensorSource]], Readings]  # of decoded tensors, by name
+    checks: tuple[BudgetCheck, ...]  # one for each budget, at least one
+    measure: Callable[[Mapping[str, TensorSource]], Measurements]  # of decoded tensors, by name
 
     @property
     def unmeasurable(self) -> tuple[str, ...]:
         """Messages on budgets below the noise of their measurement, which nothing can be said to keep."""
-        return tuple(filter(None, (one.fault for one in self.yardsticks)))
+        return tuple(filter(None, (one.fault for one in self.checks)))
 
-    def judgements(self, readings: Readings) -> tuple[Judgement, ...]:
+    def judgements(self, measurements: Measurements) -> tuple[Judgement, ...]:
         """Compare a trial with the exact state, for each budget.
 
         Raises:
             ConfigError: its values are not those of the same answers as the exact state's.
         """
-        pairs = zip(self.yardsticks, readings, strict=True)
+        pairs = zip(self.checks, measurements, strict=True)
         return tuple(judge(one.limit, one.exact, measured) for one, measured in pairs)
 
     def doubts(self, judgements: Sequence[Judgement]) -> tuple[str, ...]:
         """Name the budgets of which too few answers were measured to tell what became of the mean."""
-        pairs = zip(self.yardsticks, judgements, strict=True)
+        pairs = zip(self.checks, judgements, strict=True)
         return tuple(filter(None, (one.doubt(judged) for one, judged in pairs)))
 
-    def records(self, readings: Readings) -> tuple[QualityRecord, ...]:
+    def records(self, measurements: Measurements) -> tuple[QualityRecord, ...]:
         """Return the file's records of its budgets; values that are not finite cannot be stored."""
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        rows = zip(self.yardsticks, readings, self.judgements(readings), strict=True)
+        rows = zip(self.checks, measurements, self.judgements(measurements), strict=True)
         return tuple(
             record for one, measured, judged in rows for record in one.records(measured, judged, date)
         )
@@ -302,36 +302,36 @@ def judge_of(
             exact = Decoder(tensors, budget, scope, run)
             seen[id(budget.quality)] = _called(budget, prepare, budget.quality, exact)
     baselines = [seen[id(budget.quality)] for budget in budgets]
-    readings = tuple(budget.read(one.exact) for budget, one in zip(budgets, baselines, strict=True))
-    check_consistent(budgets, readings)
-    for budget, reading in zip(budgets, readings, strict=True):
-        budget.check_exact(reading)
+    measurements = tuple(budget.read(one.exact) for budget, one in zip(budgets, baselines, strict=True))
+    check_consistent(budgets, measurements)
+    for budget, measurement in zip(budgets, measurements, strict=True):
+        budget.check_exact(measurement)
     ready = tuple(replace(b, quality=one.quality) for b, one in zip(budgets, baselines, strict=True))
-    yardsticks = tuple(
-        Yardstick(
-            limit=budget.limit(one.per_step, restores, is_one=len(reading.values) == 1),
-            exact=reading,
+    checks = tuple(
+        BudgetCheck(
+            limit=budget.limit(one.per_step, restores, is_one=len(measurement.values) == 1),
+            exact=measurement,
             promise="resume-gap" if is_of_training(budget) else "quality-drop",
             digest=budget.data_digest,
             noise=one.noise,
             per_step=one.per_step,
         )
-        for budget, one, reading in zip(budgets, baselines, readings, strict=True)
+        for budget, one, measurement in zip(budgets, baselines, measurements, strict=True)
     )
     if repeats:
-        _check_repeats(ready, yardsticks, scope, tensors, run)
-    return Judge(yardsticks, lambda decoded: measure(ready, scope, decoded, run))
+        _check_repeats(ready, checks, scope, tensors, run)
+    return Judge(checks, lambda decoded: measure(ready, scope, decoded, run))
 
 
 def _check_repeats(
     budgets: Sequence[Budget],
-    yardsticks: Sequence[Yardstick],
+    checks: Sequence[BudgetCheck],
     scope: Scope,
     tensors: Mapping[str, TensorSource],
     run: MapFunction,
 ) -> None:
     """Measure the exact tensors once more; qualities that train on have measured their noise."""
-    rows = [(b, one) for b, one in zip(budgets, yardsticks, strict=True) if not is_of_training(b)]
+    rows = [(b, one) for b, one in zip(budgets, checks, strict=True) if not is_of_training(b)]
     again = measure([budget for budget, _ in rows], scope, tensors, run)
     for (budget, one), repeated in zip(rows, again, strict=True):
         exact, used = one.exact, judge(one.limit, one.exact, repeated).used

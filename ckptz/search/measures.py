@@ -35,7 +35,7 @@ from typing import Any, ClassVar, Final, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import ConfigError, own_numbers, whole
+from ckptz.errors import ConfigError, check_int, coerce_numeric_fields
 from ckptz.kernels.blas import product
 from ckptz.kernels.floats import Reals
 
@@ -293,8 +293,8 @@ class ResumeProbe:
     def __post_init__(self) -> None:
         if not callable(self.resume):
             raise ConfigError(f"a resume probe needs a function, got {self.resume!r}")
-        own_numbers(self)
-        whole("n_steps", self.n_steps, 1)
+        coerce_numeric_fields(self)
+        check_int("n_steps", self.n_steps, 1)
         if self.noise_floor is not None and not self.noise_floor >= 0:
             raise ConfigError(f"a noise floor must be a number from 0, got {self.noise_floor}")
 

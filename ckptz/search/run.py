@@ -27,7 +27,7 @@ from ckptz.format.reader import Container
 from ckptz.format.written import Written, amend_quality
 from ckptz.parallel import Workers
 from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in, used_by_changes
-from ckptz.search.evaluation import Judge, Readings, Scope, is_of_training, judge_of, opened_trial
+from ckptz.search.evaluation import Judge, Measurements, Scope, is_of_training, judge_of, opened_trial
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.spaces import CubeSpace, MultiplierSpace, space_of
 from ckptz.search.strategies import (
@@ -126,11 +126,11 @@ def _searched(
         is_interrupted=is_interrupted,
         is_dry_run=options.is_dry_run,
         config=best.report.config if best else None,
-        metrics=tuple(one.exact.metric for one in judge.yardsticks),
-        exact=tuple(one.exact.value for one in judge.yardsticks),
+        metrics=tuple(one.exact.metric for one in judge.checks),
+        exact=tuple(one.exact.value for one in judge.checks),
         trials=tuple(trials),
         n_predicted=n_predicted,
-        noise=tuple(one.noise for one in judge.yardsticks),
+        noise=tuple(one.noise for one in judge.checks),
         unmeasurable=judge.unmeasurable if lossy else (),
         doubts=judge.doubts(last.judgements) if last else (),
         quality=records,
@@ -247,7 +247,7 @@ class Best(NamedTuple):
 
     trial: Trial
     report: TrialReport
-    readings: Readings
+    measurements: Measurements
 
 
 @dataclass(slots=True)
@@ -294,9 +294,9 @@ class Searcher:
         start = time.perf_counter()
         trial, written = self._write(config), time.perf_counter()
         with opened_trial(trial.path, self.run.base_paths, self.run.search_path) as decoded:
-            readings = self.judge.measure(decoded)
+            measurements = self.judge.measure(decoded)
         evaluation_seconds = time.perf_counter() - written
-        judgements = self.judge.judgements(readings)
+        judgements = self.judge.judgements(measurements)
         used = max(math.inf if one.used is None else one.used for one in judgements)
         outcome = Outcome(config, used, trial.written.stored_bytes, max(map(used_by_changes, judgements)))
         report = TrialReport(
@@ -306,7 +306,7 @@ class Searcher:
             n_bytes=outcome.n_bytes,
             drop=_finite(outcome.used),
             is_feasible=outcome.is_feasible,
-            values=tuple(_finite(reading.value) for reading in readings),
+            values=tuple(_finite(measurement.value) for measurement in measurements),
             judgements=judgements,
             seconds=time.perf_counter() - start,
             evaluation_seconds=evaluation_seconds,
@@ -314,7 +314,7 @@ class Searcher:
         self.reports.append(report)
         if outcome.is_feasible and (self.best is None or outcome.n_bytes < self.best.report.n_bytes):
             # The new one first: an interrupt must not leave a best whose file is removed.
-            before, self.best = self.best, Best(trial, report, readings)
+            before, self.best = self.best, Best(trial, report, measurements)
             if before is not None:
                 before.trial.publication.discard()
         else:
@@ -330,7 +330,7 @@ class Searcher:
             trial = write_trial(self.target, plan, self.run, self.held)
         else:
             trial = self.best.trial
-            records = self.judge.records(self.best.readings)
+            records = self.judge.records(self.best.measurements)
             n_bytes = amend_quality(trial.path, records)
             trial.written = replace(trial.written, stored_bytes=n_bytes)
         trial.publish(self.run, self.options)

@@ -35,7 +35,7 @@ from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import is_alive
 from ckptz.kernels.interrupts import finalize
 from ckptz.parallel import Task
-from ckptz.store.storage import Place
+from ckptz.store.storage import Folder
 
 try:
     import fcntl as _fcntl
@@ -266,7 +266,7 @@ class Lease:
         ConfigError: another writer holds it.
     """
 
-    def __init__(self, place: Place, beat: float = BEAT_SECONDS, stale: float = STALE_SECONDS) -> None:
+    def __init__(self, place: Folder, beat: float = BEAT_SECONDS, stale: float = STALE_SECONDS) -> None:
         self._place, self._beat, self._stale = place, beat, stale
         self._holder = Holder.this_process()
         self._wait_for_stale()
@@ -370,7 +370,7 @@ def _renew(lease: weakref.ref[Lease], end: Task[bool], beat: float) -> None:
 Lock = FileLock | Lease
 
 
-def acquire(place: Place, folder: Path | None) -> Lock:
+def acquire(place: Folder, folder: Path | None) -> Lock:
     """Take the lock of a place; `folder` is its path if it is a local one, which must exist.
 
     Raises:

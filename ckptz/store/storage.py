@@ -220,10 +220,10 @@ class UploadFolder:
             yield Path(folder)
 
 
-Place = LocalFolder | UploadFolder
+Folder = LocalFolder | UploadFolder
 
 
-def place_of(folder_or_url: str | os.PathLike[str]) -> Place:
+def folder_at(folder_or_url: str | os.PathLike[str]) -> Folder:
     """Return the folder of a path or an fsspec URL such as "s3://bucket/run"; it need not exist."""
     text = os.fspath(folder_or_url)
     if text.startswith(FILE_URL):

@@ -17,7 +17,7 @@ from ckptz.parallel import Workers, jobs_of
 from ckptz.run.step_files import checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
 from ckptz.store.resolve import open_file
-from ckptz.store.storage import place_of
+from ckptz.store.storage import folder_at
 
 ATTEMPTS: Final = 5  # a file that the publisher retires while we choose our way; each time it is newer
 
@@ -77,7 +77,7 @@ class Follower:
     ) -> None:
         if check not in CHECKS:
             raise ConfigError(f"check must be one of {CHECKS}, got {check!r}")
-        self._place = place_of(folder_or_url)
+        self._place = folder_at(folder_or_url)
         self._check: Check = check
         self._jobs = jobs_of(jobs)
         self.step: int | None = None

@@ -16,7 +16,7 @@ from ckptz.api.save import check_tensor_names, check_texts
 from ckptz.codec.effort import EffortName, effort_of
 from ckptz.codec.lossless import LOSSLESS, Lossless
 from ckptz.codec.method import Method
-from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError, whole
+from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError, check_int
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
@@ -27,7 +27,7 @@ from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
 from ckptz.run.writer import write_against
 from ckptz.store.resolve import MAX_DEPTH, base_ref, open_checkpoint, open_file
-from ckptz.store.storage import place_of
+from ckptz.store.storage import folder_at
 from ckptz.write.pipeline import Job, write
 
 Snapshot = dict[str, ArraySource]
@@ -114,9 +114,9 @@ class Publisher:
         effort: EffortName = "default",
         jobs: int | None = None,
     ) -> None:
-        full_every = whole("full_every", full_every, 1, MAX_DEPTH)
-        keep_full = None if keep_full is None else whole("keep_full (or None for all)", keep_full, 1)
-        self._place = place_of(folder_or_url)
+        full_every = check_int("full_every", full_every, 1, MAX_DEPTH)
+        keep_full = None if keep_full is None else check_int("keep_full (or None for all)", keep_full, 1)
+        self._place = folder_at(folder_or_url)
         self._rule, self._keep_full = ChainRule(full_every, is_forked=False), keep_full
         self._config: Method = LOSSLESS if smallest else SPARSE
         self._effort, self._jobs = effort_of(effort).name, jobs_of(jobs)

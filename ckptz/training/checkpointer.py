@@ -26,9 +26,9 @@ from ckptz.errors import (
     FormatError,
     MissingBaseError,
     WriteError,
-    named,
-    real,
-    whole,
+    check_float,
+    check_int,
+    with_context,
 )
 from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
@@ -213,9 +213,9 @@ class Checkpointer:
             raise ConfigError(f"model must be a torch.nn.Module, got {type(model).__name__}")
         if not isinstance(keep, KeepPolicy):
             raise ConfigError(f"keep must be a KeepPolicy, got {keep!r}")
-        every = None if every is None else whole("every", every, 1)
-        full_every = whole("full_every", full_every, 1, MAX_DEPTH)
-        restores = None if restores is None else whole("restores", restores, 0)
+        every = None if every is None else check_int("every", every, 1)
+        full_every = check_int("full_every", full_every, 1, MAX_DEPTH)
+        restores = None if restores is None else check_int("restores", restores, 0)
         self.model, self.optimizer = model, optimizer
         self.extra: Mapping[str, Extra] = {} if extra is None else extra
         self._extra_weights = (extra_weights,) if isinstance(extra_weights, str) else tuple(extra_weights)
@@ -267,7 +267,7 @@ class Checkpointer:
             KeyboardInterrupt: during a search; if it had found something by then, that is saved.
             WriteError: the save before this one failed; this step is not saved, and may be tried again.
         """
-        step, metric = checked_step(step), None if metric is None else float(real("metric", metric))
+        step, metric = checked_step(step), None if metric is None else float(check_float("metric", metric))
         self._in_turn(f"save({step})", lambda: self._save(step, metric))
 
     def _in_turn(self, what: str, call: Callable[[], T]) -> T:
@@ -285,7 +285,7 @@ class Checkpointer:
         try:
             taken = self._taken(method.config)
         except CkptzError as error:
-            raise named(error, f"{self._store.name}: step {step} was not saved") from error
+            raise with_context(error, f"{self._store.name}: step {step} was not saved") from error
         search = None
         if self._search is not None:
             method, search = self._searched(self._search, taken, method, step)
@@ -410,7 +410,7 @@ class Checkpointer:
         try:
             return search.method(taken, method.calibration, self._store, file, self._rule, self._restore_jobs)
         except CkptzError as error:
-            raise named(error, f"{self._store.name}: step {step} was not saved") from error
+            raise with_context(error, f"{self._store.name}: step {step} was not saved") from error
         finally:
             set_random_state(random)
 
@@ -650,7 +650,7 @@ class Checkpointer:
         Raises:
             ConfigError: neither it nor an earlier one is there, or it cannot be read; nothing is removed.
         """
-        self._in_turn(f"discard_after({step})", lambda: self._discard_after(whole("step", step)))
+        self._in_turn(f"discard_after({step})", lambda: self._discard_after(check_int("step", step)))
 
     def _discard_after(self, step: int) -> None:
         self._wait()
@@ -707,6 +707,6 @@ def _about(error: BaseException, what: str) -> BaseException:
             remedy = "the steps before it are whole"
         return WriteError(error.errno, f"{what}: {error.strerror or error}; {remedy}")
     if isinstance(error, CkptzError):
-        return named(error, what)
+        return with_context(error, what)
     error.add_note(what)
     return error

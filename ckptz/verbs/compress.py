@@ -15,7 +15,7 @@ from typing import Final
 from ckptz.codec.effort import EffortName, effort_of
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, checked
-from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, named
+from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, with_context
 from ckptz.foreign.dcp import dcp_files
 from ckptz.foreign.folders import Carried, check_sharding, copy_carried, torch_names
 from ckptz.foreign.inputs import (
@@ -295,7 +295,7 @@ def _check_restorable(opened: Input) -> None:
             parse_tree(opened.tree).check_names(names)
     except CorruptionError as error:
         if opened.kind == "ckptz":
-            raise named(error, opened.name) from None
+            raise with_context(error, opened.name) from None
         raise ConfigError(f"{opened.name}: cannot be kept in one file: {error}") from None
 
 
@@ -507,7 +507,7 @@ class _Compression:
             with naming_output(target):
                 written, search = self._written(target, job, base, own)
         except (ConfigError, UnsupportedError) as error:
-            raise named(error, opened.name) from error.__cause__
+            raise with_context(error, opened.name) from error.__cause__
         if base is not None and not written.n_deltas:
             base = None
             notes.append("no tensor gains from the base; the file stands alone")

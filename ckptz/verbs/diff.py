@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import whole
+from ckptz.errors import check_int
 from ckptz.foreign.inputs import MODEL, Input, PathLike, open_whole, paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
@@ -133,7 +133,7 @@ def diff(
         (ValueDiff(name='lr', value_a='0.1', value_b='0.05'),)
     """
     start = working_seconds()
-    top = None if top is None else whole("top (or None for all)", top, 0)
+    top = None if top is None else check_int("top (or None for all)", top, 0)
     with contextlib.ExitStack() as held:
         a, b = (_side(path_of(one), paths(search_path), held) for one in (first, second))
         workers = held.enter_context(Workers(jobs))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptz.errors import ConfigError, whole
+from ckptz.errors import ConfigError, check_int
 from ckptz.run.keep import KEEP_ALL, KeepPolicy
 from ckptz.run.prune import PruneReport, prune_folder, prune_run
 from ckptz.run.step_files import StepFile
 from ckptz.store.resolve import Path_
-from ckptz.store.storage import LocalFolder, place_of
+from ckptz.store.storage import LocalFolder, folder_at
 
 
 def prune(
@@ -39,8 +39,8 @@ def prune(
     """
     if not isinstance(keep, KeepPolicy):
         raise ConfigError(f"keep must be a ckptz.KeepPolicy, got {keep!r}")
-    after = None if after is None else whole("after", after)
-    place = place_of(str(folder))
+    after = None if after is None else check_int("after", after)
+    place = folder_at(str(folder))
     local = Path(place.name) if isinstance(place, LocalFolder) else None
     if local is not None and not local.is_dir():
         local.stat()  # says so where nothing is there

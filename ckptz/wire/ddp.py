@@ -22,7 +22,7 @@ from ckptz.errors import UnsupportedError
 from ckptz.wire.header import Direction
 from ckptz.wire.link import TensorLink, load_state, naming, state_of
 from ckptz.wire.policy import Codec, LinkPolicy, Tiled, Uniform
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 
 FORWARD = Direction.FORWARD
 
@@ -112,8 +112,8 @@ class LoCo:
             return part.view(-1, self._codec.tile)
         return part
 
-    def _place(self, tensor: int, is_raw: bool) -> Place:
-        return Place(self._steps.get(tensor, 0), tensor=tensor, is_raw=is_raw)
+    def _place(self, tensor: int, is_raw: bool) -> MessageKey:
+        return MessageKey(self._steps.get(tensor, 0), tensor=tensor, is_raw=is_raw)
 
     def is_new(self, tensor: int, layout: tuple[int, ...]) -> bool:
         """Return whether a bucket's layout is new or differs from the previous step."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import CkptzError, ConfigError, WireError, WriteError, whole
+from ckptz.errors import CkptzError, ConfigError, WireError, WriteError, check_int
 from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType
 from ckptz.kernels import floats
@@ -25,7 +25,7 @@ from ckptz.kernels.wire_arrays import STEP_64, mix_64
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
 from ckptz.wire.payload import Check, Payload, Truth, at_once, decode_payload, encode_payload
 from ckptz.wire.policy import KINDS, RAW, LinkPolicy, TensorPlan, policy_of
-from ckptz.wire.state import NOTHING, End, LinkState, Memory, Place
+from ckptz.wire.state import NOTHING, End, LinkState, Memory, MessageKey
 
 Array = Any
 NOT_FINITE = Flag.NOT_FINITE << 56  # the flag in the first word of a header
@@ -48,7 +48,7 @@ class _Message:
     direction: Direction
     dtype: DType
     shape: tuple[int, ...]
-    place: Place
+    place: MessageKey
 
 
 class Link:
@@ -81,7 +81,7 @@ class Link:
         same_shape: bool = True,
         samples: tuple[Path, int] | None = None,
     ) -> None:
-        src, dst = whole("src", src, 0, (1 << 16) - 1), whole("dst", dst, 0, (1 << 16) - 1)
+        src, dst = check_int("src", src, 0, (1 << 16) - 1), check_int("dst", dst, 0, (1 << 16) - 1)
         self.src, self.dst, self.policy = src, dst, policy_of(policy)
         like = np.zeros(0, np.uint8) if like is None else like
         self.state = LinkState(f"{src}-{dst}", self.policy, kernels, like, samples)
@@ -96,7 +96,7 @@ class Link:
         self.raw_bytes = dict.fromkeys(Direction, 0)
 
     def send(
-        self, direction: Direction, patterns: Array, dtype: DType, shape: tuple[int, ...], place: Place
+        self, direction: Direction, patterns: Array, dtype: DType, shape: tuple[int, ...], place: MessageKey
     ) -> Sent:
         """Encode one tensor, given by its flat bit patterns.
 
@@ -127,7 +127,7 @@ class Link:
         patterns: Array,
         dtype: DType,
         shape: tuple[int, ...],
-        place: Place,
+        place: MessageKey,
         *,
         is_repeated: bool = False,
     ) -> Array:
@@ -205,7 +205,7 @@ class Link:
         return k.from_f32(patterns, plan.kind)
 
     def receive(
-        self, direction: Direction, message: Array, dtype: DType, shape: tuple[int, ...], place: Place
+        self, direction: Direction, message: Array, dtype: DType, shape: tuple[int, ...], place: MessageKey
     ) -> Array:
         """Decode the patterns of the tensor in a message; bytes behind the message's end are ignored.
 
@@ -312,7 +312,7 @@ class Link:
             raise WireError(wrong[0])
 
     def message_cap(
-        self, direction: Direction, dtype: DType, shape: tuple[int, ...], place: Place, end: End = "rx"
+        self, direction: Direction, dtype: DType, shape: tuple[int, ...], place: MessageKey, end: End = "rx"
     ) -> int:
         """Count the bytes to provide for one message; with `fixed`, exactly what is sent.
 
@@ -357,7 +357,7 @@ class Link:
         self._torn = ""
         return result
 
-    def name_of(self, direction: Direction, place: Place) -> str:
+    def name_of(self, direction: Direction, place: MessageKey) -> str:
         """Name a message in words, for errors."""
         phase = "evaluation" if place.is_eval else "step"
         return (
@@ -382,7 +382,7 @@ class Link:
         if self._same_shape and shape != first:
             _refuse("shape", f"{shape[0]} {list(shape[1])} after {first[0]} {list(first[1])}")
 
-    def is_raw(self, place: Place) -> bool:
+    def is_raw(self, place: MessageKey) -> bool:
         """Return whether a message is raw: by policy, in warm-up, or in evaluation without compression."""
         if place.is_eval:
             return not self.policy.compresses_eval

@@ -26,7 +26,7 @@ from ckptz.kernels.torch import PATTERN_TYPES, current
 from ckptz.wire.endpoint import Link, can_wait
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import METADATA_KEY, LinkPolicy, check_policy, policy_metadata, policy_of
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 
 # Those that messages can carry.
 CODES: Final = (
@@ -96,7 +96,9 @@ class TensorLink:
             patterns = torch.from_numpy(patterns.view(f"<i{patterns.itemsize}")).view(signed)
         return patterns.view(dtype).view(shape)
 
-    def send(self, direction: Direction, tensor: Tensor, place: Place) -> tuple[Tensor, Callable[[], Tensor]]:
+    def send(
+        self, direction: Direction, tensor: Tensor, place: MessageKey
+    ) -> tuple[Tensor, Callable[[], Tensor]]:
         """Encode a tensor as (message as uint8, function that makes the tensor which the other end gets)."""
         shape = tuple(tensor.shape)
         with current(self.device):
@@ -110,7 +112,7 @@ class TensorLink:
         return message, decode
 
     def simulate(
-        self, direction: Direction, tensor: Tensor, place: Place, *, is_repeated: bool = False
+        self, direction: Direction, tensor: Tensor, place: MessageKey, *, is_repeated: bool = False
     ) -> Tensor:
         """Return the tensor that `send` would deliver, in new memory; see `Link.simulate`."""
         shape, patterns, dtype = tuple(tensor.shape), self._patterns(tensor), dtype_named(tensor.dtype)
@@ -119,14 +121,19 @@ class TensorLink:
         result = self._tensor(received, tensor.dtype, shape)
         return result.clone() if received is patterns else result
 
-    def buffer(self, direction: Direction, like: Tensor, place: Place) -> Tensor:
+    def buffer(self, direction: Direction, like: Tensor, place: MessageKey) -> Tensor:
         """Make memory for the message that is due."""
         shape = tuple(like.shape)
         n_bytes = self.link.message_cap(direction, dtype_named(like.dtype), shape, place)
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
     def receive(
-        self, direction: Direction, message: Tensor, dtype: torch.dtype, shape: tuple[int, ...], place: Place
+        self,
+        direction: Direction,
+        message: Tensor,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        place: MessageKey,
     ) -> Tensor:
         """Decode the tensor in a message.
 
@@ -168,10 +175,10 @@ class DistributedLink:
         self._received = dict.fromkeys(Direction, 0)
 
     def send(
-        self, tensor: Tensor, direction: Direction = Direction.FORWARD, place: Place | None = None
+        self, tensor: Tensor, direction: Direction = Direction.FORWARD, place: MessageKey | None = None
     ) -> Tensor:
         """Send a tensor to the peer; gives the tensor that the peer decodes."""
-        place = place or Place(self._sent[direction])
+        place = place or MessageKey(self._sent[direction])
         message, decode = self.link.send(direction, tensor, place)
         self._sent[direction] = place.step + 1
         with naming(self.link.link.name_of(direction, place), "send"):
@@ -183,14 +190,14 @@ class DistributedLink:
         shape: tuple[int, ...],
         dtype: torch.dtype = torch.float32,
         direction: Direction = Direction.FORWARD,
-        place: Place | None = None,
+        place: MessageKey | None = None,
     ) -> Tensor:
         """Receive the next tensor from the peer.
 
         Raises:
             WireError: the peer is gone, or the message is not the one that is due.
         """
-        place = place or Place(self._received[direction])
+        place = place or MessageKey(self._received[direction])
         like = torch.empty(shape, dtype=dtype, device="meta")
         buffer = self.link.buffer(direction, like, place).zero_()
         with naming(self.link.link.name_of(direction, place), "receive"):
@@ -239,7 +246,7 @@ class _Through(torch.autograd.Function):
     """Activation through the link; its gradient back through the same link."""
 
     @staticmethod
-    def forward(ctx: Any, activation: Tensor, link: TensorLink, place: Place) -> Tensor:
+    def forward(ctx: Any, activation: Tensor, link: TensorLink, place: MessageKey) -> Tensor:
         ctx.link, ctx.place, ctx.is_repeated = link, place, False
         return link.simulate(Direction.FORWARD, activation, place)
 
@@ -272,10 +279,10 @@ class Simulation:
         """Return the tensor as the other end receives it; differentiable. AQ-SGD needs sample ids."""
         ids = sample_ids_of(sample_ids)
         if is_eval:
-            place = Place(self._n_evals, sample_ids=ids, is_eval=True)
+            place = MessageKey(self._n_evals, sample_ids=ids, is_eval=True)
         else:
             step, microbatch = divmod(self._n_calls, self.n_microbatches)
-            place = Place(step, microbatch, sample_ids=ids)
+            place = MessageKey(step, microbatch, sample_ids=ids)
         if activation.is_floating_point():
             result: Tensor = _Through.apply(activation, self.link, place)  # type: ignore[no-untyped-call]
         else:

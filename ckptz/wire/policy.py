@@ -18,7 +18,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-from ckptz.errors import ConfigError, own_numbers, whole
+from ckptz.errors import ConfigError, check_int, coerce_numeric_fields
 from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType, n_elements
 from ckptz.format.values import KINDS as KINDS
@@ -69,12 +69,12 @@ class Uniform:
     rans: bool = False
 
     def __post_init__(self) -> None:
-        own_numbers(self)
+        coerce_numeric_fields(self)
         if self.bits not in (2, 3, 4, 6, 8):
             raise ConfigError(f"bits must be 2, 3, 4, 6 or 8, got {self.bits}")
         if self.scale not in ("block", "sample", "tensor"):
             raise ConfigError(f"scale must be block, sample or tensor, got {self.scale!r}")
-        whole("block", self.block, 8, 1 << 20)
+        check_int("block", self.block, 8, 1 << 20)
 
     def __str__(self) -> str:
         scale = f"block{self.block}" if self.scale == "block" else self.scale
@@ -96,8 +96,8 @@ class TopK:
     index: Literal["auto", "bitmap", "rice"] = "auto"
 
     def __post_init__(self) -> None:
-        own_numbers(self)
-        object.__setattr__(self, "values", whole("values", self.values))
+        coerce_numeric_fields(self)
+        object.__setattr__(self, "values", check_int("values", self.values))
         if not 0 < self.share <= 1:
             raise ConfigError(f"share must be above 0 and at most 1, got {self.share}")
         if self.values not in (8, 16):
@@ -132,7 +132,7 @@ class Tiled:
     rotate: bool = True
 
     def __post_init__(self) -> None:
-        own_numbers(self)
+        coerce_numeric_fields(self)
         if not 2 <= self.bits <= 8 or 16 * self.bits % 1:
             raise ConfigError(f"bits must be 2 to 8 in steps of 1/16, got {self.bits}")
         if self.tile not in (16, 64, 256):
@@ -349,7 +349,7 @@ class LinkPolicy:
     ef_reset: int = 0
 
     def __post_init__(self) -> None:
-        own_numbers(self)
+        coerce_numeric_fields(self)
         for name in ("forward", "backward"):
             if not isinstance(getattr(self, name), Codec):
                 raise ConfigError(f"{name} must be a codec such as Uniform(8), got {getattr(self, name)!r}")

@@ -23,7 +23,7 @@ from ckptz.errors import UnsupportedError
 from ckptz.wire.header import Direction
 from ckptz.wire.link import TensorLink, load_state, naming, sample_ids_of, state_of
 from ckptz.wire.policy import LinkPolicy, policy_metadata, policy_of
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 
 NEEDS: Final = ("_retrieve_recv_activations", "_retrieve_recv_grads", "_get_grad_send_meta")
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -131,11 +131,11 @@ class CompressedPipelineStage(PipelineStage):
     def _links(self) -> list[TensorLink]:
         return [link for link in (self.incoming, self.outgoing) if link is not None]
 
-    def _place(self, microbatch: int, tensor: int) -> Place:
+    def _place(self, microbatch: int, tensor: int) -> MessageKey:
         ids = self._ids[microbatch] if microbatch < len(self._ids) else None
         is_eval = not self.has_backward
         step = (self._n_evals if is_eval else self._n_steps) - 1
-        return Place(step, microbatch, tensor, ids, is_eval)
+        return MessageKey(step, microbatch, tensor, ids, is_eval)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the parent's sends, with messages for tensors."""

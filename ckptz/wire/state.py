@@ -199,7 +199,7 @@ SENDERS: Final = Memory()  # the receiver's side of a direction whose state is t
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class MessageKey:
     """Step, microbatch and tensor of a message."""
 
     step: int  # training steps before this one; evaluations before it if `is_eval`
@@ -254,20 +254,20 @@ class LinkState:
         """The kernel module of the arrays on this link."""
         return self._kernels or compiled()
 
-    def slot(self, end: End, direction: Direction, place: Place) -> Slot:
+    def slot(self, end: End, direction: Direction, place: MessageKey) -> Slot:
         """Return the state of a microbatch."""
         return self._slots.setdefault((end, direction, place.tensor, place.microbatch), Slot())
 
-    def seq(self, end: End, direction: Direction, place: Place) -> int:
+    def seq(self, end: End, direction: Direction, place: MessageKey) -> int:
         """Count the messages of this slot so far; evaluations are not counted."""
         return 0 if place.is_eval else self.slot(end, direction, place).seq & 0xFFFFFFFF
 
-    def count(self, end: End, direction: Direction, place: Place) -> None:
+    def count(self, end: End, direction: Direction, place: MessageKey) -> None:
         """Count one message more."""
         self.slot(end, direction, place).seq += not place.is_eval
 
     def snapshot(
-        self, end: End, direction: Direction, place: Place
+        self, end: End, direction: Direction, place: MessageKey
     ) -> tuple[Slot, dict[tuple[int, int], Positions]]:
         """Copy references to all that a message may change, but for the rows of samples."""
         slot = self.slot(end, direction, place)
@@ -277,14 +277,14 @@ class LinkState:
         self,
         end: End,
         direction: Direction,
-        place: Place,
+        place: MessageKey,
         before: tuple[Slot, dict[tuple[int, int], Positions]],
     ) -> None:
         """Return to a snapshot; arrays are replaced by messages and never written to."""
         self._slots[end, direction, place.tensor, place.microbatch], self.masks = before
 
     def memory(
-        self, end: End, direction: Direction, plan: TensorPlan, place: Place
+        self, end: End, direction: Direction, plan: TensorPlan, place: MessageKey
     ) -> tuple[Memory, TensorPlan]:
         """Find the state that a message goes through, and its plan: raw where the state is to be filled."""
         kind = self._policy.feedback_of(direction)
@@ -304,7 +304,7 @@ class LinkState:
             slot.shape = plan.shape
         return slot.memory, plan
 
-    def _per_sample(self, end: End, plan: TensorPlan, place: Place) -> tuple[Memory, TensorPlan]:
+    def _per_sample(self, end: End, plan: TensorPlan, place: MessageKey) -> tuple[Memory, TensorPlan]:
         ids = place.sample_ids
         if ids is None or len(ids) != plan.n_samples:
             n = "none" if ids is None else len(ids)
@@ -325,23 +325,23 @@ class LinkState:
             raise WireError(f"samples: {size} elements each, and those before had {buffers.size}")
         return buffers
 
-    def keep_mask(self, plan: TensorPlan, place: Place, mask: Array | None) -> None:
+    def keep_mask(self, plan: TensorPlan, place: MessageKey, mask: Array | None) -> None:
         """Remember the positions of an activation for its gradient, as a bitmap."""
         if self._policy.reuse and not place.is_eval:
             packed, k = (None, 0) if mask is None else (self.kernels.pack(mask, 1), plan.k)
             self.masks[place.microbatch, place.tensor] = Positions(packed, place.step, plan.shape, k)
 
-    def _kept(self, place: Place) -> Positions | None:
+    def _kept(self, place: MessageKey) -> Positions | None:
         """Return the mask of this step's and microbatch's activation, or None."""
         kept = self.masks.get((place.microbatch, place.tensor))
         return kept if kept is not None and kept.step == place.step else None
 
-    def lacks_mask(self, place: Place) -> bool:
+    def lacks_mask(self, place: MessageKey) -> bool:
         """Return whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
         kept = self._kept(place)
         return kept is not None and kept.packed is None
 
-    def take_mask(self, plan: TensorPlan, place: Place) -> Array:
+    def take_mask(self, plan: TensorPlan, place: MessageKey) -> Array:
         """Take the positions of the activation of this microbatch, once.
 
         Raises:

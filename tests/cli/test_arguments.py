@@ -13,7 +13,7 @@ import pytest
 import ckptz
 from ckptz.api.apply import apply_
 from ckptz.codec.method import Method
-from ckptz.errors import ConfigError, real, whole
+from ckptz.errors import ConfigError, check_float, check_int
 from ckptz.numpy import load, save, save_file
 from ckptz.parallel import Workers
 from ckptz.sync import Follower, Publisher
@@ -250,8 +250,8 @@ def test_whole_numbers_for_others_stay_whole() -> None:
     assert type(ckptz.Grid(step=np.float64(2)).step) is float
     assert ckptz.Lossless(sparse=np.True_) == ckptz.Lossless(sparse=True)
     assert type(ckptz.Lossless(sparse=np.True_).sparse) is bool
-    assert (whole("n", True), real("n", False)) == (1, 0)
-    assert not any(isinstance(one, bool) for one in (whole("n", True), real("n", False)))
+    assert (check_int("n", True), check_float("n", False)) == (1, 0)
+    assert not any(isinstance(one, bool) for one in (check_int("n", True), check_float("n", False)))
 
 
 def test_a_limit_of_bytes_may_be_written_as_a_float() -> None:

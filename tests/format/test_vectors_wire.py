@@ -14,7 +14,7 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.wire import LinkPolicy
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 from tests.support import wire_reference
 from tests.support.spec_support import table
 from tests.support.vector_support import FOLDER, sessions
@@ -37,7 +37,7 @@ def link_of(row: Row) -> Link:
 def receive(link: Link, row: Row, message: Row, data: bytes) -> Any:
     """The tensor of one message."""
     direction = Direction[message["direction"].upper()]
-    place = Place(message["step"], message["microbatch"], is_eval=message["eval"])
+    place = MessageKey(message["step"], message["microbatch"], is_eval=message["eval"])
     array = np.frombuffer(data, np.uint8)
     return link.receive(direction, array, dtype_of(row["dtype"]), tuple(row["shape"]), place)
 

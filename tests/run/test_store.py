@@ -22,7 +22,7 @@ from ckptz.errors import ConfigError, WriteError
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, keep_policy
-from ckptz.run.prune import decide, prune_folder, unit_of
+from ckptz.run.prune import decide, item_of, prune_folder
 from ckptz.run.step_files import KINDS, ChainRule, FileFacts, Listing, StepFile
 from ckptz.store.lock import FileLock, Holder, Lease, Spool
 from ckptz.store.storage import LocalFolder
@@ -249,7 +249,7 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
     files = {StepFile(step, "weights") for step in weights} | {StepFile(step, "state") for step in states}
     listing = Listing(dict.fromkeys(files, 1), frozenset(), ())
     facts = {file: FileFacts(file.name, None, file.step, {}, 0, 1) for file in files}
-    units = {file: unit_of(file, 1, facts[file], is_hidden=False) for file in files}
+    units = {file: item_of(file, 1, facts[file], is_hidden=False) for file in files}
     stays, hidden, _, notes = decide("run", [*units.values()], policy)
     assert not hidden
     assert not notes

@@ -15,7 +15,7 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans, ResumeProbe, compress, inspect
 from ckptz.codec.method import Method
 from ckptz.errors import ConfigError
-from ckptz.search.budget import Judgement, Limit, Reading, judge, share_used
+from ckptz.search.budget import Judgement, Limit, Measurement, judge, share_used
 from ckptz.search.run import SearchOptions
 from ckptz.search.spaces import GridSpace
 from ckptz.search.strategies import MultiplierSearch, Neighbourhood, Outcome
@@ -91,7 +91,7 @@ def judged(
 ) -> Judgement:
     values = np.asarray(exact, np.float64)
     return judge(
-        limit, Reading("loss", values, lower, counts), Reading("loss", values + apart, lower, counts)
+        limit, Measurement("loss", values, lower, counts), Measurement("loss", values + apart, lower, counts)
     )
 
 
@@ -205,7 +205,9 @@ def test_sums_with_their_counts_say_what_their_single_answers_would() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e200])
 def test_a_trial_of_which_one_answer_is_no_number_or_overflows_breaks_the_budget(value: float) -> None:
     found = judge(
-        ONE_PERCENT, Reading("loss", np.ones(3), True), Reading("loss", np.array([1.0, value, 1]), True)
+        ONE_PERCENT,
+        Measurement("loss", np.ones(3), True),
+        Measurement("loss", np.array([1.0, value, 1]), True),
     )
     assert found.used is None
     assert not found.is_kept
@@ -285,7 +287,7 @@ def test_what_cannot_be_judged_is_refused_with_its_numbers(
 
 
 def test_other_counts_the_second_time_are_refused() -> None:
-    exact, found = (Reading("loss", np.ones(2), True, np.array([3.0, n])) for n in (4.0, 5.0))
+    exact, found = (Measurement("loss", np.ones(2), True, np.array([3.0, n])) for n in (4.0, 5.0))
     with pytest.raises(ConfigError, match="a sum over 5 at place 1 for a trial and over 4"):
         judge(ONE_PERCENT, exact, found)
 

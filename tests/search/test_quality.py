@@ -14,7 +14,7 @@ from safetensors.torch import save_file as save_plain
 from ckptz import Agreement, Budget, ResumeProbe
 from ckptz import compress as compress_files
 from ckptz.errors import ConfigError
-from ckptz.search.budget import Reading, check_consistent
+from ckptz.search.budget import Measurement, check_consistent
 from ckptz.search.measures import CHUNK_ENTRIES, DISTURBANCE, agreement_of, prepare
 from ckptz.search.run import SearchOptions
 from ckptz.torch import load_file
@@ -381,7 +381,7 @@ def test_budgets_in_different_units_or_of_different_values_agree() -> None:
     def both(state: State) -> dict[str, float]:
         return {"loss": 1.0, "accuracy": 0.5}
 
-    loss, accuracy = Reading("loss", np.ones(1), True), Reading("accuracy", np.array([0.5]), False)
+    loss, accuracy = Measurement("loss", np.ones(1), True), Measurement("accuracy", np.array([0.5]), False)
     budgets = (
         Budget(both, 0.01),
         Budget(both, 0.02, relative=False),

@@ -21,7 +21,7 @@ from ckptz.format.reader import Container
 from ckptz.format.sources import ArraySource, TensorSource
 from ckptz.kernels.floats import F32
 from ckptz.parallel import Workers
-from ckptz.search.budget import Limit, Reading, judge
+from ckptz.search.budget import Limit, Measurement, judge
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
     ENOUGH,
@@ -61,10 +61,10 @@ def loss(state: Any) -> float:
 def test_a_quality_is_a_number_or_a_dict_with_a_known_one(
     result: Any, lower: bool, metric: str, value: float
 ) -> None:
-    reading = Budget(loss, lower_is_better=lower).read(result)
-    assert (reading.metric, reading.value) == (metric, value)
+    measurement = Budget(loss, lower_is_better=lower).read(result)
+    assert (measurement.metric, measurement.value) == (metric, value)
     if isinstance(result, dict):
-        assert reading.lower_is_better == (metric == "loss")
+        assert measurement.lower_is_better == (metric == "loss")
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_what_is_no_number_is_refused_by_name(result: Any) -> None:
 def test_a_number_uses_the_budget_in_both_directions(
     exact: float, measured: float, lower: bool, limit: Limit, change: float | None, used: float | None
 ) -> None:
-    judged = judge(limit, *(Reading("loss", np.array([value]), lower) for value in (exact, measured)))
+    judged = judge(limit, *(Measurement("loss", np.array([value]), lower) for value in (exact, measured)))
     assert (judged.change, judged.used) == (pytest.approx(change), pytest.approx(used))
     assert (judged.error, judged.changes) == (None, None)
 
 
 @pytest.mark.parametrize("value", [0.0, 5e-4, -5e-4, -2.0])
 def test_a_relative_budget_needs_a_positive_mean_and_an_absolute_one_does_not(value: float) -> None:
-    exact = Reading("loss", np.array([value]), True)
+    exact = Measurement("loss", np.array([value]), True)
     with pytest.raises(ConfigError, match=r"relative budget needs 0\.001 or more"):
         Budget(loss).check_exact(exact)
     Budget(loss, 0.1, relative=False).check_exact(exact)
@@ -108,9 +108,9 @@ def test_a_relative_budget_needs_a_positive_mean_and_an_absolute_one_does_not(va
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_exact_tensors_without_a_quality_are_refused(value: float) -> None:
     with pytest.raises(ConfigError, match=rf"exact tensors is {value}$"):
-        Budget(loss).check_exact(Reading("loss", np.array([value]), True))
+        Budget(loss).check_exact(Measurement("loss", np.array([value]), True))
     with pytest.raises(ConfigError, match=f"exact tensors is {value} in 2 of 3 values"):
-        Budget(loss).check_exact(Reading("loss", np.array([1.0, value, value]), True))
+        Budget(loss).check_exact(Measurement("loss", np.array([1.0, value, value]), True))
 
 
 @pytest.mark.parametrize("arguments", [("no function",), (loss, -0.1), (loss, math.nan)])

@@ -9,7 +9,7 @@ from typing import Any, Final
 from ckptz import KeepPolicy
 from ckptz.format.index import BaseRef
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
-from ckptz.run.prune import decide, unit_of
+from ckptz.run.prune import decide, item_of
 from ckptz.run.step_files import METRIC_KEY, POSITION_KEY, ChainRule, FileFacts, FileKind, Listing, StepFile
 
 PLAIN: Final = 10_000  # bytes of a whole file, uncompressed
@@ -111,10 +111,10 @@ def moments(case: Case, asked: ChainRule | None = None) -> list[Moment]:
             sizes[file] = size
             facts[file] = FileFacts(file.name, ref, step, metadata, 0, PLAIN)
         found.append(_moment(sizes, hidden))
-        units = {f: unit_of(f, size, facts[f], is_hidden=f in hidden) for f, size in sizes.items()}
-        _, needed, removed, _ = decide("", [*units.values()], policy)
-        hidden = frozenset(file for file in sizes if units[file] in needed)
-        sizes = {file: size for file, size in sizes.items() if units[file] not in removed}
+        items = {f: item_of(f, size, facts[f], is_hidden=f in hidden) for f, size in sizes.items()}
+        _, needed, removed, _ = decide("", [*items.values()], policy)
+        hidden = frozenset(file for file in sizes if items[file] in needed)
+        sizes = {file: size for file, size in sizes.items() if items[file] not in removed}
         facts = {file: facts[file] for file in sizes}
         found.append(_moment(sizes, hidden))
     return found

@@ -17,7 +17,7 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.wire import LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader, header_checksum
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 from tests.support import reference, wire_reference
 
 Array = Any
@@ -31,7 +31,7 @@ NAN = 0x7FC00123
 class Message:
     """One tensor on its way: what it is, and what is done to its bytes."""
 
-    place: Place = field(default_factory=lambda: Place(0))
+    place: MessageKey = field(default_factory=lambda: MessageKey(0))
     direction: Direction = FORWARD
     seed: int = 0
     is_lost: bool = False
@@ -145,8 +145,8 @@ def with_codes(code: int) -> Change:
 
 U2, U4, CODED = Uniform(2), Uniform(4), Uniform(2, rans=True)
 TOP, RICE = TopK(0.05), TopK(0.01, 16, "rice")
-STEPS = tuple(Message(Place(step), seed=step) for step in range(4))
-NAN_NEXT = Message(Place(1), seed=1, with_nan=True)
+STEPS = tuple(Message(MessageKey(step), seed=step) for step in range(4))
+NAN_NEXT = Message(MessageKey(1), seed=1, with_nan=True)
 TOP21 = LinkPolicy(forward=TopK(0.05, 16), feedback="ef21", eval="raw")
 TILES = Tiled(3.25, 64)
 EF21 = LinkPolicy(forward=U2, feedback="ef21", eval="raw")
@@ -179,10 +179,12 @@ WIRE: dict[str, Session] = {
     "tiles-stochastic": Session("W5", LinkPolicy(forward=Tiled(2, 256), rounding="stochastic", seed=7)),
     "session-ef21": Session("W2", EF21, STEPS),
     "session-two-slots": Session(
-        "W2", EF21, [Message(Place(step, microbatch), seed=step) for step in (0, 1) for microbatch in (0, 1)]
+        "W2",
+        EF21,
+        [Message(MessageKey(step, microbatch), seed=step) for step in (0, 1) for microbatch in (0, 1)],
     ),
     "session-eval": Session(
-        "W2", LinkPolicy(forward=U2, eval="same"), [STEPS[0], Message(Place(0, is_eval=True)), STEPS[1]]
+        "W2", LinkPolicy(forward=U2, eval="same"), [STEPS[0], Message(MessageKey(0, is_eval=True)), STEPS[1]]
     ),
 }
 

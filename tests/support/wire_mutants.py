@@ -16,7 +16,7 @@ from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire import LinkPolicy, TopK, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Flag
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 from tests.support import second_decoder
 from tests.support.mutant_support import changed_bytes
 from tests.support.spec_wire import WIRE, header_of, signed
@@ -36,7 +36,7 @@ class Due:
     """A message of a transcript: which one it is, and its bytes."""
 
     direction: Any
-    place: Place
+    place: MessageKey
     data: bytes
 
 
@@ -80,7 +80,7 @@ def transcript(policy: LinkPolicy, directions: Sequence[Any], dtype: str = "F32"
     """Two steps of a link."""
     link, due = Link(0, 1, policy, kernels=wire_cpu), []
     for step in range(2):
-        place = Place(step, sample_ids=IDS if policy.feedback == "aqsgd" else None)
+        place = MessageKey(step, sample_ids=IDS if policy.feedback == "aqsgd" else None)
         for direction in directions:
             values = np.random.default_rng(step).standard_normal(np.prod(SHAPE)) ** 3
             sent = link.send(direction, f32_patterns(values, dtype), dtype_of(dtype), SHAPE, place)

@@ -10,7 +10,7 @@ from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import KINDS, LinkPolicy
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 from tests.support import wire_reference
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -58,7 +58,7 @@ def torch_end(policy: LinkPolicy, device: str) -> Link:
 
 
 def across(
-    pair: tuple[Link, Link], patterns: Any, place: Place, *, back: bool = False, dtype: str = "F32",
+    pair: tuple[Link, Link], patterns: Any, place: MessageKey, *, back: bool = False, dtype: str = "F32",
     shape: tuple[int, ...] = SHAPE,
 ) -> tuple[Any, Any]:  # fmt: skip
     """(message, what arrived) of one tensor; what the sender expects must be what arrives."""

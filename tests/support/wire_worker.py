@@ -212,9 +212,9 @@ def plain_pair(rank: int) -> bool:
 
 def expected_of(x: Tensor, step: int) -> Any:
     from ckptz.wire.header import Direction
-    from ckptz.wire.state import Place
+    from ckptz.wire.state import MessageKey
 
-    return Direction.FORWARD, x, Place(step)
+    return Direction.FORWARD, x, MessageKey(step)
 
 
 def resume(rank: int, out: Path, *, save: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from ckptz.errors import ConfigError
 from ckptz.wire import LinkPolicy, Uniform
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 from tests.support.ddp_worker import N_STEPS
 from tests.support.wire_support import N, across, ends, f32_patterns, floats, rng
 
@@ -22,7 +22,7 @@ N_WEIGHTS = 2 * 128 * 256 + 256 + 128
 def error_after(policy: LinkPolicy, n: int) -> Any:
     pair = ends(policy)
     for step in range(n):
-        across(pair, f32_patterns(rng(step).standard_normal(N)), Place(step))
+        across(pair, f32_patterns(rng(step).standard_normal(N)), MessageKey(step))
     return floats(pair[0].state_dict()["wire/0-1/forward/0/0/tx/state"])
 
 
@@ -30,7 +30,7 @@ def test_the_error_is_averaged_with_the_old_one_and_forgotten_in_time() -> None:
     policy = LinkPolicy(forward=Uniform(4), feedback=("ef", None), ef_decay=0.25, ef_reset=3)
     first, second = error_after(policy, 1), error_after(policy, 2)
     x = rng(1).standard_normal(N).astype(np.float32) + first
-    _, received = across(ends(LinkPolicy(forward=Uniform(4))), f32_patterns(x), Place(0))
+    _, received = across(ends(LinkPolicy(forward=Uniform(4))), f32_patterns(x), MessageKey(0))
     decoded = floats(received)
     expected = np.float32(0.25) * first + np.float32(0.75) * (x - decoded)
     assert np.array_equal(second, expected)

@@ -17,7 +17,7 @@ from ckptz.wire import LinkPolicy, Tiled, TopK, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, LinkHeader
 from ckptz.wire.policy import MIN_ELEMENTS
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 from tests.support import wire_reference
 from tests.support.wire_support import FORWARD, f32_patterns, rng
 
@@ -31,10 +31,10 @@ POLICIES = [
     LinkPolicy(),
     LinkPolicy(forward=Tiled(3.5)),
 ]
-PLACE = Place(5, 1)
+PLACE = MessageKey(5, 1)
 
 
-def message_of(policy: LinkPolicy, seed: int = 0, place: Place = PLACE) -> Any:
+def message_of(policy: LinkPolicy, seed: int = 0, place: MessageKey = PLACE) -> Any:
     link = Link(0, 1, policy, kernels=wire_reference)
     values = rng(seed).standard_normal(MIN_ELEMENTS) ** 3
     return link.send(FORWARD, f32_patterns(values), F32, SHAPE, place).message
@@ -67,7 +67,7 @@ def mutated(message: Any, others: list[Any], source: np.random.Generator) -> Any
 @pytest.mark.parametrize(("n", "seed"), [(10_500, 1), pytest.param(100_000, 2, marks=pytest.mark.slow)])
 def test_mutated_messages_are_refused(n: int, seed: int) -> None:
     source, messages = rng(seed), [message_of(policy) for policy in POLICIES]
-    places = (Place(4, 1), Place(5, 0), Place(5, 1, 1))
+    places = (MessageKey(4, 1), MessageKey(5, 0), MessageKey(5, 1, 1))
     others = [[message_of(policy, place=place) for place in places] for policy in POLICIES]
     for i in range(n):
         number = i % len(POLICIES)

@@ -13,7 +13,7 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.wire import LinkPolicy, TensorLink, TopK, Uniform, simulate
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import Direction
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 from tests.sync.test_sync_interrupted import interrupted_at
 
 F32 = dtype_of("F32")
@@ -49,7 +49,7 @@ class Exchange:
         """Return all that arrived, and what both ends hold and have counted afterwards."""
         out: list[Any] = []
         for step, values in enumerate(DATA):
-            place = Place(step, sample_ids=self._ids)
+            place = MessageKey(step, sample_ids=self._ids)
             for direction, data in ((FORWARD, values), (BACKWARD, values[::-1].copy())):
                 out.append(self._across(direction, data, place).tobytes())
         for end in self._ends:
@@ -57,7 +57,7 @@ class Exchange:
             out += [end.sent_bytes, end.raw_bytes]
         return out
 
-    def _across(self, direction: Direction, data: Any, place: Place) -> Any:
+    def _across(self, direction: Direction, data: Any, place: MessageKey) -> Any:
         src, dst = self._ends if direction is FORWARD else self._ends[::-1]
         where = direction, data, F32, SHAPE, place
         if self._call == "simulate":
@@ -68,7 +68,7 @@ class Exchange:
         assert np.array_equal(received, sent.decode())
         return received
 
-    def _retried(self, call: str, direction: Direction, place: Place, run: Any) -> Any:
+    def _retried(self, call: str, direction: Direction, place: MessageKey, run: Any) -> Any:
         if (call, direction, place.step) != (self._call, self._direction, INTERRUPTED):
             return run()
         out: list[Any] = []
@@ -143,9 +143,9 @@ def test_verdicts_that_an_interrupt_has_kept_from_being_read_are_read_later(
 ) -> None:
     tx, rx = (TensorLink(0, 1, "safe", use_torch=True, fixed=True, verify="step").link for _ in range(2))
     data = torch.from_numpy(DATA[0].view(np.int32))
-    message = tx.send(FORWARD, data, F32, SHAPE, Place(0)).message
+    message = tx.send(FORWARD, data, F32, SHAPE, MessageKey(0)).message
     message[100] ^= 1
-    rx.receive(FORWARD, message, F32, SHAPE, Place(0))
+    rx.receive(FORWARD, message, F32, SHAPE, MessageKey(0))
 
     def interrupt(_: Any) -> None:
         raise KeyboardInterrupt

@@ -24,7 +24,7 @@ from ckptz.wire import (
     simulate,
 )
 from ckptz.wire.header import Direction
-from ckptz.wire.state import Place
+from ckptz.wire.state import MessageKey
 
 
 def test_every_policy_survives_its_metadata() -> None:
@@ -48,7 +48,7 @@ def test_gradients_go_through_the_backward_codec() -> None:
     assert torch.allclose(x, y, atol=0.05)
     assert (x.grad != 0).sum() == 8 * 102
     twin = TensorLink(0, 1, link.policy)
-    assert torch.equal(x.grad, twin.simulate(Direction.BACKWARD, weights, Place(0)))
+    assert torch.equal(x.grad, twin.simulate(Direction.BACKWARD, weights, MessageKey(0)))
 
 
 def test_index_reuse_is_the_derivative_of_top_k() -> None:

@@ -19,7 +19,7 @@ from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Flag, LinkHeader
 from ckptz.wire.payload import BITMAP, decode_payload, encode_payload
 from ckptz.wire.policy import Codec, plan_of
-from ckptz.wire.state import MEMORIES, Place, SampleBuffers
+from ckptz.wire.state import MEMORIES, MessageKey, SampleBuffers
 from tests.support import wire_reference
 from tests.support.wire_support import (
     BACKWARD,
@@ -79,7 +79,7 @@ def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, 
     pair, alone = ends(policy), Link(0, 1, policy)
     others = [(torch_end(policy, d), torch_end(policy, d), d) for d in devices()]
     for step in range(4):
-        place = Place(step, 0, 0, np.arange(5) + 5 * (step % 2))
+        place = MessageKey(step, 0, 0, np.arange(5) + 5 * (step % 2))
         for back in (False, True):
             direction = BACKWARD if back else FORWARD
             patterns = f32_patterns(rng(step + 9 * back).standard_normal(N) * 1e-3, dtype)
@@ -114,9 +114,9 @@ def test_every_end_computes_the_same_bytes_and_values(codec: Codec, dtype: str, 
 def test_bytes_per_element_of_a_million_floats(policy: LinkPolicy, back: bool, most: float) -> None:
     link, shape = Link(0, 1, policy), (16, MILLION // 16)
     patterns = f32_patterns(rng().standard_normal(MILLION))
-    message = link.send(FORWARD, patterns, F32, shape, Place(0)).message
+    message = link.send(FORWARD, patterns, F32, shape, MessageKey(0)).message
     if back:
-        message = link.send(BACKWARD, patterns, F32, shape, Place(0)).message
+        message = link.send(BACKWARD, patterns, F32, shape, MessageKey(0)).message
     assert len(message) / MILLION <= most
     plan = policy.plan(BACKWARD if back else FORWARD, F32, shape)
     assert len(message) == plan.cap
@@ -157,7 +157,7 @@ def test_integers_and_small_tensors_pass_unchanged(dtype: str) -> None:
     for shape in ((3, 100),) if dtype in ("F32", "BF16", "F16") else ((3, 100), (70, 100)):
         patterns = rng().integers(0, 256, math.prod(shape) * size).astype(np.uint8).view(f"<u{size}")
         pair = ends(policy)
-        _, received = across(pair, patterns, Place(0), dtype=dtype, shape=shape)
+        _, received = across(pair, patterns, MessageKey(0), dtype=dtype, shape=shape)
         assert np.array_equal(patterns, received)
 
 
@@ -166,7 +166,7 @@ def test_fixed_messages_have_the_size_that_was_announced() -> None:
     pair = ends(policy, fixed=True)
     for step in range(2):
         for back in (False, True):
-            direction, place = BACKWARD if back else FORWARD, Place(step)
+            direction, place = BACKWARD if back else FORWARD, MessageKey(step)
             due = pair[1].message_cap(direction, F32, SHAPE, place)
             message, _ = across(pair, f32_patterns(rng().standard_normal(N) ** 5), place, back=back)
             assert len(message) == due
@@ -176,7 +176,7 @@ def test_fixed_messages_have_the_size_that_was_announced() -> None:
 def test_what_varies_is_shorter_where_it_may() -> None:
     patterns = f32_patterns(rng().standard_normal(N) ** 7)
     sizes = [
-        len(across(ends(LinkPolicy(forward=c)), patterns, Place(0))[0])
+        len(across(ends(LinkPolicy(forward=c)), patterns, MessageKey(0))[0])
         for c in (Uniform(4), Uniform(4, rans=True))
     ]
     assert sizes[1] < 0.6 * sizes[0]
@@ -258,9 +258,9 @@ def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
             patterns[9] = f32_patterns([np.inf if step == 1 else 1])[0]
             live = to_torch(patterns, device)
             with NoQuestions():
-                message = src.send(direction, live, F32, SHAPE, Place(step)).message
-                received = dst.receive(direction, message, F32, SHAPE, Place(step))
-            sent = other.send(direction, patterns, F32, SHAPE, Place(step))
+                message = src.send(direction, live, F32, SHAPE, MessageKey(step)).message
+                received = dst.receive(direction, message, F32, SHAPE, MessageKey(step))
+            sent = other.send(direction, patterns, F32, SHAPE, MessageKey(step))
             assert np.array_equal(message.cpu().numpy(), sent.message)
             assert np.array_equal(from_torch(received, np.uint32), sent.decode())
     first.check()
@@ -272,9 +272,9 @@ def test_messages_on_a_device_ask_it_nothing_and_are_those_of_other_ends(
 def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(policy: LinkPolicy, at: int) -> None:
     first, second = waiting_ends(policy)
     patterns = to_torch(NORMAL)
-    message = first.send(FORWARD, patterns, F32, SHAPE, Place(0, 2)).message
+    message = first.send(FORWARD, patterns, F32, SHAPE, MessageKey(0, 2)).message
     message[at] ^= 64
-    received = second.receive(FORWARD, message, F32, SHAPE, Place(0, 2))
+    received = second.receive(FORWARD, message, F32, SHAPE, MessageKey(0, 2))
     assert np.isnan(floats(from_torch(received, np.uint32))).all()
     where = "link 0->1 forward, step 0, microbatch 2, tensor 0"
     with pytest.raises(WireError, match=f"^{where}: (.*checksum|header)"):
@@ -293,10 +293,10 @@ def test_a_late_check_needs_fixed_messages_that_tell_nothing() -> None:
 # --- bad input ----------------------------------------------------------------------------------
 
 Q8 = LinkPolicy(forward=Uniform(8), backward=TopK(0.1))
-PLACE = Place(3, 2, 1)
+PLACE = MessageKey(3, 2, 1)
 
 
-def sent_q8(place: Place = PLACE, **changes: Any) -> Any:
+def sent_q8(place: MessageKey = PLACE, **changes: Any) -> Any:
     link = Link(changes.pop("src", 0), changes.pop("dst", 1), changes.pop("policy", Q8))
     return link.send(FORWARD, NORMAL, F32, SHAPE, place).message
 
@@ -311,11 +311,11 @@ def refused(message: Any, match: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "field"),
     [
-        ({"place": Place(2, 2, 1)}, "step"),
-        ({"place": Place(3, 1, 1)}, "microbatch"),
-        ({"place": Place(3, 2, 0)}, "tensor"),
-        ({"place": Place(3, 2, 1, is_eval=True)}, "flags"),
-        ({"place": Place(3, 2, 1, np.arange(5))}, "batch"),
+        ({"place": MessageKey(2, 2, 1)}, "step"),
+        ({"place": MessageKey(3, 1, 1)}, "microbatch"),
+        ({"place": MessageKey(3, 2, 0)}, "tensor"),
+        ({"place": MessageKey(3, 2, 1, is_eval=True)}, "flags"),
+        ({"place": MessageKey(3, 2, 1, np.arange(5))}, "batch"),
         ({"src": 1}, "src"),
         ({"dst": 2}, "dst"),
         ({"policy": LinkPolicy(forward=Uniform(4))}, "param"),
@@ -328,7 +328,7 @@ def test_a_message_for_another_place_is_refused_by_field(changes: Any, field: st
 
 
 def test_a_repeated_message_is_refused() -> None:
-    pair, place = ends(Q8), Place(0)
+    pair, place = ends(Q8), MessageKey(0)
     message, _ = across(pair, ONES, place)
     with pytest.raises(WireError, match="state_seq"):
         pair[1].receive(FORWARD, message, F32, SHAPE, place)
@@ -374,12 +374,12 @@ def test_a_newer_version_asks_for_an_upgrade() -> None:
 
 def test_a_shape_that_changes_is_refused_on_both_sides() -> None:
     pair = ends(Q8)
-    across(pair, ONES, Place(0))
+    across(pair, ONES, MessageKey(0))
     other = f32_patterns(np.ones(2 * N))
     with pytest.raises(WireError, match=r"step 1.*shape: F32 \[10, 1111\] after F32 \[5, 1111\]"):
-        pair[0].send(FORWARD, other, F32, (10, 1111), Place(1))
+        pair[0].send(FORWARD, other, F32, (10, 1111), MessageKey(1))
     with pytest.raises(WireError, match="shape"):
-        pair[1].receive(FORWARD, sent_q8(), dtype_of("BF16"), SHAPE, Place(1))
+        pair[1].receive(FORWARD, sent_q8(), dtype_of("BF16"), SHAPE, MessageKey(1))
 
 
 @pytest.mark.parametrize("kernels", [wire_cpu, wire_reference, wire_torch], ids=["cpu", "numpy", "torch"])
@@ -391,22 +391,22 @@ def test_a_gradient_of_another_shape_than_its_activation_is_refused_at_both_ends
     options: dict[str, Any] = {"kernels": kernels, "like": like, "same_shape": False}
     first, second, right = (Link(0, 1, PRESETS["paper_top10"], **options) for _ in range(3))
     patterns, gradient = (kernels.zeros(math.prod(s), 4, like) for s in ((8, 1024), shape))
-    activation = first.send(FORWARD, patterns, F32, (8, 1024), Place(0)).message
-    second.receive(FORWARD, activation, F32, (8, 1024), Place(0))
+    activation = first.send(FORWARD, patterns, F32, (8, 1024), MessageKey(0)).message
+    second.receive(FORWARD, activation, F32, (8, 1024), MessageKey(0))
     with pytest.raises(WireError, match=r"positions: \d+ of each sample of a gradient of shape \["):
-        second.send(BACKWARD, gradient, F32, shape, Place(0))
-    right.send(FORWARD, gradient, F32, shape, Place(0))
-    message = right.send(BACKWARD, gradient, F32, shape, Place(0)).message
+        second.send(BACKWARD, gradient, F32, shape, MessageKey(0))
+    right.send(FORWARD, gradient, F32, shape, MessageKey(0))
+    message = right.send(BACKWARD, gradient, F32, shape, MessageKey(0)).message
     with pytest.raises(WireError, match=r"of an activation of shape \[8, 1024\]"):
-        first.receive(BACKWARD, message, F32, shape, Place(0))
+        first.receive(BACKWARD, message, F32, shape, MessageKey(0))
 
 
 def test_reuse_without_an_activation_or_with_one_of_another_step_is_refused() -> None:
     pair = ends(PRESETS["paper_top10"])
-    across(pair, ONES, Place(1))
+    across(pair, ONES, MessageKey(1))
     for link in (pair[1], Link(0, 1, PRESETS["paper_top10"])):
         with pytest.raises(WireError, match="positions: no activation of this microbatch"):
-            link.send(BACKWARD, ONES, F32, SHAPE, Place(0))
+            link.send(BACKWARD, ONES, F32, SHAPE, MessageKey(0))
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_reuse_without_an_activation_or_with_one_of_another_step_is_refused() ->
 )
 def test_patterns_that_are_not_the_tensor_are_refused(patterns: Any) -> None:
     with pytest.raises(ConfigError, match=r"patterns of \d+ bytes are not a tensor of F32 \[5, 1111\]"):
-        Link(0, 1, Q8).send(FORWARD, patterns, F32, SHAPE, Place(0))
+        Link(0, 1, Q8).send(FORWARD, patterns, F32, SHAPE, MessageKey(0))
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, TopK)] + [Uniform(4)], ids=str)
@@ -452,7 +452,7 @@ def test_overflow_skips_the_step_and_leaves_the_state_alone() -> None:
         if step == 1:
             before = pair[1].state_dict()["wire/0-1/forward/0/0/rx/state"]
             patterns[17] = f32_patterns([np.nan])[0]
-        message, received = across(pair, patterns, Place(step))
+        message, received = across(pair, patterns, MessageKey(step))
         if step == 1:
             assert not np.isfinite(floats(received)).all()
             assert LinkHeader.parse(message[:64].tobytes()).flags & Flag.NOT_FINITE
@@ -464,7 +464,7 @@ def test_overflow_skips_the_step_and_leaves_the_state_alone() -> None:
 def test_both_ends_hold_the_same_state(feedback: Any) -> None:
     pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
     for step in range(4):
-        across(pair, f32_patterns(rng(step).standard_normal(N)), Place(step, 0, 0, np.arange(5)))
+        across(pair, f32_patterns(rng(step).standard_normal(N)), MessageKey(step, 0, 0, np.arange(5)))
     sent, received = pair[0].state_dict(), pair[1].state_dict()
     assert sent.keys() == {name.replace("/rx", "/tx") for name in received}
     for name, array in received.items():
@@ -487,7 +487,7 @@ MISFITS: list[tuple[Any, str, Any, str]] = [
 def test_a_state_that_no_link_saved_is_refused(feedback: Any, name: str, change: Any, why: str) -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback=feedback)
     pair = ends(policy)
-    across(pair, ONES, Place(0, 0, 0, np.arange(5)))
+    across(pair, ONES, MessageKey(0, 0, 0, np.arange(5)))
     state = pair[0].state_dict()
     with pytest.raises(WireError, match=why):
         Link(0, 1, policy).load_state_dict(state | {name: change(state[name])})
@@ -505,16 +505,16 @@ def test_ef_mixed_is_sent_by_the_study_alone(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delitem(MEMORIES, "ef-mixed")
     sender, receiver = ends(LinkPolicy(forward=TopK(0.1), feedback="ef-mixed"))
     with pytest.raises(ConfigError, match="ef-mixed is received, and sent by"):
-        sender.send(FORWARD, ONES, F32, SHAPE, Place(0))
+        sender.send(FORWARD, ONES, F32, SHAPE, MessageKey(0))
     monkeypatch.setitem(MEMORIES, "ef-mixed", MEMORIES["ef"])
-    message = sender.send(FORWARD, ONES, F32, SHAPE, Place(0)).message
+    message = sender.send(FORWARD, ONES, F32, SHAPE, MessageKey(0)).message
     monkeypatch.delitem(MEMORIES, "ef-mixed")
-    assert (receiver.receive(FORWARD, message, F32, SHAPE, Place(0)) != 0).sum() == 5 * 111
+    assert (receiver.receive(FORWARD, message, F32, SHAPE, MessageKey(0)) != 0).sum() == 5 * 111
 
 
 def test_samples_of_another_size_are_refused() -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback="aqsgd")
-    link, place = Link(0, 1, policy, same_shape=False), Place(0, 0, 0, np.arange(5))
+    link, place = Link(0, 1, policy, same_shape=False), MessageKey(0, 0, 0, np.arange(5))
     link.send(FORWARD, ONES, F32, SHAPE, place)
     with pytest.raises(WireError, match="samples: 2222 elements each, and those before had 1111"):
         link.send(FORWARD, f32_patterns(np.ones(2 * N)), F32, (5, 2222), place)
@@ -522,22 +522,22 @@ def test_samples_of_another_size_are_refused() -> None:
 
 def test_ef21_follows_a_tensor_that_stands_still() -> None:
     pair = ends(LinkPolicy(forward=TopK(0.2), feedback="ef21"))
-    errors = [np.abs(floats(across(pair, NORMAL, Place(i))[1]) - floats(NORMAL)).max() for i in range(8)]
+    errors = [np.abs(floats(across(pair, NORMAL, MessageKey(i))[1]) - floats(NORMAL)).max() for i in range(8)]
     assert errors[-1] < 0.01 < errors[0]
 
 
 def test_ef_sends_in_time_what_it_held_back() -> None:
     pair, n_steps = ends(LinkPolicy(forward=TopK(0.1), feedback="ef")), 200
-    total = sum(floats(across(pair, NORMAL, Place(i))[1]).astype(float) for i in range(n_steps))
+    total = sum(floats(across(pair, NORMAL, MessageKey(i))[1]).astype(float) for i in range(n_steps))
     assert np.abs(total / n_steps - floats(NORMAL)).max() < 0.15
 
 
 def test_mixed_feedback_divides_the_budget() -> None:
     pair = ends(LinkPolicy(forward=TopK(0.1, 16), feedback="ef-mixed"))
     x = NORMAL
-    _, first = across(pair, x, Place(0))
+    _, first = across(pair, x, MessageKey(0))
     error = pair[0].state_dict()["wire/0-1/forward/0/0/tx/state"]
-    _, second = across(pair, x, Place(1))
+    _, second = across(pair, x, MessageKey(1))
     k = 111
     assert (floats(first).reshape(SHAPE) != 0).sum() == 5 * k
     kept = floats(second).reshape(SHAPE) != 0
@@ -551,7 +551,7 @@ def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> Non
     policy = LinkPolicy(forward=TopK(0.1), backward=TopK(0.2), feedback=feedback, rounding="stochastic")
     straight, resumed = ends(policy), ends(policy)
     for step in range(6):
-        place = Place(step, 0, 0, np.arange(5))
+        place = MessageKey(step, 0, 0, np.arange(5))
         if step == 3:
             path = tmp_path / "state.npz"
             for i, end in enumerate(resumed):
@@ -569,7 +569,7 @@ def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> Non
 def test_incomplete_state_is_refused_by_name() -> None:
     policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
     pair = ends(policy)
-    across(pair, ONES, Place(0))
+    across(pair, ONES, MessageKey(0))
     state = pair[0].state_dict()
     del state["wire/0-1/forward/0/0/tx/state"]
     with pytest.raises(WireError, match="lacks wire/0-1/forward/0/0/tx/state"):
@@ -580,20 +580,20 @@ def test_sample_buffers_in_a_file_are_those_in_memory(tmp_path: Path) -> None:
     policy = LinkPolicy(forward=Uniform(2), feedback="aqsgd")
     in_memory, in_file = ends(policy), ends(policy, samples=(tmp_path / "buffers", 20))
     for step in range(5):
-        place = Place(step, 0, 0, (np.arange(5) + 5 * step) % 15)
+        place = MessageKey(step, 0, 0, (np.arange(5) + 5 * step) % 15)
         patterns = f32_patterns(rng(step).standard_normal(N))
         assert np.array_equal(*(across(pair, patterns, place)[0] for pair in (in_memory, in_file)))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["buffers.0-1.0.rx", "buffers.0-1.0.tx"]
     states = [pair[0].state_dict() for pair in (in_memory, in_file)]
     assert all(np.array_equal(states[0][name], states[1][name]) for name in states[0])
     with pytest.raises(ConfigError, match=r"sample ids must be 0\.\.19"):
-        across(in_file, patterns, Place(9, 0, 0, np.arange(5) + 18))
+        across(in_file, patterns, MessageKey(9, 0, 0, np.arange(5) + 18))
 
 
 def test_aqsgd_needs_sample_ids() -> None:
     link = Link(0, 1, LinkPolicy(forward=Uniform(2), feedback="aqsgd"))
     with pytest.raises(ConfigError, match="ids of 5 samples"):
-        link.send(FORWARD, ONES, F32, SHAPE, Place(0))
+        link.send(FORWARD, ONES, F32, SHAPE, MessageKey(0))
     with pytest.raises(ConfigError, match="n_samples"):
         SampleBuffers(8, Path("unused"))
 
@@ -603,7 +603,7 @@ def test_links_hold_as_much_as_their_page_says() -> None:
         pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
         for microbatch in range(3):
             ids = np.arange(5) + 5 * microbatch
-            across(pair, ONES, Place(0, microbatch, 0, ids))
+            across(pair, ONES, MessageKey(0, microbatch, 0, ids))
         entries = [end.state_dict().items() for end in pair]
         held = [sum(a.nbytes for name, a in of if name.endswith(("state", "rows"))) for of in entries]
         assert held == [3 * N * 4 * sender, 3 * N * 4 * receiver]

@@ -13,7 +13,7 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.wire import LinkPolicy, Uniform
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import Direction
-from ckptz.wire.state import Place, SampleBuffers
+from ckptz.wire.state import MessageKey, SampleBuffers
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
@@ -50,7 +50,7 @@ POLICY = LinkPolicy(forward=Uniform(4), feedback="aqsgd")
 
 def sent(link: Link, step: int) -> bytes:
     values = np.random.default_rng(step).normal(size=4096).astype(np.float32).view(np.uint32)
-    return bytes(link.send(FORWARD, values, F32, SHAPE, Place(step, sample_ids=IDS)).message)
+    return bytes(link.send(FORWARD, values, F32, SHAPE, MessageKey(step, sample_ids=IDS)).message)
 
 
 def test_a_disk_that_is_full_at_a_restore_refuses_messages_until_one_succeeds(
