@@ -54,7 +54,7 @@ def states(task: Task) -> Iterator[State]:
 
 
 def checkpointer(config: Method, restores: int = 0) -> Way:
-    """A `Checkpointer` without an exact newest step; the state is what training had, so nothing is restarted."""
+    """A `Checkpointer` without an exact newest step: the state is what training had, and nothing restarts."""
 
     def walk(task: Task) -> Walk:
         with tempfile.TemporaryDirectory(prefix="ckptz-whole-states-") as folder:

@@ -31,7 +31,7 @@ from ckptz.format.envelope import MAX_HEADER_BYTES
 from ckptz.format.index import Shard, Sharding
 from ckptz.format.publish import is_same, make_folder
 from ckptz.run.exact import exact_of
-from ckptz.run.names import newest_checkpoint, shards_at, weights_at
+from ckptz.run.names import newest_checkpoint, resolve
 from ckptz.run.step_files import StepFile
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, folders_beside, open_checkpoint
 
@@ -215,9 +215,10 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         FormatError: damaged.
         UnsupportedError: a torch file that needs code, or something newer than this ckptz.
     """
-    path = path_of(path)
-    if (step := shards_at(path)) is not None:
-        return _of_shards(path, step, search_path)
+    where = resolve(path)
+    path = where.path
+    if where.shards is not None:
+        return _of_shards(path, where.shards, search_path)
     if is_folder(path) and is_dcp(path):
         tensors, tree = open_dcp(path)
         return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
@@ -263,7 +264,7 @@ def open_whole(path: Path, search_path: Sequence[Path], held: contextlib.ExitSta
     def opened(file: Path) -> Input:
         return held.enter_context(contextlib.closing(open_input(file, search_path)))
 
-    weights = None if shards_at(path) is not None else weights_at(path)
+    weights = resolve(path).weights
     if weights is None:
         try:
             return [opened(path)]

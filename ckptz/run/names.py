@@ -13,6 +13,7 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -110,52 +111,63 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
     return min(candidates)[-1] if candidates else None
 
 
-def shards_at(path: Path) -> Path | None:
-    """Find the folder of a step that several ranks wrote: DIR@STEP, or the folder itself; else None."""
-    match = _AT_STEP.fullmatch(str(path))
-    if match is None or path.exists() or is_url(match[1]):
-        return path if not is_url(path) and (path / INDEX_FILE).is_file() else None
-    folder = Path(match[1])
-    steps = folder.iterdir() if folder.is_dir() else ()
-    return next((sub for sub in steps if step_of_folder(sub) == int(match[2]) and shards_at(sub)), None)
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A path by which a user names a checkpoint, and what it leads to.
+
+    Attributes:
+        path: as it was given: a file, a folder, or "DIR@STEP".
+        shards: the folder of a step that several ranks wrote, or None.
+        weights: the file with the weights of the step that "DIR@STEP" names, or None.
+    """
+
+    path: Path
+    shards: Path | None = None
+    weights: Path | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        """True if the path is that of a folder, other than of a step that several ranks wrote."""
+        return self.shards is None and is_folder(self.path)
+
+    def newest_file(self) -> Path:
+        """Return the file itself, the weights of the step, or the newest checkpoint of the folder.
+
+        Raises:
+            ConfigError: the folder holds no checkpoint, or several ranks wrote the step.
+        """
+        if self.weights is not None:
+            return self.weights
+        if not is_folder(self.path):
+            if (step := self.shards) is not None:
+                files = ", ".join(sorted(p.name for p in step.glob(f"*{SUFFIX}") if not is_auxiliary(p)))
+                what = f"several ranks wrote this step; name one of its files in {step}: {files}"
+                raise ConfigError(f"{self.path}: {what}")
+            return self.path
+        if (newest := newest_checkpoint(self.path)) is None:
+            what = f"holds no {SUFFIX} file that can be read; name a file, or another folder"
+            raise ConfigError(f"{self.path}: {what}")
+        return newest
 
 
-def weights_at(path: Path) -> Path | None:
-    """Find the file with the weights of the step that DIR@STEP names; None for any other path.
+def resolve(given: str | os.PathLike[str]) -> Located:
+    """Find what a path leads to: "DIR@STEP" to a step of a run, any other path to itself.
 
     Raises:
         FileNotFoundError: the folder has no such step.
-        ConfigError: several ranks wrote the step, so no file holds its weights.
     """
+    path = path_of(given)
     match = _AT_STEP.fullmatch(str(path))
     if match is None or path.exists() or not is_folder(folder := path_of(match[1])):
-        return None
-    if (step := shards_at(path)) is not None:
-        files = ", ".join(sorted(file.name for file in step.glob(f"*{SUFFIX}") if not is_auxiliary(file)))
-        raise ConfigError(f"{path}: several ranks wrote this step; name one of its files in {step}: {files}")
-    newest = newest_checkpoint(folder, int(match[2]))
-    if newest is None:
-        raise FileNotFoundError(
-            f"{folder}: has no {SUFFIX} file of step {match[2]}; ckptz log lists the steps"
-        )
-    return newest
-
-
-def checkpoint_in(path: Path) -> Path:
-    """Return the newest checkpoint of a folder, the one of DIR@STEP, or any other path unchanged.
-
-    Raises:
-        ConfigError: the folder has none.
-        FileNotFoundError: it has no such step.
-    """
-    if (weights := weights_at(path)) is not None:
-        return weights
-    if not is_folder(path):
-        return path
-    newest = newest_checkpoint(path)
-    if newest is None:
-        raise ConfigError(f"{path}: holds no {SUFFIX} file that can be read; name a file, or another folder")
-    return newest
+        is_shards = not is_url(path) and (path / INDEX_FILE).is_file()
+        return Located(path, shards=path if is_shards else None)
+    step = int(match[2])
+    for sub in () if is_url(folder) else folder.iterdir():
+        if step_of_folder(sub) == step and (sub / INDEX_FILE).is_file():
+            return Located(path, shards=sub)
+    if (weights := newest_checkpoint(folder, step)) is None:
+        raise FileNotFoundError(f"{folder}: has no {SUFFIX} file of step {step}; ckptz log lists the steps")
+    return Located(path, weights=weights)
 
 
 def holds_state(path: Path) -> bool:

@@ -17,7 +17,7 @@ from ckptz.format.envelope import PlainFile
 from ckptz.format.index import BaseRef, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import tensor_bytes
-from ckptz.run.names import checkpoint_in, holds_state, is_base_name, run_files, step_of
+from ckptz.run.names import holds_state, is_base_name, resolve, run_files, step_of
 from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
 from ckptz.run.versions import Version, versions_in
 from ckptz.state.roles import role_of
@@ -47,7 +47,7 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
         FormatError: damaged.
         ConfigError: a file of another kind, or a folder without a `.ckptz` file.
     """
-    path, checkpoint, broken = checked_kind(checkpoint_in(path_of(path))), None, None
+    path, checkpoint, broken = checked_kind(resolve(path).newest_file()), None, None
     with contextlib.ExitStack() as held:
         try:
             checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))

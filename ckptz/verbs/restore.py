@@ -31,14 +31,14 @@ from ckptz.foreign.inputs import (
     stem_of,
 )
 from ckptz.foreign.trainer_folders import open_trainer_folder, plain_state_in, write_plain_trainer
-from ckptz.format.byte_source import is_folder, naming_urls, path_of
+from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import make_folder, publish
 from ckptz.format.sources import tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
-from ckptz.run.names import newest_checkpoint, shards_at, weights_at
+from ckptz.run.names import Located, newest_checkpoint, resolve
 from ckptz.run.step_files import StepFile
 from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
@@ -107,13 +107,12 @@ def restore(
         ConfigError: a plain file, or the output exists or would replace a file that is read.
         UnsupportedError: a folder whose file names this system cannot hold.
     """
-    path = path_of(path)
-    weights = None if shards_at(path) is not None else weights_at(path)
+    where = resolve(path)
     with contextlib.ExitStack() as held:
-        if weights is None and is_trainer_folder(path):
-            job = _of_trainer(path, output, to, paths(search_path), held, force=force)
+        if where.weights is None and is_trainer_folder(where.path):
+            job = _of_trainer(where.path, output, to, paths(search_path), held, force=force)
         else:
-            job = _of_input(path, weights, output, to, paths(search_path), held, force=force)
+            job = _of_input(where, output, to, paths(search_path), held, force=force)
         if job.kind != "safetensors" and any(one.tree is not None for one in job.inputs):
             torch_files.require_torch(job.target)  # before the time is taken: loading it is not restoring
         start, n_bytes = working_seconds(), sum(tensor_bytes(one.tensors) for one in job.inputs)
@@ -187,8 +186,7 @@ def _of_trainer(
 
 
 def _of_input(
-    path: Path,
-    weights: Path | None,
+    where: Located,
     output: PathLike | None,
     to: OutputKind | None,
     search_path: Sequence[Path],
@@ -197,11 +195,12 @@ def _of_input(
     force: bool,
 ) -> _Restoration:
     """Plan one file, or the folder that was packed to it."""
+    path, weights = where.path, where.weights
     if weights is not None and output is None:
         raise ConfigError(f"{path}: name an output (-o) for a step of a run, whose folder stays as it is")
-    if shards_at(path) is not None and output is None:
+    if where.shards is not None and output is None:
         raise ConfigError(f"{path}: name an output (-o) for a step that several ranks wrote")
-    if weights is None and is_folder(path) and shards_at(path) is None:
+    if where.is_folder:
         # Files that the folder had beside its shards were copied along, plain ones too.
         packed = packed_in(path, with_plain=True)
         if packed is None and (newest := newest_checkpoint(path)) is not None:

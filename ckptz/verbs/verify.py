@@ -23,7 +23,7 @@ from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import exact_of
-from ckptz.run.names import shards_at, weights_at
+from ckptz.run.names import resolve
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 from ckptz.words import Report
 
@@ -70,11 +70,10 @@ def verify(
         CorruptionError: values decode to others than were written, or differ from the original.
         MissingBaseError: the chain is incomplete.
     """
-    start, step = working_seconds(), shards_at(path_of(path))
-    if step is not None:
-        return _verify_shards(path, step, against, jobs, search_path, progress)
-    weights = weights_at(path_of(path))
-    file = checked_kind(path_of(path)) if weights is None else exact_of(weights)
+    start, where = working_seconds(), resolve(path)
+    if where.shards is not None:
+        return _verify_shards(path, where.shards, against, jobs, search_path, progress)
+    file = checked_kind(where.path) if where.weights is None else exact_of(where.weights)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
         checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, paths(search_path))))
         if checkpoint.container is None and against is None:

@@ -275,7 +275,7 @@ def test_a_renamed_folder_is_said_to_be(tmp_path: Path) -> None:
 def test_a_lock_that_is_removed_during_a_save_costs_nobody_his_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = StepStore.write
+    real = StepStore.publishing
 
     def write(*given: Any, **options: Any) -> Any:
         (tmp_path / LOCK_NAME).unlink()
@@ -284,7 +284,7 @@ def test_a_lock_that_is_removed_during_a_save_costs_nobody_his_files(
 
     with Checkpointer(tmp_path, a_model(0)) as checkpointer:
         with monkeypatch.context() as patch:
-            patch.setattr(StepStore, "write", write)
+            patch.setattr(StepStore, "publishing", write)
             checkpointer.save(1)
             with pytest.raises(OSError, match="was removed"):
                 checkpointer.save(2)  # waits for the first

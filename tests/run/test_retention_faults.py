@@ -10,7 +10,7 @@ Every decision to delete in a store of steps, and what it rests on:
 | `StepStore.lock` | temporary files of the store | the lock is held; none has a step's name |
 | `StepStore.lock` | markers | the file that they hide is not there |
 | `StepStore.lock` | a cut-off upload | it is the newest, and shorter than its own header says |
-| `StepStore.write` | markers of the new step | it is new |
+| `StepStore.publishing` | markers of the new step | it is new |
 | `Spool` | local copies | they were uploaded, or their save has failed |
 """
 

@@ -16,7 +16,7 @@ from ckptz import Checkpointer, parallel
 from ckptz.run.folder import StepStore
 
 SIGNALS = {"ctrl-c": signal.SIGINT, "caught": signal.SIGINT, "saves": signal.SIGTERM, "flag": signal.SIGUSR1}
-WRITE, PAUSE = StepStore.write, parallel.pause
+WRITE, PAUSE = StepStore.publishing, parallel.pause
 
 
 class Program:
@@ -75,7 +75,7 @@ class Program:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         if self.kind in ("saves", "flag"):
             signal.signal(SIGNALS[self.kind], self.handle)
-        StepStore.write = lambda *given, **options: self.write_when_told(*given, **options)
+        StepStore.publishing = lambda *given, **options: self.write_when_told(*given, **options)
         self.save(1)
         parallel.pause = self.interrupt
         if self.where == "exit":

@@ -27,7 +27,7 @@ class Gate:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_open, self.is_reached = threading.Event(), threading.Event()
         self.error: Exception | None = None
-        real = store_steps.StepStore.write
+        real = store_steps.StepStore.publishing
 
         def write(store: Any, *args: Any, **kwargs: Any) -> Any:
             self.is_reached.set()
@@ -37,7 +37,7 @@ class Gate:
                 raise error
             return real(store, *args, **kwargs)
 
-        monkeypatch.setattr(store_steps.StepStore, "write", write)
+        monkeypatch.setattr(store_steps.StepStore, "publishing", write)
 
 
 @pytest.fixture
