@@ -8,7 +8,7 @@ import json
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from ckptz.guidance.files import CalibrationFile, SensitivityFile
 from ckptz.hooks import Calibration, SensitivityTracker
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.search.budget import load_plan, save_plan
+from ckptz.search.budget import load_found
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import load_rules
 from ckptz.sync import Follower, Publisher
@@ -217,16 +217,16 @@ def _sensitivity(folder: Path) -> Target:
     return Target([path.read_bytes()], read)
 
 
-def _plan(folder: Path) -> Target:
-    """What `--save-plan` writes."""
-    path, seeds = folder / "plan.json", []
+def _found(folder: Path) -> Target:
+    """What a search prints with `--json`, as `--config` takes it."""
+    path, seeds = folder / "found.json", []
     for config in (KMeans(), Grid()):
-        save_plan(path, config)
-        seeds.append(path.read_bytes())
+        report = {"files": [{"search": {"method": config.name, "config": asdict(config)}}]}
+        seeds.append(json.dumps(report).encode())
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        load_plan(path)
+        load_found(path)
 
     return Target(seeds, read)
 
@@ -314,7 +314,7 @@ TARGETS: Final[Mapping[str, Callable[[Path], Target]]] = {
     "hf-shard": _hf("model-00001-of-00002.safetensors"),
     "calibration": _calibration,
     "sensitivity": _sensitivity,
-    "plan": _plan,
+    "found": _found,
     "roles": _roles,
     "lightning": _lightning,
     "trainer": _trainer,

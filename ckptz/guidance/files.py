@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from ckptz.codec.tensor import InputCovariance
 from ckptz.errors import CalibrationError, CkptzError, UnsupportedError
-from ckptz.format.byte_source import FileBytes
-from ckptz.format.envelope import Count, PlainFile, strict_json
+from ckptz.format.byte_source import FileBytes, open_bytes
+from ckptz.format.envelope import Count, PlainFile, read_envelope, strict_json
 from ckptz.format.index import Shape
 from ckptz.format.sources import Patterns, TensorSource
 
@@ -38,6 +38,19 @@ KEY_GUIDE, KEY_VERSION, KEY_CONTENT = "ckptz.guide", "ckptz.guide_version", "ckp
 _ARRAY_TYPES: Final[Mapping[str, str]] = {"F32": "<f4", "F64": "<f8", "I64": "<i8"}
 
 Names = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+
+
+def guide_of(path: Path) -> str | None:
+    """Return what a file holds, "calibration" or "sensitivity"; None for every other file."""
+    if path.suffix != ".safetensors" or not path.is_file():
+        return None
+    file = open_bytes(path)
+    try:
+        return (read_envelope(file).metadata or {}).get(KEY_GUIDE)
+    except CkptzError:  # whoever reads its tensors says what is wrong
+        return None
+    finally:
+        file.close()
 
 
 # --- what the metadata says -------------------------------------------------------------------------

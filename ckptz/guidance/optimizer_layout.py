@@ -276,7 +276,7 @@ def _join(
         unknown = next(n for e in entries if e.key not in parameters for n in e.tensors.values())
         notes.append(
             f"optimizer state {unknown!r} and others have no parameter's name: {fault}; give them with "
-            "--param-names, or save the model with torch.save"
+            "--set input.param_names=FILE, or save the model with torch.save"
         )
     owned = {}
     for entry in entries:

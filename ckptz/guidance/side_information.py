@@ -170,7 +170,7 @@ def _read_moments(
         reason = "".join(f" ({note})" for note in reasons[:1])
         raise ConfigError(
             f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; "
-            "give the optimizer of this model, or name its tensors with --tensor-roles"
+            "give the optimizer of this model, or name its tensors with --set input.tensor_roles=FILE"
         )
     without = [name for name, weight in weights.items() if name not in of_weights and len(weight.shape) > 1]
     if without:

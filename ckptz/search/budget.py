@@ -1,6 +1,4 @@
-"""Budgets and limits that a search is given, its report, and plans that repeat it.
-
-A plan is a small JSON file. It holds settings and nothing else: it never names code.
+"""Budgets and limits that a search is given, and its report.
 
 A budget is how much of a quality may be lost. An evaluation that returns the losses of its answers one by one
 is judged pair by pair, by two numbers:
@@ -23,22 +21,20 @@ over a piece cannot tell how long the piece was, and longer ones make the second
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
-from ckptz.codec.method import Method, checked
+from ckptz.codec.method import Method
 from ckptz.codec.registry import METHODS
 from ckptz.errors import CkptzError, ConfigError, check_int, coerce_numeric_fields
 from ckptz.format.envelope import strict_json
 from ckptz.format.index import QualityRecord
-from ckptz.format.publish import publish
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
@@ -387,9 +383,6 @@ def check_consistent(budgets: Sequence[Budget], exact: Sequence[Measurement]) ->
             raise ConfigError(f"{what}: {kind} limits of {low:g} and {high:g}; keep one of them")
 
 
-PLAN_VERSION: Final = 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
     """One configuration that was tried."""
@@ -502,35 +495,26 @@ class SearchReport(Report):
         return (*interruption, *self.unmeasurable, *self.doubts)
 
 
-# --- plans --------------------------------------------------------------------------------------
+# --- settings that a search found -----------------------------------------------------------------
 
 
-def save_plan(path: Path, config: Method) -> None:
-    """Write a configuration to a plan, a JSON file.
-
-    Raises:
-        OSError: the disk refused it.
-    """
-    document = {"ckptz_plan": PLAN_VERSION, "method": checked(config).name, "settings": asdict(config)}
-    with publish(path) as sink:
-        sink.write((json.dumps(document, indent=1) + "\n").encode())
-
-
-def load_plan(path: Path) -> Method:
-    """Read the configuration of a plan.
+def load_found(path: Path) -> Method:
+    """Read the settings that the search of the last file found, from what `ckptz compress --json` printed.
 
     Raises:
-        ConfigError: not a plan, of a newer version, or with settings that no method has.
+        ConfigError: no such object, no search in it, or settings that no method has.
     """
     try:
-        document = strict_json(path.read_bytes(), "plan")
-        version, method, settings = (document[key] for key in ("ckptz_plan", "method", "settings"))
-    except (CkptzError, KeyError, TypeError):
-        raise ConfigError(f"{path}: no settings; --save-config writes them") from None
-    if version != PLAN_VERSION:
-        raise ConfigError(f"{path}: a plan of another version than {PLAN_VERSION}, which this ckptz reads")
+        document = strict_json(path.read_bytes(), "report")
+        search = document["files"][-1]["search"]
+        method, settings = search["method"], search["config"]
+    except (CkptzError, KeyError, TypeError, IndexError):
+        what = "no settings in it; give a TOML file, or what compress --eval --json printed"
+        raise ConfigError(f"{path}: {what}") from None
+    if settings is None:
+        raise ConfigError(f"{path}: its search found no settings that keep the budget")
     if type(method) is not str or method not in METHODS:
-        raise ConfigError(f"{path}: plans for a method that this ckptz does not have: {str(method)[:40]}")
+        raise ConfigError(f"{path}: settings of a method that this ckptz does not have: {str(method)[:40]}")
     try:
         return config_of(method, settings)
     except msgspec.ValidationError as error:

@@ -110,7 +110,7 @@ def _called(budget: Budget, call: Callable[P, T], *args: P.args, **kwargs: P.kwa
     except Exception as error:
         text = str(error).strip().splitlines()
         what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-        raise ConfigError(f"{budget.name}: the evaluation raised {what}; --debug shows where") from error
+        raise ConfigError(f"{budget.name}: the evaluation raised {what}; -v shows where") from error
 
 
 def measure(

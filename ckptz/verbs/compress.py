@@ -32,6 +32,7 @@ from ckptz.foreign.inputs import (
     places_for,
     stem_of,
 )
+from ckptz.foreign.torch_files import TORCH_SUFFIXES
 from ckptz.format.byte_source import open_bytes, path_of
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned, is_same, make_folder, publish
@@ -49,6 +50,7 @@ from ckptz.search.budget import Budget, SearchOptions, SearchReport
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import (
+    PLAIN_SUFFIX,
     SUFFIX,
     base_file_name,
     base_metadata,
@@ -60,6 +62,7 @@ from ckptz.store.resolve import (
 from ckptz.words import Report
 from ckptz.write.pipeline import Job, write
 
+OTHER_SUFFIXES: Final = (PLAIN_SUFFIX, *TORCH_SUFFIXES)
 RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"
 _IN_SERIES: Final = re.compile(r"(.*[^\d])(\d{1,18})", re.DOTALL)
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again
@@ -321,6 +324,14 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
         )
 
 
+def _check_suffixes(places: Iterable[Path]) -> None:
+    """Refuse names of other kinds of files, which programs would take an output for."""
+    for place in places:
+        if place.suffix in OTHER_SUFFIXES and not place.is_dir():
+            right = place.with_suffix(SUFFIX)
+            raise ConfigError(f"{place}: a compressed file is called {SUFFIX}; write to {right}")
+
+
 def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
     """Refuse inputs that another process wrote to while they were read."""
     for path, stamp in _stamps(stamps).items():
@@ -408,6 +419,7 @@ class _Compression:
         """Compress one input after another; yield the report of each when its file is published."""
         sources = self.sources
         places = places_for(sources, output, SUFFIX, is_chain=self.chain)
+        _check_suffixes(places)
         if len(sources) > 1 and not self.resume:  # outputs that are there are refused before the first write
             for source, place in zip(sources, places, strict=True):
                 if not source.is_dir():

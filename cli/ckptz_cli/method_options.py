@@ -21,12 +21,26 @@ from ckptz_cli.options import PATH, together
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
 
-SEARCH: Final = "search"  # begins the keys of --set that configure a search
-SEARCH_KEYS: Final[Mapping[str, str]] = {
-    "max_evaluations": "evaluations at most; the best file is kept; with 0 the base's settings are used",
-    "restores": "expected number of restarts from such files: each gets a share of the budget",
-    "resume_steps": "training steps of an --eval called resume (default 20)",
+INPUT, GUIDE, SEARCH = "input", "guide", "search"
+# Keys of --set that are no settings of a method, by group; a TOML file for --config may have these tables.
+GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
+    INPUT: {
+        "step": "training step, which the file records (default: that of the metadata or the name)",
+        "param_names": "file with the names of the parameters that the optimizer numbers, one on each line",
+        "tensor_roles": "TOML file that says which tensors are what",
+    },
+    GUIDE: {
+        "moments_from": "checkpoint with Adam's second moments, which guide a lossy method; it is not stored",
+        "calibration": "grid: layer inputs that ckptz.hooks.Calibration saved",
+        "sensitivity": "gradients that ckptz.hooks.SensitivityTracker saved",
+    },
+    SEARCH: {
+        "max_evaluations": "evaluations at most; the best file is kept; with 0 the base's settings are used",
+        "restores": "expected number of restarts from such files: each gets a share of the budget",
+        "resume_steps": "training steps of an --eval called resume (default 20)",
+    },
 }
+NUMBERS: Final = ("step", "max_evaluations", "restores", "resume_steps")  # keys of groups; others are files
 _ATTRIBUTE: Final = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
 
@@ -52,8 +66,29 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
                 raise click.BadParameter(f"{text!r}: {part} has a value already")
         if name in level:
             raise click.BadParameter(f"{text!r}: {key.strip()} is set twice")
-        level[name] = _value(value.strip())
+        is_file = len(path) == 1 and path[0] in GROUPS and name not in NUMBERS
+        level[name] = value.strip() if is_file else _value(value.strip())
     return settings
+
+
+def split_groups(settings: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Split settings into those of a method and those of each group in `GROUPS`.
+
+    Raises:
+        click.UsageError: a group has no such key, or a value has the wrong type; `where` begins the message.
+    """
+    groups = {name: settings.get(name, {}) for name in GROUPS}
+    for name, group in groups.items():
+        for key, value in group.items() if isinstance(group, dict) else [("", group)]:
+            if key not in GROUPS[name]:
+                known = ", ".join(f"{name}.{one}" for one in GROUPS[name])
+                raise click.UsageError(f"{where}{name}.{key}: not one of {known}")
+            least = int(key in ("restores", "resume_steps"))
+            if key in NUMBERS and (type(value) is not int or value < least):
+                raise click.UsageError(f"{where}{name}.{key}: {value!r} is not a whole number in range")
+            if key not in NUMBERS and (type(value) is not str or not value):
+                raise click.UsageError(f"{where}{name}.{key}: {value!r} is not the name of a file")
+    return {name: value for name, value in settings.items() if name not in GROUPS}, groups
 
 
 def _value(text: str) -> Any:
@@ -85,8 +120,10 @@ def _lines_on_methods() -> list[str]:
             lines.append(f"  --set {field.name}=...{default}")
             lines.append(click.wrap_text(texts.get(field.name, ""), 100, "      ", "      "))
         lines.append("")
-    lines.append("With --eval")
-    lines += [f"  --set {SEARCH}.{name}=N\n      {text}" for name, text in SEARCH_KEYS.items()]
+    lines.append("Whatever the method; the last ones with --eval")
+    for name, group in GROUPS.items():
+        for key, text in group.items():
+            lines.append(f"  --set {name}.{key}={'N' if key in NUMBERS else 'FILE'}\n      {text}")
     return lines
 
 
@@ -117,7 +154,7 @@ method_options: Callable[..., Any] = together(
         "--method",
         type=_MethodName(),
         metavar="NAME",
-        help="How tensors become smaller: lossless (default), grid or kmeans; see --help-methods.",
+        help="How tensors become smaller: lossless (default), grid, kmeans.",
     ),
     click.option(
         "--set",
@@ -125,14 +162,13 @@ method_options: Callable[..., Any] = together(
         multiple=True,
         metavar="KEY=VALUE",
         callback=lambda _context, _option, texts: parse_settings(texts),
-        help="A setting of the method, such as step=0.5 for grid or levels=16 for kmeans; repeatable.",
+        help="A setting, such as step=0.5 for grid; repeatable.",
     ),
     click.option(
         "--config",
         type=PATH,
         metavar="FILE",
-        help="Settings from a TOML file with a method and its settings, or from what --save-config wrote; "
-        "with --eval the search starts there.",
+        help="Settings from a TOML file, or those that a search found, from its --json.",
     ),
     click.option(
         "--help-methods",
@@ -181,8 +217,10 @@ def checked_settings(method: type[Method], settings: Mapping[str, Any]) -> dict[
     return checked
 
 
-def config_from(method: str | None, settings: Mapping[str, Any], path: Path | None) -> Method:
-    """Return the configuration that --method, --set and --config ask for.
+def config_from(
+    method: str | None, settings: Mapping[str, Any], loaded: Method | None, path: Path | None
+) -> Method:
+    """Return the configuration that --method, --set and --config, which was `loaded` from `path`, ask for.
 
     Raises:
         click.UsageError: a setting without a method, or a method that contradicts the file.
@@ -192,19 +230,21 @@ def config_from(method: str | None, settings: Mapping[str, Any], path: Path | No
 
     from ckptz.codec.lossless import Lossless
 
-    if path is not None:
-        config = load_config(path)
-        if method not in (None, config.name):
-            raise click.UsageError(f"--method {method} contradicts {path}, which is for {config.name}")
-        return replace(config, **checked_settings(type(config), settings))
+    if loaded is not None:
+        if method not in (None, loaded.name):
+            raise click.UsageError(f"--method {method} contradicts {path}, which is for {loaded.name}")
+        return replace(loaded, **checked_settings(type(loaded), settings))
     if method is None and settings:
         raise click.UsageError(f"--set {next(iter(settings))} needs --method; without one nothing is lost")
     chosen = method_type(method, Lossless)
     return chosen(**checked_settings(chosen, settings))
 
 
-def load_config(path: Path) -> Method:
-    """Read settings from a TOML file with a `method`, or from the JSON that --save-config writes.
+def load_config(path: Path) -> tuple[Method | None, dict[str, dict[str, Any]]]:
+    """Read settings from a TOML file, or from the JSON object that a search prints with --json.
+
+    Returns:
+        (the settings of a method, None if the file names none; the settings of each group in `GROUPS`).
 
     Raises:
         ConfigError: the file has another form, or settings that the method does not have.
@@ -212,16 +252,19 @@ def load_config(path: Path) -> Method:
     """
     from ckptz.codec.registry import method_named
     from ckptz.errors import ConfigError
-    from ckptz.search.budget import load_plan
+    from ckptz.search.budget import load_found
 
     if path.suffix != ".toml":
-        return load_plan(path)
+        return load_found(path), {}
     try:
         settings = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
+    settings, groups = split_groups(settings, f"{path}: ")
     name = settings.pop("method", None)
+    if name is None and not settings:
+        return None, groups
     if not isinstance(name, str):
         raise ConfigError(f'{path}: names no method; begin with method = "grid"')
     chosen = method_named(name)
-    return chosen(**checked_settings(chosen, settings))
+    return chosen(**checked_settings(chosen, settings)), groups

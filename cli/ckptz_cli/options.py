@@ -9,22 +9,28 @@ from typing import Any, Final, TypeVar
 
 import click
 
-from ckptz_cli.session import QUIET, Verb, streamed
+from ckptz_cli.session import QUIET, VERBOSE, Verb, streamed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 COUNT: Final = click.IntRange(min=1)
-jobs_option = click.option("--jobs", type=COUNT, metavar="N", help="Number of threads (default: all cores).")
-force_option = click.option("--force", is_flag=True, help="Replace an existing output.")
-OUTPUTS: Final = ("output", "save_config")  # options for files that are written
+jobs_option = click.option(
+    *("-j", "--jobs"), type=COUNT, metavar="N", help="Number of threads (default: all cores)."
+)
+force_option = click.option("-f", "--force", is_flag=True, help="Replace an existing output.")
+OUTPUT: Final = "output"  # name of the option for the file that is written
 # Sections of the help of compress.
 SECTIONS: Final[Mapping[str, Sequence[str]]] = {
-    "Common options": ("output", "base", "chain", "method", "budget", "effort", "jobs", "force"),
-    "Settings of the method": ("settings", "config", "help_methods"),
-    "With a search (--eval)": ("eval", "dry_run", "save_config", "verbose"),
-    "What is read and written": (
-        *("resume", "step", "optimizer", "param_names", "roles", "search_path"),
-        *("moments_from", "calibration", "sensitivity"),
+    "Used most": ("output", "base", "chain", "method", "budget"),
+    "How small, and how good": (
+        "eval",
+        "allow_unsure",
+        "dry_run",
+        "effort",
+        "settings",
+        "config",
+        "help_methods",
     ),
+    "What is read and written": ("optimizer", "search_path", "resume", "force", "jobs"),
 }
 
 
@@ -50,16 +56,16 @@ class _Path(click.Path):
         if value == "":
             self.fail("a path is empty", param, ctx)
         if value == "-" and param is not None and ctx is not None:
-            return streamed(param.name in OUTPUTS, ctx)
+            return streamed(param.name == OUTPUT, ctx)
         if isinstance(value, str) and "://" in value:
-            if param is not None and param.name == "output":
+            if param is not None and param.name == OUTPUT:
                 self.fail(f"{value}: only local files are written", param, ctx)
             from ckptz.format.byte_source import path_of
 
             return path_of(value)
         path = super().convert(value, param, ctx)
         is_folder = isinstance(value, str) and value.endswith(("/", os.sep))
-        return value if is_folder and param is not None and param.name == "output" else path
+        return value if is_folder and param is not None and param.name == OUTPUT else path
 
 
 PATH: Final = _Path(path_type=Path)
@@ -82,24 +88,30 @@ def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...])
     return values[0] if values else None
 
 
-def _be_quiet(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
+def _remember(context: click.Context, param: click.Parameter, is_asked: bool) -> None:
+    """Note in the context that -q or -v was given, before the verb or after it."""
     if is_asked:
-        context.meta[QUIET] = True
+        context.meta[QUIET if param.name == "quiet" else VERBOSE] = True
 
 
-# What every verb has, before or after its name. `Session` reads the last two from the command line itself.
+# What every verb has, before or after its name. `Session` reads the last two from the command line itself,
+# as errors of the command line are shown by them, too.
 session_options = together(
     click.option(
         *("-q", "--quiet"),
         is_flag=True,
         expose_value=False,
-        callback=_be_quiet,
+        callback=_remember,
         help="Print only errors, and what --json asks for.",
     ),
     click.option(
-        "--json", is_flag=True, expose_value=False, help="Print the report as one JSON object on stdout."
+        *("-v", "--verbose"),
+        is_flag=True,
+        expose_value=False,
+        callback=_remember,
+        help="Print a line for each trial of a search, and where an error was raised.",
     ),
-    click.option("--debug", is_flag=True, expose_value=False, help="Show where an error was raised."),
+    click.option("--json", is_flag=True, expose_value=False, help="Print the report as one JSON object."),
 )
 
 search_path_option = click.option(

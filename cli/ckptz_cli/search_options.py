@@ -8,21 +8,21 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from ckptz_cli.method_options import (
+    GROUPS,
     SEARCH,
-    SEARCH_KEYS,
     checked_settings,
     config_from,
     load_config,
     method_type,
+    split_groups,
 )
-from ckptz_cli.options import PATH, together
-from ckptz_cli.session import is_quiet, is_terminal
+from ckptz_cli.options import together
+from ckptz_cli.session import is_quiet, is_terminal, is_verbose
 
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ckptz.search.measures import NamedFunction
     from ckptz.search.run import SearchOptions, TrialReport
     from ckptz.verbs.compress import CompressReport
-    from ckptz_cli.session import Session
 
 
 KINDS: Final = ("quality", "logits", "resume")
@@ -45,9 +44,7 @@ EXAMPLES: Final = (
 )
 FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
 BARE: Final = re.compile(r"\s*[-+.\d][^<>=]*")  # a budget without a metric
-NAMES: Final = (
-    *("method", "settings", "config", "eval", "budget", "allow_unsure", "dry_run", "save_config", "verbose"),
-)
+NAMES: Final = ("method", "settings", "config", "eval", "budget", "allow_unsure", "dry_run")
 
 
 def amount_of(text: str) -> tuple[float, bool]:
@@ -203,39 +200,32 @@ search_options = together(
         "--eval",
         multiple=True,
         metavar="WHAT",
-        help="Search for the smallest file that keeps a budget. WHAT is package.module:function or "
-        "file.py:function; the function gets the tensors by name and returns losses, 1 and 0 for right and "
-        "wrong answers, or their mean. logits=WHAT returns logits, resume=WHAT trains on and returns a loss. "
-        "Repeatable, with --budget.",
+        help="Search for the smallest file within the budget. WHAT is package.module:function or "
+        "file.py:function, which gets tensors by name and returns losses; logits=WHAT returns logits, "
+        "resume=WHAT trains on. Repeatable.",
     ),
     click.option(
         "--budget",
         multiple=True,
         metavar="B",
-        help="Largest loss of quality: 1% or 0.01 of the only --eval (default 0.5%), 'loss<=1%', "
-        "'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%', 'resume<=20 steps'. Repeatable; all "
-        "are kept.",
+        help="Largest loss of quality, with --eval: 1% (default 0.5%), 'accuracy>=-0.01', 'kl<=5e-3', "
+        "'resume<=20 steps'. Repeatable.",
     ),
     click.option(
         "--allow-unsure",
         is_flag=True,
-        help="Where the examples are too few to be sure, accept a file by its per-example change, even if "
-        "its measured change exceeds the limit.",
+        help="Where examples are too few to be sure, accept a file by its per-example change.",
     ),
     click.option("--dry-run", is_flag=True, default=None, help="Search and report, but write nothing."),
-    click.option(
-        "--save-config", type=PATH, metavar="FILE", help="Write the settings that were used as JSON."
-    ),
-    click.option("-v", "--verbose", is_flag=True, help="Print a line on stderr for each evaluation."),
 )
 
 
 @contextlib.contextmanager
-def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
+def search_view() -> Iterator[Callable[[TrialReport], None]]:
     """Yield the callback for trials: a table on a terminal, a line each with --verbose."""
 
     def tell_line(trial: TrialReport) -> None:
-        if is_verbose:
+        if is_verbose():
             from ckptz_cli.tables import trial_line
 
             click.echo(f"ckptz: {trial_line(trial)}", err=True)
@@ -250,7 +240,9 @@ def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
 
     trials: list[TrialReport] = []
     console, is_shown = Console(stderr=True), is_terminal(sys.stdout)
-    display = Live(console=console, transient=not is_verbose, redirect_stdout=is_shown, refresh_per_second=4)
+    display = Live(
+        console=console, transient=not is_verbose(), redirect_stdout=is_shown, refresh_per_second=4
+    )
 
     def tell(trial: TrialReport) -> None:
         trials.append(trial)
@@ -260,8 +252,10 @@ def search_view(*, is_verbose: bool) -> Iterator[Callable[[TrialReport], None]]:
         yield tell
 
 
-def choose(options: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
-    """Return the configuration that the options ask for, or lossless and the search that they ask for.
+def choose(
+    options: Mapping[str, Any],
+) -> tuple[Method, SearchOptions | None, Mapping[str, Mapping[str, Any]]]:
+    """Return what the options ask for: a configuration, or lossless and a search, and the groups of --set.
 
     Args:
         options: the values of the options in `NAMES`.
@@ -270,40 +264,27 @@ def choose(options: Mapping[str, Any]) -> tuple[Method, SearchOptions | None]:
         click.UsageError: they contradict each other.
         ConfigError: values out of range, or a file of settings that cannot be used.
     """
-    settings = dict(options["settings"])
-    of_search = settings.pop(SEARCH, {})
+    settings, given = split_groups(options["settings"], "--set ")
+    loaded, groups = (None, {}) if options["config"] is None else load_config(options["config"])
+    groups = {name: {**groups.get(name, {}), **given[name]} for name in GROUPS}
     if options["eval"]:
-        return config_from(None, {}, None), _search(options, settings, _search_settings(of_search))
+        return config_from(None, {}, None, None), _search(options, settings, loaded, groups[SEARCH]), groups
     if options["budget"]:
         raise click.UsageError("--budget needs --eval to measure it")
-    if options["dry_run"] or options["allow_unsure"] or of_search:
+    if options["dry_run"] or options["allow_unsure"] or groups[SEARCH]:
         name = "--dry-run" if options["dry_run"] else "--allow-unsure"
-        name = f"--set {SEARCH}.{next(iter(of_search))}" if of_search else name
+        name = f"--set {SEARCH}.{next(iter(groups[SEARCH]))}" if groups[SEARCH] else name
         raise click.UsageError(f"{name} belongs to a search: --eval with --budget")
-    return config_from(options["method"], settings, options["config"]), None
+    return config_from(options["method"], settings, loaded, options["config"]), None, groups
 
 
-def _search_settings(settings: Any) -> dict[str, int]:
-    """Return the settings of a search that --set gives.
-
-    Raises:
-        click.BadParameter: an unknown name, or no whole number.
-    """
-    for name, value in settings.items() if isinstance(settings, dict) else [(SEARCH, settings)]:
-        if name not in SEARCH_KEYS:
-            known = ", ".join(f"{SEARCH}.{key}" for key in SEARCH_KEYS)
-            raise click.BadParameter(f"--set {SEARCH}.{name}: not one of {known}")
-        if type(value) is not int or value < (name != "max_evaluations"):
-            raise click.BadParameter(f"--set {SEARCH}.{name}: {value!r} is not a whole number in range")
-    return dict(settings)
-
-
-def _search(options: Mapping[str, Any], settings: dict[str, Any], of_search: dict[str, int]) -> SearchOptions:
+def _search(
+    options: Mapping[str, Any], settings: dict[str, Any], parent: Method | None, of_search: Mapping[str, int]
+) -> SearchOptions:
     from ckptz.errors import ConfigError
     from ckptz.search.run import SearchOptions
     from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, MultiplierSpace, reference, space_of
 
-    parent = None if options["config"] is None else load_config(options["config"])
     if parent is not None and not parent.is_lossy:
         what = "a search starts from settings of a lossy method, and these are lossless"
         raise ConfigError(f"{options['config']}: {what}")
@@ -332,21 +313,6 @@ def _search(options: Mapping[str, Any], settings: dict[str, Any], of_search: dic
         restores=of_search.get("restores", 0),
         max_evaluations=of_search.get("max_evaluations"),
     )
-
-
-def save_config(
-    session: Session, path: Path | None, config: Method, reports: Sequence[CompressReport]
-) -> None:
-    """Write the settings of the last file to `path`: `config`, or what its search found."""
-    if path is None or not reports:
-        return
-    from ckptz.search import budget as plans
-
-    search = reports[-1].search
-    if search is not None and search.config is None:
-        session.note(f"{path}: not written, as no settings were found")
-        return
-    plans.save_plan(path, config if search is None else plans.config_of(search.method, search.config))
 
 
 def require_budgets(reports: Sequence[CompressReport]) -> None:

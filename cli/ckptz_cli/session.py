@@ -82,7 +82,7 @@ def _explain(error: BaseException) -> tuple[int, str]:
 
     if isinstance(error, SafetensorError):  # CkptzError is one, and knows its code
         return getattr(error, "exit_code", DAMAGED), str(error)
-    return INTERNAL, f"internal error, {type(error).__name__}: {error}; --debug shows where, please report it"
+    return INTERNAL, f"internal error, {type(error).__name__}: {error}; -v shows where, please report it"
 
 
 def _explain_os_error(error: OSError) -> tuple[int, str]:
@@ -96,7 +96,9 @@ def _explain_os_error(error: OSError) -> tuple[int, str]:
 
 
 ROOM_FOR_ALL: Final = 80  # columns, for a bar of them all beside a name
-QUIET: Final = "ckptz.quiet"  # set in the context's `meta` by -q
+# Set in the context's `meta` by -q and -v.
+QUIET: Final = "ckptz.quiet"
+VERBOSE: Final = "ckptz.verbose"
 STDIN, STDOUT = "standard input", "standard output"
 
 
@@ -104,6 +106,12 @@ def is_quiet() -> bool:
     """Return whether -q was given to the command that runs."""
     context = click.get_current_context(silent=True)
     return context is not None and context.meta.get(QUIET, False)
+
+
+def is_verbose() -> bool:
+    """Return whether -v was given to the command that runs."""
+    context = click.get_current_context(silent=True)
+    return context is not None and context.meta.get(VERBOSE, False)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -221,7 +229,7 @@ class Session:
 
     def __init__(self, args: Sequence[str]) -> None:
         self.as_json = "--json" in args
-        self.is_debug = "--debug" in args
+        self.is_verbose = "-v" in args or "--verbose" in args
         self.exit_code = 0
         self._document: dict[str, Any] = {}
         self._has_reader = True
@@ -283,7 +291,7 @@ class Session:
 
     def fail(self, error: BaseException) -> Failure:
         """Print an error; the first one decides the exit code."""
-        if self.is_debug:
+        if self.is_verbose:
             for line in "".join(traceback.format_exception(error)).splitlines():
                 _tell(printable(line))
         failure = failure_of(error)

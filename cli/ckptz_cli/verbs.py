@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from ckptz.words import printable
-from ckptz_cli.method_options import method_options
+from ckptz_cli.method_options import GUIDE, INPUT, method_options
 from ckptz_cli.options import (
     COUNT,
     PATH,
@@ -27,7 +27,6 @@ from ckptz_cli.search_options import (
     NAMES,
     choose,
     require_budgets,
-    save_config,
     search_options,
     search_view,
 )
@@ -271,17 +270,10 @@ def report(session: Session, /, paths: tuple[Path, ...], output: PathLike, **how
 COMPRESS_EXAMPLES: Final = """\b
 Examples:
   ckptz compress model.safetensors               writes model.ckptz beside it
-  ckptz compress model.safetensors -o out.ckptz
-  ckptz compress - < model.safetensors > model.ckptz
-  ckptz compress step-200.safetensors --base step-100.ckptz --step 200
   ckptz compress step-*.safetensors --chain -o run/
-  ckptz compress step-*.safetensors --chain -o run/ --resume   goes on where it was killed
   ckptz compress hf-model-folder/ -o packed/
-  ckptz compress checkpoint-*/ --chain --method grid -o run/   with the optimizer's state of a Trainer
-  ckptz compress training.pt                     a torch checkpoint, read without running code
-  ckptz compress model.safetensors --method kmeans --set levels=16
-  ckptz compress model.safetensors --optimizer optimizer.pt --method grid -o state.ckptz
-  ckptz compress training.pt --method grid --calibration inputs.safetensors
+  ckptz compress checkpoint-*/ --chain --method grid -o run/   of a Trainer
+  ckptz compress training.pt --method kmeans --set levels=16
   ckptz compress model.safetensors --eval evaluate.py:loss --budget 1%
 
 \b
@@ -297,7 +289,7 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
 )
 @click.argument("inputs", nargs=-1, required=True, type=PATH, metavar="INPUT...")
 @click.option(
-    "-o", "--output", type=PATH, metavar="OUT", help="Output file; with several inputs or --chain, a folder."
+    "-o", "--output", type=PATH, metavar="OUT", help="Output: a file, or for several inputs a folder."
 )
 @click.option(
     "--base",
@@ -305,71 +297,41 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
     multiple=True,
     callback=only_one,
     metavar="FILE",
-    help="Store each input as a delta: what changed since this checkpoint.",
+    help="Store what changed since this checkpoint.",
 )
 @click.option(
     "--chain",
     is_flag=True,
-    help="Store each input as a delta to the one before it, by the steps in their names.",
+    help="Store each input as what changed since the one before, in order of their steps.",
 )
 @click.option(
     "--resume",
     is_flag=True,
-    help="Leave outputs that are there as they are, and go on after them, as after a run that was killed.",
-)
-@click.option(
-    "--step",
-    type=click.IntRange(min=0),
-    metavar="N",
-    help="Training step, which the file records (default: that of the metadata or the name).",
+    help="Keep outputs that are there and go on after them, as after a run that was killed.",
 )
 @method_options
 @search_options
-@click.option(
-    "--tensor-roles", "roles", type=PATH, metavar="FILE", help="TOML file that says which tensors are what."
-)
 @click.option(
     "--optimizer",
     type=PATH,
     multiple=True,
     metavar="FILE",
-    help="Optimizer state, stored in the same file as INPUT; one for each, in their order.",
-)
-@click.option(
-    "--param-names",
-    type=PATH,
-    metavar="FILE",
-    help="Names of the parameters that the optimizer numbers, one on each line.",
-)
-@click.option(
-    "--moments-from",
-    type=PATH,
-    metavar="FILE",
-    help="Checkpoint with Adam's second moments, which guide a lossy method. It is not stored.",
-)
-@click.option(
-    "--calibration", type=PATH, metavar="FILE", help="grid: layer inputs that ckptz.hooks.Calibration saved."
-)
-@click.option(
-    "--sensitivity", type=PATH, metavar="FILE", help="Gradients that ckptz.hooks.SensitivityTracker saved."
+    help="Optimizer state, stored with INPUT; one for each.",
 )
 @click.option(
     "--effort",
     type=click.Choice(["fast", "default", "small"]),
     default="default",
-    help="How much time to spend on a smaller file. fast: Huffman codes, deltas without contexts; small: the "
-    "smallest file; default: what saves 1 % or more for its time.",
+    help="How much time to spend on a smaller file.",
 )
 @writing_options
 @click.pass_obj
-def compress(
-    session: Session, /, inputs: tuple[Path, ...], output: PathLike | None, roles: Path | None, **given: Any
-) -> None:
+def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | None, **given: Any) -> None:
     """Compress checkpoints. Nothing is lost unless you name a method or a budget.
 
-    INPUT is a .safetensors file, a torch file (.pt, .pth, .bin), a Hugging Face folder of shards, or a
-    folder of torch.distributed.checkpoint. Without -o, the output stands beside INPUT, or in it if it is a
-    folder; that of standard input (-) goes to standard output.
+    INPUT is a .safetensors or torch file (.pt, .pth, .bin), a folder of shards or of
+    torch.distributed.checkpoint, or standard input (-). Without -o, the output stands beside INPUT, or in it
+    if it is a folder.
     """
     import ckptz
     from ckptz_cli.render import compressed_line, total_line
@@ -380,19 +342,22 @@ def compress(
             session.note(f"{report.output}: {note}")
 
     lossy = {name: given.pop(name) for name in NAMES}
-    config, search = choose(lossy)
+    config, search, groups = choose(lossy)
+    given |= {**groups[INPUT], **groups[GUIDE]}
+    roles = given.pop("tensor_roles", None)
+    given["role_rules"] = () if roles is None else _rules_in(Path(roles))
+    inputs = _without_guides(inputs, session)
     with contextlib.ExitStack() as held:
         if search is None:
             given["progress"] = held.enter_context(progress_bar())
         else:
-            on_trial = held.enter_context(search_view(is_verbose=lossy["verbose"]))
+            on_trial = held.enter_context(search_view())
             search = replace(search, on_trial=on_trial)
         reports = ckptz.compress(
             inputs,
             output,
             config=config,
             search=search,
-            role_rules=_rules_in(roles) if roles else (),
             on_report=show,
             **given,
         )
@@ -400,8 +365,19 @@ def compress(
         session.note(f"{n_there} of {len(inputs)} outputs were there and stay as they are")
     if len(reports) > 1:
         session.say(total_line(reports))
-    save_config(session, lossy["save_config"], config, reports)
     require_budgets(reports)
+
+
+def _without_guides(inputs: Sequence[Path], session: Session) -> tuple[Path, ...]:
+    """Leave out calibrations and the like, which patterns such as *.safetensors match, too."""
+    from ckptz.guidance.files import guide_of
+
+    if len(inputs) == 1:
+        return tuple(inputs)
+    guides = {path: guide for path in inputs if (guide := guide_of(path)) is not None}
+    for path, guide in guides.items():
+        session.note(f"{path}: skipped; a {guide} guides an encoder (--set guide.{guide}=FILE)")
+    return tuple(path for path in inputs if path not in guides)
 
 
 def _rules_in(path: Path) -> tuple[Rule, ...]:
@@ -412,7 +388,7 @@ def _rules_in(path: Path) -> tuple[Rule, ...]:
         return load_rules(path.read_text("utf-8"))
     except (UnicodeDecodeError, ConfigError) as error:
         what = error if isinstance(error, ConfigError) else "not a text file in UTF-8"
-        raise ConfigError(f"{path}: {what}; --tensor-roles takes a TOML file") from None
+        raise ConfigError(f"{path}: {what}; input.tensor_roles takes a TOML file") from None
 
 
 RESTORE_EXAMPLES: Final = """\b
@@ -567,7 +543,7 @@ Examples:
 
 
 @click.command("warm-up", epilog=WARM_UP_EXAMPLES, short_help="Compile ahead what other commands need.")
-@click.option("--jobs", type=COUNT, metavar="N", help="Number of processes (default: all cores).")
+@click.option("-j", "--jobs", type=COUNT, metavar="N", help="Number of processes (default: all cores).")
 @session_options
 @click.pass_obj
 def warm_up(session: Session, jobs: int | None) -> None:

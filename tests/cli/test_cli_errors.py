@@ -109,7 +109,7 @@ def test_a_folder_in_the_place_of_a_file_is_told_as_one(tmp_path: Path) -> None:
 
 
 def test_a_traceback_is_shown_if_asked_for_before_or_after_the_verb(tmp_path: Path) -> None:
-    for arguments in (["--debug", "inspect", tmp_path / "gone"], ["inspect", tmp_path / "gone", "--debug"]):
+    for arguments in (["-v", "inspect", tmp_path / "gone"], ["inspect", tmp_path / "gone", "--verbose"]):
         run = ckptz(*arguments, fails=True)
         assert "Traceback" in run.stderr
         assert run.stderr.splitlines()[-1].startswith("ckptz: ")
@@ -203,7 +203,10 @@ def test_two_inputs_for_one_output_are_refused_before_anything_is_written(tmp_pa
 
 
 def test_a_step_belongs_to_one_input(chain: Chain) -> None:
-    assert ckptz("compress", chain.first, chain.second, "--step", 1, "--force", fails=True).exit_code == 2
+    assert (
+        ckptz("compress", chain.first, chain.second, "--set", "input.step=1", "--force", fails=True).exit_code
+        == 2
+    )
 
 
 def test_an_input_that_changes_while_it_is_read_is_refused(

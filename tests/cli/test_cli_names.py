@@ -23,7 +23,7 @@ LINES = (
     ("compress", "NAMEa.safetensors", "--method", "kmeans", "--set", "levels=8", "-o", "NAMElossy.ckptz"),
     ("compress", "NAMEa.safetensors", "NAMEb.safetensors", "-o", "NAMEout"),
     ("compress", "NAMEa.safetensors", "--base", "NAMErun/NAMEstep-1.ckptz", "-o", "NAMEdelta.ckptz"),
-    ("compress", "NAMEa.safetensors", "--tensor-roles", "NAMEroles.toml", "--force"),
+    ("compress", "NAMEa.safetensors", "--set", "input.tensor_roles=NAMEroles.toml", "--force"),
     ("compress", "NAMEa.safetensors", "--optimizer", "NAMEb.safetensors", "-o", "x.ckptz"),
     ("compress", "NAMEa.safetensors", "--eval", "NAMEeval.py:loss", "--budget", "1%"),
     ("compress", "NAMEfolder", "-o", "NAMEpacked"),
@@ -35,7 +35,7 @@ LINES = (
     ("inspect", "NAMErun/NAMEstep-1.ckptz", "--tensors"),
     ("inspect", "NAMErun", "--json"),
     ("inspect", "NAMEgone.ckptz"),
-    ("inspect", "NAMEbroken/NAMEstep-3.ckptz", "--debug"),
+    ("inspect", "NAMEbroken/NAMEstep-3.ckptz", "-v"),
     ("verify", "NAMEbroken"),
     ("log", "NAMEbroken"),
     ("prune", "NAMEbroken", "--keep-last", "1"),
@@ -66,7 +66,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         write_plain(made / f"{before}{letter}.safetensors", rows, {f"{before}key": f"{before}value"})
     run = made / f"{before}run"
     for i in (1, 2):
-        ckptz("compress", made / f"{before}a.safetensors", "-o", run.with_name("x.ckptz"), "--step", i)
+        ckptz(
+            "compress",
+            made / f"{before}a.safetensors",
+            "-o",
+            run.with_name("x.ckptz"),
+            "--set",
+            f"input.step={i}",
+        )
         run.mkdir(exist_ok=True)
         run.with_name("x.ckptz").rename(run / f"{before}step-{i}.ckptz")
     (made / f"{before}broken").mkdir()

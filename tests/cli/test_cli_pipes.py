@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from ckptz.kernels.cache import _Compilation
 from ckptz_cli.main import main
-from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, plain_bytes, write_plain
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, plain_bytes
 
 pty = pytest.importorskip("pty")
 PLAIN = plain_bytes(a_state(n=500))
@@ -92,13 +92,6 @@ def test_a_dry_run_writes_no_data(tmp_path: Path) -> None:
     assert code == 0, said
     assert not out.startswith(PLAIN[:8])
     assert b"a dry run" in out + said.encode()
-
-
-def test_a_plan_may_go_to_standard_output(tmp_path: Path) -> None:
-    original = write_plain(tmp_path / "a.safetensors", a_state(n=500))
-    code, out, said = piped(b"", "compress", original, "--method", "kmeans", "--save-config", "-")
-    assert (code, json.loads(out)["method"]) == (0, "kmeans"), said
-    assert "a.ckptz: " in said
 
 
 # --- what cannot be -------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_a_reader_that_goes_away_does_not_end_the_work(chain: Chain, tmp_path: P
     assert len(list(out.iterdir())) == 2
 
 
-@pytest.mark.parametrize("option", ["--json", "--debug"])
+@pytest.mark.parametrize("option", ["--json", "-v"])
 def test_options_stand_before_or_after_the_verb(option: str, chain: Chain) -> None:
     before, after = ckptz(option, "inspect", chain.full), ckptz("inspect", chain.full, option)
     assert before.stdout == after.stdout
@@ -98,7 +98,7 @@ def test_a_quiet_verb_has_no_notes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", main.commands)
 def test_every_verb_can_be_quiet_and_print_json(verb: str) -> None:
     options = {name for option in main.commands[verb].params for name in option.opts}
-    assert {"-q", "--quiet", "--json", "--debug"} <= options
+    assert {"-q", "--quiet", "-v", "--verbose", "--json"} <= options
 
 
 def complete(*words: str) -> list[str]:
@@ -122,7 +122,7 @@ def test_roles_that_are_no_text_are_one_line(chain: Chain) -> None:
     roles = chain.folder / "roles.toml"
     for content in (b"\xff\xfe\x00", b"a = [", b"[[rule]]\nnothing = 1"):
         roles.write_bytes(content)
-        run = ckptz("compress", chain.first, "--tensor-roles", roles, "--force", fails=True)
+        run = ckptz("compress", chain.first, "--set", f"input.tensor_roles={roles}", "--force", fails=True)
         assert run.exit_code == 2
         assert str(roles) in run.error
 

@@ -175,7 +175,7 @@ def test_compress_names_its_sizes_and_what_the_ratio_is_of(chain: Chain) -> None
 
 def test_compress_reports_in_json(chain: Chain) -> None:
     out = chain.folder / "again.ckptz"
-    run = ckptz("compress", chain.second, "-o", out, "--base", chain.full, "--step", 7, "--json")
+    run = ckptz("compress", chain.second, "-o", out, "--base", chain.full, "--set", "input.step=7", "--json")
     [report] = run.json["files"]
     n_bytes = sum(len(data) for _, _, data in a_state().values())
     assert (report["tensor_bytes"], report["stored_bytes"]) == (n_bytes, out.stat().st_size)
@@ -335,7 +335,7 @@ def test_every_verb_explains_itself_with_examples(verb: str) -> None:
 def test_the_help_of_compress_has_each_option_once_and_the_common_ones_first() -> None:
     text = ckptz("compress", "--help").stdout
     titles = re.findall(r"^(\S.*):$", text, re.MULTILINE)
-    assert titles[:2] == ["Common options", "Settings of the method"]
+    assert titles[0] == "Used most"
     assert titles[-2:] == ["What is read and written", "Every command has"]
     shown = re.findall(r"^  (?:-\w, )?(--[\w-]+)", text, re.MULTILINE)
     verb = main.commands["compress"]
@@ -371,3 +371,53 @@ def _children_seconds() -> float:
     """Processor time of the processes that have ended: a busy machine does not add to it."""
     used = os.times()
     return used.children_user + used.children_system
+
+
+# --- the options of compress ----------------------------------------------------------------------
+
+
+def test_the_help_of_compress_fits_one_look() -> None:
+    text = ckptz("compress", "--help").stdout
+    assert len(re.findall(r"^  (?:-\w, )?--[a-z]", text, re.MULTILINE)) <= 22 + 1  # --help itself
+    assert len(text.splitlines()) <= 70
+
+
+@pytest.mark.parametrize("verb", main.commands)
+def test_short_options_mean_the_same_for_every_verb(verb: str) -> None:
+    meant = {"--force": "-f", "--jobs": "-j", "--verbose": "-v", "--quiet": "-q", "--output": "-o"}
+    for param in main.commands[verb].params:
+        for name in set(param.opts) & set(meant):
+            assert param.opts[0] == meant[name]
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".bin"])
+def test_an_output_that_is_called_as_another_kind_is_refused(
+    suffix: str, chain: Chain, tmp_path: Path
+) -> None:
+    run = ckptz("compress", chain.first, "-o", tmp_path / f"x{suffix}", fails=True)
+    assert run.exit_code == 2
+    assert f"write to {tmp_path}/x.ckptz" in run.error
+    assert not (tmp_path / f"x{suffix}").exists()
+
+
+def test_calibrations_among_several_inputs_are_skipped_with_a_note(chain: Chain, tmp_path: Path) -> None:
+    guide = write_plain(tmp_path / "a.calibration.safetensors", {}, {"ckptz.guide": "calibration"})
+    run = ckptz("compress", chain.first, guide, chain.second, "-o", tmp_path / "out")
+    assert run.stderr.startswith(f"ckptz: note: {guide}: skipped; a calibration guides an encoder")
+    assert sorted(os.listdir(tmp_path / "out")) == ["step-1.ckptz", "step-2.ckptz"]
+
+
+def test_a_configuration_file_has_settings_of_all_kinds(tmp_path: Path) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text('method = "kmeans"\nlevels = 8\n[input]\nstep = 7\n')
+    source = write_plain(tmp_path / "large.safetensors", a_state(n=9000))
+    out = ("-o", tmp_path / "a.ckptz", "--config", config, "--json")
+    (report,) = ckptz("compress", source, *out).json["files"]
+    assert (report["step"], report["n_lossy"] > 0) == (7, True)
+    (report,) = ckptz("compress", source, *out, "-f", "--set", "input.step=8").json["files"]
+    assert report["step"] == 8
+    for text, what in (("[input]\nstop = 7", "input.stop: not one of"), ("levels = 4", "names no method")):
+        config.write_text(text)
+        assert what in ckptz("compress", source, *out, "-f", fails=True).json["error"]["message"]
+    run = ckptz("compress", source, "-f", "--set", "guide.calibration=", fails=True)
+    assert "is not the name of a file" in run.error

@@ -118,7 +118,7 @@ def hostile_run(folder: Path) -> Path:
     tensors = {HOSTILE: np.ones((4, 4), np.float32), f"layers.0.{HOSTILE}": np.zeros(9, np.float32)}
     save_file(tensors, folder / "plain.safetensors", metadata={HOSTILE: HOSTILE})
     name = "<img src=x onerror=alert(3)>.ckptz" if sys.platform != "win32" else "&amp;.ckptz"
-    cli("compress", folder / "plain.safetensors", "-o", folder / name, "--step", 1)
+    cli("compress", folder / "plain.safetensors", "-o", folder / name, "--set", "input.step=1")
     (folder / "<b>broken.ckptz").write_bytes(b'\x08\0\0\0\0\0\0\0{"<i>":')
     (folder / "plain.safetensors").unlink()
     return folder

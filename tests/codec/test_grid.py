@@ -196,7 +196,7 @@ def test_second_moments_in_the_file_give_insensitive_rows_larger_errors(tmp_path
 def test_an_optimizer_may_be_read_without_being_stored(tmp_path: Path) -> None:
     whole, bare = written(tmp_path), tmp_path / "bare.safetensors"
     save_plain(weights_of(state()), bare)
-    ckptz("compress", bare, "--method", "grid", "--moments-from", whole)
+    ckptz("compress", bare, "--method", "grid", "--set", f"guide.moments_from={whole}")
     restored = load_file(tmp_path / "bare.ckptz")
     assert MOMENT not in restored
     shipped = saved(tmp_path, state(), Grid(purpose="ship"))[WEIGHT]
@@ -210,7 +210,7 @@ def test_the_optimizer_may_be_a_torch_file_with_numbered_parameters(tmp_path: Pa
     numbered = {i: {"exp_avg_sq": torch.from_numpy(m), "step": torch.tensor(3.0)} for i, m in moments.items()}
     torch.save({"state": numbered, "param_groups": [{"params": [0, 1]}]}, tmp_path / "optimizer.pt")
     save_plain(weights, tmp_path / "model.safetensors")
-    options = ("--method", "grid", "--moments-from", tmp_path / "optimizer.pt")
+    options = ("--method", "grid", "--set", f"guide.moments_from={tmp_path}/optimizer.pt")
     ckptz("compress", tmp_path / "model.safetensors", *options)
     error = np.abs(load_file(tmp_path / "model.ckptz")[WEIGHT] - weights[WEIGHT])
     assert error[:8].mean() > 2 * error[8:].mean()
@@ -377,7 +377,15 @@ def test_an_optimizer_of_another_model_is_refused(
 ) -> None:
     optimizer = tmp_path / "optimizer.safetensors"
     save_plain(moments, optimizer)
-    run = ckptz("compress", written(tmp_path), "--method", "grid", "--moments-from", optimizer, fails=True)
+    run = ckptz(
+        "compress",
+        written(tmp_path),
+        "--method",
+        "grid",
+        "--set",
+        f"guide.moments_from={optimizer}",
+        fails=True,
+    )
     assert run.exit_code == 2
     assert says in run.stderr
     assert "optimizer.safetensors" in run.stderr

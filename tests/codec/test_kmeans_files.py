@@ -186,9 +186,9 @@ def test_a_base_without_codes_still_serves_lossless_tensors(tmp_path: Path) -> N
         (["--method", "grid", *sets(step=0)], "step must be above 0"),
         (["--method", "grid", *sets(step="nan")], "step must be above 0"),
         (["--method", "grid", *sets(dead_zone=5)], "dead_zone must be from 0 to 4"),
-        (["--calibration", "x"], "lossless compression reads no calibration"),
-        (["--moments-from", "x"], "lossless compression reads no moments-from"),
-        (["--method", "kmeans", "--calibration", "x"], "a calibration guides grid only"),
+        (sets(**{"guide.calibration": "x"}), "lossless compression reads no calibration"),
+        (sets(**{"guide.moments_from": "x"}), "lossless compression reads no moments-from"),
+        (["--method", "kmeans", *sets(**{"guide.calibration": "x"})], "a calibration guides grid only"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
@@ -204,12 +204,20 @@ def test_impossible_options_are_refused_before_anything_is_written(
 def test_roles_may_be_given(tmp_path: Path) -> None:
     roles = tmp_path / "roles.toml"
     roles.write_text('[[rule]]\nname = "model.up.*"\nrole = "other"\n')
-    ckptz("compress", written(tmp_path), "--method", "kmeans", "--tensor-roles", roles)
+    ckptz("compress", written(tmp_path), "--method", "kmeans", "--set", f"input.tensor_roles={roles}")
     tensors = tensors_in(tmp_path / "step-0.ckptz")
     assert tensors["model.token.weight"]["lossy"]
     assert not tensors["model.up.weight"]["lossy"]
     roles.write_text('[[rule]]\nname = "x"\nrole = "king"\n')
-    run = ckptz("compress", written(tmp_path), "--tensor-roles", roles, "--method", "kmeans", fails=True)
+    run = ckptz(
+        "compress",
+        written(tmp_path),
+        "--set",
+        f"input.tensor_roles={roles}",
+        "--method",
+        "kmeans",
+        fails=True,
+    )
     assert "'king' is not one of" in run.error
 
 

@@ -265,7 +265,7 @@ def test_calibrated_rounding_loses_less_at_the_same_size(
 ) -> None:
     model, calibration, tokens = layers
     source, errors, bits = tmp_path / "model.safetensors", [], []
-    for options in ([], ["--calibration", calibration]):
+    for options in ([], ["--set", f"guide.calibration={calibration}"]):
         out = tmp_path / "out.ckptz"
         run = ckptz("compress", source, "-o", out, "--force", "--method", "grid", *sets(step=1.2), *options)
         assert ("no calibration given" in run.stderr) == (not options)
@@ -320,7 +320,7 @@ def test_deltas_are_calibrated_only_to_be_shipped(
     base = tmp_path / "base.ckptz"
     ckptz("compress", paths[0], "-o", base, "--method", "grid", *sets(purpose=purpose))
     errors = []
-    for options in ([], ["--calibration", calibration]):
+    for options in ([], ["--set", f"guide.calibration={calibration}"]):
         given = ("--base", base, "--force", "--method", "grid", *sets(purpose=purpose), *options)
         ckptz("compress", paths[1], "-o", tmp_path / "moved.ckptz", *given)
         errors.append(output_error(model, tmp_path / "moved.ckptz", tokens, ("up.weight",)))
@@ -333,7 +333,14 @@ def test_unmatched_modules_are_counted(tmp_path: Path, layers: tuple[Layers, Pat
     tensors = load_plain(tmp_path / "model.safetensors")
     del tensors["conv.weight"]
     save_plain(tensors, tmp_path / "part.safetensors")
-    run = ckptz("compress", tmp_path / "part.safetensors", "--method", "grid", "--calibration", calibration)
+    run = ckptz(
+        "compress",
+        tmp_path / "part.safetensors",
+        "--method",
+        "grid",
+        "--set",
+        f"guide.calibration={calibration}",
+    )
     assert "1 of its 3 modules are not in the checkpoint, first 'conv.weight'" in run.stderr
     assert "1 weights have no calibration, first 'mixing'" in run.stderr
 
@@ -353,7 +360,7 @@ def test_a_calibration_of_another_model_is_refused(
     if how == "missing":
         calibration = tmp_path / "nothing.safetensors"
     save_plain(tensors, tmp_path / "other.safetensors")
-    options = ("--method", "grid", "--calibration", calibration)
+    options = ("--method", "grid", "--set", f"guide.calibration={calibration}")
     run = ckptz("compress", tmp_path / "other.safetensors", *options, fails=True)
     assert run.exit_code == (5 if how == "missing" else 2)
     assert calibration.name in run.stderr

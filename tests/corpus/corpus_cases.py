@@ -7,6 +7,7 @@ other software's files, is listed.
 import os
 import random
 import shutil
+import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Mapping
@@ -42,11 +43,12 @@ def case(write: Callable[[Path, Path], None]) -> None:
     CASES[write.__name__.replace("_", "-")] = write
 
 
-def run(line: str, here: Path, given: Path, exit_code: int = 0) -> None:
-    """Run a command line of words, in which {here} and {given} stand for folders."""
+def run(line: str, here: Path, given: Path, exit_code: int = 0) -> str:
+    """Run a command line of words, in which {here} and {given} stand for folders; gives its output."""
     words = [word.format(here=here, given=given) for word in line.split()]
     result = CliRunner().invoke(main, [*words, *([] if words[0] == "prune" else ["--jobs", str(JOBS)])])
     assert result.exit_code == exit_code, f"{line}: {result.exit_code} {result.output} {result.exception!r}"
+    return result.stdout
 
 
 def compress(here: Path, given: Path, rows: Mapping[str, str]) -> None:
@@ -77,7 +79,11 @@ def inputs(here: Path, given: Path) -> None:
 @case
 def lossless(here: Path, given: Path) -> None:
     compress(here, given, {f"kinds-{step}": f"{{given}}/kinds-{step}.safetensors" for step in range(2)})
-    compress(here, given, {"adam": "{given}/adam-0.safetensors --step 7 --tensor-roles {given}/roles.toml"})
+    compress(
+        here,
+        given,
+        {"adam": "{given}/adam-0.safetensors --set input.step=7 --set input.tensor_roles={given}/roles.toml"},
+    )
 
 
 @case
@@ -85,20 +91,23 @@ def lossless_deltas(here: Path, given: Path) -> None:
     for kind in ("kinds", "adam"):
         steps = " ".join(f"{{given}}/{kind}-{step}.safetensors" for step in range(N_STEPS))
         run(f"compress {steps} --chain -o {{here}}", here, given)
-    compress(here, given, {"far": "{given}/kinds-3.safetensors --base {here}/kinds-0.ckptz --step 3"})
+    compress(
+        here, given, {"far": "{given}/kinds-3.safetensors --base {here}/kinds-0.ckptz --set input.step=3"}
+    )
     compress(here, given, {"plain-base": "{given}/kinds-1.safetensors --base {given}/kinds-0.safetensors"})
 
 
-GRADIENTS = "--sensitivity {given}/gradients.safetensors"
+GRADIENTS = "--set guide.sensitivity={given}/gradients.safetensors"
+MOMENTS = "--set guide.moments_from={given}/adam-0.safetensors"
 KMEANS = {
     **{f"levels-{n}": f"--set levels={n}" for n in (2, 4, 16, 32, 255)},
     "prune": "--set prune=0.3 --set layer_prune=[['head',0],['attention',0.5]]",
     "protect-0": "--set protect=0",
     "protect-bf16": "--set levels=8 --set protect=0.02 --set protect_as=bf16",
-    "embedding": "--set levels=8 --set embedding_levels=64 --tensor-roles {given}/roles.toml",
+    "embedding": "--set levels=8 --set embedding_levels=64 --set input.tensor_roles={given}/roles.toml",
     "gradients": f"--set prune=0.2 --set prune_by=sensitivity --set protect_by=sensitivity {GRADIENTS}",
     "either": f"--set protect_by=either {GRADIENTS}",
-    "optimizer": "--set prune=0.2 --set prune_by=sensitivity --moments-from {given}/adam-0.safetensors",
+    "optimizer": f"--set prune=0.2 --set prune_by=sensitivity {MOMENTS}",
 }
 
 
@@ -132,8 +141,8 @@ GRID = {
     "weights": "weights-0.safetensors",
     **{name: f"{name}.safetensors" for name in ("sgd", "rmsprop", "adafactor", "lion")},
     "kinds": "kinds-0.safetensors",
-    "moments-from": "weights-0.safetensors --moments-from {given}/adam-0.safetensors",
-    "gradients": "weights-0.safetensors --sensitivity {given}/gradients.safetensors",
+    "moments-from": "weights-0.safetensors --set guide.moments_from={given}/adam-0.safetensors",
+    "gradients": "weights-0.safetensors --set guide.sensitivity={given}/gradients.safetensors",
 }
 
 
@@ -144,7 +153,10 @@ def grid(here: Path, given: Path) -> None:
 
 @case
 def grid_deltas(here: Path, given: Path) -> None:
-    for kind, options in {"adam": "", "weights": "--sensitivity {given}/gradients.safetensors"}.items():
+    for kind, options in {
+        "adam": "",
+        "weights": "--set guide.sensitivity={given}/gradients.safetensors",
+    }.items():
         steps = " ".join(f"{{given}}/{kind}-{step}.safetensors" for step in range(N_STEPS))
         run(f"compress {steps} --chain --method grid {options} -o {{here}}", here, given)
     base = "--method grid --base {here}/adam-0.ckptz"
@@ -154,7 +166,7 @@ def grid_deltas(here: Path, given: Path) -> None:
 @case
 def grid_calibrated(here: Path, given: Path) -> None:
     """Rounding by Cholesky factors: products of matrices."""
-    calibrated = "--method grid --calibration {given}/calibration.safetensors"
+    calibrated = "--method grid --set guide.calibration={given}/calibration.safetensors"
     compress(here, given, {"step-0": f"{{given}}/adam-0.safetensors {calibrated}"})
     compress(
         here, given, {"step-1": f"{{given}}/adam-1.safetensors --base {{here}}/step-0.ckptz {calibrated}"}
@@ -166,7 +178,7 @@ def grid_calibrated(here: Path, given: Path) -> None:
         checkpointer.save(1)
 
 
-SEARCHES = {  # a search, with what it saves its plan under
+SEARCHES = {  # a search, by the name of its file
     "kmeans-guided": "--method kmeans --budget 0.01 --set search.max_evaluations=12",
     "kmeans-gradients": f"--method kmeans --budget 0.5% --set search.max_evaluations=6 {GRADIENTS}",
     "grid": "--budget 0.01",
@@ -177,10 +189,12 @@ SEARCHES = {  # a search, with what it saves its plan under
 @case
 def searches(here: Path, given: Path) -> None:
     for name, row in SEARCHES.items():
-        line = f"{{given}}/weights-0.safetensors --eval {{given}}/evaluate.py:loss {row}"
-        compress(here, given, {name: f"{line} --save-config {{here}}/{name}.json"})
-        plan = f"--config {{here}}/{name}.json"
-        compress(here, given, {f"{name}-replayed": f"{{given}}/weights-1.safetensors {plan}"})
+        line = f"compress {{given}}/weights-0.safetensors --eval {{given}}/evaluate.py:loss {row}"
+        report = run(f"{line} --json -o {{here}}/{name}.ckptz", here, given)
+        with tempfile.TemporaryDirectory() as folder:  # times stand in it
+            found = Path(folder) / "found.json"
+            found.write_text(report)
+            compress(here, given, {f"{name}-replayed": f"{{given}}/weights-1.safetensors --config {found}"})
     resume = (
         "--method grid --eval {given}/evaluate.py:resume --budget resume<=0.5% --set search.resume_steps=2"
     )
@@ -241,7 +255,8 @@ def verbs(here: Path, given: Path) -> None:
         folder = f"{{here}}/{method}"
         (here / method).mkdir()
         steps = [
-            f"compress {{given}}/adam-{s}.safetensors --step {s} -o {folder}/{s}.ckptz" for s in range(4)
+            f"compress {{given}}/adam-{s}.safetensors --set input.step={s} -o {folder}/{s}.ckptz"
+            for s in range(4)
         ]
         for step, line in enumerate(steps):
             base = f"--base {folder}/{step - 1}.ckptz" if step else ""

@@ -182,7 +182,7 @@ def test_numbered_moments_are_found_by_the_model_of_the_config(
     shutil.copytree(source, tmp_path / "alone")
     (tmp_path / "alone" / "config.json").unlink()
     [unknown] = ckptz.compress(tmp_path / "alone", tmp_path / "unknown", config=Grid(min_elements=1))
-    assert any("--param-names" in note for note in unknown.notes)
+    assert any("input.param_names" in note for note in unknown.notes)
     assert unknown.n_lossy < report.n_lossy
     model = transformers.GPT2LMHeadModel.from_pretrained(source)
     decayed = transformers.Trainer.get_decay_parameter_names(None, model)

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
         plain = write_plain(folder / f"{name}.safetensors", a_state(drift=0.001 * step, n=5000))
         against = ("--base", folder / f"{base}.ckptz") if base else ()
         method = ("--method", "kmeans", "--set", "levels=8") if step == 30 else ()
-        ckptz("compress", plain, "--step", step, "--jobs", 1, *against, *method)
+        ckptz("compress", plain, "--set", f"input.step={step}", "--jobs", 1, *against, *method)
         plain.unlink()
     return folder
 
@@ -339,8 +339,8 @@ def test_a_base_may_be_named_twice_but_not_another(chain: Chain, times: int) -> 
 
 
 def test_a_base_newer_than_the_file_and_of_a_later_step_is_a_base(chain: Chain) -> None:
-    ckptz("compress", chain.second, "-o", chain.folder / "late.ckptz", "--step", 9)
+    ckptz("compress", chain.second, "-o", chain.folder / "late.ckptz", "--set", "input.step=9")
     out = chain.folder / "early.ckptz"
-    ckptz("compress", chain.first, "-o", out, "--step", 1, "--base", chain.folder / "late.ckptz")
+    ckptz("compress", chain.first, "-o", out, "--set", "input.step=1", "--base", chain.folder / "late.ckptz")
     assert content_of(out) == content_of(chain.first)
     assert ckptz("compress", chain.second, "--base", chain.delta, fails=True).exit_code == 2  # its own output

@@ -103,7 +103,7 @@ def test_the_content_id_and_all_records_stay(tmp_path: Path) -> None:
     run = tmp_path / "run"
     a_run(run, 2, *KMEANS)
     third = write_plain(run / "2.safetensors", a_state(drift=0.01, n=6000))
-    ckptz("compress", third, "--base", run / "1.ckptz", "--step", 7, *KMEANS)
+    ckptz("compress", third, "--base", run / "1.ckptz", "--set", "input.step=7", *KMEANS)
     before = ckptz("inspect", run / "2.ckptz", "--json").json
     ckptz("rebase", run / "2.ckptz")
     after = ckptz("inspect", run / "2.ckptz", "--json").json

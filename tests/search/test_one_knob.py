@@ -1,6 +1,7 @@
 """The search for a multiplier: where it measures, what it finds, and what a file says of it."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -239,11 +240,12 @@ def test_no_evaluation_needs_a_parent(folder: Path) -> None:
     assert not (folder / "0.ckptz").exists()
 
 
-def test_auto_is_grid_and_its_plan_replays(folder: Path) -> None:
-    source, plan = folder / "exact.safetensors", folder / "plan.json"
+def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:
+    source, plan = folder / "exact.safetensors", folder / "found.json"
     budget = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "1%")
     out = ("-o", folder / "a.ckptz")
-    (found,) = ckptz("compress", source, *out, *budget, "--save-config", plan, "--json").json["files"]
+    plan.write_text(ckptz("compress", source, *out, *budget, "--json").stdout)
+    (found,) = json.loads(plan.read_text())["files"]
     assert found["search"]["method"] == "grid"
     ckptz("compress", source, "-o", folder / "b.ckptz", "--config", plan)
     a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")

@@ -19,10 +19,9 @@ import torch
 from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
 
-from ckptz import Budget, KMeans, compress
+from ckptz import Budget, compress
 from ckptz.errors import ConfigError
 from ckptz.format.publish import Publication
-from ckptz.search.budget import load_plan, save_plan
 from ckptz.search.run import SearchOptions, TrialReport
 from ckptz.search.spaces import SPACES
 from ckptz.torch import load_file
@@ -418,8 +417,8 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
 )
 def test_what_makes_no_sense_exits_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
     (folder / "broken.py").write_text("def loss(state:\n")
-    plan = {"ckptz_plan": 1, "method": "kmeans", "settings": {"levels": 8, "eval": "evil.py:run"}}
-    (folder / "code.json").write_text(json.dumps(plan))
+    found = {"search": {"method": "kmeans", "config": {"levels": 8, "eval": "evil.py:run"}}}
+    (folder / "code.json").write_text(json.dumps({"files": [found]}))
     (folder / "plan.toml").write_text('method = "kmeans"\nlevels = 8\n')
     given = [str(option).replace("{f}", str(folder)) for option in options]
     run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "out.ckptz", *given, fails=True)
@@ -440,17 +439,13 @@ def test_a_dry_run_reports_and_writes_nothing(folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} - before <= {"__pycache__"}
 
 
-def test_a_plan_replays_a_search_without_its_evaluation(folder: Path) -> None:
-    source, plan = folder / "exact.safetensors", folder / "plan.json"
+def test_the_report_of_a_search_replays_it_without_its_evaluation(folder: Path) -> None:
+    source, plan = folder / "exact.safetensors", folder / "found.json"
     budget = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "1%")
-    options = (*budget, *KMEANS, "--save-config", plan, "--json")
-    (found,) = ckptz("compress", source, "-o", folder / "a.ckptz", *options).json["files"]
+    plan.write_text(ckptz("compress", source, "-o", folder / "a.ckptz", *budget, *KMEANS, "--json").stdout)
     ckptz("compress", source, "-o", folder / "b.ckptz", "--config", plan)
     a, b = (load_file(folder / f"{name}.ckptz") for name in "ab")
     assert all(torch.equal(a[name], b[name]) for name in a)
-    assert "evaluate" not in plan.read_text()
-    levels = found["search"]["config"]["levels"]
-    assert json.loads(plan.read_text())["settings"]["levels"] == levels
     again = ckptz("compress", source, "-o", folder / "c.ckptz", "--config", plan, *budget, "--json")
     assert again.json["files"][0]["search"]["strategy"] == "neighbourhood"
 
@@ -485,11 +480,3 @@ def test_ctrl_c_in_the_command_writes_the_best_so_far(folder: Path) -> None:
     assert "interrupted after" in rest
     ckptz("verify", output)
     assert not left_in(folder)
-
-
-def test_a_plan_holds_every_setting(tmp_path: Path) -> None:
-    config = KMeans(levels=6, prune=0.2, layer_prune=(("head", 0.0),), protect_by="either", sigma=0.4)
-    save_plan(tmp_path / "plan.json", config)
-    assert load_plan(tmp_path / "plan.json") == config
-    settings = json.loads((tmp_path / "plan.json").read_text())["settings"]
-    assert set(settings) == {field.name for field in dataclasses.fields(KMeans)}
