@@ -1,16 +1,18 @@
 """Size saved and time spent by each part of `effort`; the choice of `effort="default"` rests on this table.
 
-    python -m bench.product.effort [--rounds N] [--only files|coders]
+    python -m bench.product.effort [--rounds N] [--only files|coders|held-out]
 
 One thread, CPU seconds, best of N rounds in turn. Weights are those of bench.product.lossless, and deltas
 of its training run. The default has what saves 1 % of a file, and Huffman for at most 1 % more of a stream.
+The part held-out reads the training states that `make demo` leaves, on which no effort was chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -41,6 +43,7 @@ from ckptz.parallel import Workers
 from ckptz.write.pipeline import Job, prepared
 from ckptz.write.writer import write_container
 
+DEMO: Final = Path("demo-output/uncompressed")
 BLOCKS: Final = (20, 18, 17, 16, 15, 14)  # binary logarithms of codes that share a table
 EFFORTS: Final[dict[str, Effort]] = {
     "small": SMALL,
@@ -81,10 +84,13 @@ def files() -> dict[str, tuple[Tensors, Tensors | None]]:
     return found
 
 
-def rows_of(file: str, tensors: Tensors, bases: Tensors | None, rounds: int) -> list[Row]:
+def rows_of(
+    file: str, tensors: Tensors, bases: Tensors | None, efforts: Iterable[str], rounds: int
+) -> list[Row]:
     """Sizes and times of one file by each effort."""
     outputs, cases, raw = codecs.outputs_for(tensors), dict[str, Callable[[], float]](), n_bytes(tensors)
-    made = {name: memoryview(bytearray(written(tensors, bases, e))) for name, e in EFFORTS.items()}
+    chosen = {name: EFFORTS[name] for name in efforts}
+    made = {name: memoryview(bytearray(written(tensors, bases, e))) for name, e in chosen.items()}
 
     def write(effort: Effort) -> float:
         return cpu_seconds(lambda: written(tensors, bases, effort))[1]
@@ -92,7 +98,7 @@ def rows_of(file: str, tensors: Tensors, bases: Tensors | None, rounds: int) -> 
     def read(data: memoryview) -> float:
         return cpu_seconds(lambda: codecs.read_file(data, outputs, bases))[1]
 
-    for name, effort in EFFORTS.items():
+    for name, effort in chosen.items():
         cases[f"{name} write"] = partial(write, effort)
         cases[f"{name} read"] = partial(read, made[name])
     timings = interleave(cases, rounds)
@@ -109,16 +115,32 @@ def rows_of(file: str, tensors: Tensors, bases: Tensors | None, rounds: int) -> 
             "write, MB/CPU s": f"{raw / best[f'{name} write'] / 1e6:.0f}",
             "read, MB/CPU s": f"{raw / best[f'{name} read'] / 1e6:.0f}",
         }
-        for name in EFFORTS
+        for name in chosen
     ]
 
 
-def file_rows(rounds: int) -> None:
-    """The table of files."""
+def held_out_files() -> dict[str, tuple[Tensors, Tensors | None]]:
+    """Read two training states of the demo, fp32 weights and both moments of Adam, and cast them to bf16."""
+    states = [read_tensors(DEMO / f"step-{step:04d}.safetensors", "F32") for step in (200, 240)]
+    narrow = [as_bf16(state) for state in states]
+    return {
+        "state, fp32": (states[1], None),
+        "state, bf16": (narrow[1], None),
+        "delta of states, fp32": (states[1], states[0]),
+        "delta of states, bf16": (narrow[1], narrow[0]),
+    }
+
+
+def file_rows(
+    name: str, inputs: Mapping[str, tuple[Tensors, Tensors | None]], efforts: Iterable[str], rounds: int
+) -> None:
+    """Write the table of sizes and times of files by each effort."""
     rows = [
-        row for file, (tensors, bases) in files().items() for row in rows_of(file, tensors, bases, rounds)
+        row
+        for file, (tensors, bases) in inputs.items()
+        for row in rows_of(file, tensors, bases, efforts, rounds)
     ]
-    save_rows("effort", rows)
+    save_rows(name, rows)
 
 
 # --- coders -------------------------------------------------------------------------------------
@@ -196,13 +218,15 @@ def main() -> None:
     """Command line."""
     parser = parser_of(__doc__)
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds (default 7)")
-    parser.add_argument("--only", choices=("files", "coders"), help="one part")
+    parser.add_argument("--only", choices=("files", "coders", "held-out"), help="one part")
     options = parser.parse_args()
-    if options.only != "files":
+    if options.only in (None, "coders"):
         coder_rows(options.rounds)
-    if options.only != "coders":
-        file_rows(options.rounds)
-    finish("effort", machine())
+    if options.only in (None, "files"):
+        file_rows("effort", files(), EFFORTS, options.rounds)
+    if options.only in (None, "held-out"):
+        file_rows("effort_held_out", held_out_files(), ("small", "default", "fast"), options.rounds)
+    finish("effort" if options.only != "held-out" else "effort_held_out", machine())
 
 
 if __name__ == "__main__":
