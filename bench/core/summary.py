@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
     lossless, grid = (
         next(r for r in demo if r["method"] == f"ckptz {name}") for name in ("lossless", "grid")
     )
-    run, tuned = (_restarted(task) for task in ("language", "fine-tune"))
+    (ratio, end), (tuned_ratio, tuned_end) = (_restarted(task) for task in ("language", "fine-tune"))
     return [
         _row("the demo: training states, 6 steps", "without loss", _ratio(lossless)),
         _row("22.7 M weights of a sentence encoder, fp32", "without loss", 1 / float(encoder["of raw"])),
@@ -62,9 +63,9 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
         _row(
             "training states, 14 steps, restarted from the lossy files only",
             "lossy: the grid method",
-            float(run["state_ratio_with_full"]),
+            ratio,
             "",
-            f"{_end(run)}; a fine-tune {_end(tuned)} ({float(tuned['state_ratio_with_full']):.3g}x)",
+            f"{end}; a fine-tune {tuned_end} ({tuned_ratio:.3g}x)",
         ),
     ]
 
@@ -73,14 +74,14 @@ def _ratio(row: Mapping[str, object]) -> float:
     return float(str(row["ratio, weights and both moments"]).rstrip("x"))
 
 
-def _restarted(task: str) -> dict[str, str]:
-    rows = read_rows("restarts")
-    return next(r for r in rows if (r["task"], r["arm"], r["seed"]) == (task, "grid, default", "0"))
-
-
-def _end(row: Mapping[str, str]) -> str:
-    change = float(row["loss_change_percent, held out"])
-    return f"{change:+.1f} % after {row['n_restarts']} restarts"
+def _restarted(task: str) -> tuple[float, str]:
+    """Return the ratio and the end of runs that restart, as means over their seeds."""
+    rows = [r for r in read_rows("restarts") if (r["task"], r["arm"]) == (task, "grid, default")]
+    ratio, change = (
+        statistics.fmean(float(r[column]) for r in rows)
+        for column in ("state_ratio_with_full", "loss_change_percent, held out")
+    )
+    return ratio, f"{change:+.2f} % after {rows[0]['n_restarts']} restarts"
 
 
 def _row(
