@@ -10,12 +10,12 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from ckptz.api.read import PathLike, checked_path
 from ckptz.codec.effort import EffortName, effort_of
 from ckptz.errors import ConfigError, WriteError
+from ckptz.format.byte_source import path_of
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import Workers
@@ -96,7 +96,7 @@ def save_to_file(
         opened = None
         if base is not None:
             opened = held.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
-            if any(is_same(file, Path(path)) for file in opened.paths):
+            if any(is_same(file, path_of(path)) for file in opened.paths):
                 what = "a delta cannot take the place of its base, nor of what that is stored against"
                 raise ConfigError(f"{path}: {what}; save under another name")
         try:

@@ -11,6 +11,7 @@ import contextlib
 import math
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,8 +33,9 @@ from ckptz.errors import (
 from ckptz.foreign.folders import is_file_name
 from ckptz.foreign.pickled import MAX_BYTES, PickledObject, Unpickler, record
 from ckptz.foreign.torch_files import MAX_DIMS, load_part, require_torch
+from ckptz.format.byte_source import is_url
 from ckptz.format.dtypes import dtype_of
-from ckptz.format.publish import make_folder, mode_for
+from ckptz.format.publish import make_folder, mode_for, publish_together, scratch_folder
 from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
 from ckptz.kernels.floats import Bytes
 from ckptz.parallel import LRUCache
@@ -388,13 +390,28 @@ def write_dcp(
         ConfigError: the state is no dict, as torch wants it.
     """
     require_torch(folder)
+    state = unflatten(tensors, tree, scratch_folder(folder), chunks)
+    if not isinstance(state, dict):
+        raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, and torch saves dicts here")
+    if is_url(folder):
+        _upload_dcp(folder, state)
+        return
+    is_new = make_folder(folder)
+    _save(folder, state, like, is_new=is_new)
+
+
+def _save(folder: Path, state: dict[Any, Any], like: Iterable[Path], *, is_new: bool) -> None:
+    """Write a state with torch's own writer.
+
+    Args:
+        folder: is there.
+        state: what to write.
+        like: see `write_dcp`.
+        is_new: whether the folder is removed on errors; in one that was there, files may be others'.
+    """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    state = unflatten(tensors, tree, folder.absolute().parent, chunks)
-    if not isinstance(state, dict):
-        raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, and torch saves dicts here")
-    is_new = make_folder(folder)
     writer = FileSystemWriter(folder)
     writer.fs = _file_system(mode_for(folder / METADATA_FILE, like))
     try:
@@ -402,9 +419,19 @@ def write_dcp(
             warnings.simplefilter("ignore")  # that it runs in a single process
             save(state, storage_writer=writer, no_dist=True)
     except BaseException:
-        if is_new:  # in one that was there, files may be others'
+        if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _upload_dcp(folder: Path, state: dict[Any, Any]) -> None:
+    """Write a folder behind a URL; its `.metadata`, which makes it a checkpoint, comes last."""
+    with tempfile.TemporaryDirectory(prefix="ckptz-") as name, publish_together() as files:
+        made = Path(name)
+        _save(made, state, (), is_new=False)
+        for path in sorted(made.iterdir(), key=lambda path: (path.name == METADATA_FILE, path.name)):
+            with path.open("rb") as written, files.file(folder / path.name) as sink:
+                shutil.copyfileobj(written, sink, 1 << 20)
 
 
 def _file_system(mode: int) -> Any:

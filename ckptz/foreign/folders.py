@@ -33,7 +33,14 @@ from ckptz.errors import (
 from ckptz.foreign.torch_files import dump_state, is_torch_file, load_state
 from ckptz.format.envelope import MAX_HEADER_BYTES, plain_regions, strict_json, write_plain
 from ckptz.format.index import Shard, Sharding
-from ckptz.format.publish import TEMPORARY_SUFFIX, Publication, make_folder, publish_together
+from ckptz.format.publish import (
+    TEMPORARY_SUFFIX,
+    Publication,
+    is_same,
+    make_folder,
+    publish_together,
+    scratch_folder,
+)
 from ckptz.format.sources import TensorSource
 from ckptz.run.names import is_base_name
 from ckptz.state.flatten import Chunks, flatten, read_chunks, unflatten
@@ -160,7 +167,8 @@ def write_folder(
     make_folder(folder)
     names, states = torch_names(tree, sharding), {}
     if tree is not None:
-        states = unflatten({name: tensors[name] for name in names}, tree, folder, chunks)
+        scratch = scratch_folder(folder / "any")
+        states = unflatten({name: tensors[name] for name in names}, tree, scratch, chunks)
     with publish_together() as files:
         for shard in sharding.shards:
             with files.file(folder / shard.file, like) as sink:
@@ -202,7 +210,7 @@ def stage_carried(files: Publication, carried: Sequence[Carried], folder: Path) 
     """Copy the files that are no shards with others; one that is there already under this very path stays."""
     for name, source in carried:
         target = folder / name
-        if target.exists() and target.samefile(source):
+        if target.exists() and is_same(target, source):
             continue
         make_folder(target.parent)
         with source.open("rb") as original, files.file(target, [source]) as copy:

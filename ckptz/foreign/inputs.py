@@ -70,7 +70,7 @@ def file_path(output: PathLike) -> Path:
     """
     if ends_as_folder(output):
         raise ConfigError(f"{output}: is written as a folder; name a file")
-    return Path(output)
+    return path_of(output)
 
 
 def places_for(
@@ -128,13 +128,18 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool, remedy: str
             raise ConfigError(f"{target}: the output would replace a file that is read; name another")
     if target.is_dir():
         raise ConfigError(f"{target}: is a folder; name a file")
-    if os.path.lexists(target):
+    if exists(target):
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another output")
         if not force:
             raise ConfigError(f"{target}: exists already; name another output, or {remedy}")
-    if not target.parent.is_dir():
+    if not (is_url(target) or target.parent.is_dir()):
         raise ConfigError(f"{target}: the folder {target.parent} does not exist; create it first")
+
+
+def exists(path: Path) -> bool:
+    """Return whether anything has this name, a link to nothing included."""
+    return path.exists() if is_url(path) else os.path.lexists(path)
 
 
 def check_carried(
@@ -147,7 +152,7 @@ def check_carried(
     """
     for name, source in carried:
         target = folder / name
-        if not os.path.lexists(target) or is_same(target, source):
+        if not exists(target) or is_same(target, source):
             continue
         if not target.is_file():
             raise ConfigError(f"{target}: exists already and is not a regular file; name another folder")
@@ -170,11 +175,13 @@ def check_holds(folder: Path, paths: Iterable[str]) -> None:
     """Require that a folder can hold files with these relative paths, each as a file of its own.
 
     File systems of macOS and Windows take names for one that others tell apart, such as `A` and `a`. So the
-    file system itself is asked, with empty files.
+    file system itself is asked, with empty files. Object stores tell all names apart.
 
     Raises:
         UnsupportedError: names one that would replace another, or that the locale cannot encode.
     """
+    if is_url(folder):
+        return
     with tempfile.TemporaryDirectory(dir=folder) as probe:
         for path in paths:
             place = Path(probe) / path

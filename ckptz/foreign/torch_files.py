@@ -33,7 +33,7 @@ from ckptz.errors import (
     error_context,
 )
 from ckptz.foreign.pickled import MAX_BYTES, Unpickler
-from ckptz.format.publish import publish
+from ckptz.format.publish import publish, scratch_folder
 from ckptz.format.sources import TensorSource
 from ckptz.state.flatten import Chunks, Flat, Geometry, flatten, read_chunks, unflatten
 from ckptz.state.skeleton import MAX_NUMBER, is_number
@@ -155,7 +155,7 @@ def write(
         like: files whose permissions it gets, as `publish` does it.
     """
     require_torch(path)
-    state = unflatten(tensors, tree, path.absolute().parent, chunks)
+    state = unflatten(tensors, tree, scratch_folder(path), chunks)
     with publish(path, like) as file:
         dump_state(file, state, path)
 

@@ -62,13 +62,34 @@ def path_of(given: str | os.PathLike[str]) -> Path:
         return Path(text)
     try:  # optional, and slow to load: only a URL asks for it
         made: Path = lazy.module("upath").UPath(given, **url_options(text))
-        # Loads what speaks the protocol; of http only the second one notices that there is no connection.
-        _ = made.exists() or (not made.suffix and made.is_dir())
+        _check_answers(made)
         return made
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"{text}: cannot be read: {error}; pip install 'ckptz[remote]'") from None
+    except ImportError as error:
+        raise needs_package(text, error) from None
+    except ValueError as error:
+        raise ConfigError(f"{text}: cannot be read: {error}") from None
     except Exception as error:  # of a connection, which names no file; libraries have errors of their own
         raise failed(text, error) from error
+
+
+def _check_answers(path: Any) -> None:
+    """Ask a store for a file, to load what speaks its protocol and to notice that nobody answers."""
+    try:
+        path.fs.info(path.path)
+    except FileNotFoundError as error:  # which that of http says of every failure
+        if isinstance(cause := error.__cause__, OSError) and not isinstance(cause, FileNotFoundError):
+            raise cause from None
+    except NotImplementedError:
+        pass
+
+
+def needs_package(url: str, error: ImportError) -> ConfigError:
+    """Make the error for a URL whose protocol needs a package that is not installed."""
+    name = getattr(error.__cause__, "name", None) or error.name
+    package = "'ckptz[remote]'" if name in (None, "upath", "fsspec") else name
+    return ConfigError(
+        f"{url}: needs a package that is not installed; install it with: pip install {package}"
+    )
 
 
 def url_options(url: str) -> dict[str, Any]:
@@ -117,14 +138,14 @@ class Pace:
             self._since, self._n_bytes = now, 0
 
 
-def failed(name: str, error: Exception) -> OSError:
-    """Turn an error of a library for URLs into one of reading, which names the file."""
+def failed(name: str, error: Exception, done: str = "read") -> OSError:
+    """Turn an error of a library for URLs into one that names the file, which was to be read or written."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror or str(error), name)
     what = str(error) or f"{type(error).__name__} of the connection"
     if isinstance(error, TimeoutError):
         what = "the server is too slow; try again, or download it first"
-    return OSError(errno.EIO, f"cannot be read: {what}", name)
+    return OSError(errno.EIO, f"cannot be {done}: {what}", name)
 
 
 def naming_urls(function: Callable[P, T]) -> Callable[P, T]:

@@ -1,4 +1,4 @@
-"""Atomic publication: a file appears whole under its name, or not at all.
+"""Atomic publication: a file appears whole under its name, or not at all; behind a URL, too.
 
 The only caller of `os.replace` in the package.
 """
@@ -15,15 +15,19 @@ import re
 import secrets
 import socket
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ckptz.errors import ConfigError
+from ckptz.format.byte_source import is_url, path_of
+from ckptz.format.uploads import upload
 
 TEMPORARY_SUFFIX: Final = ".ckptz-tmp"
 EAGER_BYTES: Final = 1 << 26  # small beside what a system collects, and long enough for any disk
 _TEMPORARY: Final = re.compile(rf"([0-9a-f]{{8}})-(\d{{1,10}})-[0-9a-f]{{16}}{re.escape(TEMPORARY_SUFFIX)}$")
+PRIVATE: Final = 0o600
 READ_WRITE: Final = 0o666  # what the system makes of it by the user's umask is the widest mode
 
 _CANNOT_SYNC: Final = frozenset(
@@ -51,6 +55,8 @@ def sync_folder(folder: Path) -> None:
 def make_folder(folder: Path, *, parents: bool = True) -> bool:
     """Make a folder, if it is missing, by default with those above it; a power cut does not take it back.
 
+    Behind a URL an upload makes the folders that it needs, so that nothing is done here.
+
     Returns:
         Whether it was made by this very call.
 
@@ -58,7 +64,7 @@ def make_folder(folder: Path, *, parents: bool = True) -> bool:
         FileNotFoundError: one above it is missing, and not to be made.
         OSError: a file is in the place, or the disk fails.
     """
-    missing = [] if folder.is_dir() else [folder]
+    missing = [] if is_url(folder) or folder.is_dir() else [folder]
     while parents and missing and not missing[-1].parent.is_dir():
         missing.append(missing[-1].parent)
     is_new = False
@@ -105,21 +111,21 @@ class Publication:
     def file(self, path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
         """Open a file to write; it stays a temporary one beside `path` until all are complete.
 
-        So the rename stays within one file system. The mode is that of the file that is replaced, and never
-        wider than what the files `like` have in common.
+        So the rename stays within one file system. What goes behind a URL is made in the system's folder for
+        temporary files, and uploaded when all are complete. The mode is that of the replaced file, and
+        never wider than what the files `like` have in common.
 
         Raises:
             ConfigError: something that is no file is in the place, or the name is that of a folder.
         """
-        if "://" in str(path):
-            raise ConfigError(f"{path}: only local files are written; name one")
         if str(path).endswith(("/", os.sep)):
             raise ConfigError(f"{path}: is written as a folder; name a file")
-        target = Path(path)
+        target = path_of(path)
         mode = mode_for(target, like)
         # The name says nothing of the target's, which may be as long as the file system allows.
         writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(8)}"
-        temporary = target.with_name(f".{self._owner}{writer}{TEMPORARY_SUFFIX}")
+        name = f".{self._owner}{writer}{TEMPORARY_SUFFIX}"
+        temporary = scratch_folder(target) / name
         try:
             with (
                 _naming(temporary, target),
@@ -136,15 +142,24 @@ class Publication:
     def commit(self) -> None:
         """Rename all temporary files to their targets."""
         for temporary, target in self._staged:
+            if is_url(target):
+                upload(temporary, target.fs, target.path, str(target))  # type: ignore[attr-defined]  # a UPath
+                temporary.unlink()
+                continue
             with _naming(temporary, target):
                 os.replace(temporary, target)
-        for folder in dict.fromkeys(target.parent for _, target in self._staged):
+        for folder in dict.fromkeys(target.parent for _, target in self._staged if not is_url(target)):
             sync_folder(folder)
 
     def discard(self) -> None:
         """Remove the files that have no name yet."""
         for temporary, _ in self._staged:
             temporary.unlink(missing_ok=True)
+
+
+def scratch_folder(target: Path) -> Path:
+    """Return the folder of this machine where a file is made that becomes `target`."""
+    return Path(tempfile.gettempdir()) if is_url(target) else target.parent
 
 
 @functools.cache
@@ -159,6 +174,8 @@ def _machine() -> str:
 
 def is_same(a: Path, b: Path) -> bool:
     """Return whether two paths are one file."""
+    if is_url(a) or is_url(b):
+        return str(a) == str(b)
     try:
         return a.samefile(b)
     except OSError:
@@ -166,8 +183,10 @@ def is_same(a: Path, b: Path) -> bool:
 
 
 def abandoned(folder: Path) -> list[Path]:
-    """List the temporary files in a folder whose writers are certain to have ended."""
-    unfinished = []
+    """List the temporary files in a folder whose writers are certain to have ended; none behind a URL."""
+    unfinished = list[Path]()
+    if is_url(folder):
+        return unfinished
     for path in folder.glob(f".*{TEMPORARY_SUFFIX}"):
         match = _TEMPORARY.search(path.name)
         if match is not None and match[1] == _machine() != "0" and not is_alive(int(match[2])):
@@ -205,6 +224,8 @@ def mode_for(target: Path, like: Iterable[Path]) -> int:
     Raises:
         ConfigError: something that is no file is in the place.
     """
+    if is_url(target):
+        return PRIVATE  # until it is uploaded
     try:
         mode = target.stat().st_mode
     except FileNotFoundError:
@@ -213,7 +234,7 @@ def mode_for(target: Path, like: Iterable[Path]) -> int:
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the rename has its own error
             raise ConfigError(f"{target}: is not a regular file; write elsewhere")
     for source in like:
-        mode &= READ_WRITE if hasattr(source, "fs") else source.stat().st_mode  # behind a URL
+        mode &= READ_WRITE if is_url(source) else source.stat().st_mode
     return mode & READ_WRITE
 
 

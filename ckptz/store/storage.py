@@ -20,9 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz import lazy
-from ckptz.errors import ConfigError, TruncatedError
-from ckptz.format.byte_source import FILE_URL, ByteSource, FileBytes, seconds_for, url_options
+from ckptz.errors import TruncatedError
+from ckptz.format.byte_source import (
+    FILE_URL,
+    ByteSource,
+    FileBytes,
+    needs_package,
+    seconds_for,
+    url_options,
+)
 from ckptz.format.publish import make_folder, publish, sync_folder
+from ckptz.format.uploads import upload
 
 
 class LocalFolder:
@@ -119,20 +127,14 @@ class _Ranges:
 
 
 class UploadFolder:
-    """A folder behind an fsspec URL, whose files are finished before they are uploaded; as `LocalFolder`.
-
-    An object store shows an upload when it is complete. Elsewhere fsspec's transactions write aside and
-    rename, where the file system implements them; where not, an upload that is cut off leaves a file that
-    ends early.
-    """
+    """A folder behind an fsspec URL, whose files are finished before they are uploaded; as `LocalFolder`."""
 
     def __init__(self, url: str) -> None:
         self.name = url
         try:  # optional, and slow to load: only a URL asks for it
-            core = lazy.module("fsspec.core")
-        except ModuleNotFoundError:
-            raise ConfigError("a URL needs fsspec; install it with: pip install 'ckptz[remote]'") from None
-        self._fs, root = core.url_to_fs(url, **url_options(url))
+            self._fs, root = lazy.module("fsspec.core").url_to_fs(url, **url_options(url))
+        except ImportError as error:
+            raise needs_package(url, error) from None
         self._root = str(root).rstrip("/")
 
     def full_name(self, name: str) -> str:
@@ -182,12 +184,7 @@ class UploadFolder:
 
     def upload(self, path: Path, name: str) -> None:
         """Put a local file there under its final name; nothing there is sought in."""
-        self._fs.makedirs(self._root, exist_ok=True)
-        try:
-            with self._fs.transaction:
-                self._fs.put_file(str(path), self._path(name))
-        except (AttributeError, NotImplementedError):  # no transactions
-            self._fs.put_file(str(path), self._path(name))
+        upload(path, self._fs, self._path(name), self.full_name(name))
 
     @contextlib.contextmanager
     def publish(self, name: str) -> Iterator[BinaryIO]:

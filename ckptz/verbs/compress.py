@@ -33,7 +33,7 @@ from ckptz.foreign.inputs import (
     stem_of,
 )
 from ckptz.foreign.torch_files import TORCH_SUFFIXES
-from ckptz.format.byte_source import open_bytes, path_of
+from ckptz.format.byte_source import is_url, open_bytes, path_of
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned, is_same, make_folder, publish
 from ckptz.format.sources import TensorSource, tensor_bytes
@@ -314,7 +314,8 @@ def _files_of(opened: Input, source: Path) -> list[Path]:
 
 def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp]) -> None:
     """Require, as far as index and times tell, that an existing output was made from this input."""
-    modified = target.stat().st_mtime_ns
+    # Stores behind URLs count whole seconds.
+    modified = target.stat().st_mtime_ns + (999_999_999 if is_url(target) else 0)
     with contextlib.closing(open_file(open_bytes(target))) as there:
         found = {name: (source.dtype, source.shape) for name, source in there.tensors.items()}
     wanted = {name: (source.dtype, source.shape) for name, source in opened.tensors.items()}
@@ -343,6 +344,8 @@ def _is_copied(carried: Carried, place: Path) -> bool:
     """Return whether a folder has a file with the same bytes under a relative path."""
     name, source = carried
     copy = place / name
+    if is_url(copy):
+        return copy.is_file() and copy.read_bytes() == source.read_bytes()
     return copy.is_file() and not copy.is_symlink() and filecmp.cmp(source, copy, shallow=False)
 
 
@@ -378,7 +381,8 @@ def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bo
         return None
     beside = folders_beside(base.folder / base.ref.file)  # of a link both its own and its target's
     if target.parent.resolve() not in [folder.resolve() for folder in beside]:
-        if is_folder:  # links to the base and to its own bases make the folder complete
+        # Links to the base and to its own bases make the folder complete.
+        if is_folder and not is_url(target):
             with contextlib.closing(open_checkpoint(base.folder / base.ref.file)) as opened:
                 names = link_chain(opened, target.parent) if opened.container is not None else ()
             if names:

@@ -115,8 +115,9 @@ def report(
         raise ConfigError(f"{needed}; install them with: pip install 'ckptz[report]'")
     given = [paths_] if isinstance(paths_, str | Path) or not isinstance(paths_, Sequence) else paths_
     folders, named, documents = _by_kind(paths(given))
-    if output is not None:
-        _check_output(file_path(output), named, force)
+    page = None if output is None else file_path(output)
+    if page is not None:
+        _check_output(page, named, force)
     problems: list[str] = []
 
     def note(error: Exception) -> None:
@@ -140,11 +141,11 @@ def report(
         histograms=tuple(_histograms(histograms, [*inside, *named], search_path)),
         problems=tuple(problems),
     )
-    if output is not None:
+    if page is not None:
         shown = [*inside, *named, *documents]
         shown += [path / e.file for path, run in zip(folders, runs, strict=True) for e in run.entries]
         like = [path for path in shown if path.exists()]
-        with naming_output(Path(output)), publish(output, like) as file:
+        with naming_output(page), publish(page, like) as file:
             file.write(found.html.encode())
     return found
 

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Final, Literal
 
 from ckptz.api.read import check_limit, decoded_chunks
@@ -31,9 +31,9 @@ from ckptz.foreign.inputs import (
     stem_of,
 )
 from ckptz.foreign.trainer_folders import open_trainer_folder, plain_state_in, write_plain_trainer
-from ckptz.format.byte_source import naming_urls, path_of
+from ckptz.format.byte_source import is_url, naming_urls, path_of
 from ckptz.format.envelope import plain_regions, write_plain
-from ckptz.format.publish import make_folder, publish
+from ckptz.format.publish import make_folder, publish, scratch_folder
 from ckptz.format.sources import tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
@@ -165,7 +165,7 @@ def _of_trainer(
         raise ConfigError(
             f"{path}: becomes a folder that the plain Trainer resumes from; name it with -o, without --to"
         )
-    folder, trainer = Path(output), open_trainer_folder(path, search_path, held)
+    folder, trainer = path_of(output), open_trainer_folder(path, search_path, held)
     read = [file for one in trainer.inputs if one.checkpoint is not None for file in one.checkpoint.paths]
     make_folder(folder, parents=False)
     for file in trainer.written:
@@ -229,7 +229,7 @@ def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -
         return asked
     if opened.sharding is not None:
         return "folder"
-    suffix = "" if output is None else Path(output).suffix
+    suffix = "" if output is None else PurePath(str(output)).suffix
     if suffix in (PLAIN_SUFFIX, *torch_files.TORCH_SUFFIXES):
         return "safetensors" if suffix == PLAIN_SUFFIX else "pt"
     return "pt" if opened.tree is not None else "safetensors"
@@ -242,7 +242,7 @@ def _target_of(
     checkpoints = opened.shards or (opened.checkpoint,)
     read = [file for one in checkpoints if one is not None for file in one.paths]
     if kind == "dcp":
-        target = beside(path) / f"{stem_of(path)}.dcp" if output is None else Path(output)
+        target = beside(path) / f"{stem_of(path)}.dcp" if output is None else path_of(output)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target}: is not an empty folder; name a new one")
         return target
@@ -250,7 +250,7 @@ def _target_of(
         [target] = places_for([path], output, ".pt" if kind == "pt" else PLAIN_SUFFIX)
         check_target(target, read, force=force)
         return target
-    folder = beside(path) if output is None else Path(output)
+    folder = beside(path) if output is None else path_of(output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; name a folder")
     assert opened.sharding is not None
@@ -266,7 +266,7 @@ def _check_size(job: _Restoration, n_bytes: int, max_decoded_bytes: int | None) 
     """Refuse what is too large before the first byte is written: a small file may decode to terabytes."""
     if max_decoded_bytes is not None:  # else the free disk is the limit, and not the free memory
         check_limit(n_bytes, max_decoded_bytes, job.name)
-    folder = job.target if job.kind == "folder" else job.target.absolute().parent
+    folder = job.target if job.kind == "folder" and not is_url(job.target) else scratch_folder(job.target)
     # What becomes torch files is decoded to an unnamed file first.
     is_twice = job.kind in ("pt", "dcp") or (job.kind == "folder" and any(one.tree for one in job.inputs))
     needed, free = n_bytes * (2 if is_twice else 1), shutil.disk_usage(folder).free

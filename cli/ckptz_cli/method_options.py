@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from ckptz_cli.options import PATH, together
+from ckptz_cli.options import PATH, parse_pairs, together
 
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
@@ -44,31 +44,8 @@ NUMBERS: Final = ("step", "max_evaluations", "restores", "resume_steps")  # keys
 _ATTRIBUTE: Final = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
 
-def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse the values of --set into nested settings.
-
-    A value is written as in TOML, such as 16, 0.5, true or [["head", 0.0]]; anything else is a string, and
-    `none` is None. A key may be dotted: `moments.second_step=2`.
-
-    Raises:
-        click.BadParameter: a text is not KEY=VALUE, or contradicts an earlier one.
-    """
-    settings: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not all(part.isidentifier() for part in key.strip().split(".")):
-            raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as levels=16")
-        *path, name = key.strip().split(".")
-        level = settings
-        for part in path:
-            level = level.setdefault(part, {})
-            if not isinstance(level, dict):
-                raise click.BadParameter(f"{text!r}: {part} has a value already")
-        if name in level:
-            raise click.BadParameter(f"{text!r}: {key.strip()} is set twice")
-        is_file = len(path) == 1 and path[0] in GROUPS and name not in NUMBERS
-        level[name] = value.strip() if is_file else _value(value.strip())
-    return settings
+def _is_file(names: Sequence[str]) -> bool:
+    return len(names) == 2 and names[0] in GROUPS and names[1] not in NUMBERS
 
 
 def split_groups(settings: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -89,15 +66,6 @@ def split_groups(settings: Mapping[str, Any], where: str) -> tuple[dict[str, Any
             if key not in NUMBERS and (type(value) is not str or not value):
                 raise click.UsageError(f"{where}{name}.{key}: {value!r} is not the name of a file")
     return {name: value for name, value in settings.items() if name not in GROUPS}, groups
-
-
-def _value(text: str) -> Any:
-    if text == "none":
-        return None
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _show_methods(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
@@ -161,7 +129,7 @@ method_options: Callable[..., Any] = together(
         "settings",
         multiple=True,
         metavar="KEY=VALUE",
-        callback=lambda _context, _option, texts: parse_settings(texts),
+        callback=lambda _context, _option, texts: parse_pairs(texts, _is_file),
         help="A setting, such as step=0.5 for grid; repeatable.",
     ),
     click.option(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -13,6 +15,7 @@ from ckptz_cli.session import QUIET, VERBOSE, Verb, streamed
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 COUNT: Final = click.IntRange(min=1)
+_PROTOCOL: Final = re.compile(r"(?:[\w.-]+=)?(\w[\w+.-]*)://")
 jobs_option = click.option(
     *("-j", "--jobs"), type=COUNT, metavar="N", help="Number of threads (default: all cores)."
 )
@@ -30,7 +33,7 @@ SECTIONS: Final[Mapping[str, Sequence[str]]] = {
         "config",
         "help_methods",
     ),
-    "What is read and written": ("optimizer", "search_path", "resume", "force", "jobs"),
+    "What is read and written": ("optimizer", "resume", "force", "jobs", "search_path", "storage_options"),
 }
 
 
@@ -58,11 +61,11 @@ class _Path(click.Path):
         if value == "-" and param is not None and ctx is not None:
             return streamed(param.name == OUTPUT, ctx)
         if isinstance(value, str) and "://" in value:
-            if param is not None and param.name == OUTPUT:
-                self.fail(f"{value}: only local files are written", param, ctx)
             from ckptz.format.byte_source import path_of
 
-            return path_of(value)
+            there = path_of(value)  # fails early
+            is_folder = param is not None and param.name == OUTPUT and value.endswith("/")
+            return value if is_folder else there
         path = super().convert(value, param, ctx)
         is_folder = isinstance(value, str) and value.endswith(("/", os.sep))
         return value if is_folder and param is not None and param.name == OUTPUT else path
@@ -114,13 +117,87 @@ session_options = together(
     click.option("--json", is_flag=True, expose_value=False, help="Print the report as one JSON object."),
 )
 
-search_path_option = click.option(
-    "--search-path",
-    type=PATH,
+
+def parse_pairs(texts: Sequence[str], is_text: Callable[[Sequence[str]], bool]) -> dict[str, Any]:
+    """Parse KEY=VALUE into nested settings.
+
+    A value is written as in TOML, such as 16, 0.5, true or [["head", 0.0]]; anything else is a string, and
+    `none` is None. A key may be dotted: `moments.second_step=2`. Values of keys that `is_text` names are
+    strings as they stand.
+
+    Raises:
+        click.BadParameter: a text is not KEY=VALUE, or contradicts an earlier one.
+    """
+    settings: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        names = key.strip().split(".")
+        if not equals or not all(name.isidentifier() for name in names):
+            raise click.BadParameter(f"{text!r} is not KEY=VALUE, such as levels=16")
+        level = settings
+        for name in names[:-1]:
+            level = level.setdefault(name, {})
+            if not isinstance(level, dict):
+                raise click.BadParameter(f"{text!r}: {name} has a value already")
+        if names[-1] in level:
+            raise click.BadParameter(f"{text!r}: {key.strip()} is set twice")
+        level[names[-1]] = value.strip() if is_text(names) else _value(value.strip())
+    return settings
+
+
+def _value(text: str) -> Any:
+    if text == "none":
+        return None
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _use_storage(context: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> None:
+    """Add options to fsspec's configuration, for the protocols of all URLs of this command line."""
+    if not texts:
+        return
+    from ckptz import lazy
+    from ckptz.format.byte_source import needs_package
+
+    options = parse_pairs(texts, lambda _: False)
+    protocols = {match[1] for word in context.obj.args if (match := _PROTOCOL.match(word))}
+    if not protocols:
+        raise click.BadParameter("no file is a URL", param=param)
+    try:
+        known = lazy.module("fsspec.config").conf
+    except ImportError as error:
+        raise needs_package("--storage-options", error) from None
+    before = dict(known)
+    known.update({protocol: {**known.get(protocol, {}), **options} for protocol in protocols})
+
+    def restore() -> None:
+        known.clear()
+        known.update(before)
+
+    context.call_on_close(restore)
+
+
+storage_option = click.option(
+    "--storage-options",
+    is_eager=True,  # URLs are opened as soon as they are read
+    expose_value=False,
     multiple=True,
-    callback=_are_there,
-    metavar="DIR",
-    help="Look for bases in this folder too, after the file's own; repeatable.",
+    metavar="KEY=VALUE",
+    callback=_use_storage,
+    help="Option of fsspec for URLs, such as anon=true; repeatable.",
+)
+search_path_option = together(
+    click.option(
+        "--search-path",
+        type=PATH,
+        multiple=True,
+        callback=_are_there,
+        metavar="DIR",
+        help="Look for bases in this folder, too; repeatable.",
+    ),
+    storage_option,
 )
 
 # What every verb has that writes a file, at the end of its help.

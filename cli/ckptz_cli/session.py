@@ -228,6 +228,7 @@ class Session:
     """
 
     def __init__(self, args: Sequence[str]) -> None:
+        self.args = args
         self.as_json = "--json" in args
         self.is_verbose = "-v" in args or "--verbose" in args
         self.exit_code = 0

@@ -21,6 +21,7 @@ from ckptz_cli.options import (
     only_one,
     search_path_option,
     session_options,
+    storage_option,
     writing_options,
 )
 from ckptz_cli.search_options import (
@@ -495,6 +496,7 @@ Examples:
     "--after", type=click.IntRange(min=0), metavar="STEP", help="First remove all steps after this one."
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@storage_option
 @session_options
 @click.pass_obj
 def prune(

@@ -20,7 +20,7 @@ from ckptz import inspect, log, restore
 from ckptz.errors import ConfigError
 from ckptz.numpy import load_file, save_file
 from ckptz_cli.main import main
-from tests.support.cli_support import a_state, ckptz, content_of, write_plain
+from tests.support.cli_support import a_state, ckptz, content_of, hf_folder, write_plain
 
 STEPS = (8, 9, 10)
 
@@ -86,21 +86,64 @@ def test_reports_name_the_url(url: str) -> None:
     assert f"{url}/gone.ckptz: no such file" in ckptz("inspect", f"{url}/gone.ckptz", fails=True).error
 
 
-def test_results_go_to_the_working_folder_and_never_to_a_url(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_results_go_to_the_working_folder_or_where_they_are_told_to(
+    url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spool"))
+    (tmp_path / "spool").mkdir()
     ckptz("restore", f"{url}/step-10.ckptz")
     ckptz("compress", f"{url}/step-9.safetensors")
-    assert sorted(os.listdir()) == ["step-10.safetensors", "step-9.ckptz"]
+    assert sorted(os.listdir()) == ["spool", "step-10.safetensors", "step-9.ckptz"]
+    wanted = content_of(folder / "step-10.safetensors")
     for line in (
-        ("rebase", f"{url}/step-10.ckptz"),
         ("restore", f"{url}/step-10.ckptz", "-o", f"{url}/new.safetensors"),
+        ("restore", f"{url}/step-10.ckptz", "-o", f"{url}/new/"),
+        ("compress", f"{url}/step-10.safetensors", "-o", f"{url}/new.ckptz"),
+        ("rebase", f"{url}/step-10.ckptz", "-o", f"{url}/alone.ckptz"),
+        ("report", f"{url}/step-8.ckptz", "-o", f"{url}/page.html"),
     ):
-        run = ckptz(*line, fails=True)
-        assert run.exit_code in (2, 5), run.error
-        assert url in run.error
-    assert not fsspec.filesystem("memory").exists(f"{url}/new.safetensors")
+        ckptz(*line)
+        name = line[-1] + "step-10.safetensors" if line[-1].endswith("/") else line[-1]
+        run = ckptz(*line, fails=line[0] != "report")
+        assert line[0] == "report" or f"{name}: exists already" in run.error
+    for name in ("new.safetensors", "new/step-10.safetensors", "new.ckptz", "alone.ckptz"):
+        ckptz("diff", f"{url}/{name}", folder / "step-10.safetensors", "--exit-code")
+    assert content_of(tmp_path / "step-10.safetensors") == wanted
+    ckptz("rebase", f"{url}/step-10.ckptz")
+    assert inspect(f"{url}/step-10.ckptz").depth == 0
+    assert not os.listdir("spool")
+
+
+def test_folders_go_to_urls(tmp_path: Path) -> None:
+    shards, url = hf_folder(tmp_path / "hf"), f"memory://{uuid.uuid4().hex}"
+    ckptz("compress", shards, "-o", f"{url}/packed/")
+    assert "exists already" in ckptz("compress", shards, "-o", f"{url}/packed/", fails=True).error
+    ckptz("restore", f"{url}/packed/model.ckptz", "-o", f"{url}/back")
+    for file in (one for one in shards.rglob("*") if one.is_file()):
+        name = file.relative_to(shards)
+        if name.name != "vocab.txt":  # of another folder: not listed behind a URL
+            assert fsspec.filesystem("memory").cat_file(f"{url}/back/{name}") == file.read_bytes(), name
+
+
+def test_a_store_that_refuses_is_named_and_nothing_is_left(
+    url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "put_file", refuse)
+    run = ckptz("compress", folder / "step-8.safetensors", "-o", f"{url}/new.ckptz", fails=True)
+    assert (run.exit_code, f"{url}/new.ckptz: Permission denied" in run.error) == (7, True)
+    assert not os.listdir(tmp_path)
+
+
+def test_python_writes_to_urls(url: str) -> None:
+    tensors = {"layer.weight": np.ones((10, 50), np.float32)}
+    save_file(tensors, f"{url}/new.ckptz")
+    assert np.array_equal(load_file(f"{url}/new.ckptz")["layer.weight"], tensors["layer.weight"])
 
 
 def test_a_server_without_ranges_is_read_whole(served: str, folder: Path, tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def test_one_function_makes_folders() -> None:
     }
     # A folder that nobody synced in its parent may go in a power cut; remote ones have no such thing.
     # What a power cut takes of compiled kernels is compiled again.
-    assert users == {"ckptz.format.publish", "ckptz.store.storage", "ckptz.kernels.cache"}
+    assert users == {"ckptz.format.publish", "ckptz.format.uploads", "ckptz.kernels.cache"}
 
 
 @pytest.mark.parametrize("command", ["import ckptz", "from ckptz_cli.main import main; main(['--help'])"])

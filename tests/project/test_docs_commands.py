@@ -57,7 +57,8 @@ def blocks() -> Iterator[Any]:
 
 
 def arguments(command: str) -> list[str]:
-    """Split a command as a shell does: quotes, comments, and patterns of file names."""
+    """Split a command as a shell does: quotes, comments, and patterns of file names; s3 is memory here."""
+    command = command.replace("s3://", "memory://")
     words: list[str] = []
     for word in shlex.split(command, comments=True):
         found = sorted(str(path) for path in Path().glob(word)) if "*" in word and "'" not in word else []
