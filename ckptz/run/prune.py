@@ -487,6 +487,12 @@ def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
         item,
         step=next((step for step in steps.values() if step is not None), item.step),
         ids=ids,
-        bases=tuple(f.base for _, f in own if f.base is not None and f.base.content_id not in ids),
+        bases=tuple(
+            f.base
+            for file, f in own
+            # A file may hold the very values of its base: it does not stand in for that.
+            if f.base is not None
+            and all(other == file or fact.content_id != f.base.content_id for other, fact in facts)
+        ),
         metric=next((fact.metric for _, fact in own if fact.metric is not None), None),
     )

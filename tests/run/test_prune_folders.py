@@ -14,6 +14,7 @@ import ckptz
 from ckptz import KeepPolicy
 from ckptz.errors import ConfigError
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
+from ckptz.run.prune import prune_run
 from ckptz.run.step_files import COMPLETE
 from ckptz.torch import load_state
 from tests.support.cli_support import ckptz as command
@@ -75,6 +76,14 @@ def test_a_folder_with_linked_bases_has_its_own_step(tmp_path: Path, last: str |
     assert steps_in(tmp_path) == {20, 45}
     for step in (20, 45):
         assert torch.equal(load_state(tmp_path / f"checkpoint-{step}" / "model.ckptz")["w"], weights(step))
+
+
+def test_a_file_with_the_very_values_of_its_base_keeps_the_base(tmp_path: Path) -> None:
+    chain = Chain(ChainOptions(jobs=1))
+    for name in ("epoch=0-step=10.ckpt", "last.ckpt"):
+        chain.write(tmp_path / name, job_of({"w": weights(10)}, 10))
+    assert not prune_run(tmp_path, KeepPolicy(last=1), after=None, dry_run=False).removed
+    assert torch.equal(load_state(tmp_path / "last.ckpt")["w"], weights(10))
 
 
 def test_the_newest_step_of_a_run_that_resumed_from_an_earlier_one_stays(tmp_path: Path) -> None:
