@@ -21,6 +21,7 @@ from typing import Any, Final
 import accelerate
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from accelerate.utils.constants import OPTIMIZER_NAME
 
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.format.publish import publish
@@ -34,6 +35,7 @@ from ckptz.integrations.linked import (
     warn_of_differences,
 )
 from ckptz.integrations.versions import warn_untested
+from ckptz.run.names import step_of_folder
 from ckptz.run.step_files import COMPLETE, Kept
 from ckptz.state.modules import names_without_wrappers
 from ckptz.store.resolve import SUFFIX
@@ -74,6 +76,7 @@ class Registration:
         if self._folder is not None and self._accelerator.is_main_process:
             with publish(self._folder / COMPLETE) as sink:
                 sink.write(b"{}\n")
+            self.options.prune(self._folder.parent)
         return result
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
@@ -90,10 +93,8 @@ class Registration:
     def chain(self, i: int) -> Chain:
         """Return the files of the i-th model."""
         if i not in self._chains:
-            settings = self._accelerator.project_configuration
-            limit = settings.total_limit if settings.automatic_checkpoint_naming else None
-            kept = None if limit is None else Kept(last=max(1, limit))
-            self._chains[i] = Chain(self.options, kept)
+            kept = self.options.kept(_limit(self._accelerator), "total_limit")["weights"]
+            self._chains[i] = Chain(self.options, None if kept == Kept() else kept)
         return self._chains[i]
 
     def save(self, models: Sequence[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
@@ -101,6 +102,8 @@ class Registration:
         del models
         if self._accelerator.is_main_process:
             self._folder = Path(output_dir)
+            if self.options.keep is not None and step_of_folder(self._folder) is None:
+                raise ConfigError(f"{output_dir}: keep needs a folder named after its step, as step-100")
             (self._folder / COMPLETE).unlink(missing_ok=True)
             for i, state in enumerate(weights):
                 self.chain(i).settle()  # of the save before: nobody says when this one is complete
@@ -111,6 +114,11 @@ class Registration:
         """Read the models and take them from what accelerate reads; a folder from before is left to it."""
         if not _path(input_dir, 0).is_file():
             return
+        if self._accelerator._optimizers and not (Path(input_dir) / f"{OPTIMIZER_NAME}.bin").is_file():
+            raise ConfigError(
+                f"{input_dir}: only the weights of this step were kept; load a newer checkpoint, or "
+                "the weights with ckptz.torch.load_model"
+            )
         for i, model in enumerate(models):
             path = _path(input_dir, i)
             target = self._accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -135,6 +143,13 @@ class Registration:
             warnings.warn(f"{note}; all other names were loaded", RuntimeWarning, stacklevel=5)
 
 
+def _limit(accelerator: Any) -> Kept:
+    """How long checkpoints stay by accelerate's own limit."""
+    settings = accelerator.project_configuration
+    limit = settings.total_limit if settings.automatic_checkpoint_naming else None
+    return Kept() if limit is None else Kept(last=max(1, limit))
+
+
 def _path(folder: str, i: int) -> Path:
     return Path(folder) / (f"model{SUFFIX}" if i == 0 else f"model_{i}{SUFFIX}")
 
@@ -152,6 +167,7 @@ def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Regi
         Its `remove` undoes it.
 
     Raises:
+        ConfigError: `options.keep` and accelerate's `total_limit` would both delete checkpoints.
         UnsupportedError: FSDP, DeepSpeed or Megatron, which have checkpoints of their own.
     """
     if accelerator.distributed_type in _OWN_WAYS:
@@ -159,7 +175,8 @@ def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Regi
             f"accelerate with {accelerator.distributed_type.value} has checkpoints of its own; save sharded "
             "state with ckptz.integrations.dcp"
         )
-    made = Registration(checked_options(options), accelerator)
+    checked_options(options).kept(_limit(accelerator), "total_limit")
+    made = Registration(options, accelerator)
     accelerator.load_state = made.load_state
     accelerator.save_state = made.save_state
     made._handles += [

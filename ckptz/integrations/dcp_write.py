@@ -84,8 +84,8 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         timeout: of the group that the constructor makes.
 
     Raises:
-        ConfigError: `KMeans` by sensitivity, which is not known of whole tensors; a base in the options, or
-            beside `keep_last`; a `keep_last` below 1.
+        ConfigError: `KMeans` by sensitivity, which is not known of whole tensors; a base or `keep` in the
+            options, a base beside `keep_last`; a `keep_last` below 1.
     """
 
     def __init__(
@@ -103,6 +103,8 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             raise ConfigError(
                 "shards cannot be stored against one file of weights; leave base out of the options"
             )
+        if options.keep is not None:
+            raise ConfigError("shards hold weights and state together; pass keep_last in place of keep")
         options = self._options = options if keep_last is not None else replace(options, exact=0)
         self._folder = None if path is None else Path(path)
         self._base, self._keep_last = None if base is None else Path(base), keep_last

@@ -9,7 +9,11 @@ from them. See docs/frameworks.md.
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import secrets
 import zipfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +31,12 @@ from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.guidance.trail import Momentum, Trail
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
 from ckptz.integrations.versions import warn_untested
+from ckptz.run.keep import KeepPolicy
+from ckptz.run.links import N_DIGITS
+from ckptz.run.names import is_of_state, step_of
+from ckptz.run.step_files import METRIC_KEY, STATE_KEY
 from ckptz.state.torch import on_device
+from ckptz.store.resolve import SUFFIX, open_checkpoint
 from ckptz.write.pipeline import Job, mark_restored
 
 TESTED: Final = ((2, 6), (2, 6))  # first and last version that the tests ran with
@@ -51,13 +60,18 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
             where old files go so soon that less disk is taken without.
         exact: so many newest checkpoints come back bit for bit though `config` is lossy.
+        keep: which checkpoints stay, for `ModelCheckpoint(save_top_k=-1)`, which deletes none itself. With
+            rules for weights, optimizer and schedulers are in a file of their own beside each checkpoint,
+            `NAME.state-DIGITS.ckptz`, and go before it. What ModelCheckpoint names as the best and the last
+            stays, the best perhaps without its state.
         effort: "fast", "default" or "small": how much time to spend on smaller files.
         jobs: threads, all cores by default.
         base: a checkpoint of Lightning's, written by this plug-in, that training began from; those that would
             need no other file are stored against it.
 
     Raises:
-        ConfigError: an argument is out of range.
+        ConfigError: an argument is out of range, or rules for weights and a lossy optimizer state, which a
+            checkpoint holds as a whole.
 
     Example:
         >>> import torch
@@ -74,14 +88,24 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         config: Method = LOSSLESS,
         full_every: int = 16,
         exact: int = 1,
+        keep: KeepPolicy | None = None,
         effort: EffortName = "default",
         jobs: int | None = None,
         base: PathLike | None = None,
     ) -> None:
         options = ChainOptions(
-            config=config, full_every=full_every, exact=exact, effort=effort, jobs=jobs, base=base
+            config=config, full_every=full_every, exact=exact, keep=keep, effort=effort, jobs=jobs, base=base
         )
-        self._chain = Chain(options)
+        self._is_split = keep is not None and keep.weights is not None
+        if self._is_split and config.loses_state:
+            raise ConfigError(
+                "keep: weights cannot outlive a lossy optimizer state here; use LOSSLESS or KMeans"
+            )
+        kept = {"weights": None, "state": None} if keep is None else keep.by_kind
+        self._chain, self._states = (
+            Chain(options, kept["weights"]),
+            Chain(replace(options, base=None), kept["state"]),
+        )
         self._trail = Trail() if config.loses_state else None
         self._torch = TorchCheckpointIO()
 
@@ -107,14 +131,33 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         """
         if storage_options is not None:
             raise TypeError("CkptzIO takes no storage_options; leave them out of Trainer.save_checkpoint")
-        self._chain.write(_local(path), self._job(checkpoint))
+        place, keep = _local(path), self._chain.options.keep
+        step = _step_of(checkpoint)
+        if keep is not None and step_of(place, step) is None:
+            raise ConfigError(f"{path}: keep needs the step; name the file after it, such as step=100.ckpt")
+        job = self._write_state(place, checkpoint) if self._is_split else self._job(checkpoint)
+        self._chain.write(place, job)
+        for state in _states_of(place):
+            if state != _state_of(place):  # of a checkpoint that had this name before
+                self._states.remove(state)
         self._chain.settle()
+        self._chain.options.prune(place.parent, {Path(name).name for name in _named_by_callbacks(checkpoint)})
 
     def _job(self, checkpoint: dict[str, Any]) -> Job:
-        found = checkpoint.get("global_step")
-        step = found if isinstance(found, int) else None
+        step = _step_of(checkpoint)
         momentum = None if self._trail is None else Momentum(self._trail, step)
-        return replace(job_of(checkpoint, step), momentum=momentum)
+        job = job_of(checkpoint, step)
+        return replace(job, momentum=momentum, metadata=_metric_of(checkpoint))
+
+    def _write_state(self, path: Path, checkpoint: dict[str, Any]) -> Job:
+        """Write what only a resume needs to a file of its own, and return the job of all else."""
+        state = {key: checkpoint[key] for key in _STATE_KEYS if key in checkpoint}
+        job = self._job({key: value for key, value in checkpoint.items() if key not in state})
+        if not state:
+            return job
+        name = f"{path.stem}.state-{secrets.token_hex(N_DIGITS // 2)}{SUFFIX}"
+        self._states.write(path.with_name(name), job_of(state, job.step))
+        return replace(job, metadata={**(job.metadata or {}), STATE_KEY: name})
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
@@ -139,6 +182,9 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
             return loaded
         checkpoint: dict[str, Any] = read_newest(place, self._chain.options.jobs)
         self._chain.go_on_from(place)
+        if (state := _state_of(place)) is not None and state.exists():
+            checkpoint |= read_newest(state, self._chain.options.jobs)
+            self._states.go_on_from(state)
         mark_restored(self._job(checkpoint))
         if map_location is None or isinstance(map_location, dict) or callable(map_location):
             return checkpoint
@@ -146,8 +192,54 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         return moved
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint; what others are stored against stays until they go."""
+        """Delete a checkpoint; what others are stored against stays until they go.
+
+        Raises:
+            ConfigError: `keep` says what stays.
+        """
+        if self._chain.options.keep is not None:
+            raise ConfigError(f"{path}: ModelCheckpoint and keep both delete; set its save_top_k=-1")
         self._chain.remove(_local(path))
+
+
+_STATE_KEYS: Final = ("optimizer_states", "lr_schedulers")  # of a checkpoint: only a resume needs them
+
+
+def _step_of(checkpoint: dict[str, Any]) -> int | None:
+    found = checkpoint.get("global_step")
+    return found if isinstance(found, int) else None
+
+
+def _states_of(path: Path) -> list[Path]:
+    """List the files of optimizer state that a checkpoint has, or an earlier one of its name had."""
+    return [file for file in path.parent.glob(f"{glob.escape(path.stem)}.state-*") if is_of_state(file.name)]
+
+
+def _state_of(path: Path) -> Path | None:
+    """Return the file with the optimizer state of a checkpoint, or None if the checkpoint is whole."""
+    with contextlib.closing(open_checkpoint(path)) as opened:
+        name = (opened.metadata or {}).get(STATE_KEY)
+    return path.resolve().with_name(name) if name is not None and is_of_state(name) else None
+
+
+def _monitors(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The states of the ModelCheckpoints in a checkpoint."""
+    callbacks = checkpoint.get("callbacks")
+    for state in callbacks.values() if isinstance(callbacks, dict) else ():
+        if isinstance(state, dict) and "best_model_path" in state:
+            yield state
+
+
+def _named_by_callbacks(checkpoint: dict[str, Any]) -> Iterator[str]:
+    """The checkpoints that Lightning may load by "best" and "last"."""
+    for state in _monitors(checkpoint):
+        yield from (state[key] for key in ("best_model_path", "last_model_path") if state.get(key))
+
+
+def _metric_of(checkpoint: dict[str, Any]) -> dict[str, str] | None:
+    """The metric that ModelCheckpoint monitors, as metadata of the file."""
+    scores = [state["current_score"] for state in _monitors(checkpoint) if state.get("monitor")]
+    return {METRIC_KEY: repr(float(scores[0]))} if len(scores) == 1 and scores[0] is not None else None
 
 
 def _local(path: PathLike) -> Path:

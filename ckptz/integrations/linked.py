@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,9 +21,11 @@ from ckptz.format.publish import make_folder, publish_together, sync_folder
 from ckptz.format.written import Written
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.exact import read_exact_or_lossy, residual_of
+from ckptz.run.keep import KeepPolicy
 from ckptz.run.linked_files import LinkedFiles
 from ckptz.run.names import Inode
-from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, Kept
+from ckptz.run.prune import prune_saved
+from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, MAX_STEP, FileKind, Kept
 from ckptz.run.writer import reopened, write_against
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import Rule
@@ -49,6 +51,8 @@ class ChainOptions:
         full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
             where old files go so soon that less disk is taken without. 1 stores no deltas.
         exact: so many newest files come back bit for bit where they are lossy; 0 saves the writes for that.
+        keep: which steps stay, in place of the framework's own limit, and which weights stay when their
+            optimizer state goes. It also says how many stay exact.
         effort: "fast", "default" or "small": how much time to spend on smaller files.
         jobs: threads, all cores by default.
         base: the file of weights that training began from; those of a model are stored against it where they
@@ -58,6 +62,7 @@ class ChainOptions:
     config: Method = LOSSLESS
     full_every: int = 16
     exact: int = 1
+    keep: KeepPolicy | None = None
     effort: EffortName = "default"
     jobs: int | None = None
     base: Path_ | None = None
@@ -69,7 +74,40 @@ class ChainOptions:
         if self.jobs is not None:
             jobs_of(self.jobs)
         check_int("exact", self.exact, 0)
+        if not isinstance(self.keep, KeepPolicy | None):
+            raise ConfigError(f"keep must be a ckptz.KeepPolicy or None, got {self.keep!r}")
+        if self.keep is not None and self.exact != 1:
+            raise ConfigError(f"exact={self.exact} and keep: say it in KeepPolicy(exact={self.exact}) alone")
         check_int("full_every", self.full_every, 1, MAX_DEPTH)
+
+    @property
+    def n_exact(self) -> int:
+        """Number of newest files that stay exact."""
+        if self.keep is None:
+            return self.exact
+        return MAX_STEP if self.keep.exact is None else self.keep.exact
+
+    def kept(self, limit: Kept, setting: str) -> Mapping[FileKind, Kept]:
+        """Return how long files of each kind stay: by `keep`, or by the framework's own limit.
+
+        Args:
+            limit: of the framework.
+            setting: that sets the limit, for the error.
+
+        Raises:
+            ConfigError: both are set.
+        """
+        if self.keep is None:
+            return {"weights": limit, "state": limit}
+        if limit != Kept():
+            raise ConfigError(f"{setting} and keep both delete checkpoints; leave out {setting}")
+        return self.keep.by_kind
+
+    def prune(self, folder: Path, spared: Collection[str] = ()) -> None:
+        """Delete what no rule keeps of a run whose newest step is complete; see `prune_saved`."""
+        if self.keep is not None:
+            for note in prune_saved(folder, self.keep, spared):
+                warnings.warn(f"{folder}: {note}", RuntimeWarning, stacklevel=3)
 
 
 DEFAULTS: Final = ChainOptions()
@@ -88,7 +126,7 @@ def checked_options(options: object) -> ChainOptions:
 
 def warn_of_no_gain(options: ChainOptions, kept: Kept) -> None:
     """Warn where all files that stay are exact, too, so that what may be lost saves nothing."""
-    if options.config.is_lossy and kept.is_within(options.exact):
+    if options.config.is_lossy and kept.is_within(options.n_exact):
         warnings.warn(ALL_EXACT, RuntimeWarning, stacklevel=3)
 
 
@@ -122,7 +160,7 @@ class Chain(LinkedFiles):
     def __init__(self, options: ChainOptions = DEFAULTS, kept: Kept | None = None) -> None:
         self.options = checked_options(options)
         origin = None if options.base is None else Path(os.fspath(options.base))
-        super().__init__(kept, options.exact, options.full_every, origin)
+        super().__init__(kept, options.n_exact, options.full_every, origin)
         self.forget()
 
     def forget(self) -> None:
@@ -163,7 +201,7 @@ class Chain(LinkedFiles):
             files.file(path) as sink,  # which is complete, and so gets its name, last
         ):
             written = write(sink, against(job, base, name), workers)
-            if self.options.exact and written.n_lossy:
+            if self.options.n_exact and written.n_lossy:
                 sink.flush()
                 place, temporary = residual_of(Path(sink.name), path), Path(sink.name)
                 metadata = {**(job.metadata or {}), EXACT_OF_KEY: written.content_id}

@@ -30,7 +30,7 @@ import transformers
 from ckptz import lazy
 from ckptz.codec.method import MOMENT_ROLES
 from ckptz.codec.tensor import SideInformation, moments_energy
-from ckptz.errors import UnsupportedError
+from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.foreign.adapters import STORED_PREFIX
 from ckptz.format.publish import make_folder
 from ckptz.format.sources import TensorSource
@@ -46,7 +46,8 @@ from ckptz.integrations.linked import (
     warn_of_no_gain,
 )
 from ckptz.integrations.versions import warn_untested
-from ckptz.run.step_files import FROZEN_KEY, Kept
+from ckptz.run.keep import KeepPolicy
+from ckptz.run.step_files import FROZEN_KEY, METRIC_KEY, Kept
 from ckptz.state.modules import name_without_wrappers, names_in_model, names_without_wrappers
 from ckptz.state.roles import Rule
 from ckptz.state.torch import to_plain
@@ -123,11 +124,12 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         self._ckptz = ckptz
         self._ckptz_trail = Trail() if ckptz.config.loses_state and not self.args.save_only_model else None
         self._ckptz_frozen = FrozenId() if trainable_only else None
-        kept = _kept(self.args)
-        warn_of_no_gain(ckptz, kept)
+        kept = ckptz.kept(_kept(self.args), "save_total_limit")
+        _check_best(self.args, ckptz.keep)
+        warn_of_no_gain(ckptz, kept["weights"])
         self._ckptz_chains = {
-            MODEL_NAME: Chain(ckptz, kept),
-            STATE_NAME: Chain(replace(ckptz, base=None), kept),
+            MODEL_NAME: Chain(ckptz, kept["weights"]),
+            STATE_NAME: Chain(replace(ckptz, base=None), kept["state"]),
         }
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -167,12 +169,16 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             momentum = replace(momentum, restored=lossy_tensors(stored))
             chain.write(path, replace(job, momentum=momentum))
 
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.args.should_save:
             _put_times_right(Path(self.args.output_dir))
-        super()._save_checkpoint(*args, **kwargs)
+        super()._save_checkpoint(model, trial)
         for chain in self._ckptz_chains.values():  # the step is complete
             chain.settle()
+        if self.args.should_save:
+            best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
+            spared = () if best is None else (Path(best).name,)
+            self._ckptz.prune(Path(self._get_output_dir(trial=trial)), spared)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save and self._ckptz_trail is None:  # else it stands beside the weights already
@@ -203,6 +209,11 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         path = None if checkpoint is None else Path(checkpoint) / STATE_NAME
         if path is None or not path.is_file():
+            if path is not None and not self.args.save_only_model and _is_weights_alone(path.parent):
+                raise ConfigError(
+                    f"{path.parent}: only the weights of this step were kept; resume from a newer "
+                    "checkpoint, or load them with from_pretrained of ckptz.integrations.transformers"
+                )
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         _check_resumed(path.with_name(TRAINER_STATE), self.state.global_step)
@@ -277,8 +288,40 @@ def _put_times_right(folder: Path) -> None:
                 os.utime(path, ns=(complete, complete))
 
 
+def _is_weights_alone(folder: Path) -> bool:
+    """Return whether a checkpoint of this module has lost the state by which training goes on."""
+    return (folder / MODEL_NAME).is_file() and not (folder / "optimizer.pt").is_file()
+
+
+def _metric(trainer: Any) -> str | None:
+    """Return the metric of this step by which the Trainer chooses the best model, if it was measured."""
+    name = trainer.args.metric_for_best_model
+    if name is None:
+        return None
+    name = name if name.startswith("eval_") else f"eval_{name}"
+    step = trainer.state.global_step
+    logs = (log[name] for log in reversed(trainer.state.log_history) if log["step"] == step and name in log)
+    return next((repr(float(metric)) for metric in logs), None)
+
+
+def _check_best(args: Any, keep: KeepPolicy | None) -> None:
+    """Refuse rules for the best steps if no metric is named, or it is better the other way round.
+
+    Raises:
+        ConfigError: the rules and the Trainer's arguments do not agree.
+    """
+    for rules in () if keep is None else filter(None, (keep, keep.weights)):
+        if rules.best and args.metric_for_best_model is None:
+            raise ConfigError(f"keep: best={rules.best} needs metric_for_best_model in TrainingArguments")
+        if rules.best and rules.lower_is_better == bool(args.greater_is_better):
+            raise ConfigError(
+                f"keep: lower_is_better={rules.lower_is_better}, but the Trainer has greater_is_better="
+                f"{args.greater_is_better}; say the same in both"
+            )
+
+
 def _kept(args: Any) -> Kept:
-    """How long checkpoints stay."""
+    """How long checkpoints stay by the Trainer's own limit."""
     limit, is_best_kept = args.save_total_limit, args.load_best_model_at_end
     if limit is None or limit < 1:
         return Kept()
@@ -346,6 +389,8 @@ def _weights_job(trainer: Any, model: Any) -> Job:
         stored, metadata = adapters.with_adapters(model, state, stored)
     if frozen and (frozen_id := trainer._ckptz_frozen.of(frozen)) is not None:
         metadata[FROZEN_KEY] = frozen_id
+    if (metric := _metric(trainer)) is not None:
+        metadata[METRIC_KEY] = metric
     return replace(job_of(stored, trainer.state.global_step, _EXACT_WEIGHTS), metadata=metadata or None)
 
 

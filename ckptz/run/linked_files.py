@@ -37,7 +37,7 @@ from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
 from ckptz.run.exact import residual_of, residuals_of, unlink_residuals
 from ckptz.run.keep import what_stays
 from ckptz.run.links import BASE_PREFIX, Origin, link_chain
-from ckptz.run.names import LIGHTNING_SUFFIX, Inode, inode_of
+from ckptz.run.names import LIGHTNING_SUFFIX, Inode, inode_of, step_of
 from ckptz.run.step_files import ABANDONED_SECONDS, ChainRule, FileFacts, Kept
 from ckptz.store.resolve import SUFFIX, Checkpoint, open_checkpoint
 
@@ -145,10 +145,10 @@ class LinkedFiles:
         else:
             return None
         chain = self._learn(newest)
-        files, kept = self._there(path, chain[0])
+        files, kept, steps = self._there(path, chain[0])
         plain = sum(source.n_bytes for source in newest.tensors.values())
         rule = ChainRule(self._full_every, is_forked=False)
-        inode = base_of_next(files, rule, kept, (), (self._sizes, plain, 0))
+        inode = base_of_next(files, rule, kept, steps, (self._sizes, plain, 0))
         if inode is None or newest.depth - chain.index(inode) + 1 >= self._full_every:
             return None
         if inode == chain[0]:
@@ -183,8 +183,10 @@ class LinkedFiles:
                 self._files[chain[i]] = ChainFile(paths[i].stat().st_size, position, base, 0)
         return chain
 
-    def _there(self, path: Path, newest: Inode) -> tuple[dict[Inode, ChainFile[Inode]], Kept]:
-        """Return the existing files except the one to be replaced, newest last, and their retention."""
+    def _there(
+        self, path: Path, newest: Inode
+    ) -> tuple[dict[Inode, ChainFile[Inode]], Kept, tuple[int, ...]]:
+        """Return the existing files except the one to be replaced, newest last, their retention and steps."""
         there = {place: file for place, file in self._saved.items() if _is_there(place, file)}
         self._is_any_gone |= len(there) < len(self._saved)
         self._saved = there
@@ -195,9 +197,18 @@ class LinkedFiles:
             if inode in needed and (base := self._files[inode].base) is not None:
                 needed.add(base)
         self._files = {inode: file for inode, file in self._files.items() if inode in needed}
-        stays = dict(zip(seen, kept.stays(range(1, len(seen) + 1)), strict=True))
+        steps = self._steps(seen)
+        stays = dict(zip(seen, kept.stays(steps or range(1, len(seen) + 1)), strict=True))
         order = sorted(self._files, key=lambda inode: inode == newest)
-        return {inode: replace(self._files[inode], stays=stays.get(inode, 0)) for inode in order}, kept
+        files = {inode: replace(self._files[inode], stays=stays.get(inode, 0)) for inode in order}
+        return files, kept, steps
+
+    def _steps(self, files: Sequence[Inode]) -> tuple[int, ...]:
+        """Return the steps that the files are called after, if each is and they ascend; else none."""
+        names = {inode: path for path, inode in self._saved.items()}
+        steps = [step_of(names[inode]) if inode in names else None for inode in files]
+        known = [step for step in steps if step is not None]
+        return tuple(known) if len(known) == len(steps) and known == sorted(set(known)) else ()
 
     # --- deleting -------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 run/step-100.ckptz                       a file of its own
 run/epoch=0-step=100.ckpt                the same under the name that Lightning gives it
 run/checkpoint-100/model.ckptz           a folder of the Trainer, or one that was compressed
+run/epoch=0-step=100.state-9be27a01c35d8f64.ckptz  its optimizer state, where weights may outlive it
 run/base-4f1c0a9b7d2e6853.ckptz          a second name of a file that others are stored against
 run/base-4f1c0a9b-model.safetensors      the same of the weights that training began from
 """
@@ -32,7 +33,12 @@ _IN_NAME: Final = re.compile(rf"(?<![a-z]){_STEP}(?!\d)", re.IGNORECASE)
 _FOLDER: Final = re.compile(_STEP, re.IGNORECASE)
 _BASE: Final = re.compile(r"base-([0-9a-f]{16}\.ckptz|[0-9a-f]{8}-.+)", re.DOTALL)
 _AT_STEP: Final = re.compile(r"(.+)@(\d{1,18})", re.DOTALL)
-_WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*")
+_WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*|.+\.state-[0-9a-f]{16}\.ckptz")
+# What only a resume needs, of the Trainer, accelerate and Lightning; registered objects may be weights.
+_OF_STATE: Final = re.compile(
+    r"(state|optimizer|scheduler|sampler|scaler|rng|rng_state|random_states)([-_]\d+)?"
+    r"(\.exact-[0-9a-f]{16})?\.(ckptz|pt|pth|bin|pkl)|.+\.state-[0-9a-f]{16}\.ckptz"
+)
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
 
@@ -174,6 +180,11 @@ def holds_state(path: Path) -> bool:
     """Return whether a file name is that of resume state without weights."""
     file = StepFile.parse(path.name)
     return _WITHOUT_WEIGHTS.fullmatch(path.name) is not None if file is None else file.kind == "state"
+
+
+def is_of_state(name: str) -> bool:
+    """Return whether only a resume needs a file of a framework's checkpoint, by the file's name."""
+    return _OF_STATE.fullmatch(name) is not None
 
 
 def is_auxiliary(path: Path) -> bool:

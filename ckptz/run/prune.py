@@ -16,6 +16,7 @@ as many of state; every further step that `every` or `best` keeps adds at most A
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import time
@@ -30,9 +31,19 @@ from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, what_stays
+from ckptz.run.linked_files import drop_unneeded
 from ckptz.run.links import BASE_PREFIX
-from ckptz.run.names import EXACT, Inode, inode_of, is_base_name, run_files, step_of, step_of_folder
-from ckptz.run.step_files import COMPLETE, INDEX_FILE, FileFacts, FileKind, Listing, StepFile
+from ckptz.run.names import (
+    EXACT,
+    Inode,
+    inode_of,
+    is_base_name,
+    is_of_state,
+    run_files,
+    step_of,
+    step_of_folder,
+)
+from ckptz.run.step_files import COMPLETE, INDEX_FILE, STATE_KEY, FileFacts, FileKind, Listing, StepFile
 from ckptz.store.resolve import SUFFIX, Path_
 from ckptz.words import Report
 
@@ -82,6 +93,7 @@ class PruneItem:
     name: str  # within the run
     step: int | None  # its step, or None
     kind: FileKind | None = None  # what it holds of its step; None for all of it
+    is_linked: bool = False  # part of a framework's run, where any file may need any other
     is_residual: bool = False  # it makes another file exact
     is_auxiliary: bool = False  # it is there only for others: hidden, or a second name of a base
     sizes: Mapping[Any, int] = field(default_factory=dict)  # of its files, each under one key in all items
@@ -97,7 +109,11 @@ PruneItems = Sequence[PruneItem]
 
 
 def decide(
-    name: str, items: PruneItems, policy: KeepPolicy, after: int | None = None
+    name: str,
+    items: PruneItems,
+    policy: KeepPolicy,
+    after: int | None = None,
+    spared: Collection[str] = (),
 ) -> tuple[set[PruneItem], PruneItems, PruneItems, tuple[str, ...]]:
     """Decide which parts of a run are kept.
 
@@ -106,6 +122,7 @@ def decide(
         items: what there is.
         policy: what is kept.
         after: every step after this one goes.
+        spared: names of items that are kept whatever the rules say.
 
     Returns:
         What the rules keep; what stays only because that is stored against it, by step; what goes, in this
@@ -135,8 +152,7 @@ def decide(
         if not (u.is_auxiliary or u.is_unfinished)
         and (u.step is None or u.step in (heads if u.is_residual else full if u.kind == "state" else weights))
     }
-    if policy.keeps_all:
-        kept.update(seen)
+    kept.update(u for u in seen if policy.keeps_all or u.name in spared)
     stays = what_stays(
         items,
         {*kept, *(u for u in rest if u.error and not u.is_residual)},  # residuals are dropped unread
@@ -159,7 +175,7 @@ def decide(
 
 def _may_need(item: PruneItem, rest: PruneItems) -> PruneItems:
     """List what a item may need that cannot be read: without its metric or base, no older one may go."""
-    if item.kind is None:  # of frameworks, any; what is unfinished is nowhere
+    if item.is_linked:  # what is unfinished is nowhere
         return [u for u in rest if u.places]
     return [u for u in rest if (u.step or 0) <= (item.step or 0)]
 
@@ -207,7 +223,8 @@ class _Bases:
                 continue
             holders = [other for other in self._holders.get(base.content_id, ()) if other is not item]
             # What frameworks' runs are stored against may lie elsewhere; what a run began from is no step.
-            is_elsewhere = base.file.startswith(BASE_PREFIX) if item.kind else not self._is_any_unread
+            is_of_origin = base.file.startswith(BASE_PREFIX)
+            is_elsewhere = not self._is_any_unread if item.is_linked else is_of_origin
             if not holders and not is_elsewhere:
                 raise MissingBaseError(f"its base {base.file} is not here")
             needed += holders
@@ -227,10 +244,11 @@ def _carry_out(
     after: int | None,
     remove: Callable[[PruneItem], None] | None,
     hide: Callable[[PruneItem], None] = lambda item: None,
+    spared: Collection[str] = (),
 ) -> PruneReport:
     """Delete and hide what a policy does not keep, unless `remove` is None, and report."""
     start = time.perf_counter()
-    kept, needed, removed, notes = decide(name, items, policy, after)
+    kept, needed, removed, notes = decide(name, items, policy, after, spared)
     if remove is not None:
         for item in removed:
             remove(item)
@@ -345,36 +363,69 @@ def prune_folder(
 
 
 def prune_run(folder: Path, policy: KeepPolicy, *, after: int | None, dry_run: bool) -> PruneReport:
-    """Apply a policy to a run of the Trainer or Lightning, or to what `compress` made of several files.
+    """Apply a policy to a run of the Trainer, Lightning or accelerate, or to what `compress` made.
 
     Raises:
         ConfigError: it holds no steps, or none with a metric for `best`, or none would be left; or there are
-            rules for weights alone.
+            rules for weights alone, and no step has its optimizer state in a file of its own.
     """
-    items = _items_in(folder)
-    if policy.weights is not None:
+    items = _items_in(folder, is_split=policy.weights is not None)
+    if policy.weights is not None and not any(u.kind == "state" for u in items):
         raise ConfigError(f"{folder}: its files are whole checkpoints; leave out the rules for weights alone")
     if not any(u.step is not None and not u.is_residual and not u.is_auxiliary for u in items):
         raise ConfigError(f"{folder}: holds no steps; name the run's own folder")
     _check_best(str(folder), policy, [u for u in items if after is None or (u.step or 0) <= after])
-
-    def remove(item: PruneItem) -> None:
-        path = folder / item.name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:  # of a link, the link
-            path.unlink(missing_ok=True)
-
-    return _carry_out(str(folder), items, policy, after, None if dry_run else remove)
+    remove = None if dry_run else functools.partial(_remove, folder)
+    return _carry_out(str(folder), items, policy, after, remove)
 
 
-def _items_in(folder: Path) -> list[PruneItem]:
-    """The checkpoints of a folder, and what is there for their sake."""
+def prune_saved(folder: Path, policy: KeepPolicy, spared: Collection[str] = ()) -> tuple[str, ...]:
+    """Apply a policy to a framework's run whose newest step is complete.
+
+    Args:
+        folder: of the run.
+        policy: what is kept.
+        spared: names of files and of folders of steps that stay whatever the rules say; of a folder of a
+            step, its weights.
+
+    Returns:
+        Which files cannot be read, so that others stay.
+
+    Raises:
+        ConfigError: a folder's name and its files name different steps.
+        OSError: a file cannot be deleted.
+    """
+    for path in folder.glob(f".*{_DELETED}"):
+        shutil.rmtree(path)  # a kill cut this short
+    items = _items_in(folder, is_split=policy.weights is not None)
+    return _carry_out(
+        str(folder), items, policy, None, functools.partial(_remove, folder), spared=spared
+    ).notes
+
+
+_DELETED: Final = ".ckptz-deleted"  # ends the name of a step's folder while it is deleted
+
+
+def _remove(folder: Path, item: PruneItem) -> None:
+    """Delete a file, a link or the folder of a step, which disappears as a whole."""
+    path = folder / item.name
+    if path.is_dir() and not path.is_symlink():
+        gone = folder / f".{path.name}{_DELETED}"
+        path.rename(gone)
+        shutil.rmtree(gone)
+        return
+    path.unlink(missing_ok=True)  # of a link, the link
+    if path.parent != folder:  # the state of a step whose weights stay
+        drop_unneeded(path.parent)
+
+
+def _items_in(folder: Path, *, is_split: bool) -> list[PruneItem]:
+    """Describe the checkpoints of a folder; where `is_split`, weights and state of a step apart."""
     files: dict[Path, list[Path]] = {}
     for path in run_files(folder, with_links=True):
         files.setdefault(path if path.parent == folder else path.parent, []).append(path)
-    items = [_item_at(path, members) for path, members in files.items()]
-    steps = {path.name: path for path, members in files.items() if path != members[0]}
+    items = [_item_at(path, found) for path, found in files.items()]
+    steps = {path.name: path for path, found in files.items() if path != found[0]}
     unfinished = _unfinished(steps)
     # What is being written, or was not written to its end, is no step; nobody knows what it may need.
     items = [
@@ -383,10 +434,38 @@ def _items_in(folder: Path) -> list[PruneItem]:
         else item
         for item in items
     ]
+    if is_split:
+        items = [part for item in items for part in _parts_of(item, folder / item.name)]
     left = [path for where in (folder, *steps.values()) for path in abandoned(where)]
     names = {path: path.relative_to(folder).as_posix() for path in left}
     return items + [
         PruneItem(name=names[path], step=None, is_auxiliary=True, sizes=_sizes([path])) for path in left
+    ]
+
+
+def _parts_of(item: PruneItem, path: Path) -> list[PruneItem]:
+    """Split the folder of a step into its weights and the files that only a resume needs."""
+    if item.error is not None or not path.is_dir():
+        return [item]
+    states = [file for file in sorted(path.iterdir()) if is_of_state(file.name)]
+    sizes, places = _sizes(states), frozenset(file.resolve() for file in states)
+    return [
+        replace(
+            item,
+            kind="weights",
+            sizes={file: n for file, n in item.sizes.items() if file not in sizes},
+            places=item.places - places,
+        ),
+        *(
+            PruneItem(
+                name=f"{item.name}/{file.name}",
+                step=item.step,
+                kind="state",
+                is_linked=True,
+                sizes=_sizes([file]),
+            )
+            for file in states
+        ),
     ]
 
 
@@ -469,6 +548,7 @@ def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
     item = PruneItem(
         name=path.name,
         step=step_of_folder(path) if is_folder else step_of(path),
+        is_linked=True,
         is_residual=EXACT in path.name,
         is_auxiliary=is_base_name(path),
         sizes=_sizes(files),
@@ -483,8 +563,10 @@ def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
     steps = {file.name: step_of(file, fact.step, fact.metadata) for file, fact in own}
     if is_folder:
         _check_steps_agree(path, {name: step for name, step in steps.items() if step is not None})
+    is_split = any(STATE_KEY in found.metadata for _, found in own)
     return replace(
         item,
+        kind="state" if is_of_state(path.name) else "weights" if is_split else None,
         step=next((step for step in steps.values() if step is not None), item.step),
         ids=ids,
         bases=tuple(

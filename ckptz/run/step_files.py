@@ -26,6 +26,7 @@ ABANDONED_SECONDS: Final = 3600.0  # after which nobody writes to an unfinished 
 METRIC_KEY: Final = "metric"  # in the metadata of weights: the metric that `save` was given
 POSITION_KEY: Final = "since_anchor"  # in the metadata of both
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
+STATE_KEY: Final = "state"  # in the metadata of weights: name of the file with their optimizer state
 FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of those that were left out
 NAMES_KEY: Final = "names"  # in the metadata of weights that have the model's own names: "own"
 INDEX_FILE: Final = "ckptz-index.json"  # written last into the folder of a step of several ranks

@@ -18,9 +18,9 @@ def prune(
     """Remove the steps of a run that no rule keeps, and unfinished files; bases of those that stay are left.
 
     Args:
-        folder: a run of a `Checkpointer`, also behind an fsspec URL, of the Trainer or Lightning, or what
-            `compress` made of several files. Nobody writes to it meanwhile.
-        keep: the rules. Those for weights alone are for runs of a `Checkpointer`.
+        folder: a run of a `Checkpointer`, also behind an fsspec URL, of the Trainer, accelerate or Lightning,
+            or what `compress` made of several files. Nobody writes to it meanwhile.
+        keep: the rules. Those for weights alone need optimizer states in files of their own.
         after: remove every step after this one first, to go on from there.
         dry_run: only say what would be done.
 

@@ -13,11 +13,13 @@ pytest.importorskip("accelerate", reason="needs accelerate: pip install accelera
 import accelerate
 from accelerate.utils import DistributedType, ProjectConfiguration
 
-from ckptz import Grid
+from ckptz import Grid, KeepPolicy, KeepRules, verify
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.integrations import accelerate as integration
 from ckptz.integrations.accelerate import ChainOptions, register
 from ckptz.integrations.versions import UntestedVersionWarning
+from ckptz.run.names import run_files
+from ckptz.torch import load_model
 
 pytestmark = pytest.mark.apps
 
@@ -75,6 +77,41 @@ def test_models_come_back_and_old_folders_may_go(tmp_path: Path) -> None:
         accelerator.load_state(str(folder))
         assert all(map(torch.equal, weights(models), wanted))
     assert list(folders[1].glob("base-*"))
+
+
+@pytest.mark.usefixtures("deltas_at_any_cost")
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_weights_outlive_their_optimizer_state(tmp_path: Path, is_automatic: bool) -> None:
+    accelerator, models, optimizers = prepared(tmp_path, 2, automatic_checkpoint_naming=is_automatic)
+    keep = KeepPolicy(last=2, weights=KeepRules(last=1, every=3))
+    register(accelerator, ChainOptions(full_every=4, keep=keep, jobs=1))
+    saved, run = [], tmp_path / "checkpoints"
+    for i in range(8):
+        train(accelerator, models, optimizers)
+        accelerator.save_state(None if is_automatic else str(run / f"checkpoint_{i}"))
+        saved.append(weights(models))
+    assert sorted(path.name for path in run.iterdir()) == [f"checkpoint_{i}" for i in (0, 3, 6, 7)]
+    assert {path.parent.name for path in run.rglob("optimizer*.bin")} == {"checkpoint_6", "checkpoint_7"}
+    for path in run_files(run):
+        verify(path)
+    for i in (6, 7):
+        train(accelerator, models, optimizers)
+        accelerator.load_state(str(run / f"checkpoint_{i}"))
+        assert all(map(torch.equal, weights(models), saved[i]))
+    with pytest.raises(ConfigError, match="checkpoint_3: only the weights of this step were kept"):
+        accelerator.load_state(str(run / "checkpoint_3"))
+    load_model(models[1], run / "checkpoint_3" / "model_1.ckptz")
+    assert torch.equal(models[1].weight, saved[3][2])
+
+
+def test_keep_rules_need_a_step_and_no_other_limit(tmp_path: Path) -> None:
+    accelerator, *_ = prepared(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    with pytest.raises(ConfigError, match="total_limit and keep both delete checkpoints"):
+        register(accelerator, ChainOptions(keep=KeepPolicy()))
+    accelerator, *_ = prepared(tmp_path)
+    register(accelerator, ChainOptions(keep=KeepPolicy()))
+    with pytest.raises(ConfigError, match=r"newest: keep needs a folder named after its step"):
+        accelerator.save_state(str(tmp_path / "newest"))
 
 
 def test_what_accelerate_saved_alone_loads_and_hooks_can_go(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from lightning.pytorch.strategies import (
 )
 
 import ckptz
-from ckptz import restore
+from ckptz import KeepPolicy, KeepRules, restore
 from ckptz.errors import (
     ChecksumError,
     ConfigError,
@@ -40,6 +40,7 @@ from ckptz.errors import (
 from ckptz.format.reader import Container
 from ckptz.integrations import versions
 from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
+from ckptz.run.names import run_files
 from ckptz.state.torch import TYPE_KEY, from_plain
 from ckptz.store.resolve import open_checkpoint
 from tests.support.checkpointer_support import flip
@@ -145,11 +146,47 @@ def test_every_kept_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert moments["state"]
 
 
-def fit_from_torch(folder: Path, checkpoint: dict[str, Any]) -> tuple[Trainer, ModelCheckpoint]:
+def fit_from_torch(
+    folder: Path, checkpoint: dict[str, Any], n_steps: int = N_STEPS
+) -> tuple[Trainer, ModelCheckpoint]:
     """Resume with Lightning alone, from the same state in a file of its own."""
     folder.mkdir()
     torch.save(checkpoint, folder / "state.ckpt")
-    return fit(folder / "run", TorchCheckpointIO(), ckpt_path=folder / "state.ckpt")
+    return fit(folder / "run", TorchCheckpointIO(), n_steps, folder / "state.ckpt")
+
+
+def test_weights_outlive_their_optimizer_state(tmp_path: Path) -> None:
+    keep = KeepPolicy(last=2, weights=KeepRules(last=1, every=5, best=1, lower_is_better=False))
+    io = Both(full_every=4, keep=keep, jobs=1)
+    _, callback = fit(tmp_path, io, save_top_k=-1, save_last=True)
+    assert Path(callback.best_model_path).name == "step=8.ckpt"
+    steps = {path.stem for path in tmp_path.glob("step*.ckpt")}
+    assert steps == {f"step={i}" for i in (5, 8, 9, 10)}
+    states = {path.name.partition(".")[0] for path in tmp_path.glob("*.state-*")}
+    assert states == {"step=9", "step=10", "last"}
+    for name in sorted(steps | {"last"}):
+        original = torch.load(tmp_path / "torch" / f"{name}.ckpt", weights_only=False)
+        if name not in states:
+            del original["optimizer_states"], original["lr_schedulers"]
+        assert same(CkptzIO().load_checkpoint(tmp_path / f"{name}.ckpt"), original), name
+    for path in run_files(tmp_path):
+        ckptz.verify(path)
+    exact, _ = fit_from_torch(tmp_path / "exact", io.load_checkpoint(tmp_path / "step=10.ckpt"), 12)
+    resumed, _ = fit(
+        tmp_path, CkptzIO(full_every=4, keep=keep, jobs=1), 12, tmp_path / "last.ckpt", save_top_k=-1
+    )
+    assert same(dict(resumed.model.state_dict()), dict(exact.model.state_dict()))
+    with pytest.raises(KeyError, match="contains only the model"):
+        fit(tmp_path / "new", CkptzIO(), ckpt_path=tmp_path / "step=5.ckpt")
+
+
+def test_keep_rules_that_contradict_lightning_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="set its save_top_k=-1"):
+        fit(tmp_path, CkptzIO(keep=KeepPolicy(), jobs=1))
+    with pytest.raises(ConfigError, match="keep needs the step"):
+        CkptzIO(keep=KeepPolicy()).save_checkpoint({"state_dict": {}}, tmp_path / "best.ckpt")
+    with pytest.raises(ConfigError, match="cannot outlive a lossy optimizer state"):
+        CkptzIO(config=ckptz.Grid(), keep=KeepPolicy(weights=KeepRules()))
 
 
 def test_the_last_checkpoint_and_its_link(tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from ckptz import KMeans, safe_open
+from ckptz import KeepPolicy, KeepRules, KMeans, inspect, prune, safe_open, verify
 from ckptz.errors import ConfigError, UnsupportedError, WriteError
 from ckptz.integrations import linked
 from ckptz.integrations.trainer import ChainOptions, CkptzTrainerMixin
 from ckptz.integrations.transformers import from_pretrained
+from ckptz.run.names import run_files
+from ckptz.torch import load_file
 from tests.support.fault_support import ERRORS
+from tests.support.spec_support import ROOT, block_with
 from tests.support.trainer_support import (
     N_SAVES,
     OPTIONS,
@@ -106,6 +109,87 @@ def test_a_checkpoint_that_was_deleted_in_part_takes_no_younger_one_along(tmp_pa
             path.unlink()
     trainer(tmp_path, max_steps=5).train(resume_from_checkpoint=str(whole[-1]))
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-5"]
+
+
+WEIGHTS_LONGER = KeepPolicy(last=2, weights=KeepRules(last=1, every=3))
+
+
+def test_weights_outlive_their_optimizer_state(tmp_path: Path) -> None:
+    options = ChainOptions(full_every=4, keep=WEIGHTS_LONGER, jobs=1)
+    trainer(tmp_path, options=options, save_total_limit=None, max_steps=N_SAVES - 2).train()
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{i}" for i in (3, 6, 7, 8)]
+    assert {path.parent.name for path in tmp_path.rglob("state.ckptz")} == {"checkpoint-7", "checkpoint-8"}
+    assert not [path for i in (3, 6) for path in (tmp_path / f"checkpoint-{i}").glob("*rng*")]
+    for path in run_files(tmp_path):
+        verify(path)
+    for i in (3, 6):
+        folder = tmp_path / f"checkpoint-{i}"
+        loaded = from_pretrained(transformers.GPT2LMHeadModel, folder)
+        check_equal({f"model.{name}": value for name, value in loaded.state_dict().items()}, weights_after(i))
+        with pytest.raises(ConfigError, match=rf"checkpoint-{i}: only the weights of this step were kept"):
+            trainer(tmp_path / "new").train(resume_from_checkpoint=str(folder))
+    resumed = trainer(tmp_path, options=options, save_total_limit=None)
+    resumed.train(resume_from_checkpoint=True)
+    check_equal(final(resumed), uninterrupted())
+    assert [path.name for path in checkpoints(tmp_path)] == [f"checkpoint-{i}" for i in (3, 6, 9, 10)]
+    report = prune(tmp_path, KeepPolicy(last=1, weights=KeepRules(last=1, every=6)))
+    assert (report.steps, report.weights_only) == ((10,), (6,))
+    for path in run_files(tmp_path):
+        verify(path)
+
+
+def weights_after(n_steps: int) -> dict[str, Any]:
+    return {name: value for name, value in uninterrupted(n_steps).items() if name.startswith("model.")}
+
+
+def test_a_deleted_step_disappears_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, rmtree = ChainOptions(keep=KeepPolicy(last=1), jobs=1), shutil.rmtree
+    monkeypatch.setattr("ckptz.run.prune.shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, options=options, save_total_limit=None).train()
+    monkeypatch.setattr("ckptz.run.prune.shutil.rmtree", rmtree)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
+    trainer(tmp_path, options=options, save_total_limit=None).train(resume_from_checkpoint=True)
+    assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{N_SAVES}"]
+
+
+def test_the_best_step_by_the_metric_of_the_trainer_stays(tmp_path: Path) -> None:
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "max_steps": 5}
+    ranking = {"metric_for_best_model": "loss", "greater_is_better": True}
+    keep = KeepPolicy(last=1, weights=KeepRules(last=1, best=1, lower_is_better=False))
+    options = ChainOptions(keep=keep, jobs=1)
+    run = trainer(tmp_path, options=options, dataset=tokens(8), save_total_limit=None, **ranking, **settings)
+    run.train()
+    best = Path(run.state.best_model_checkpoint)
+    scores = {log["step"]: log["eval_loss"] for log in run.state.log_history if "eval_loss" in log}
+    assert checkpoints(tmp_path) == sorted({best, tmp_path / "checkpoint-5"})
+    assert inspect(best / "model.ckptz").metadata["metric"] == repr(max(scores.values()))
+
+
+@pytest.mark.parametrize(
+    ("keep", "settings", "message"),
+    [
+        (WEIGHTS_LONGER, {}, "save_total_limit and keep both delete checkpoints"),
+        (KeepPolicy(best=1), {"save_total_limit": None}, "needs metric_for_best_model"),
+        (
+            KeepPolicy(best=1),
+            {"save_total_limit": None, "metric_for_best_model": "x", "greater_is_better": True},
+            "say the same in both",
+        ),
+    ],
+)
+def test_keep_rules_that_contradict_the_trainer_are_refused(
+    tmp_path: Path, keep: KeepPolicy, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(tmp_path, options=ChainOptions(keep=keep), **settings)
+
+
+def test_keep_is_a_policy_and_says_what_stays_exact() -> None:
+    with pytest.raises(ConfigError, match=r"keep must be a ckptz\.KeepPolicy"):
+        ChainOptions(keep=5)
+    with pytest.raises(ConfigError, match=r"say it in KeepPolicy\(exact=0\)"):
+        ChainOptions(keep=KeepPolicy(), exact=0)
 
 
 def test_a_run_that_was_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
@@ -257,6 +341,23 @@ def test_an_adapter_is_kept_without_the_weights_that_it_adapts(tmp_path: Path) -
         next(p for p in other.model.parameters() if not p.requires_grad)[0, 0] += 1
     with pytest.raises(ConfigError, match="without its frozen weights"):
         other.train(resume_from_checkpoint=str(folder))
+
+
+def test_the_snippets_for_adapters_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {
+        "pretrained": make("gpt2").train(),
+        "loss": lambda model: model(**{name: rows[None] for name, rows in tokens(1)[0].items()}).loss,
+        "MyTrainer": Trainer,
+        "args": trainer(tmp_path / "run", transformers.Trainer, None, max_steps=2).args,
+        "data": tokens(),
+    }
+    exec(block_with(ROOT / "docs" / "training.md", "get_peft_model"), names)
+    assert all("lora_" in name for name in load_file("lora-run/step-00000200.ckptz"))
+    names["pretrained"] = make("gpt2").train()
+    exec(block_with(ROOT / "docs" / "frameworks.md", "get_peft_model"), names)
+    assert all("lora_" in name for name in load_file("run/checkpoint-2/model.ckptz"))
 
 
 @pytest.mark.slow

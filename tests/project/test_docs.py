@@ -13,7 +13,7 @@ import safetensors.numpy
 
 import ckptz
 from ckptz.codec.registry import METHODS
-from tests.support.spec_support import ROOT, slug
+from tests.support.spec_support import ROOT, block_with, slug
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
@@ -85,13 +85,6 @@ def test_the_method_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
     weight, restored = names["weight"], names["restored"]
     np.testing.assert_array_equal(restored >= 0, weight >= 0)
     assert set(np.unique(np.abs(restored))) == {np.float32(2.0 * np.abs(weight).mean())}
-
-
-def block_with(page: Path, words: str) -> Any:
-    """The one block of Python that has these words, compiled."""
-    found = [b for b in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL) if words in b]
-    assert len(found) == 1
-    return compile(found[0], page.name, "exec", dont_inherit=True)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 SPEC = ROOT / "spec"
@@ -102,3 +103,10 @@ def hex_bytes(text: str) -> bytes:
 def numbers(text: str) -> list[int]:
     """Integers separated by spaces or commas."""
     return [int(part, 0) for part in re.split(r"[ ,]+", text) if part]
+
+
+def block_with(page: Path, words: str) -> Any:
+    """The one block of Python of a page that has these words, compiled."""
+    found = [b for b in re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL) if words in b]
+    assert len(found) == 1
+    return compile(found[0], page.name, "exec", dont_inherit=True)
