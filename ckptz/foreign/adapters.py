@@ -74,7 +74,7 @@ def parse_adapters(text: str, names: Iterable[str]) -> dict[str, dict[str, str]]
     Raises:
         CorruptionError: it is none, leads out of the folder or names a tensor that is not there.
     """
-    names, record, found = list(names), strict_json(text.encode(), "metadata: adapters"), {}
+    names, record, by_folder = list(names), strict_json(text.encode(), "metadata: adapters"), {}
     if not isinstance(record, dict):
         raise CorruptionError("metadata: the record of adapters is no object")
     for folder, entry in record.items():
@@ -82,10 +82,10 @@ def parse_adapters(text: str, names: Iterable[str]) -> dict[str, dict[str, str]]
             raise CorruptionError(f"metadata: the folder {folder!r} of an adapter is no plain file name")
         adapter, differing = _parse_entry(entry)
         keys: dict[str, Any] = {**_keys_by_rule(folder, adapter, names), **differing}
-        found[folder] = {key: name for key, name in keys.items() if name is not None}
-        if unknown := sorted(set(found[folder].values()) - set(names)):
+        by_folder[folder] = {key: name for key, name in keys.items() if name is not None}
+        if unknown := sorted(set(by_folder[folder].values()) - set(names)):
             raise CorruptionError(f"metadata: adapter {adapter!r}: {unknown[0]!r} is not in the file")
-    return found
+    return by_folder
 
 
 def _parse_entry(entry: Any) -> tuple[str, dict[str, str | None]]:

@@ -168,13 +168,13 @@ def _read(torch_type: str, shape: Numbers, parts: Sequence[_StoredPart]) -> Byte
     # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
     target = torch.empty(shape, dtype=getattr(torch, torch_type))
     for part in parts:
-        found = part.load()
-        if type(found) is not torch.Tensor or str(found.dtype) != f"torch.{torch_type}":
+        tensor = part.load()
+        if type(tensor) is not torch.Tensor or str(tensor.dtype) != f"torch.{torch_type}":
             raise CorruptionError(f"{part.name!r} is of another type than {METADATA_FILE} says")
-        if tuple(found.shape) != part.shape:
+        if tuple(tensor.shape) != part.shape:
             raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
         ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
-        target[tuple(map(slice, part.offset or (), ends))] = found.detach()
+        target[tuple(map(slice, part.offset or (), ends))] = tensor.detach()
     found_bytes: Bytes = target.reshape(-1).view(torch.uint8).numpy()
     return found_bytes
 
@@ -268,7 +268,7 @@ def read_metadata(path: Path) -> Any:
 
     if path.stat().st_size > MAX_BYTES:
         raise CorruptionError(f"{METADATA_FILE}: larger than 256 MiB")
-    dtypes = [f"torch.{name}" for name, found in vars(torch).items() if isinstance(found, torch.dtype)]
+    dtypes = [f"torch.{name}" for name, value in vars(torch).items() if isinstance(value, torch.dtype)]
     known = [*(f"torch.distributed.checkpoint.{name}" for name in _METADATA), *_OTHERS, *dtypes]
     with error_context(METADATA_FILE), path.open("rb") as file:
         return Unpickler(file, {name: record(name) for name in known}).read_all()
@@ -287,8 +287,8 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
         if isinstance(entry, PickledObject) and entry.kind == "BytesStorageMetadata":
             objects[name] = _part(folder, places, name, None, ())
             continue
-        found = _attributes(entry, "TensorStorageMetadata")
-        shape, chunks, parts = _numbers(found.get("size")), found.get("chunks"), []
+        fields = _attributes(entry, "TensorStorageMetadata")
+        shape, chunks, parts = _numbers(fields.get("size")), fields.get("chunks"), []
         for chunk in chunks if isinstance(chunks, list | tuple) else ():
             box = _attributes(chunk, "ChunkStorageMetadata")
             offset, sizes = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
@@ -296,7 +296,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
         if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
             raise CorruptionError(f"tensor {name!r}: {problem}")
         stored += parts
-        tensors[name] = _source(name, _dtype(found.get("properties"), name), shape, parts, kept)
+        tensors[name] = _source(name, _dtype(fields.get("properties"), name), shape, parts, kept)
     _check_disjoint([*objects.values(), *stored])
     return tensors, objects, top.get("planner_data")
 
@@ -328,10 +328,10 @@ def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
 
 
 def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]:
-    found = attributes.get(name)
-    if not isinstance(found, dict):
+    value = attributes.get(name)
+    if not isinstance(value, dict):
         raise CorruptionError(f"{METADATA_FILE}: has no {name}")
-    return found.items()
+    return value.items()
 
 
 def _numbers(value: Any) -> Numbers:
@@ -347,8 +347,8 @@ def _numbers(value: Any) -> Numbers:
 
 
 def _index_of(key: Any) -> tuple[str, Numbers | None]:
-    found = _attributes(key, "MetadataIndex")
-    name, offset = found.get("fqn"), found.get("offset")
+    fields = _attributes(key, "MetadataIndex")
+    name, offset = fields.get("fqn"), fields.get("offset")
     if type(name) is not str:
         raise CorruptionError(f"{METADATA_FILE}: a name is no text")
     return name, None if offset is None else _numbers(offset)

@@ -78,14 +78,14 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def layout(self) -> dict[int, set[tuple[Any, ...]]]:
         """Return the pieces of each rank: (name, dtype, whole shape, offset, shape)."""
-        found: dict[int, set[tuple[Any, ...]]] = {rank: set() for rank in range(self.ranks)}
+        by_rank: dict[int, set[tuple[Any, ...]]] = {rank: set() for rank in range(self.ranks)}
         for name, tensor in self.tensors.items():
             for piece in tensor.chunks:
                 rank = self.files[piece.file].rank
-                found.setdefault(rank, set()).add(
+                by_rank.setdefault(rank, set()).add(
                     (name, tensor.dtype, tensor.shape, piece.offset, piece.shape)
                 )
-        return found
+        return by_rank
 
     def file_of(self, rank: int) -> str | None:
         """Name the file that a rank wrote."""

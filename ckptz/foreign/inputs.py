@@ -258,7 +258,7 @@ def _of_shards(path: Path, step: Path, search_path: Sequence[Path]) -> Input:
     return Input(str(path), "dcp", stem_of(step), tensors, tree=tree, shards=shards, close=held.close)
 
 
-def open_whole(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> list[Input]:
+def open_all(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> list[Input]:
     """Open what `open_input` does, or all files of a checkpoint in a folder that holds `.ckptz` files only.
 
     That is the newest checkpoint, or the step of DIR@STEP: the weights first, then what belongs to them, as

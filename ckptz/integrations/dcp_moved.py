@@ -89,7 +89,7 @@ def sampled(state: Mapping[str, Any]) -> dict[str, Trained]:
 def _optimizers_in(state: Mapping[str, Any]) -> dict[str, _Kept]:
     """Find what optimizers keep of parameters, by the names of these."""
     begins = {name[: f".{name}".find(".param_groups.")] for name in state if ".param_groups." in f".{name}"}
-    found: dict[str, _Kept] = {}
+    states: dict[str, _Kept] = {}
     ambiguous = set()  # names of two models' parameters
     for begin in begins:
         groups: dict[str, dict[str, Any]] = {}
@@ -104,20 +104,20 @@ def _optimizers_in(state: Mapping[str, Any]) -> dict[str, _Kept]:
                 if parameter in own and isinstance(value, torch.Tensor):
                     number = as_number(value)
                     own[parameter].state[key] = name if number is value else number
-        ambiguous |= found.keys() & own.keys()
-        found |= own
-    return {parameter: one for parameter, one in found.items() if parameter not in ambiguous}
+        ambiguous |= states.keys() & own.keys()
+        states |= own
+    return {parameter: one for parameter, one in states.items() if parameter not in ambiguous}
 
 
 def _weights_of(names: Iterator[str], kept: Mapping[str, _Kept]) -> dict[str, str]:
     """Find the weight of each parameter: the first tensor whose name ends with the parameter's."""
-    found: dict[str, str] = {}
+    weight_names: dict[str, str] = {}
     for name in names:
         parts = name.split(".")
         ends = (".".join(parts[i:]) for i in range(len(parts)))
         if (parameter := next((end for end in ends if end in kept), None)) is not None:
-            found.setdefault(parameter, name)
-    return found
+            weight_names.setdefault(parameter, name)
+    return weight_names
 
 
 class RankPool:

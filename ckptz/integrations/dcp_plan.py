@@ -106,16 +106,16 @@ def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, 
     Raises:
         ConfigError: ranks disagree.
     """
-    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    types: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, plan in enumerate(plans):
         for name, code, whole, _, _ in _pieces(plan):
-            if found.setdefault(name, (code, whole)) != (code, whole):
-                first, shape = found[name]
+            if types.setdefault(name, (code, whole)) != (code, whole):
+                first, shape = types[name]
                 raise ConfigError(
                     f"tensor {name!r} is {code} {list(whole)} on rank {rank}, and {first} {list(shape)} on a "
                     "rank before it; all ranks must save the same model"
                 )
-    return found
+    return types
 
 
 class Gathered:

@@ -70,9 +70,9 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         What the user should know of what stays.
     """
     try:
-        found = _folders(run)
-        folders = [path for _, path in found]
-        whole = [(step, path) for step, path in found if _is_there(path / INDEX_FILE)]
+        step_folders = _folders(run)
+        folders = [path for _, path in step_folders]
+        whole = [(step, path) for step, path in step_folders if _is_there(path / INDEX_FILE)]
         rules = KeepPolicy(last=keep_last, exact=exact)
         steps = rules.kept({step for step, _ in whole}, {})
         kept = [(step, path) for step, path in whole if step in steps]

@@ -252,10 +252,10 @@ def _index_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> F
         else:
             pieces.setdefault(name, []).append(Piece(one.offset, one.shape, numbers[one.file], one.tensor))
     tensors = {}
-    for name, found in metadata.state_dict_metadata.items():
-        if isinstance(found, TensorStorageMetadata):
-            code = code_of(found.properties.dtype, name)
-            tensors[name] = WholeTensor(code, tuple(found.size), tuple(pieces.get(name, ())))
+    for name, described in metadata.state_dict_metadata.items():
+        if isinstance(described, TensorStorageMetadata):
+            code = code_of(described.properties.dtype, name)
+            tensors[name] = WholeTensor(code, tuple(described.size), tuple(pieces.get(name, ())))
     return FolderIndex(
         format="ckptz.dcp",
         version=VERSION,

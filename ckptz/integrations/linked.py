@@ -189,10 +189,10 @@ class Chain(LinkedFiles):
         return written
 
     def _publish(
-        self, path: Path, job: Job, found: tuple[Checkpoint, str, Inode | None] | None
+        self, path: Path, job: Job, opened: tuple[Checkpoint, str, Inode | None] | None
     ) -> tuple[Written, Inode | None]:
         """Write a file and its residual; give the file of the run that it is stored against, too."""
-        base, name, inode = (None, None, None) if found is None else found
+        base, name, inode = (None, None, None) if opened is None else opened
         if base is not None and inode is not None:
             base.hold(self._last)
         with (

@@ -261,8 +261,8 @@ def _newest_complete(folder: Path) -> str | bool | None:
 
     None, to begin anew, where none is whole; True, for the Trainer to refuse, where there is none at all.
     """
-    found = folder.glob("checkpoint-*") if folder.is_dir() else ()
-    steps = {int(number): path for path in found if (number := path.name.rpartition("-")[2]).isdecimal()}
+    folders = folder.glob("checkpoint-*") if folder.is_dir() else ()
+    steps = {int(number): path for path in folders if (number := path.name.rpartition("-")[2]).isdecimal()}
     for _, path in sorted(steps.items(), reverse=True):
         try:
             json.loads((path / TRAINER_STATE).read_bytes())
@@ -425,13 +425,17 @@ def _guides(
 ) -> dict[str, SideInformation]:
     """Second moments, where Adam has one of each weight's shape."""
     moments = {name: state.get(f"optimizer.{name}.exp_avg_sq") for name in weights}
-    found = {
+    second_moments = {
         name: moment
         for name, moment in moments.items()
         if moment is not None and moment.shape == weights[name].shape and moment.dtype.name in KINDS
     }
-    energy = moments_energy((weights[n], m) for n, m in found.items() if weights[n].dtype.name in KINDS)
-    return {name: SideInformation(second_moment=moment, energy=energy) for name, moment in found.items()}
+    energy = moments_energy(
+        (weights[n], m) for n, m in second_moments.items() if weights[n].dtype.name in KINDS
+    )
+    return {
+        name: SideInformation(second_moment=moment, energy=energy) for name, moment in second_moments.items()
+    }
 
 
 def _load_weights(trainer: Any, path: Path, model: Any) -> None:

@@ -185,8 +185,8 @@ def compress(
     if len(sources) > 1 and step is not None:
         raise ConfigError("there are several inputs for one step; compress them one by one")
     if optimizers and len(optimizers) != len(sources):
-        found = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
-        raise ConfigError(f"there are {found}; name a file for each input, in the same order")
+        counts = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
+        raise ConfigError(f"there are {counts}; name a file for each input, in the same order")
     is_dry, steps = search is not None and search.is_dry_run, _steps_of(sources)
     optimizer_of = dict(zip(sources, optimizers, strict=False))
     if chain and _has_steps(sources, steps):  # else they stay in the given order
@@ -237,11 +237,11 @@ def _check_together(base: Path | None, *, chain: bool, is_dry: bool, resume: boo
 
 def _steps_of(sources: Sequence[Path]) -> dict[Path, int]:
     """Find the steps in the names of inputs; of one series, name-0010 and name-0020, they are its numbers."""
-    found = {source: step for source in sources if (step := step_of(source)) is not None}
+    by_name = {source: step for source in sources if (step := step_of(source)) is not None}
     numbered = [match for source in sources if (match := _IN_SERIES.fullmatch(stem_of(source)))]
     numbers = {int(match[2]) for match in numbered}
-    if found or len({match[1] for match in numbered}) != 1 or not 1 < len(numbers) == len(sources):
-        return found
+    if by_name or len({match[1] for match in numbered}) != 1 or not 1 < len(numbers) == len(sources):
+        return by_name
     return {source: int(match[2]) for source, match in zip(sources, numbered, strict=True)}
 
 
@@ -317,9 +317,9 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
     # Stores behind URLs count whole seconds.
     modified = target.stat().st_mtime_ns + (999_999_999 if is_url(target) else 0)
     with contextlib.closing(open_file(open_bytes(target))) as there:
-        found = {name: (source.dtype, source.shape) for name, source in there.tensors.items()}
+        stored = {name: (source.dtype, source.shape) for name, source in there.tensors.items()}
     wanted = {name: (source.dtype, source.shape) for name, source in opened.tensors.items()}
-    if found != wanted or any(time > modified for time, _ in sources.values()):
+    if stored != wanted or any(time > modified for time, _ in sources.values()):
         raise ConfigError(
             f"{target}: is not what {opened.name} was compressed to, or older; remove it, or use force"
         )

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import check_int
-from ckptz.foreign.inputs import MODEL, Input, PathLike, open_whole, paths
+from ckptz.foreign.inputs import MODEL, Input, PathLike, open_all, paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.reader import FrameSource, check_empty
@@ -162,15 +162,15 @@ class _Side:
 
 def _side(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> _Side:
     """Open all files of a checkpoint; names that an earlier one has, too, get the file's name before them."""
-    inputs = open_whole(path, search_path, held)
+    inputs = open_all(path, search_path, held)
     tensors: dict[str, TensorSource] = {}
     values: dict[str, str] = {}
     for one in inputs:
-        found = {} if one.tree is None else dict(_values(parse_tree(one.tree).root))
-        is_taken = not (tensors.keys().isdisjoint(one.tensors) and values.keys().isdisjoint(found))
+        plain_values = {} if one.tree is None else dict(_values(parse_tree(one.tree).root))
+        is_taken = not (tensors.keys().isdisjoint(one.tensors) and values.keys().isdisjoint(plain_values))
         prefix = f"{one.stem.partition(EXACT)[0]}." if is_taken else ""  # each rank has its random numbers
         tensors |= {f"{prefix}{name}": source for name, source in one.tensors.items()}
-        values |= {f"{prefix}{name}": value for name, value in found.items()}
+        values |= {f"{prefix}{name}": value for name, value in plain_values.items()}
     return _Side(
         name=inputs[0].name,
         metadata=dict(inputs[0].metadata or {}),
@@ -259,9 +259,9 @@ def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> di
     chunks = (
         (pair, begin, end) for pair in pairs if pair.is_read for begin, end in chunk_bounds(pair.a.n_patterns)
     )
-    for pair, found in workers.map(_compare, chunks):
-        sums[pair.name].add(found)
-        progress.advance(found.n_patterns * pair.a.dtype.pattern_bytes)
+    for pair, totals in workers.map(_compare, chunks):
+        sums[pair.name].add(totals)
+        progress.advance(totals.n_patterns * pair.a.dtype.pattern_bytes)
     return sums
 
 
@@ -405,7 +405,7 @@ def _shown(value: str | None, at: int) -> str | None:
 def _report(
     a: _Side,
     b: _Side,
-    found: Sequence[TensorDiff],
+    diffs_in_order: Sequence[TensorDiff],
     sums: Mapping[str, _Totals],
     top: int | None,
     start: float,
@@ -414,9 +414,11 @@ def _report(
     differing = list(_value_diffs(values_a, values_b))
     values = [value for value in differing if _RANDOM.fullmatch(value.name) is None]
     n_values = sum(_RANDOM.fullmatch(name) is None for name in {**values_a, **values_b})
-    names = [value.name for value in differing] + [diff.name for diff in found if diff.kind != "equal"]
+    names = [value.name for value in differing] + [
+        diff.name for diff in diffs_in_order if diff.kind != "equal"
+    ]
     random = {match[1] for name in names if (match := _RANDOM.fullmatch(name))}
-    diffs = [diff for diff in found if _RANDOM.fullmatch(diff.name) is None]
+    diffs = [diff for diff in diffs_in_order if _RANDOM.fullmatch(diff.name) is None]
     counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
     total, changed = _Totals(), _Totals()
     for diff in diffs:

@@ -142,7 +142,7 @@ def log(
     others = [_look(path, str(path)) for where in elsewhere for path in _files(where, SUFFIX)]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
     named = [_look(path, path.name if path.parent == folder else str(path)) for path in plain]
-    others += [found for found in named if found.entry.content_id is not None]  # .ckptz by another name
+    others += [logged for logged in named if logged.entry.content_id is not None]  # .ckptz by another name
     return _report(folder, own, _BaseTree(folder, [*own, *others], plain, tell).of(own))
 
 
@@ -165,7 +165,7 @@ def _files(folder: Path, suffix: str) -> list[Path]:
 
 
 def _report(folder: Path, own: Iterable[_LoggedFile], entries: tuple[LogEntry, ...]) -> LogReport:
-    whole = [found.entry for found in own if found.entry.kind != "broken"]
+    whole = [logged.entry for logged in own if logged.entry.kind != "broken"]
     n_bytes = sum(e.tensor_bytes for e in whole if e.kind != "exact" and not e.is_hidden)
     stored = sum(e.stored_bytes for e in whole)
     return LogReport(
@@ -193,13 +193,13 @@ def _look(path: Path, name: str, tell: Tell = lambda error: None) -> _LoggedFile
         return _LoggedFile(path=path, entry=LogEntry(file=name, kind="broken", note=note))
 
 
-def _marked(found: _LoggedFile) -> _LoggedFile:
+def _marked(logged: _LoggedFile) -> _LoggedFile:
     """Mark a file that only others need: by a marker, by its name, or as its whole step is beside it."""
-    path, file = found.path, StepFile.parse(found.path.name)
+    path, file = logged.path, StepFile.parse(logged.path.name)
     is_hidden = is_base_name(path) or (file is not None and (path.parent / file.marker).exists())
     for version in versions_in({path.name: 0}):  # a delta for followers of a step that is published whole
         is_hidden |= version.base is not None and (path.parent / Version(version.step, None).name).exists()
-    return replace(found, entry=replace(found.entry, is_hidden=is_hidden))
+    return replace(logged, entry=replace(logged.entry, is_hidden=is_hidden))
 
 
 def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile:
@@ -260,15 +260,17 @@ class _BaseTree:
     Depths fall from a delta to its base, so that there are no circles.
     """
 
-    def __init__(self, folder: Path, found: Sequence[_LoggedFile], plain: Sequence[Path], tell: Tell) -> None:
-        self._folder, self._found, self._plain, self._tell = folder, found, plain, tell
+    def __init__(
+        self, folder: Path, logged: Sequence[_LoggedFile], plain: Sequence[Path], tell: Tell
+    ) -> None:
+        self._folder, self._logged, self._plain, self._tell = folder, logged, plain, tell
         self._shown: dict[str, LogEntry] = {}
         self._children: dict[str | None, list[str]] = {}
 
     def of(self, wanted: Iterable[_LoggedFile]) -> tuple[LogEntry, ...]:
         """Return the wanted checkpoints and their bases, each after its own base."""
-        for found in wanted:
-            self._show(found)
+        for logged in wanted:
+            self._show(logged)
         entries: list[LogEntry] = []
         waiting = [(name, 0) for name in self._sorted(None)]
         while waiting:
@@ -291,23 +293,23 @@ class _BaseTree:
         self._children.setdefault(entry.parent, []).append(entry.file)
         return entry.file
 
-    def _show(self, found: _LoggedFile) -> str:
+    def _show(self, logged: _LoggedFile) -> str:
         """Add a checkpoint and those that it is stored against; give its name."""
-        name = found.entry.file
+        name = logged.entry.file
         if name in self._shown:
             return name
-        parent = None if found.ref is None else self._base(found, found.ref)
-        return self._add(replace(found.entry, parent=parent))
+        parent = None if logged.ref is None else self._base(logged, logged.ref)
+        return self._add(replace(logged.entry, parent=parent))
 
     def _base(self, delta: _LoggedFile, ref: BaseRef) -> str:
         """Add what a delta is stored against, looked for as reading does; give its name."""
         usable = [
-            found
-            for found in self._found
-            if found.entry.content_id == ref.content_id and found.entry.depth < ref.depth
+            logged
+            for logged in self._logged
+            if logged.entry.content_id == ref.content_id and logged.entry.depth < ref.depth
         ]
         if usable:
-            return self._show(min(usable, key=lambda found: found.path.name != ref.file))
+            return self._show(min(usable, key=lambda logged: logged.path.name != ref.file))
         with contextlib.closing(open_file(open_bytes(delta.path))) as file:
             assert isinstance(file, Container)
             fitting = [path for path in self._plain if _may_be_base(path, file)]

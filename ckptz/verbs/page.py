@@ -96,10 +96,10 @@ def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, 
     frame = {"width": 360, "height": how.pop("height", 230)}  # a phone's width: texts keep their size there
     colour: Spec = {"value": COLOURS[0]}
     if by is not None:
-        found = list(dict.fromkeys(value[by] for value in values))
-        colour = {"field": by, "type": "nominal", "legend": {"title": None} if len(found) > 1 else None}
-        used = [known.get(name, COLOURS[i % 6]) for i, name in enumerate(found)]
-        colour["scale"] = {"domain": [cut(name) for name in found], "range": used}
+        groups = list(dict.fromkeys(value[by] for value in values))
+        colour = {"field": by, "type": "nominal", "legend": {"title": None} if len(groups) > 1 else None}
+        used = [known.get(name, COLOURS[i % 6]) for i, name in enumerate(groups)]
+        colour["scale"] = {"domain": [cut(name) for name in groups], "range": used}
     of = {"x": STEPS, "y": y, "color": colour, **how}
     layers: list[Spec] = [{"mark": mark, "encoding": of} for mark in marks]
     if limit is not None:
@@ -170,10 +170,10 @@ def page(report: OfReport) -> str:
     engine = jinja2.Environment(loader=jinja2.PackageLoader("ckptz", "verbs"), autoescape=True)
     engine.trim_blocks = engine.lstrip_blocks = True
     engine.finalize = lambda value: cut(value, 500) if type(value) is str else value
-    found = {"sections": list(_sections(report)), "numbers": msgspec.to_builtins(report), "report": report}
+    contents = {"sections": list(_sections(report)), "numbers": msgspec.to_builtins(report), "report": report}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     fixed = {"mark": MARK, "version": __version__, "coders": CODERS, "script": script, "digest": digest}
-    return engine.get_template("page.html").render(**fixed, **found)
+    return engine.get_template("page.html").render(**fixed, **contents)
 
 
 def _sections(report: OfReport) -> Iterator[Section]:
@@ -227,8 +227,8 @@ def _part(e: LogEntry) -> str:
 def _steps(run: LogReport) -> dict[str, list[LogEntry]]:
     """Return the files by step and part; files without a step come first, one each."""
     steps: dict[str, list[LogEntry]] = {}
-    parts, found = list(PARTS), [e for e in run.entries if e.ratio is not None]
-    for e in sorted(found, key=lambda e: (-1 if e.step is None else e.step, parts.index(_part(e)), e.file)):
+    parts, sized = list(PARTS), [e for e in run.entries if e.ratio is not None]
+    for e in sorted(sized, key=lambda e: (-1 if e.step is None else e.step, parts.index(_part(e)), e.file)):
         steps.setdefault(cut(_last(e.file), 20) if e.step is None else str(e.step), []).append(e)
     return steps
 
@@ -286,11 +286,11 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
     measured: dict[tuple[str, str, float], list[Section]] = {}
     for step, record in ((step, record) for step, of in steps.items() for e in of for record in e.quality):
         factor, unit = (100, "% worse") if record.is_relative else (1, "worse")
-        found = measured.setdefault((metric_name(record), unit, factor * record.max_drop), [])
-        found.append({"step": step, unit: factor * worse(record)})
-    for (name, unit, most), found in measured.items():
+        points = measured.setdefault((metric_name(record), unit, factor * record.max_drop), [])
+        points.append({"step": step, unit: factor * worse(record)})
+    for (name, unit, most), points in measured.items():
         about = "Difference from the exact checkpoint: above 0 is worse, and a budget holds both ways."
-        yield draw(f"Loss of quality: {name}", about, found, LINES, number(unit), limit=(most, "allowed"))
+        yield draw(f"Loss of quality: {name}", about, points, LINES, number(unit), limit=(most, "allowed"))
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -328,8 +328,11 @@ def _map(title: str, about: str, tensors: Iterable[Sequence[Any]], quotient: str
     """Draw tensors (group, name, top and bottom of a quotient) by their first number between dots."""
     items = []
     for group, name, top, bottom in tensors:
-        found = _NUMBER.search(name)
-        place = {"kind": _NUMBER.sub("#", name), "layer": str(int(found[0])) if found else "none"}
+        number_in_name = _NUMBER.search(name)
+        place = {
+            "kind": _NUMBER.sub("#", name),
+            "layer": str(int(number_in_name[0])) if number_in_name else "none",
+        }
         items += [{"group": group, **place, "top": top, "bottom": bottom}] if top > 0 else []
     return heat_map(title, f"{about} Rows are kinds of tensors, columns are layers.".strip(), items, quotient)
 

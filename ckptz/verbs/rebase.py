@@ -78,15 +78,15 @@ def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:
 
 def _with_context_tensors(names: Iterable[str], tensors: Tensors) -> set[str]:
     """Add to `names` the tensors beside them that their contexts are made of, as far as they are there."""
-    found: set[str] = set()
+    needed: set[str] = set()
     waiting = list(names)
     while waiting:
         name = waiting.pop()
-        if name not in found and name in tensors:
-            found.add(name)
+        if name not in needed and name in tensors:
+            needed.add(name)
             source = tensors[name]
             waiting += source.context_tensor_names if isinstance(source, FrameSource) else []
-    return found
+    return needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,9 +187,9 @@ def _verify(written: Path, target: Path, content_id: str, workers: Workers, prog
     """Read a file back that has no name yet, by itself; errors name `target`."""
     source = FileBytes(written)
     source.name = str(target)
-    with contextlib.closing(open_source(source)) as found:
-        if found.content_id() != content_id:
+    with contextlib.closing(open_source(source)) as checkpoint:
+        if checkpoint.content_id() != content_id:
             raise CorruptionError(f"{target}: read back, the new file was not right; nothing was replaced")
-        check_stored_bytes(found, workers)
-        for _ in decoded_chunks(found.tensors, workers, progress):
+        check_stored_bytes(checkpoint, workers)
+        for _ in decoded_chunks(checkpoint.tensors, workers, progress):
             pass  # each was held against its checksum

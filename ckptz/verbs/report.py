@@ -131,7 +131,7 @@ def report(
     noted = None if len(named) == 1 and not folders else note
     inspected = [_tried(noted, inspect, path, search_path=search_path) for path in dict.fromkeys(inside)]
     how = {"jobs": jobs, "search_path": search_path, "progress": progress}
-    found = PageReport(
+    made = PageReport(
         output=None if output is None else str(output),
         paths=tuple(map(str, given)),
         runs=tuple(runs),
@@ -146,8 +146,8 @@ def report(
         shown += [path / e.file for path, run in zip(folders, runs, strict=True) for e in run.entries]
         like = [path for path in shown if path.exists()]
         with naming_output(page), publish(page, like) as file:
-            file.write(found.html.encode())
-    return found
+            file.write(made.html.encode())
+    return made
 
 
 def _tried(note: Tell | None, verb: Callable[..., T], *files: Path, **how: Any) -> T | None:
@@ -227,8 +227,10 @@ def _spread(file: str, name: str, source: TensorSource) -> Iterator[TensorHistog
     counts = np.zeros(N_BINS, np.int64)
     for values in _finite_values(source):
         counts += np.histogram(values, N_BINS, (low, high))[0]
-    n_not_finite, found = source.n_patterns - n_finite, tuple(counts.tolist())
-    yield TensorHistogram(file=file, tensor=name, low=low, high=high, counts=found, n_not_finite=n_not_finite)
+    n_not_finite, n_in_bins = source.n_patterns - n_finite, tuple(counts.tolist())
+    yield TensorHistogram(
+        file=file, tensor=name, low=low, high=high, counts=n_in_bins, n_not_finite=n_not_finite
+    )
 
 
 def _finite_values(source: TensorSource) -> Iterator[NDArray[np.float64]]:
@@ -253,11 +255,11 @@ def _searches(documents: Sequence[Path]) -> Iterator[SearchedFile]:
         FormatError: one is no such document, or has no search in it.
     """
     for path in documents:
-        found: list[SearchedFile] = []
+        searched: list[SearchedFile] = []
         if path.stat().st_size <= MAX_DOCUMENT_BYTES:
             with contextlib.suppress(msgspec.DecodeError, RecursionError, UnicodeDecodeError):
                 printed = msgspec.json.decode(path.read_bytes(), type=_Document)
-                found = [file for file in printed.files if file.search is not None]
-        if not found:
+                searched = [file for file in printed.files if file.search is not None]
+        if not searched:
             raise FormatError(f"{path}: no search in it; give what ckptz compress --eval ... --json printed")
-        yield from found
+        yield from searched

@@ -216,13 +216,13 @@ def _shards(sharding: Sharding | None) -> tuple[object, ...]:
     return (sharding.shards, sharding.index_file, sharding.index_text) if sharding else ()
 
 
-def _check_same_tensors(found: Tensors, original: Tensors, differs: str) -> None:
+def _check_same_tensors(stored: Tensors, original: Tensors, differs: str) -> None:
     for name, source in original.items():
-        if name not in found:
+        if name not in stored:
             raise CorruptionError(f"{differs}: tensor {name!r} is missing")
-        if _kind(found[name]) != _kind(source):
-            raise CorruptionError(f"{differs}: tensor {name!r} is {_kind(found[name])}, not {_kind(source)}")
-    for name in found:
+        if _kind(stored[name]) != _kind(source):
+            raise CorruptionError(f"{differs}: tensor {name!r} is {_kind(stored[name])}, not {_kind(source)}")
+    for name in stored:
         if name not in original:
             raise CorruptionError(f"{differs}: tensor {name!r} is not in the original")
 

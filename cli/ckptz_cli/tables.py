@@ -146,8 +146,8 @@ def _chain_table(report: InspectReport) -> Table:
     table = table_of("chain, nearest first", "depth", "content id", "found at")
     for member in report.chain:
         within = "within the file" if member.path == report.file else f"within {member.path}"
-        found = within if member.is_inline else member.path or "missing"
-        add_row(table, member.file, str(member.depth), member.content_id[:16], found)
+        place = within if member.is_inline else member.path or "missing"
+        add_row(table, member.file, str(member.depth), member.content_id[:16], place)
     return table
 
 
