@@ -107,6 +107,13 @@ def _huffman_codes(lengths: Any, codes: Any) -> None:
 
 
 @part
+def _put_whole_bytes(out: Any, at: Any, word: Any, n_bits: Any) -> Any:
+    """Write the whole bytes of a word to out[at:]; returns the next byte, and the word and bits left."""
+    store_64(out, at, word)
+    return at + (n_bits >> uint64(3)), word >> (n_bits & ~uint64(7)), n_bits & uint64(7)
+
+
+@part
 def _encode_quarter(symbols: Any, begin: Any, end: Any, pairs: Any, singles: Any, out: Any, at: Any) -> Any:
     """Encode symbols begin..end to out[at:]; returns the next byte. Entries are code << 8 | bits."""
     word, n_bits, i = uint64(0), uint64(0), uint64(begin)
@@ -118,19 +125,13 @@ def _encode_quarter(symbols: Any, begin: Any, end: Any, pairs: Any, singles: Any
         n_bits += first & BYTE
         word |= (second >> uint64(8)) << n_bits
         n_bits += second & BYTE
-        store_64(out, at, word)
-        at += n_bits >> uint64(3)
-        word >>= n_bits & ~uint64(7)
-        n_bits &= uint64(7)
+        at, word, n_bits = _put_whole_bytes(out, at, word, n_bits)
         i += uint64(4)
     while i < end:
         first = uint64(singles[uint64(symbols[i])])
         word |= (first >> uint64(8)) << n_bits
         n_bits += first & BYTE
-        store_64(out, at, word)
-        at += n_bits >> uint64(3)
-        word >>= n_bits & ~uint64(7)
-        n_bits &= uint64(7)
+        at, word, n_bits = _put_whole_bytes(out, at, word, n_bits)
         i += uint64(1)
     return at + ((n_bits + uint64(7)) >> uint64(3))
 

@@ -54,6 +54,16 @@ def outcome(
         return "impossible"
 
 
+def save_and_restore(folder: Path, saved: tuple[nn.Module, Any], restored: tuple[nn.Module, Any]) -> None:
+    """Save one model with its optimizers and restore another of the same kind, which must be exact."""
+    with Checkpointer(folder, *saved, background=False) as checkpointer:
+        checkpointer.save(1)
+    with Checkpointer(folder, *restored, background=False) as checkpointer:
+        checkpointer.restore(1)
+        assert checkpointer.restored is not None
+        assert checkpointer.restored.is_exact
+
+
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_every_optimizer_resumes_in_16_bits_with_empty_groups(
     kind: type[torch.optim.Optimizer], tmp_path: Path
@@ -155,13 +165,8 @@ def test_channels_last_moments_keep_their_layout(tmp_path: Path) -> None:
     model, optimizer = new()
     model(torch.randn(1, 4, 5, 5)).sum().backward()
     optimizer.step()
-    with Checkpointer(tmp_path, model, optimizer, background=False) as checkpointer:
-        checkpointer.save(1)
     other, restored = new()
-    with Checkpointer(tmp_path, other, restored, background=False) as checkpointer:
-        checkpointer.restore(1)
-        assert checkpointer.restored is not None
-        assert checkpointer.restored.is_exact
+    save_and_restore(tmp_path, (model, optimizer), (other, restored))
     moments = restored.state[other.weight]["exp_avg"]
     assert moments.stride() == optimizer.state[model.weight]["exp_avg"].stride()
     assert moments.is_contiguous(memory_format=torch.channels_last)
@@ -179,13 +184,8 @@ def test_several_optimizers_keep_their_own_keys_and_empty_groups(tmp_path: Path)
         parameter.grad = torch.ones_like(parameter)
     for optimizer in optimizers:
         optimizer.step()
-    with Checkpointer(tmp_path, model, optimizers, background=False) as checkpointer:
-        checkpointer.save(1)
-    model, others = new()
-    with Checkpointer(tmp_path, model, others, background=False) as checkpointer:
-        checkpointer.restore(1)
-        assert checkpointer.restored is not None
-        assert checkpointer.restored.is_exact
+    _, others = restored = new()
+    save_and_restore(tmp_path, (model, optimizers), restored)
     assert others[0].n_steps == 1
     assert others[0].state["global"]["total"].item() == 1.0
     assert [group["lr"] for group in others[1].param_groups] == [0.125, 1e-3]
