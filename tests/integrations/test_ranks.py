@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file as load_plain
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import ckptz
 import ckptz.torch
@@ -229,6 +234,45 @@ def test_the_example_goes_on_with_other_ranks(tmp_path: Path) -> None:
         command = [*run, str(EXAMPLE), str(tmp_path / "run"), "10"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=900)
         assert f"{n_ranks} ranks, from step {first} to {last}" in done.stdout
+
+
+# --- one file of all ranks ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def consolidated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("ranks")
+    assert play("sharded", made) == {f"sharded_runs {n}": [{}] * n for n in (1, 2, 4)}
+    return made
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 4])
+@pytest.mark.parametrize("mesh", ["flat", "square", "parallel"])
+@pytest.mark.parametrize("method", ["lossless", "grid"])
+def test_a_sharded_step_is_restored_to_the_full_state(
+    consolidated: Path, mesh: str, method: str, n_ranks: int, tmp_path: Path
+) -> None:
+    run = consolidated / f"{mesh}-{n_ranks}-{method}"
+    wanted = torch.load(run.with_suffix(".pt"))
+    report = ckptz.restore(f"{run}@2", tmp_path / "full.safetensors", jobs=1)
+    assert report.n_tensors == len(wanted)
+    check_bits(load_plain(tmp_path / "full.safetensors"), wanted)
+    ckptz.restore(f"{run}@2", tmp_path / "dcp", to="dcp", jobs=1)
+    loaded: dict[str, Any] = {}
+    _load_state_dict(
+        loaded, FileSystemReader(tmp_path / "dcp"), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+    )
+    flat, _ = flatten_state_dict(loaded)
+    check_bits({name: value for name, value in flat.items() if isinstance(value, torch.Tensor)}, wanted)
+    assert loaded["step"] == 2
+    assert ckptz.diff(f"{run}@2", tmp_path / "full.safetensors").is_equal
+
+
+def check_bits(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert found[name].numpy().tobytes() == tensor.contiguous().numpy().tobytes(), name
 
 
 # --- plain folders of FSDP2 -----------------------------------------------------------------------------

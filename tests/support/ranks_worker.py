@@ -6,6 +6,7 @@ Scenarios of two ranks are run by ranks 0 and 1 of four, in groups of their own.
 """
 
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,9 +35,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptz import Grid, KMeans, inspect
 from ckptz.format.sources import SourceOf
@@ -470,6 +473,46 @@ def titan_resumes(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
     ]
 
 
+def two_dimensional_model(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Layers that are split over columns and rows, and over data ranks, there not all evenly."""
+    torch.manual_seed(4)
+    model = nn.Sequential(nn.Linear(18, 32), nn.GELU(), nn.Linear(32, 18), nn.LayerNorm(18))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def sharded_runs(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
+    """Runs of one and of two dimensions; of each the full state, as rank 0 knows it from collectives."""
+    placements = (
+        *((Shard(0), Shard(0)), (Shard(0), Shard(1)), (Shard(1), Shard(0))),
+        *((Replicate(), Shard(1)), (Shard(0), Replicate()), (Replicate(), Replicate())),
+    )
+    for name, n_parallel in (("flat", 1), ("square", math.gcd(n_ranks, 2)), ("parallel", n_ranks)):
+        mesh = init_device_mesh("cpu", (n_ranks // n_parallel, n_parallel), mesh_dim_names=("dp", "tp"))
+        model, optimizer = two_dimensional_model(mesh)
+        for method, options in (("lossless", LOSSLESS), ("grid", GRID)):
+            writer = CkptzStorageWriter(options=options, keep_last=2, timeout=TIMEOUT)
+            for step in (1, 2):
+                batch = torch.randn(4, 18, generator=torch.Generator().manual_seed(step))
+                model(batch).square().mean().backward()
+                optimizer.step()
+                table: dict[str, Any] = {}
+                for number, pair in enumerate(placements):
+                    two = {n: tensor for n, tensor in whole(step).items() if tensor.ndim == len(pair)}
+                    table |= {f"{n} {number}": distribute_tensor(t, mesh, pair) for n, t in two.items()}
+                state = {"training": Training(model, optimizer), "table": table, "step": step}
+                place = folder / f"{name}-{n_ranks}-{method}" / f"step-{step}"
+                dcp.save(state, checkpoint_id=place, storage_writer=writer)
+            flat, _ = flatten_state_dict(
+                {"training": Training(model, optimizer).state_dict(), "table": table}
+            )
+            gathered = full({n: v for n, v in flat.items() if isinstance(v, torch.Tensor)})
+            if rank == 0:
+                torch.save(gathered, folder / f"{name}-{n_ranks}-{method}.pt")
+    return {}
+
+
 # --- running them ---------------------------------------------------------------------------------------
 
 Scenario = Callable[[Path, int, int], dict[str, Any]]
@@ -482,6 +525,7 @@ PLAYS: dict[str, tuple[tuple[Scenario, int], ...]] = {
     ),
     "slow": ((saves_beside_training, 4), (a_failing_rank, 4), (interrupted_saves, 4), (killed, 4)),
     "moved": ((moved_shards, 2),),
+    "sharded": ((sharded_runs, 1), (sharded_runs, 2), (sharded_runs, 4)),
     "hung": ((hung, 2),),
     "titan": ((titan_saves, 2),),
     "titan back": ((titan_resumes, 2),),
