@@ -27,7 +27,8 @@ def prune(
     Raises:
         FileNotFoundError: no such folder.
         ConfigError: there are no steps, none would be left, the best are asked for and no step records a
-            metric, or somebody writes to the folder.
+            metric, somebody writes to the folder, or the name of a step's folder and its files disagree about
+            the step.
 
     Example:
         >>> import numpy as np, ckptz

@@ -514,9 +514,11 @@ def prune(
 ) -> None:
     """Remove the steps of a training run that no rule keeps.
 
-    DIR is a run of a Checkpointer, the Trainer or Lightning, or what ckptz compress --chain wrote. The
-    newest step always stays. A file that other files are still stored against stays too, a Checkpointer's
-    hidden, until they are removed. Without rules, only unfinished files of killed writers are removed.
+    DIR is a run of a Checkpointer, or of the adapters of the Trainer, Lightning, accelerate or
+    torch.distributed.checkpoint, or what ckptz compress --chain wrote. The newest step always stays. A file
+    that other files are still stored against stays too, a Checkpointer's hidden, until they are removed.
+    Without rules, only unfinished files of killed writers are removed. A folder that was not written to its
+    end is no step: it and all steps stay. Nothing is removed where names and files disagree about a step.
 
     Files step-*.exact.ckptz make steps exact whose other files are lossy. They go with their steps, or
     before, by --keep-exact.

@@ -134,6 +134,14 @@ def of_weights() -> None:
 
 
 def of_frameworks() -> None:
+    torch = pytest.importorskip("torch")
+    import torch.distributed.checkpoint as dcp
+
+    from ckptz.integrations.dcp import CkptzStorageWriter
+
+    for step in (100, 150):
+        state = {name: torch.from_numpy(value) for name, value in weights(step).items()}
+        dcp.save(state, storage_writer=CkptzStorageWriter(f"run/step-{step}"), no_dist=True)
     for step in (60, 120, 180, 240):
         folder = Path(f"checkpoint-{step}")
         folder.mkdir()
