@@ -6,6 +6,7 @@ where the file system implements them; where not, an upload that is cut off leav
 
 from __future__ import annotations
 
+import errno
 import itertools
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +15,7 @@ from ckptz.format.byte_source import MAX_PIECE, failed
 
 ATTEMPTS: Final = 3
 FINAL: Final = (FileNotFoundError, PermissionError, NotADirectoryError)  # no second attempt ends otherwise
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # nor does one on a full disk
 
 
 def upload(local: Path, fs: Any, path: str, name: str) -> None:
@@ -41,7 +43,8 @@ def upload(local: Path, fs: Any, path: str, name: str) -> None:
                     return
             except Exception:
                 attempt = ATTEMPTS  # nobody answers
-            if attempt == ATTEMPTS or isinstance(error, FINAL):
+            is_final = isinstance(error, FINAL) or (isinstance(error, OSError) and error.errno in FULL)
+            if attempt == ATTEMPTS or is_final:
                 raise failed(name, error, "written") from error
 
 
@@ -64,9 +67,9 @@ def _is_there(local: Path, fs: Any, path: str) -> bool:
     try:
         if fs.info(path)["size"] != local.stat().st_size:
             return False
-        with fs.open(path, "rb") as found, local.open("rb") as wanted:
+        with fs.open(path, "rb") as stored, local.open("rb") as wanted:
             while piece := wanted.read(MAX_PIECE):
-                if found.read(len(piece)) != piece:
+                if stored.read(len(piece)) != piece:
                     return False
     except FileNotFoundError:
         return False
