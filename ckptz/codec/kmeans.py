@@ -327,7 +327,7 @@ def _regrouped(tensor: TensorToEncode, encoding: TensorPlan) -> TensorPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranked:
+class SensitivityRanks:
     """Sensitivities of a tensor, and the histogram of them all."""
 
     sensitivities: GuidedSensitivities
@@ -336,7 +336,7 @@ class Ranked:
 
 def rank(
     source: TensorSource, guide: SideInformation, wanted: Partitions, run: MapFunction = map
-) -> tuple[Ranked | None, str]:
+) -> tuple[SensitivityRanks | None, str]:
     """Rank by sensitivity where that is wanted and known; gives a note where it is only wanted."""
     if not wanted.needs_sensitivity:
         return None, ""
@@ -349,11 +349,15 @@ def rank(
         return SensitivityHistogram.of(sensitivities(*bounds, patterns), patterns, sensitivities.kind)
 
     ranks = summed(run, histogram, source)
-    return (Ranked(sensitivities, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
+    return (SensitivityRanks(sensitivities, ranks), "") if ranks.is_finite else (None, BAD_GRADIENT)
 
 
 def _fit(
-    source: TensorSource, histogram: Histogram, wanted: Partitions, ranked: Ranked | None, run: MapFunction
+    source: TensorSource,
+    histogram: Histogram,
+    wanted: Partitions,
+    ranked: SensitivityRanks | None,
+    run: MapFunction,
 ) -> tuple[QuantizationMap, Quantizer]:
     """Fit the map; where sensitivity takes some values out, count the others in one more pass."""
     if ranked is None:

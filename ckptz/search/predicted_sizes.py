@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.chunk import encode_chunk
 from ckptz.codec.histogram import Histogram
-from ckptz.codec.kmeans import Ranked, rank
+from ckptz.codec.kmeans import SensitivityRanks, rank
 from ckptz.codec.lossless import EXACT
 from ckptz.codec.method import Method, Recipe
 from ckptz.codec.partitions import Cut, Partitions, fit_levels, region_cuts
@@ -42,7 +42,7 @@ class Profile:
     """The counts that the size of one lossy tensor is predicted from."""
 
     histogram: Histogram  # of all values
-    ranked: Ranked | None  # its sensitivities, or None
+    ranked: SensitivityRanks | None  # its sensitivities, or None
     bands: NDArray[np.float64]  # upper ends of the bands of sensitivity, ascending; the last band has none
     values: NDArray[np.float64]  # what stands for each bucket that occurs, ascending [n_buckets]
     halves: NDArray[np.float64]  # half the width of each bucket; 0 where it holds one value
@@ -221,7 +221,7 @@ def _profile(tensor: TensorToEncode, wanted: set[Partitions]) -> Profile | None:
     return Profile(histogram, ranked, bands, values, halves, buckets, below, source.dtype.pattern_bytes)
 
 
-def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.float64]:
+def _bands(wanted: Sequence[Partitions], ranked: SensitivityRanks | None) -> NDArray[np.float64]:
     """List all thresholds of sensitivity, and zero, from which on magnitude decides."""
     if ranked is None:
         return np.zeros(0)
@@ -232,7 +232,7 @@ def _bands(wanted: Sequence[Partitions], ranked: Ranked | None) -> NDArray[np.fl
 
 def _cells(
     tensor: TensorToEncode,
-    ranked: Ranked | None,
+    ranked: SensitivityRanks | None,
     bands: NDArray[np.float64],
     place: NDArray[np.int64],
     bounds: tuple[int, int],

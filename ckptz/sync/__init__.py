@@ -11,6 +11,6 @@ The folder is all that they share: a path, or an fsspec URL. See docs/weight-syn
 from __future__ import annotations
 
 from ckptz.sync.follower import Follower, Update
-from ckptz.sync.publisher import Published, Publisher
+from ckptz.sync.publisher import Publisher, PublishReport
 
-__all__ = ["Follower", "Published", "Publisher", "Update"]
+__all__ = ["Follower", "PublishReport", "Publisher", "Update"]

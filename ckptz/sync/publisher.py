@@ -35,7 +35,7 @@ SPARSE: Final = Lossless(sparse=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishReport:
     """Step, size and counts of one call of `Publisher.publish`.
 
     Attributes:
@@ -129,7 +129,7 @@ class Publisher:
 
     def publish(
         self, state_dict: State, step: int | None = None, metadata: Mapping[str, str] | None = None
-    ) -> Published:
+    ) -> PublishReport:
         """Publish the weights as they are now; they may change again when this returns.
 
         Args:
@@ -159,7 +159,7 @@ class Publisher:
             )
         notes += self._retire()
         first = next(iter(written.values()))
-        return Published(
+        return PublishReport(
             step=step,
             files=tuple(version.name for version in written),
             n_bytes=sum(one.stored_bytes for one in written.values()),
