@@ -326,7 +326,7 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
 
 
 def _check_suffixes(places: Iterable[Path]) -> None:
-    """Refuse names of other kinds of files, which programs would take an output for."""
+    """Refuse names of other kinds of files for outputs, which programs would take them for."""
     for place in places:
         if place.suffix in OTHER_SUFFIXES and not place.is_dir():
             right = place.with_suffix(SUFFIX)
@@ -423,7 +423,7 @@ class _Compression:
         """Compress one input after another; yield the report of each when its file is published."""
         sources = self.sources
         places = places_for(sources, output, SUFFIX, is_chain=self.chain)
-        _check_suffixes(places)
+        _check_suffixes(place for source, place in zip(sources, places, strict=True) if not source.is_dir())
         if len(sources) > 1 and not self.resume:  # outputs that are there are refused before the first write
             for source, place in zip(sources, places, strict=True):
                 if not source.is_dir():

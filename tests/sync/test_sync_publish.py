@@ -295,7 +295,7 @@ def test_a_url_without_fsspec_says_what_to_install(monkeypatch: pytest.MonkeyPat
         return real(name)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    with refused(ConfigError, "a URL needs fsspec; install it"):
+    with refused(ConfigError, "needs a package that is not installed; install it"):
         Publisher("s3://bucket/run")
 
 
