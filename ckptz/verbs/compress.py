@@ -47,6 +47,7 @@ from ckptz.run.links import link_chain
 from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.search.budget import Budget, SearchOptions, SearchReport
+from ckptz.search.sampled import predict
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import (
@@ -85,7 +86,9 @@ class CompressReport(Report):
     base: str | None  # file name of the base, or None
     depth: int  # deltas between the output and its full file
     step: int | None  # training step, as given, or as metadata or names have it
+    method: str  # name of the method
     seconds: float  # time taken, without that of compiling kernels
+    is_dry_run: bool = False  # nothing was written; sizes, counts of deltas and seconds are predicted
     notes: tuple[str, ...] = ()  # what the user should know
     search: SearchReport | None = None  # how the configuration was found, if it was searched for
 
@@ -115,6 +118,7 @@ def compress(
     base: PathLike | None = None,
     chain: bool = False,
     resume: bool = False,
+    dry_run: bool = False,
     step: int | None = None,
     optimizer: PathLike | Sequence[PathLike] | None = None,
     param_names: PathLike | None = None,
@@ -144,6 +148,8 @@ def compress(
             the names of all have steps, in the order of these.
         resume: leave outputs that are there and newer than their inputs as they are, and go on after them; a
             folder's other files stay where they are copied already.
+        dry_run: write nothing, and predict sizes and times from a sample of each input, in a few seconds. Of
+            a lossy chain nothing can be predicted, as what is stored depends on the file before.
         step: training step to record; by default that of the input's metadata, or of its name.
         optimizer: a file of optimizer state for each input, in their order, which goes into the same output;
             what stands in a folder that is compressed goes along anyway.
@@ -187,11 +193,14 @@ def compress(
     if optimizers and len(optimizers) != len(sources):
         counts = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
         raise ConfigError(f"there are {counts}; name a file for each input, in the same order")
-    is_dry, steps = search is not None and search.is_dry_run, _steps_of(sources)
+    is_dry, steps = dry_run or (search is not None and search.is_dry_run), _steps_of(sources)
+    if dry_run and search is not None:
+        raise ConfigError("a search measures its files; give SearchOptions(is_dry_run=True) to keep none")
     optimizer_of = dict(zip(sources, optimizers, strict=False))
     if chain and _has_steps(sources, steps):  # else they stay in the given order
         sources.sort(key=lambda source: steps[source])
-    _check_together(base, chain=chain, is_dry=is_dry, resume=resume, force=force)
+    needs_written = chain and (search is not None or config.is_lossy)
+    _check_together(base, needs_written=needs_written, is_dry=is_dry, resume=resume, force=force)
     check_files(search.template if search else config, guides)
     reports = []
     with contextlib.ExitStack() as held:
@@ -201,6 +210,7 @@ def compress(
             config=config,
             chain=chain,
             resume=resume,
+            is_dry=is_dry,
             step=step,
             effort=effort,
             force=force,
@@ -221,15 +231,17 @@ def compress(
     return tuple(reports)
 
 
-def _check_together(base: Path | None, *, chain: bool, is_dry: bool, resume: bool, force: bool) -> None:
+def _check_together(
+    base: Path | None, *, needs_written: bool, is_dry: bool, resume: bool, force: bool
+) -> None:
     """Refuse what cannot be done together, before anything is read."""
     if base is not None and base.is_dir():
         raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
     if base is not None:
         checked_kind(base)
-    if chain and is_dry:
+    if needs_written and is_dry:
         raise ConfigError(
-            "a chain needs the file before, and a dry run writes none; leave one of the two out"
+            "a lossy chain needs the file before, and a dry run writes none; leave one of the two out"
         )
     if resume and (force or is_dry):
         raise ConfigError("resume leaves outputs as they are; leave out force and dry_run, or resume")
@@ -401,6 +413,7 @@ class _Compression:
     config: Method
     chain: bool
     resume: bool
+    is_dry: bool  # nothing is written
     step: int | None
     effort: EffortName
     force: bool
@@ -415,14 +428,16 @@ class _Compression:
     progress: Progress
 
     @property
-    def is_dry(self) -> bool:
-        """True if the search writes nothing."""
-        return self.search is not None and self.search.is_dry_run
+    def is_prediction(self) -> bool:
+        """True if sizes are predicted, as neither a file nor a search is asked for."""
+        return self.is_dry and self.search is None
 
     def all(self, output: PathLike | None, base_path: Path | None) -> Iterator[CompressReport]:
         """Compress one input after another; yield the report of each when its file is published."""
         sources = self.sources
-        places = places_for(sources, output, SUFFIX, is_chain=self.chain)
+        # A folder for several outputs would be made.
+        place = None if self.is_prediction else output
+        places = places_for(sources, place, SUFFIX, is_chain=self.chain)
         _check_suffixes(place for source, place in zip(sources, places, strict=True) if not source.is_dir())
         if len(sources) > 1 and not self.resume:  # outputs that are there are refused before the first write
             for source, place in zip(sources, places, strict=True):
@@ -470,7 +485,7 @@ class _Compression:
                 return report, base
             if base is not None:
                 base.close()
-            if report.n_lossy:
+            if report.n_lossy and not self.is_dry:
                 return report, _open_base(target, self.search_path)
             # The input has the same values as the file just written, and they need no decoding.
             file, depth = base_file_name(target), report.depth + 1
@@ -518,10 +533,14 @@ class _Compression:
     ) -> CompressReport:
         """Write one file; `own` has the stamps of the files of the input."""
         start, job = working_seconds(), self._job(opened, base)
+        search, seconds = None, None
         self.progress.start(opened.name, tensor_bytes(opened.tensors))
         try:
             with naming_output(target):
-                written, search = self._written(target, job, base, own)
+                if self.is_prediction:
+                    written, seconds = predict(job, self.workers)
+                else:
+                    written, search = self._written(target, job, base, own)
         except (ConfigError, UnsupportedError) as error:
             raise with_context(error, opened.name) from error.__cause__
         if base is not None and not written.n_deltas:
@@ -543,7 +562,9 @@ class _Compression:
             base=base.ref.file if base else None,
             depth=base.ref.depth if base else 0,
             step=job.step,
-            seconds=working_seconds() - start,
+            method=job.config.name,
+            seconds=working_seconds() - start if seconds is None else seconds,
+            is_dry_run=self.is_dry,
             notes=tuple(notes),
             search=search,
         )

@@ -121,6 +121,7 @@ method_options: Callable[..., Any] = together(
     click.option(
         "--method",
         type=_MethodName(),
+        multiple=True,
         metavar="NAME",
         help="How tensors become smaller: lossless (default), grid, kmeans.",
     ),

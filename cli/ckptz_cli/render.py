@@ -40,6 +40,17 @@ def compressed_line(report: CompressReport) -> str:
     )
 
 
+def predicted_line(report: CompressReport) -> str:
+    """Describe what a dry run predicts for one input and one method."""
+    against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
+    lossy = f", {report.n_lossy} lossy" if report.n_lossy else ""
+    return (
+        f"{printable(report.input)}, {report.method}: {size(report.tensor_bytes)} -> about "
+        f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)}), "
+        f"{report.n_tensors} tensors{against}{lossy}, about {report.seconds:.2g} s; nothing was written"
+    )
+
+
 def _promise(report: CompressReport) -> str:
     if report.search is None or not report.search.quality:
         return "quality not measured (per-tensor errors: inspect --tensors)"

@@ -216,7 +216,12 @@ search_options = together(
         is_flag=True,
         help="Where examples are too few to be sure, accept a file by its per-example change.",
     ),
-    click.option("--dry-run", is_flag=True, default=None, help="Search and report, but write nothing."),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        default=None,
+        help="Write nothing: predict size and time of each --method in seconds; with --eval search.",
+    ),
 )
 
 
@@ -254,8 +259,10 @@ def search_view() -> Iterator[Callable[[TrialReport], None]]:
 
 def choose(
     options: Mapping[str, Any],
-) -> tuple[Method, SearchOptions | None, Mapping[str, Mapping[str, Any]]]:
-    """Return what the options ask for: a configuration, or lossless and a search, and the groups of --set.
+) -> tuple[list[Method], SearchOptions | None, Mapping[str, Mapping[str, Any]]]:
+    """Return what the options ask for: configurations, or lossless and a search, and the groups of --set.
+
+    Only a dry run without a search has several configurations.
 
     Args:
         options: the values of the options in `NAMES`.
@@ -267,15 +274,19 @@ def choose(
     settings, given = split_groups(options["settings"], "--set ")
     loaded, groups = (None, {}) if options["config"] is None else load_config(options["config"])
     groups = {name: {**groups.get(name, {}), **given[name]} for name in GROUPS}
+    methods = options["method"]
+    if len(methods) > 1 and (options["eval"] or not options["dry_run"] or settings or loaded):
+        raise click.UsageError("give one --method; several, without settings, only with --dry-run")
     if options["eval"]:
-        return config_from(None, {}, None, None), _search(options, settings, loaded, groups[SEARCH]), groups
+        search = _search(options, settings, loaded, groups[SEARCH])
+        return [config_from(None, {}, None, None)], search, groups
     if options["budget"]:
         raise click.UsageError("--budget needs --eval to measure it")
-    if options["dry_run"] or options["allow_unsure"] or groups[SEARCH]:
-        name = "--dry-run" if options["dry_run"] else "--allow-unsure"
-        name = f"--set {SEARCH}.{next(iter(groups[SEARCH]))}" if groups[SEARCH] else name
+    if options["allow_unsure"] or groups[SEARCH]:
+        name = f"--set {SEARCH}.{next(iter(groups[SEARCH]))}" if groups[SEARCH] else "--allow-unsure"
         raise click.UsageError(f"{name} belongs to a search: --eval with --budget")
-    return config_from(options["method"], settings, loaded, options["config"]), None, groups
+    path = options["config"]
+    return [config_from(method, settings, loaded, path) for method in methods or (None,)], None, groups
 
 
 def _search(
@@ -288,7 +299,8 @@ def _search(
     if parent is not None and not parent.is_lossy:
         what = "a search starts from settings of a lossy method, and these are lossless"
         raise ConfigError(f"{options['config']}: {what}")
-    method = method_type(options["method"], DEFAULT_METHOD if parent is None else type(parent))
+    name = next(iter(options["method"]), None)
+    method = method_type(name, DEFAULT_METHOD if parent is None else type(parent))
     space = space_of(method)
     settings = checked_settings(method, settings)
     cubes: tuple[str, ...] = ()

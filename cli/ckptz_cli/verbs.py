@@ -275,6 +275,7 @@ Examples:
   ckptz compress hf-model-folder/ -o packed/
   ckptz compress checkpoint-*/ --chain --method grid -o run/   of a Trainer
   ckptz compress training.pt --method kmeans --set levels=16
+  ckptz compress model.safetensors --dry-run --method lossless --method grid
   ckptz compress model.safetensors --eval evaluate.py:loss --budget 1%
 
 \b
@@ -335,15 +336,17 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
     if it is a folder.
     """
     import ckptz
-    from ckptz_cli.render import compressed_line, total_line
+    from ckptz_cli.render import compressed_line, predicted_line, total_line
 
     def show(report: CompressReport) -> None:
-        session.add(report, compressed_line(report))
+        is_prediction = report.is_dry_run and report.search is None
+        session.add(report, predicted_line(report) if is_prediction else compressed_line(report))
         for note in report.notes:
             session.note(f"{report.output}: {note}")
 
     lossy = {name: given.pop(name) for name in NAMES}
-    config, search, groups = choose(lossy)
+    configs, search, groups = choose(lossy)
+    given["dry_run"] = bool(lossy["dry_run"]) and search is None
     given |= {**groups[INPUT], **groups[GUIDE]}
     roles = given.pop("tensor_roles", None)
     given["role_rules"] = () if roles is None else _rules_in(Path(roles))
@@ -354,14 +357,8 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
         else:
             on_trial = held.enter_context(search_view())
             search = replace(search, on_trial=on_trial)
-        reports = ckptz.compress(
-            inputs,
-            output,
-            config=config,
-            search=search,
-            on_report=show,
-            **given,
-        )
+        for config in configs:
+            reports = ckptz.compress(inputs, output, config=config, search=search, on_report=show, **given)
     if n_there := len(inputs) - len(reports):
         session.note(f"{n_there} of {len(inputs)} outputs were there and stay as they are")
     if len(reports) > 1:

@@ -18,9 +18,11 @@ from safetensors.numpy import load_file, save_file
 import ckptz.numpy as ckptz_numpy
 import ckptz.torch as ckptz_torch
 from ckptz import compress, restore
+from ckptz.codec.registry import METHODS
 from ckptz.errors import ConfigError
 from ckptz.format.dtypes import DTYPES
 from ckptz.format.index import FORMAT_VERSION
+from ckptz.search import sampled
 from ckptz_cli.main import main
 from tests.support.cli_support import (
     Chain,
@@ -371,6 +373,52 @@ def _children_seconds() -> float:
     """Processor time of the processes that have ended: a busy machine does not add to it."""
     used = os.times()
     return used.children_user + used.children_system
+
+
+# --- dry runs -------------------------------------------------------------------------------------
+
+
+def a_model(folder: Path, drift: float = 0.0) -> Path:
+    """Layers that are alike, an embedding of which few rows differ much, and small tensors."""
+    rng, moves = np.random.default_rng(0), np.random.default_rng(1)
+    state = {f"layers.{i}.up.weight": rng.normal(0, 0.02 + 0.002 * i, (256, 64)) for i in range(12)}
+    state["embed.weight"] = (
+        rng.normal(0, 0.02, (6000, 64)) * np.where(np.arange(6000) < 500, 3.0, 1.0)[:, None]
+    )
+    state |= {f"layers.{i}.bias": rng.normal(0, 0.01, 64) for i in range(12)}
+    moved = {name: (x + drift * moves.normal(0, 0.02, x.shape)).astype("f4") for name, x in state.items()}
+    save_file(moved, folder / f"model-{drift}.safetensors")
+    return folder / f"model-{drift}.safetensors"
+
+
+def test_a_dry_run_predicts_what_each_method_would_write_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampled, "SAMPLE", 1 << 17)
+    monkeypatch.setattr(sampled, "LEAST", 1 << 12)
+    source, base = a_model(tmp_path, 0.01), a_model(tmp_path)
+    ckptz("compress", base)
+    for against in ((), ("--base", base.with_suffix(".ckptz"))):
+        before = sorted(os.listdir(tmp_path))
+        methods = [word for name in METHODS for word in ("--method", name)]
+        found = ckptz("compress", source, "-o", tmp_path / "new/", *against, "--dry-run", *methods, "--json")
+        assert sorted(os.listdir(tmp_path)) == before
+        for report in found.json["files"]:
+            method = ("--method", report["method"])
+            out = tmp_path / "out.ckptz"
+            (real,) = ckptz("compress", source, "-f", "-o", out, *against, *method, "--json").json["files"]
+            out.unlink()
+            assert report["is_dry_run"]
+            assert report["stored_bytes"] == pytest.approx(real["stored_bytes"], rel=0.05), method
+            same = ("n_tensors", "n_lossy", "tensor_bytes", "base", "depth")
+            assert [report[name] for name in same] == [real[name] for name in same]
+    text = ckptz("compress", source, "--dry-run").stdout
+    assert re.search(r", lossless: \S+ MB -> about \S+ MB .* nothing was written$", text.strip())
+
+
+def test_a_dry_run_of_a_small_file_is_exact(chain: Chain) -> None:
+    (found,) = ckptz("compress", chain.first, "--dry-run", "--json").json["files"]
+    assert found["stored_bytes"] == chain.full.stat().st_size
 
 
 # --- the options of compress ----------------------------------------------------------------------

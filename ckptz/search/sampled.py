@@ -1,0 +1,218 @@
+"""Size and time of a file that is not written, predicted from a sample of its tensors.
+
+The sample is written to memory as a file is, by the same plans: of tensors that are alike some, and of a long
+tensor blocks of whole rows from all over it. What a frame takes beside its streams is as large for the whole.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.effort import effort_of
+from ckptz.codec.method import Method, Recipe
+from ckptz.codec.restored import HELD_BYTES, CachedTensor
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, SideInformation
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.caches import CachedChunks
+from ckptz.format.dtypes import DType
+from ckptz.format.reader import Container
+from ckptz.format.sources import (
+    CHUNK_VALUES,
+    Patterns,
+    Stored,
+    TensorSource,
+    n_chunks_of,
+    n_rows_of,
+    tensor_bytes,
+)
+from ckptz.format.written import Written
+from ckptz.kernels.clock import working_seconds
+from ckptz.parallel import Workers
+from ckptz.write.frame_writer import FilePlan, matching_base
+from ckptz.write.pipeline import Job, Prepared, prepared
+from ckptz.write.writer import write_container
+
+SAMPLE: Final = 1 << 23  # values in all: 32 MB of fp32, a second or two
+LEAST: Final = 1 << 18  # of a tensor, so that it is planned as a long one
+BLOCKS: Final = 64  # rows of a tensor are not alike: those of embeddings are in the order of their frequency
+LEAST_ALIKE: Final = 3  # of tensors that are alike, at least so many
+CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
+Bounds = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample(TensorSource):
+    """Parts of a tensor, in memory."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    flat: Patterns
+    flat_codes: NDArray[np.uint8] | None
+    n_codes: int | None
+    stored: Stored | None
+
+    @classmethod
+    def of(cls, source: TensorSource, bounds: Bounds) -> TensorSource:
+        """Read the parts of a tensor; the tensor itself where that is all of it."""
+        n_patterns = sum(end - begin for begin, end in bounds)
+        if n_patterns == source.n_patterns:
+            return source
+        whole = CachedTensor(source, "sampled", CachedChunks(HELD_BYTES))  # a chunk has several parts
+        pieces = [piece for part in bounds for piece in _within_chunks(*part)]
+        codes = [] if source.n_codes is None else [whole.codes(*piece) for piece in pieces]
+        row = source.n_patterns // n_rows_of(source.shape)
+        return cls(
+            dtype=source.dtype,
+            shape=(n_patterns // row, *source.shape[1:]),
+            flat=np.concatenate([whole.patterns(*piece) for piece in pieces]),
+            flat_codes=np.concatenate([part for part in codes if part is not None]) if codes else None,
+            n_codes=source.n_codes,
+            stored=source.stored,
+        )
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.flat[begin:end]
+
+    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
+        return None if self.flat_codes is None else self.flat_codes[begin:end]
+
+
+def predict(job: Job, workers: Workers) -> tuple[Written, float]:
+    """Predict what writing a file would give, and the seconds that it would take.
+
+    Returns:
+        (a report without content id, of which sizes and counts are estimates; seconds without those of
+        compiling kernels).
+
+    Raises:
+        ConfigError: see `prepared`.
+    """
+    start = working_seconds()
+    with prepared(job) as ready:
+        seconds = working_seconds() - start
+        # Loads kernels, which takes as long for any file.
+        Sampler(ready, SAMPLE >> 4).written(job.config, workers)
+        written, sample_seconds = Sampler(ready).written(job.config, workers)
+        return replace(written, notes=(*written.notes, *ready.notes)), seconds + sample_seconds
+
+
+class Sampler:
+    """The sample of one job, from which the size of any configuration's file is predicted."""
+
+    def __init__(self, ready: Prepared, n_values: int = SAMPLE) -> None:
+        self._ready = ready
+        self._rate = min(1.0, n_values / max(_n_patterns(ready.job.tensors.values()), 1))
+        self._least = min(LEAST, n_values // 4)
+        stored = (base.stored for base in ready.job.bases.values())
+        # Rows keep the steps that a lossy base has for them, which parts of it do not tell.
+        self._needs_whole = any(one is not None and one.method is not None for one in stored)
+
+    def _bounds(self, source: TensorSource) -> Bounds:
+        """Choose the parts of a tensor, in patterns: tensors of one shape have the same."""
+        n, n_rows = source.n_patterns, n_rows_of(source.shape)
+        wanted = max(self._least, round(n * self._rate))
+        if self._needs_whole or n <= wanted or n % n_rows or n_rows < 2 * BLOCKS:
+            return [(0, n)]
+        row = n // n_rows
+        rows = max(wanted // row // BLOCKS, 1)
+        starts = np.linspace(0, n_rows - rows, BLOCKS).astype(int)
+        return [(int(at) * row, int(at + rows) * row) for at in starts]
+
+    def _chosen(self, recipes: Mapping[str, Recipe]) -> dict[str, float]:
+        """Choose tensors, and how many of the file's each stands for, by name."""
+        job, roles = self._ready.job, self._ready.roles
+        alike: dict[Any, list[str]] = defaultdict(list)
+        for name, source in job.tensors.items():
+            has_base = matching_base(source, job.bases.get(name)) is not None
+            alike[source.dtype, source.shape, roles.get(name), recipes[name], has_base].append(name)
+        chosen = dict[str, float]()
+        for names in alike.values():
+            n = _length(self._bounds(job.tensors[names[0]]))
+            share = self._rate * len(names) * job.tensors[names[0]].n_patterns
+            n_chosen = min(max(LEAST_ALIKE, round(share / max(n, 1))), len(names))
+            picked = {names[i] for i in np.linspace(0, len(names) - 1, n_chosen).astype(int)}
+            chosen |= dict.fromkeys(picked, len(names) / len(picked))
+        return chosen
+
+    def written(self, config: Method, workers: Workers) -> tuple[Written, float]:
+        """Predict the report on a configuration's file, and the seconds that writing it takes."""
+        job = self._ready.job
+        recipes = config.recipes(job.tensors, self._ready.roles, job.trained)
+        weights = self._chosen(recipes)
+        needed = {name: recipes[name].context_tensor for name in weights}
+        names = [name for name in job.tensors if name in weights or name in needed.values()]
+        bounds = {name: self._bounds(job.tensors[name]) for name in names}
+        tensors = {name: _Sample.of(job.tensors[name], bounds[name]) for name in names}
+        bases = {
+            name: _Sample.of(base, bounds[name])
+            for name in names
+            if (base := matching_base(job.tensors[name], job.bases.get(name))) is not None
+        }
+        record = replace(job, tensors=tensors, bases=bases, momentum=None)
+        guides = {
+            name: _sampled(guide, bounds[name], is_whole=tensors[name] is job.tensors[name])
+            for name in names
+            if (guide := self._ready.guides.get(name, NO_SIDE_INFORMATION)) is not NO_SIDE_INFORMATION
+        }
+        effort = effort_of(job.effort)
+        plan = FilePlan(tensors, record, recipes, self._ready.roles, guides, effort=effort)
+        sink, start = io.BytesIO(), working_seconds()
+        written = write_container(sink, plan, workers)
+        share = tensor_bytes(job.tensors) / max(tensor_bytes(tensors), 1)
+        seconds = (working_seconds() - start) * share
+        frames = Container(MemoryBytes(sink.getbuffer())).tensors
+        n_bytes = (written.stored_bytes - sum(f.entry.n_bytes for f in frames.values())) * (
+            len(job.tensors) / max(len(names), 1)
+        )
+        n_deltas = 0.0
+        for name, weight in weights.items():
+            header, entry, n = frames[name].header, frames[name].entry, job.tensors[name].n_patterns
+            more = n / max(tensors[name].n_patterns, 1)
+            n_records = n_chunks_of(n) - n_chunks_of(tensors[name].n_patterns)
+            beside = entry.n_bytes - header.payload_bytes + CHUNK_BYTES * n_records
+            n_bytes += weight * (beside + header.payload_bytes * more)
+            n_deltas += weight * header.plan.needs_base
+        return replace(
+            written,
+            n_tensors=len(job.tensors),
+            original_bytes=tensor_bytes(job.tensors),
+            stored_bytes=round(n_bytes),
+            content_id="",
+            n_deltas=round(n_deltas),
+            n_lossy=sum(recipe.is_lossy for recipe in recipes.values()),
+        ), seconds
+
+
+def _sampled(guide: SideInformation, bounds: Bounds, *, is_whole: bool) -> SideInformation:
+    """Return what is known of the parts of a tensor; inputs that belong to its rows are left out."""
+    if is_whole:
+        return guide
+    gradient, second_moment = (
+        None if source is None else _Sample.of(source, bounds)
+        for source in (guide.gradient, guide.second_moment)
+    )
+    inputs = None if guide.inputs is None or guide.inputs.axis == 0 else guide.inputs
+    return replace(guide, gradient=gradient, second_moment=second_moment, inputs=inputs)
+
+
+def _within_chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Split patterns begin..end where chunks end."""
+    while begin < end:
+        after = min((begin // CHUNK_VALUES + 1) * CHUNK_VALUES, end)
+        yield begin, after
+        begin = after
+
+
+def _length(bounds: Bounds) -> int:
+    return sum(end - begin for begin, end in bounds)
+
+
+def _n_patterns(sources: Iterable[TensorSource]) -> int:
+    return sum(source.n_patterns for source in sources)
