@@ -109,6 +109,11 @@ def test_a_sharded_folder_comes_back_byte_for_byte(folder: Path, tmp_path: Path)
     assert contents_of(tmp_path / "restored") == contents_of(folder)
 
 
+def test_the_output_folder_of_a_folder_may_be_called_anything(folder: Path, tmp_path: Path) -> None:
+    [report] = ckptz.compress(folder, tmp_path / "packed.safetensors")
+    assert report.output == str(tmp_path / "packed.safetensors" / "model.ckptz")
+
+
 def test_a_packed_folder_is_its_only_file(folder: Path, tmp_path: Path) -> None:
     packed = tmp_path / "packed"
     compress(folder, packed)
