@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 import secrets
 import zipfile
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import lightning
+import torch
 from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
@@ -42,7 +44,7 @@ from ckptz.write.pipeline import Job, mark_restored
 TESTED: Final = ((2, 6), (2, 6))  # first and last version that the tests ran with
 warn_untested("lightning", lightning.__version__, TESTED)
 
-__all__ = ["CkptzIO", "RequireCheckpointIO"]
+__all__ = ["CkptzIO", "RequireCheckpointIO", "load_from_checkpoint"]
 
 # These call the plug-in like the others, around steps of their own.
 _CALL_THE_PLUGIN: Final = (XLAStrategy, SingleDeviceXLAStrategy)
@@ -246,6 +248,42 @@ def _local(path: PathLike) -> Path:
     if "://" in str(path):
         raise UnsupportedError(f"{path}: CkptzIO writes to local and mounted folders; sync them afterwards")
     return Path(path)
+
+
+def load_from_checkpoint(
+    module_class: Any, path: PathLike, map_location: Any | None = None, **kwargs: Any
+) -> Any:
+    """Load a module as `module_class.load_from_checkpoint(path)` does, from a file that `CkptzIO` wrote.
+
+    Lightning gets the checkpoint as a torch file in memory, so that takes twice its size for a moment. A
+    checkpoint of Lightning itself is loaded as well.
+
+    Args:
+        module_class: class of a `LightningModule` or `LightningDataModule`.
+        path: the file.
+        map_location: a device for the tensors; by default the CPU.
+        kwargs: what `load_from_checkpoint` takes otherwise: `strict`, `hparams_file`, hyper-parameters.
+
+    Returns:
+        The module.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: it is damaged.
+        MissingBaseError: a file that it is stored against is missing.
+
+    Example:
+        >>> from ckptz.integrations.lightning import load_from_checkpoint
+        >>> model = load_from_checkpoint(MyModule, "last.ckpt", strict=False)  # doctest: +SKIP
+    """
+    if zipfile.is_zipfile(path):
+        return module_class.load_from_checkpoint(path, map_location=map_location, **kwargs)
+    file = io.BytesIO()
+    torch.save(CkptzIO().load_checkpoint(path), file)
+    file.seek(0)
+    # This process made these bytes of plain values, so nothing of others is run by reading them.
+    kwargs["weights_only"] = False
+    return module_class.load_from_checkpoint(file, map_location=map_location or "cpu", **kwargs)
 
 
 class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same

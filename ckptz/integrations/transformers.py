@@ -31,9 +31,9 @@ from ckptz.integrations.model_files import (
     nothing_found,
     weight_files,
 )
-from ckptz.store.resolve import SUFFIX
+from ckptz.store.resolve import SUFFIX, open_checkpoint
 
-__all__ = ["from_pretrained"]
+__all__ = ["from_pretrained", "push_to_hub"]
 
 
 def from_pretrained(
@@ -100,6 +100,42 @@ def from_pretrained(
     model = loaded[0] if isinstance(loaded, tuple) else loaded
     _finish(model, folder, kwargs)
     return loaded
+
+
+def push_to_hub(folder: PathLike, repo: str, *, private: bool | None = None, **kwargs: Any) -> Any:
+    """Upload a folder with `.ckptz` files to the Hub, for `from_pretrained` to load by its name.
+
+    What `from_pretrained` would fetch is uploaded, without other weights that lie in the folder.
+
+    Args:
+        folder: what `ckptz compress FOLDER -o OUTPUT` writes, with the bases of its files.
+        repo: its name on the Hub, "org/name"; it is made if it is not there.
+        private: who sees a new one, by default as the organization has it.
+        kwargs: for `huggingface_hub.upload_folder`: `token`, `revision`, `commit_message`, `create_pr`, ...
+
+    Returns:
+        What `huggingface_hub.upload_folder` returns.
+
+    Raises:
+        ConfigError: no folder, or no weights in it.
+        FileNotFoundError: a shard is missing.
+        FormatError: a file is damaged.
+        MissingBaseError: a base is not in the folder, so nobody could load the upload.
+
+    Example:
+        >>> from ckptz.integrations.transformers import push_to_hub
+        >>> push_to_hub("packed", "org/name")  # doctest: +SKIP
+    """
+    place = Path(folder)
+    if not place.is_dir():
+        raise ConfigError(f"{place}: is no folder")
+    if not (paths := weight_files(place, None)):
+        raise nothing_found(place)
+    for path in paths:
+        open_checkpoint(path).close()  # finds every base
+    hub = huggingface_hub.HfApi(token=kwargs.pop("token", None))
+    hub.create_repo(repo, private=private, exist_ok=True)
+    return hub.upload_folder(repo_id=repo, folder_path=place, allow_patterns=_FETCHED, **kwargs)
 
 
 def _fetched(folder: PathLike, kwargs: Mapping[str, Any]) -> PathLike:

@@ -39,7 +39,7 @@ from ckptz.errors import (
 )
 from ckptz.format.reader import Container
 from ckptz.integrations import versions
-from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
+from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO, load_from_checkpoint
 from ckptz.run.names import run_files
 from ckptz.state.torch import TYPE_KEY, from_plain
 from ckptz.store.resolve import open_checkpoint
@@ -187,6 +187,16 @@ def test_keep_rules_that_contradict_lightning_are_refused(tmp_path: Path) -> Non
         CkptzIO(keep=KeepPolicy()).save_checkpoint({"state_dict": {}}, tmp_path / "best.ckpt")
     with pytest.raises(ConfigError, match="cannot outlive a lossy optimizer state"):
         CkptzIO(config=ckptz.Grid(), keep=KeepPolicy(weights=KeepRules()))
+
+
+@pytest.mark.parametrize("io", [CkptzIO(jobs=1), TorchCheckpointIO()])
+def test_a_module_loads_from_a_checkpoint(io: Any, tmp_path: Path) -> None:
+    trainer, callback = fit(tmp_path, io, n_steps=2, monitor=None, save_top_k=1)
+    loaded = load_from_checkpoint(Model, callback.best_model_path)
+    assert loaded.hparams.width == 64
+    assert same(dict(loaded.state_dict()), dict(trainer.model.state_dict()))
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        load_from_checkpoint(Model, callback.best_model_path, width=32)
 
 
 def test_the_last_checkpoint_and_its_link(tmp_path: Path) -> None:

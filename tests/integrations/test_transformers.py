@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -21,7 +22,9 @@ from ckptz.errors import (
     UnsupportedError,
 )
 from ckptz.integrations import transformers as integration
-from ckptz.integrations.transformers import from_pretrained
+from ckptz.integrations.transformers import from_pretrained, push_to_hub
+from ckptz.torch import save_file, save_model
+from tests.support.hub_support import local_hub
 from tests.support.transformers_support import (
     AUTO,
     IDS,
@@ -408,3 +411,34 @@ def test_a_name_on_the_hub_is_fetched_without_other_weights(monkeypatch: pytest.
     assert "*.safetensors" not in asked["allow_patterns"]
     wanted = from_pretrained(AUTO["gpt2"], packed).state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in loaded.state_dict().items())
+
+
+def test_a_folder_goes_to_the_hub_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, packed = make("gpt2"), tmp_path / "packed"
+    model.save_pretrained(packed)  # with plain weights, which stay here
+    first = {name: value + 1 for name, value in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(first, packed / "base-1.ckptz")
+    save_model(model, packed / "model.ckptz", base=packed / "base-1.ckptz")
+    with local_hub(tmp_path / "hub") as url:
+        for name in ("ENDPOINT", "HUGGINGFACE_CO_URL_TEMPLATE"):
+            value = getattr(huggingface_hub.constants, name)
+            monkeypatch.setattr(huggingface_hub.constants, name, value.replace("https://huggingface.co", url))
+        push_to_hub(packed, "org/name", token="hf_secret")
+        loaded = from_pretrained(transformers.AutoModelForCausalLM, "org/name", cache_dir=tmp_path / "cache")
+    names = {path.name for path in (tmp_path / "hub").iterdir()}
+    assert names == {"base-1.ckptz", "model.ckptz", "config.json", "generation_config.json"}
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_a_folder_that_nobody_could_load_is_not_uploaded(tmp_path: Path) -> None:
+    model = make("gpt2")
+    save_model(model, tmp_path / "base-1.ckptz")
+    save_model(model, tmp_path / "model.ckptz", base=tmp_path / "base-1.ckptz")
+    (tmp_path / "base-1.ckptz").unlink()
+    with pytest.raises(MissingBaseError, match=r"base-1\.ckptz"):
+        push_to_hub(tmp_path, "org/name")
+    with pytest.raises(ConfigError, match=r"no model\.ckptz"):
+        push_to_hub(tmp_path.parent, "org/name")
+    with pytest.raises(ConfigError, match="is no folder"):
+        push_to_hub(tmp_path / "none", "org/name")
