@@ -16,7 +16,7 @@ from tests.support.spec_support import ROOT
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 MODULES = (
     *("ckptz", "ckptz.torch", "ckptz.numpy", "ckptz.hooks", "ckptz.sync", "ckptz.wire", "ckptz.errors"),
-    *(f"ckptz.integrations.{name}" for name in ("accelerate", "dcp", "lightning", "trainer")),
+    *(f"ckptz.integrations.{name}" for name in ("accelerate", "dcp", "lightning", "loggers", "trainer")),
     "ckptz.integrations.transformers",
 )
 ERRORS = [one for one in vars(ckptz.errors).values() if isinstance(one, type) and issubclass(one, CkptzError)]
