@@ -8,8 +8,9 @@ for; a package that registers a method adds a row itself: `SPACES["sign"] = Mult
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -24,6 +25,11 @@ from ckptz.format.index import LossyRecord
 Point: TypeAlias = tuple[int, ...]  # of a cube: the index of a value on each axis, 0 is the mildest
 M = TypeVar("M", bound=Method)
 DEFAULT_METHOD: Final = Grid
+SMALLEST, LARGEST = 2.0**-6, 2.0**6  # multipliers; below, weights take 8 bits and more
+PROTECTED_BITS: Final = 24.0  # that an element takes which k-means stores exactly, about
+MOST_LEVELS: Final = 255
+# Settings by a number with which sizes grow, the smallest number, and the largest.
+Scale: TypeAlias = tuple[Callable[[float], Method], float, float]
 
 
 class Space:
@@ -50,6 +56,14 @@ class Space:
         del template, records
         return None
 
+    def scale(self, template: Method) -> Scale:
+        """Return the settings by which files become finer.
+
+        Raises:
+            ConfigError: the method has none.
+        """
+        raise ConfigError(f"method {template.name} has no setting that its sizes grow with")
+
 
 @dataclass(frozen=True, slots=True)
 class MultiplierSpace(Space):
@@ -69,6 +83,9 @@ class MultiplierSpace(Space):
     def scaled(self, config: M, multiplier: float) -> M:
         """Return the configuration with another multiplier."""
         return replace(config, **{self.field: multiplier})
+
+    def scale(self, template: Method) -> Scale:
+        return lambda x: self.scaled(template, math.exp(-x)), -math.log(LARGEST), -math.log(SMALLEST)
 
     def recorded(self, template: M, records: Sequence[LossyRecord]) -> M | None:
         value = _usual([record for record in records if record.method == template.name], self.field)
@@ -184,6 +201,17 @@ class KMeansSpace(CubeSpace):
             Cube(space=self, template=replace(template, prune_by=name), axes=axes, name=name)
             for name in wanted or ["magnitude"]
         )
+
+    def scale(self, template: Any) -> Scale:
+        """Return more levels, and between one number of levels and the next more protected elements."""
+
+        def config_at(x: float) -> Method:
+            levels = math.floor(math.exp(x))
+            share = (math.exp(x) - levels) * math.log2((levels + 1) / levels) / PROTECTED_BITS
+            finer: Method = replace(template, levels=levels, protect=template.protect + share)
+            return finer
+
+        return config_at, math.log(2.0), math.log(MOST_LEVELS)
 
     def finer(self, template: Any) -> Any:
         template = replace(template, prune=0.0, layer_prune=(), embedding_levels=None)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.method import Method
-from ckptz.search.spaces import Cube, MultiplierSpace, Point
+from ckptz.search.spaces import LARGEST, SMALLEST, Cube, MultiplierSpace, Point
 
 FULL: Final = 1.0  # share of the budget that may be used
 
@@ -287,7 +287,6 @@ def _point_in(cube: Cube, config: Method) -> Point | None:
 # --- one multiplier -----------------------------------------------------------------------------
 MAX_FIRST: Final = 8  # trials of a first checkpoint
 MAX_LATER: Final = 3  # of one whose parent says where to begin
-SMALLEST, LARGEST = 2.0**-6, 2.0**6  # multipliers; below, weights take 8 bits and more
 TARGET: Final = 0.95  # share of the budget to aim at: half of the near misses would be for nothing
 CLOSE: Final = 0.88  # from there on, a larger multiplier saves under 2 % of the bytes
 CLOSE_LATER: Final = 0.7  # likewise, but an evaluation would cost more than the 5 % that it may save

@@ -48,6 +48,7 @@ from ckptz.run.names import step_of
 from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.search.budget import Budget, SearchOptions, SearchReport
 from ckptz.search.sampled import predict
+from ckptz.search.spaces import DEFAULT_METHOD
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import (
@@ -64,6 +65,12 @@ from ckptz.words import Report
 from ckptz.write.pipeline import Job, write
 
 OTHER_SUFFIXES: Final = (PLAIN_SUFFIX, *TORCH_SUFFIXES)
+UNITS: Final = {
+    "B": 1,
+    **{f"{letter}B": 1000**i for i, letter in enumerate("kMGT", 1)},
+    **{f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)},
+}
+_SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(x|[kKMGT]?i?B)\s*")
 RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"
 _IN_SERIES: Final = re.compile(r"(.*[^\d])(\d{1,18})", re.DOTALL)
 MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again
@@ -119,6 +126,7 @@ def compress(
     chain: bool = False,
     resume: bool = False,
     dry_run: bool = False,
+    target_size: str | None = None,
     step: int | None = None,
     optimizer: PathLike | Sequence[PathLike] | None = None,
     param_names: PathLike | None = None,
@@ -150,6 +158,8 @@ def compress(
             folder's other files stay where they are copied already.
         dry_run: write nothing, and predict sizes and times from a sample of each input, in a few seconds. Of
             a lossy chain nothing can be predicted, as what is stored depends on the file before.
+        target_size: a size such as "500MB" or a ratio such as "20x": write the finest file of each input that
+            fits, by `config`, by default `Grid()`, and a lossless one if that fits. Nothing is evaluated.
         step: training step to record; by default that of the input's metadata, or of its name.
         optimizer: a file of optimizer state for each input, in their order, which goes into the same output;
             what stands in a folder that is compressed goes along anyway.
@@ -194,11 +204,11 @@ def compress(
         counts = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
         raise ConfigError(f"there are {counts}; name a file for each input, in the same order")
     is_dry, steps = dry_run or (search is not None and search.is_dry_run), _steps_of(sources)
-    if dry_run and search is not None:
-        raise ConfigError("a search measures its files; give SearchOptions(is_dry_run=True) to keep none")
     optimizer_of = dict(zip(sources, optimizers, strict=False))
     if chain and _has_steps(sources, steps):  # else they stay in the given order
         sources.sort(key=lambda source: steps[source])
+    if target_size is not None:
+        config = _sized(config, target_size, is_alone=search is None and not (dry_run or chain))
     needs_written = chain and (search is not None or config.is_lossy)
     _check_together(base, needs_written=needs_written, is_dry=is_dry, resume=resume, force=force)
     check_files(search.template if search else config, guides)
@@ -211,6 +221,7 @@ def compress(
             chain=chain,
             resume=resume,
             is_dry=is_dry,
+            target_size=target_size,
             step=step,
             effort=effort,
             force=force,
@@ -337,6 +348,27 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
         )
 
 
+def _sized(config: Method, target_size: str, *, is_alone: bool) -> Method:
+    """Return the configuration for a target size: a lossy one; `is_alone` without other ways to find one."""
+    _parse_size(target_size, 0)
+    if not is_alone:
+        raise ConfigError("target_size goes with no search, no dry run and no chain; leave these out")
+    return config if config.is_lossy else DEFAULT_METHOD()
+
+
+def _parse_size(text: str, n_bytes: int) -> int:
+    """Return the bytes that a text such as 500MB, 1.5GiB or 20x allows, the last one of `n_bytes`.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None or not (match[2] == "x" or match[2] in UNITS) or not float(match[1]):
+        raise ConfigError(f"target_size must be a size such as 500MB or a ratio such as 20x, got {text!r}")
+    number = float(match[1])
+    return int(n_bytes / number if match[2] == "x" else number * UNITS[match[2]])
+
+
 def _check_suffixes(places: Iterable[Path]) -> None:
     """Refuse names of other kinds of files for outputs, which programs would take them for."""
     for place in places:
@@ -364,7 +396,7 @@ def _is_copied(carried: Carried, place: Path) -> bool:
 def _search_notes(search: SearchReport) -> Iterator[str]:
     n = len(search.trials)
     yield from search.notes
-    if search.is_met is None:
+    if search.strategy == "replay":
         yield "nothing was measured: the settings of the checkpoint before were used as they are"
     if search.is_met is False and not search.unmeasurable:
         yield f"none of the {n} configurations that were tried keeps the budget; without loss"
@@ -414,6 +446,7 @@ class _Compression:
     chain: bool
     resume: bool
     is_dry: bool  # nothing is written
+    target_size: str | None
     step: int | None
     effort: EffortName
     force: bool
@@ -599,7 +632,7 @@ class _Compression:
     ) -> tuple[Written, SearchReport | None]:
         """Write a file by itself, or the best that a search finds; its inputs must not have changed since."""
         stamps, like = {**own, **(base.files if base else {})}, list(own)
-        if self.search is None:
+        if self.search is None and self.target_size is None:
             with publish(target, like) as sink:
                 written = write(sink, job, self.workers, self.progress.advance)
                 _check_unchanged(stamps)
@@ -613,4 +646,9 @@ class _Compression:
             like=like,
             check=partial(_check_unchanged, stamps),
         )
+        if self.search is None:
+            from ckptz.search.fitted import write_to_size
+
+            limit = _parse_size(self.target_size or "", tensor_bytes(job.tensors))
+            return write_to_size(target, job, limit, run)
         return search_and_write(target, job, self.search, run)

@@ -27,6 +27,7 @@ SECTIONS: Final[Mapping[str, Sequence[str]]] = {
     "How small, and how good": (
         "eval",
         "allow_unsure",
+        "target_size",
         "dry_run",
         "effort",
         "settings",

@@ -44,7 +44,7 @@ EXAMPLES: Final = (
 )
 FROM_LOGITS: Final = "--budget 'kl<=5e-3' or 'top1>=0.99'"
 BARE: Final = re.compile(r"\s*[-+.\d][^<>=]*")  # a budget without a metric
-NAMES: Final = ("method", "settings", "config", "eval", "budget", "allow_unsure", "dry_run")
+NAMES: Final = ("method", "settings", "config", "eval", "budget", "allow_unsure", "dry_run", "target_size")
 
 
 def amount_of(text: str) -> tuple[float, bool]:
@@ -217,6 +217,11 @@ search_options = together(
         help="Where examples are too few to be sure, accept a file by its per-example change.",
     ),
     click.option(
+        "--target-size",
+        metavar="SIZE",
+        help="Write the finest file that fits: 500MB, or 20x smaller. By --method, or grid.",
+    ),
+    click.option(
         "--dry-run",
         is_flag=True,
         default=None,
@@ -275,6 +280,9 @@ def choose(
     loaded, groups = (None, {}) if options["config"] is None else load_config(options["config"])
     groups = {name: {**groups.get(name, {}), **given[name]} for name in GROUPS}
     methods = options["method"]
+    if options["target_size"] and (options["eval"] or "lossless" in methods):
+        what = "finds settings of a lossy method by size alone; leave out --eval and --method lossless"
+        raise click.UsageError(f"--target-size {what}")
     if len(methods) > 1 and (options["eval"] or not options["dry_run"] or settings or loaded):
         raise click.UsageError("give one --method; several, without settings, only with --dry-run")
     if options["eval"]:
@@ -286,6 +294,8 @@ def choose(
         name = f"--set {SEARCH}.{next(iter(groups[SEARCH]))}" if groups[SEARCH] else "--allow-unsure"
         raise click.UsageError(f"{name} belongs to a search: --eval with --budget")
     path = options["config"]
+    if options["target_size"] and not methods and loaded is None:
+        methods = ("grid",)
     return [config_from(method, settings, loaded, path) for method in methods or (None,)], None, groups
 
 

@@ -277,6 +277,7 @@ Examples:
   ckptz compress training.pt --method kmeans --set levels=16
   ckptz compress model.safetensors --dry-run --method lossless --method grid
   ckptz compress model.safetensors --eval evaluate.py:loss --budget 1%
+  ckptz compress model.safetensors --target-size 20x
 
 \b
 If no settings keep the budget, the file is written without loss and the exit code is 6.
@@ -346,6 +347,7 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
 
     lossy = {name: given.pop(name) for name in NAMES}
     configs, search, groups = choose(lossy)
+    given["target_size"] = lossy["target_size"]
     given["dry_run"] = bool(lossy["dry_run"]) and search is None
     given |= {**groups[INPUT], **groups[GUIDE]}
     roles = given.pop("tensor_roles", None)

@@ -421,6 +421,40 @@ def test_a_dry_run_of_a_small_file_is_exact(chain: Chain) -> None:
     assert found["stored_bytes"] == chain.full.stat().st_size
 
 
+# --- target sizes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["grid", "kmeans"])
+def test_a_target_size_gives_the_finest_file_that_fits(method: str, tmp_path: Path) -> None:
+    source, out = a_model(tmp_path), tmp_path / "out.ckptz"
+    run = ckptz("compress", source, "-o", out, "--target-size", "8x", "--method", method, "--json")
+    (report,) = run.json["files"]
+    limit = report["tensor_bytes"] / 8
+    assert 0.99 * limit <= out.stat().st_size == report["stored_bytes"] <= limit
+    assert report["search"]["method"] == method
+    found = tmp_path / "found.json"
+    found.write_text(run.stdout)
+    ckptz("compress", source, "-o", tmp_path / "again.ckptz", "--config", found)
+    assert content_of(tmp_path / "again.ckptz") == content_of(out)
+    assert sorted(os.listdir(tmp_path)) == ["again.ckptz", "found.json", source.name, "out.ckptz"]
+
+
+def test_what_fits_without_loss_is_lossless_and_what_cannot_fit_is_refused(tmp_path: Path) -> None:
+    source, out = a_model(tmp_path), tmp_path / "out.ckptz"
+    (report,) = ckptz("compress", source, "-o", out, "--target-size", "1GB", "--json").json["files"]
+    assert report["n_lossy"] == 0
+    ckptz("verify", out, "--against", source)
+    for words, what in (
+        (("--target-size", "2000x"), "the smallest has about"),
+        (("--target-size", "much"), "must be a size such as 500MB"),
+        (("--target-size", "9x", "--method", "lossless"), "leave out --eval and --method lossless"),
+        (("--target-size", "9x", "--chain"), "no chain"),
+    ):
+        run = ckptz("compress", source, "-o", tmp_path / "new.ckptz", *words, fails=True)
+        assert (run.exit_code, what in run.error) == (2, True), run.error
+    assert not (tmp_path / "new.ckptz").exists()
+
+
 # --- the options of compress ----------------------------------------------------------------------
 
 
