@@ -8,6 +8,15 @@ from typing import Any, Final
 
 UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 
+ROLES: Final = {
+    "weight": "weights",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "factor": "factored second moments",
+    "momentum": "momentum",
+    "other": "the rest",
+}
+
 
 def printable(text: str) -> str:
     """Write control characters, and what else does not print, as escapes."""

@@ -43,6 +43,7 @@ NOTICE: Final = (
     "ckptz: compiling kernels (first use on this machine, up to 20 seconds in all; "
     "ckptz warm-up compiles them ahead of time)"
 )
+PATIENCE: Final = 2.0  # seconds of compilation that need no notice
 
 
 @functools.cache
@@ -235,7 +236,7 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
 
 
 class _Compilation(events.Listener):  # type: ignore[misc]
-    """Prints `NOTICE` when the first of our own kernels starts to compile, and stops the clock meanwhile."""
+    """Prints `NOTICE` when compilation has taken `PATIENCE`, and stops the clock meanwhile."""
 
     def __init__(self) -> None:
         self.is_said = False
@@ -247,9 +248,11 @@ class _Compilation(events.Listener):  # type: ignore[misc]
         if self._depth == 1:
             self._begin = time.perf_counter()
         is_told = self.is_said or sys.stderr is None  # closed: print would write to stdout, among data
-        if not is_told and event.data["dispatcher"].py_func.__module__.startswith("ckptz."):
+        is_own = event.data["dispatcher"].py_func.__module__.startswith("ckptz.")
+        if is_own and not is_told and clock.compiled_seconds() >= PATIENCE:
             self.is_said = True
-            print(NOTICE + note(), file=sys.stderr, flush=True)
+            if _is_first_notice():
+                print(NOTICE + note(), file=sys.stderr, flush=True)
 
     def on_end(self, event: Any) -> None:
         """It has compiled, or failed to."""
@@ -257,6 +260,17 @@ class _Compilation(events.Listener):  # type: ignore[misc]
         self._depth -= 1
         if not self._depth:
             clock.stand_still(time.perf_counter() - self._begin)
+
+
+def _is_first_notice() -> bool:
+    """Return whether no process has printed the notice of these kernels; others will not after this one."""
+    folder = written_to()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (folder / f"told-{stamp()}").touch(exist_ok=False)
+            return True
+        return not (folder / f"told-{stamp()}").exists()
+    return True
 
 
 _compilation: Final = _Compilation()

@@ -12,6 +12,11 @@ def working_seconds() -> float:
     return time.perf_counter() - _compiled[0]
 
 
+def compiled_seconds() -> float:
+    """Return the seconds of this process that went into compilation."""
+    return _compiled[0]
+
+
 def stand_still(seconds: float) -> None:
     """Take back seconds that went into compilation."""
     _compiled[0] += seconds

@@ -419,6 +419,8 @@ class SearchOptions:
         max_evaluations: stop there and keep the best so far. With 0 the parent's settings are used as they
             are: nothing is measured, and the file promises nothing.
         on_trial: told of each trial.
+        on_begin: told of what begins: `None, None` of measuring the exact tensors, `settings, None` of
+            writing a trial, and `settings, n_bytes` of measuring its file.
         is_dry_run: write nothing.
     """
 
@@ -429,6 +431,7 @@ class SearchOptions:
     restores: int = 0
     max_evaluations: int | None = None
     on_trial: Callable[[TrialReport], None] = lambda trial: None
+    on_begin: Callable[[Mapping[str, Any] | None, int | None], None] = lambda config, n_bytes: None
     is_dry_run: bool = False
 
     def __post_init__(self) -> None:

@@ -111,6 +111,7 @@ def _searched(
     template = searched_template(options)
     lossy = ready.lossy(template)
     with contextlib.ExitStack() as held:
+        options.on_begin(None, None)
         judge = _judge(ready, options, run)
         exact_seconds = time.perf_counter() - start
         stages, predict, n_predicted = route_of(options, ready, run.workers.map)
@@ -291,8 +292,10 @@ class Searcher:
 
     def try_one(self, config: Method, strategy: str) -> Outcome:
         """Write a configuration and measure it; keep it if it is the best so far."""
-        start = time.perf_counter()
+        start, settings = time.perf_counter(), asdict(config)
+        self.options.on_begin(settings, None)
         trial, written = self._write(config), time.perf_counter()
+        self.options.on_begin(settings, trial.written.stored_bytes)
         with opened_trial(trial.path, self.run.base_paths, self.run.search_path) as decoded:
             measurements = self.judge.measure(decoded)
         evaluation_seconds = time.perf_counter() - written
@@ -300,7 +303,7 @@ class Searcher:
         used = max(math.inf if one.used is None else one.used for one in judgements)
         outcome = Outcome(config, used, trial.written.stored_bytes, max(map(used_by_changes, judgements)))
         report = TrialReport(
-            config=asdict(config),
+            config=settings,
             strategy=strategy,
             predicted_bytes=None if self.predict is None else round(self.predict(config)),
             n_bytes=outcome.n_bytes,

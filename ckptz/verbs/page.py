@@ -20,7 +20,7 @@ import msgspec
 
 from ckptz._version import __version__
 from ckptz.verbs.quality_text import metric_name, quality_text, worse
-from ckptz.words import cut, facts_of, field_text, fields_of, heading, percent, size, smaller
+from ckptz.words import ROLES, cut, facts_of, field_text, fields_of, heading, percent, size, smaller
 
 if TYPE_CHECKING:
     from ckptz.api.describe import InspectReport, TensorReport
@@ -30,14 +30,6 @@ if TYPE_CHECKING:
 Values = Sequence[Mapping[str, Any]]
 Spec = dict[str, Any]
 
-ROLES: Final = {
-    "weight": "weights",
-    "exp_avg": "first moments",
-    "exp_avg_sq": "second moments",
-    "factor": "factored second moments",
-    "momentum": "momentum",
-    "other": "the rest",
-}
 CODERS: Final = {
     "constant": "one value, nothing to store",
     "stored": "bytes as they are",

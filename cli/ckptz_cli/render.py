@@ -36,8 +36,13 @@ def compressed_line(report: CompressReport) -> str:
     return (
         f"{printable(report.output)}: {size(report.tensor_bytes)} -> {size(report.stored_bytes)} "
         f"({ratio(report.stored_bytes, report.tensor_bytes)}), {report.n_tensors} tensors{against}{lossy}, "
-        f"{_pace(report.tensor_bytes, report.seconds)}"
+        f"{_pace(report.tensor_bytes, report.seconds)}{_evaluations(report)}"
     )
+
+
+def _evaluations(report: CompressReport) -> str:
+    n = 0 if report.search is None else len(report.search.trials)
+    return f", {plural(n, 'evaluation')}" if n else ""
 
 
 def predicted_line(report: CompressReport) -> str:

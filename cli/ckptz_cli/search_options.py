@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -231,35 +232,44 @@ search_options = together(
 
 
 @contextlib.contextmanager
-def search_view() -> Iterator[Callable[[TrialReport], None]]:
-    """Yield the callback for trials: a table on a terminal, a line each with --verbose."""
+def search_view() -> Iterator[Callable[[SearchOptions], SearchOptions]]:
+    """Yield a function that lets a search show its course: a table on a terminal, a line a trial elsewhere.
 
-    def tell_line(trial: TrialReport) -> None:
-        if is_verbose():
-            from ckptz_cli.tables import trial_line
+    The table has the trial that runs and the best so far. With -q, nothing is shown.
+    """
+    from ckptz_cli.tables import began_line, trial_line, trials_table
 
+    if is_quiet():
+        yield lambda search: search
+        return
+    if not is_terminal(sys.stderr):
+
+        def print_start(config: Mapping[str, Any] | None, n_bytes: int | None) -> None:
+            if config is None:
+                click.echo(f"ckptz: {began_line(config, n_bytes)}", err=True)
+
+        def print_trial(trial: TrialReport) -> None:
             click.echo(f"ckptz: {trial_line(trial)}", err=True)
 
-    if is_quiet() or not is_terminal(sys.stderr):
-        yield tell_line
+        yield partial(dataclasses.replace, on_begin=print_start, on_trial=print_trial)
         return
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
-
-    from ckptz_cli.tables import trials_table
+    from rich.spinner import Spinner
 
     trials: list[TrialReport] = []
-    console, is_shown = Console(stderr=True), is_terminal(sys.stdout)
+    console, is_shown, running = Console(stderr=True), is_terminal(sys.stdout), Spinner("line")
     display = Live(
         console=console, transient=not is_verbose(), redirect_stdout=is_shown, refresh_per_second=4
     )
 
-    def tell(trial: TrialReport) -> None:
-        trials.append(trial)
-        display.update(trials_table(trials))
+    def show_start(config: Mapping[str, Any] | None, n_bytes: int | None) -> None:
+        running.update(text=began_line(config, n_bytes))
+        display.update(Group(trials_table(trials), running) if trials else running, refresh=True)
 
     with display:
-        yield tell
+        yield partial(dataclasses.replace, on_begin=show_start, on_trial=trials.append)
+        display.update(trials_table(trials))
 
 
 def choose(

@@ -9,7 +9,7 @@ import io
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from rich.console import Console
@@ -20,7 +20,7 @@ from ckptz.api.describe import InspectReport, TensorReport
 from ckptz.verbs.diff import DiffReport, TensorDiff
 from ckptz.verbs.log import LogEntry, LogReport
 from ckptz.verbs.quality_text import quality_text
-from ckptz.words import cut, printable, ratio, size, times
+from ckptz.words import ROLES, cut, printable, ratio, size, times
 from ckptz_cli.render import judged_text, plural
 from ckptz_cli.session import is_terminal
 
@@ -126,6 +126,8 @@ def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
         ("coders", _share_text(report.coders)),
     ]
     facts += [(record.promise, f"{quality_text(record)}, {record.date}") for record in report.quality]
+    if not report.quality and (errors := _errors_text(report.tensors)):
+        facts.append(("quality", f"not measured; {errors} (of each tensor: --tensors)"))
     if report.shards:
         facts.append(("shards", f"{len(report.shards)}, restored as a folder"))
     if report.has_tree:
@@ -133,6 +135,19 @@ def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
     if report.broken:
         facts.append(("chain", f"incomplete: {report.broken}"))
     return facts
+
+
+def _errors_text(tensors: Sequence[TensorReport]) -> str:
+    """Name the largest relative error of lossy tensors, for each role; empty if there are none."""
+    largest: dict[str, float] = {}
+    for tensor in tensors:
+        if tensor.lossy is not None and tensor.lossy.rms:
+            error = tensor.lossy.rms_error / tensor.lossy.rms
+            largest[tensor.role] = max(error, largest.get(tensor.role, 0.0))
+    return ", ".join(
+        f"rms errors of {ROLES.get(role, role)} up to {error:.2%} of their rms"
+        for role, error in sorted(largest.items())
+    )
 
 
 def _kind(report: InspectReport) -> str:
@@ -221,9 +236,16 @@ def logged_text(report: LogReport) -> str:
     """Draw the tree of a folder as a table, with a total."""
     is_drawn = is_terminal(sys.stdout) and (sys.stdout.encoding or "").lower().startswith("utf")
     lines = _LINES if is_drawn else _BLANKS
-    table = table_of("checkpoint", "step", "kind", "size", "ratio", "depth", "lossy", "quality", "")
+    has_metric = any(entry.metric is not None for entry in report.entries)
+    table = table_of(
+        *("checkpoint", "step", "kind", "size", "ratio", "depth", "lossy"),
+        *(("metric",) if has_metric else ()),
+        *("quality", ""),
+    )
     for guide, entry in zip(_guides(report.entries, lines), report.entries, strict=True):
-        add_row(table, f"{guide}{entry.file}", *_cells(entry))
+        *cells, quality, note = _cells(entry)
+        metric = ("" if entry.metric is None else f"{entry.metric:.6g}",) if has_metric else ()
+        add_row(table, f"{guide}{entry.file}", *cells, *metric, quality, note)
     return f"{drawn(table)}\n\n{_log_total(report)}" if report.entries else _log_total(report)
 
 
@@ -339,17 +361,24 @@ def trials_table(trials: Sequence[TrialReport]) -> Table:
         mark = "best" if trial is best else ""
         style = "bold green" if trial is best else "" if trial.is_feasible else "dim"
         predicted = "-" if trial.predicted_bytes is None else size(trial.predicted_bytes)
-        table.add_row(mark, ", ".join(_settings(trial)), predicted, *_outcome(trial), style=style)
+        table.add_row(mark, ", ".join(_settings(trial.config)), predicted, *_outcome(trial), style=style)
     return table
 
 
 def trial_line(trial: TrialReport) -> str:
     """Describe a trial of a search and its result."""
-    return f"tried {', '.join([*_settings(trial), *_outcome(trial)])}"
+    return f"tried {', '.join([*_settings(trial.config), *_outcome(trial)])}"
 
 
-def _settings(trial: TrialReport) -> list[str]:
-    config: dict[str, Any] = trial.config
+def began_line(config: Mapping[str, Any] | None, n_bytes: int | None) -> str:
+    """Describe what a search begins; see `ckptz.search.budget.SearchOptions.on_begin`."""
+    if config is None:
+        return "searching: measuring the quality of the exact tensors"
+    settings = ", ".join(_settings(config))
+    return f"{settings}: writing" if n_bytes is None else f"{settings}: {size(n_bytes)}, measuring"
+
+
+def _settings(config: Mapping[str, Any]) -> list[str]:
     if "step" in config:
         return [f"step {config['step']:g}"]
     levels = [f"{config['levels']} levels"] if "levels" in config else []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -339,11 +338,15 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
     import ckptz
     from ckptz_cli.render import compressed_line, predicted_line, total_line
 
+    said: set[str] = set()
+
     def show(report: CompressReport) -> None:
         is_prediction = report.is_dry_run and report.search is None
         session.add(report, predicted_line(report) if is_prediction else compressed_line(report))
         for note in report.notes:
-            session.note(f"{report.output}: {note}")
+            if note not in said:  # what is true of each file of a chain is said once
+                session.note(f"{report.output}: {note}")
+        said.update(report.notes)
 
     lossy = {name: given.pop(name) for name in NAMES}
     configs, search, groups = choose(lossy)
@@ -357,8 +360,7 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
         if search is None:
             given["progress"] = held.enter_context(progress_bar())
         else:
-            on_trial = held.enter_context(search_view())
-            search = replace(search, on_trial=on_trial)
+            search = held.enter_context(search_view())(search)
         for config in configs:
             reports = ckptz.compress(inputs, output, config=config, search=search, on_report=show, **given)
     if n_there := len(inputs) - len(reports):

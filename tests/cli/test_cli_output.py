@@ -63,7 +63,7 @@ def test_a_ratio_names_what_it_is_of() -> None:
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_compilation_is_said_once_and_only_when_it_happens(is_warm: bool, tmp_path: Path) -> None:
     code = (
-        "import numpy as np; from ckptz.kernels import compiled as cpu;"
+        "import numpy as np; from ckptz.kernels import cache, compiled as cpu; cache.PATIENCE = 0;"
         "cpu().histogram(np.zeros(4, np.uint8)); cpu().magnitudes(np.zeros(4, np.uint16))"
     )
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}

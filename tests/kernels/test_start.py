@@ -24,8 +24,10 @@ from ckptz.verbs.warm_up import warm_up
 from tests.support.cli_support import ckptz
 
 ROOT = Path(__file__).parents[2]
+AT_ONCE = "from ckptz.kernels import cache; cache.PATIENCE = 0; "  # say what is compiled, however little
 ONE_KERNEL = (
-    "import numpy as np; from ckptz.kernels import compiled; compiled().histogram(np.zeros(4, np.uint8))"
+    f"{AT_ONCE}import numpy as np; from ckptz.kernels import compiled; "
+    "compiled().histogram(np.zeros(4, np.uint8))"
 )
 
 
@@ -179,13 +181,25 @@ def test_a_full_disk_keeps_no_kernel_and_stops_nothing(tmp_path: Path) -> None:
         "cache.caching.IndexDataCacheFile.save = full\n"
     )
     assert NOTICE in said(environment, full + ONE_KERNEL)
-    assert NOTICE in said(environment)
+    assert list(Path(tmp_path, "kernels").rglob("*.nbc")) == []
+    assert not said(environment)  # it compiles again, and is not told twice
+    assert list(Path(tmp_path, "kernels").rglob("*.nbc"))
+
+
+def test_two_seconds_of_compilation_are_not_said(tmp_path: Path) -> None:
+    environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    assert not said(environment, ONE_KERNEL.removeprefix(AT_ONCE))
+    late = AT_ONCE.replace("= 0", "= 2") + "from ckptz.kernels import clock; clock.stand_still(2); "
+    other = ONE_KERNEL.removeprefix(AT_ONCE).replace(
+        "histogram(np.zeros(4, np.uint8))", "magnitudes(np.zeros(4, np.uint16))"
+    )
+    assert NOTICE in said(environment, late + other)
 
 
 def test_the_clock_of_speeds_stands_still_while_kernels_are_compiled(tmp_path: Path) -> None:
     environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     code = (
-        "import time; from ckptz.kernels.clock import working_seconds; "
+        f"{AT_ONCE}import time; from ckptz.kernels.clock import working_seconds; "
         "import ckptz.kernels.codec_cpu as k, numpy as np; from ckptz.kernels import compiled; compiled(); "
         "real, worked = time.perf_counter(), working_seconds(); k.histogram(np.zeros(4, np.uint8)); "
         "assert working_seconds() - worked < (time.perf_counter() - real) / 2"

@@ -10,8 +10,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
-from ckptz import log
+from ckptz import Checkpointer, log
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.format.envelope import PlainFile
 from ckptz.format.index import QualityRecord
@@ -43,6 +44,26 @@ def logged(folder: Path, *search_path: Path) -> tuple[LogReport, list[Exception]
 
 def tree(report: LogReport) -> list[tuple[int, str, str]]:
     return [(entry.level, entry.file, entry.kind) for entry in report.entries]
+
+
+def test_log_shows_the_metric_of_each_step_that_has_one(run: Path, tmp_path: Path) -> None:
+    assert "metric" not in ckptz("log", run).stdout.splitlines()[0]
+    model = torch.nn.Linear(4, 4)
+    with Checkpointer(tmp_path / "rated", model) as checkpointer:
+        checkpointer.save(1, metric=2.25)
+        checkpointer.save(2)
+        checkpointer.save(3, metric=1.5)
+    heading, *lines = ckptz("log", tmp_path / "rated").stdout.splitlines()
+    place = heading.index("metric")
+    metrics = {line.split()[0]: line[place:].split("  ")[0].strip() for line in lines if "step-" in line}
+    assert [metrics[f"step-{step:08}.ckptz"] for step in (1, 2, 3)] == ["2.25", "", "1.5"]
+
+
+def test_inspect_says_that_quality_was_not_measured_and_how_large_the_errors_are(run: Path) -> None:
+    [line] = [x for x in ckptz("inspect", run / "c.ckptz").stdout.splitlines() if x.startswith("quality")]
+    assert line.startswith("quality     not measured; rms errors of weights up to ")
+    assert line.endswith("% of their rms (of each tensor: --tensors)")
+    assert "not measured" not in ckptz("inspect", run / "a.ckptz").stdout
 
 
 def test_every_checkpoint_stands_behind_its_base_by_step(run: Path) -> None:

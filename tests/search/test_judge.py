@@ -397,6 +397,46 @@ def shifted(state):
     assert last.endswith("or --allow-unsure")
 
 
+def test_a_search_tells_what_begins_before_it_has_ended(folder: Path, functions: dict[str, Any]) -> None:
+    told: list[tuple[Any, ...]] = []
+    report = search(
+        folder,
+        functions["losses"],
+        on_begin=lambda config, n_bytes: told.append((config, n_bytes)),
+        on_trial=lambda trial: told.append((trial.config, trial.n_bytes, trial.is_feasible)),
+    )
+    assert told[0] == (None, None)
+    n = len(report.search.trials)
+    assert len(told) == 1 + 3 * n
+    for i, trial in enumerate(report.search.trials):
+        begun, written, ended = told[1 + 3 * i : 4 + 3 * i]
+        assert begun == (trial.config, None)
+        assert written == (trial.config, trial.n_bytes)
+        assert ended[:2] == written
+
+
+def test_the_command_prints_a_line_a_trial_and_the_number_of_evaluations(folder: Path) -> None:
+    output, where = folder / "out.ckptz", f"{folder}/evaluate.py:losses"
+    words = ("compress", folder / "model.safetensors", "-o", output, "--eval", where, "--force")
+    run = ckptz(*words)
+    lines = [line for line in run.stderr.splitlines() if "note" not in line]
+    assert lines[0] == "ckptz: searching: measuring the quality of the exact tensors"
+    assert all(line.startswith("ckptz: tried step ") for line in lines[1:])
+    n = len(lines) - 1
+    assert run.stdout.rstrip().endswith(f", {n} evaluation{'s' * (n > 1)}")
+    assert not ckptz(*words, "-q").stderr
+
+
+def test_a_note_on_each_file_of_a_chain_is_said_once(folder: Path) -> None:
+    for step in (1, 2):
+        save_plain(load_plain(folder / "model.safetensors"), folder / f"step-{step}.safetensors")
+    files = [folder / f"step-{step}.safetensors" for step in (1, 2)]
+    run = ckptz("compress", *files, "--chain", "-o", folder / "run", "--method", "grid", "--json")
+    notes = [note for report in run.json["files"] for note in report["notes"]]
+    assert len(notes) > len(set(notes))  # each file has it
+    assert len(run.stderr.splitlines()) == len(set(notes))
+
+
 def test_a_single_number_is_judged_with_a_warning(folder: Path, functions: dict[str, Any]) -> None:
     report = search(folder, functions["loss"])
     assert any("a single number, of which nobody can know" in note for note in report.notes)
