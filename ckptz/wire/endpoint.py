@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -381,6 +382,12 @@ class Link:
         first = self._shapes.setdefault((tensor.direction, tensor.place.tensor), shape)
         if self._same_shape and shape != first:
             _refuse("shape", f"{shape[0]} {list(shape[1])} after {first[0]} {list(first[1])}")
+
+    def small_shapes(self, direction: Direction) -> list[tuple[int, ...]]:
+        """List shapes of tensors that go raw as they have fewer elements than the policy compresses."""
+        codec, least = self.policy.codec(direction), self.policy.min_elements
+        shapes = [shape for (towards, _), (_, shape) in self._shapes.items() if towards is direction]
+        return [shape for shape in shapes if codec != RAW and math.prod(shape) < least]
 
     def is_raw(self, place: MessageKey) -> bool:
         """Return whether a message is raw: by policy, in warm-up, or in evaluation without compression."""

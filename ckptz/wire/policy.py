@@ -26,7 +26,7 @@ from ckptz.kernels import wire_arrays
 from ckptz.wire.header import HEADER_BYTES, Direction
 
 BLOCK: Final = 256  # elements of a block; 4 bytes of offset and scale are 0.016 byte an element
-MIN_ELEMENTS: Final = 4096  # a smaller tensor goes raw: its message is all latency
+MIN_ELEMENTS: Final = 4096  # of the default policy; a smaller tensor goes raw: its message is all latency
 RAW_SHARE: Final = 0.75  # of the raw bytes; a codec that saves less than a quarter goes raw
 RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a bitmap costs little more
 MAX_BYTES: Final = (1 << 32) - 1
@@ -295,14 +295,21 @@ def _padded(n_bytes: int) -> int:
     return -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
 
 
-def plan_of(codec: Codec, dtype: DType, shape: tuple[int, ...], *, reuse: bool = False) -> TensorPlan:
-    """Bind a codec to a tensor.
+def plan_of(
+    codec: Codec,
+    dtype: DType,
+    shape: tuple[int, ...],
+    *,
+    reuse: bool = False,
+    min_elements: int = MIN_ELEMENTS,
+) -> TensorPlan:
+    """Bind a codec to a tensor; one of fewer than `min_elements` goes raw.
 
     Raises:
         ConfigError: the message would exceed 4 GiB.
     """
     plan = TensorPlan(codec, codec, dtype, tuple(shape), reuse and isinstance(codec, TopK))
-    lossy = dtype.name in KINDS and plan.n >= MIN_ELEMENTS
+    lossy = dtype.name in KINDS and plan.n >= min_elements
     if not lossy or plan.payload_cap >= RAW_SHARE * plan.raw_bytes:
         plan = TensorPlan(codec, RAW, dtype, tuple(shape))
     if plan.cap > MAX_BYTES:
@@ -335,6 +342,7 @@ class LinkPolicy:
         seed: of stochastic rounding.
         ef_decay: share of the old error in the error that "ef" keeps, 0 to 1; 0.0 keeps the newest alone.
         ef_reset: messages after which "ef" forgets its error; 0 never does.
+        min_elements: tensors of fewer elements are sent as they are, with a header of 64 bytes.
     """
 
     forward: Codec = RAW
@@ -347,6 +355,7 @@ class LinkPolicy:
     seed: int = 0
     ef_decay: float = 0.0
     ef_reset: int = 0
+    min_elements: int = MIN_ELEMENTS
 
     def __post_init__(self) -> None:
         coerce_numeric_fields(self)
@@ -359,6 +368,7 @@ class LinkPolicy:
             raise ConfigError(f"eval must be auto, same or raw, got {self.eval!r}")
         if self.warmup_steps < 0 or self.ef_reset < 0 or not 0 <= self.ef_decay < 1:
             raise ConfigError("warmup_steps and ef_reset must not be negative, and ef_decay be 0 to 1")
+        check_int("min_elements", self.min_elements, 1)
         self._check_feedback()
         if self.reuse and _share(self.forward) != _share(self.backward):
             raise ConfigError("reuse needs TopK of the same share in both directions")
@@ -400,17 +410,18 @@ class LinkPolicy:
             return plan_of(RAW, dtype, shape)
         reuse = self.reuse and direction is Direction.BACKWARD
         if reuse:  # where the activation's plan sends positions
-            reuse = isinstance(plan_of(self.forward, dtype, shape).codec, TopK)
-        return plan_of(self.codec(direction), dtype, shape, reuse=reuse)
+            forward = plan_of(self.forward, dtype, shape, min_elements=self.min_elements)
+            reuse = isinstance(forward.codec, TopK)
+        return plan_of(self.codec(direction), dtype, shape, reuse=reuse, min_elements=self.min_elements)
 
     def to_json(self) -> str:
         """Return the policy as text, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
             record[name] = codec_to_dict(record[name])
-        for name in ("ef_decay", "ef_reset"):  # policies without them keep their text, and so their hash
-            if not record[name]:
-                del record[name]
+        for name in ("ef_decay", "ef_reset", "min_elements"):
+            if record[name] == type(self).__dataclass_fields__[name].default:
+                del record[name]  # policies without them keep their text, and so their hash
         return json.dumps(record, sort_keys=True)
 
     @classmethod

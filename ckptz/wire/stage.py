@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from ckptz.errors import UnsupportedError
-from ckptz.wire.header import Direction
+from ckptz.wire.header import HEADER_BYTES, Direction
 from ckptz.wire.link import TensorLink, load_state, naming, sample_ids_of, state_of
 from ckptz.wire.policy import LinkPolicy, policy_metadata, policy_of
 from ckptz.wire.state import MessageKey
@@ -214,6 +214,19 @@ class CompressedPipelineStage(PipelineStage):
     def wire_metadata(self) -> dict[str, str]:
         """Return metadata for the checkpoint that lets a later load be checked."""
         return policy_metadata(self.policy)
+
+    def wire_notes(self) -> tuple[str, ...]:
+        """Name the tensors that this stage sends uncompressed because they are small."""
+        notes = []
+        for direction, link in ((FORWARD, self.outgoing), (BACKWARD, self.incoming)):
+            if link is not None and (shapes := link.link.small_shapes(direction)):
+                least, shown = self.policy.min_elements, ", ".join(str(list(shape)) for shape in shapes)
+                notes.append(
+                    f"{direction.word}: tensors of {shown} have fewer than {least:,} elements; nothing is "
+                    f"compressed, and {HEADER_BYTES} bytes more are sent for each than without; "
+                    "LinkPolicy(min_elements=...) lowers the limit"
+                )
+        return tuple(notes)
 
     def wire_bytes(self) -> dict[str, tuple[int, int]]:
         """Count (bytes sent, bytes they stand for) of each direction that this stage sends."""

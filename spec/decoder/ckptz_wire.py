@@ -89,7 +89,9 @@ class Plan:
         self.rows = -(-self.n // self.row)
         self.tiles, self.planes = self.rows * self.row // self.tile, int(self.bits * self.rows)
         n_bytes = self.dtype.patterns([self.n]) * self.dtype.size
-        lossy = self.dtype.name in EXPONENT and self.n >= 4096 and self.cap(n_bytes) < 0.75 * n_bytes
+        # "4,096 where a policy names no other number"
+        lossy = self.dtype.name in EXPONENT and self.n >= policy.get("min_elements", 4096)
+        lossy = lossy and self.cap(n_bytes) < 0.75 * n_bytes
         raw_eval = policy["eval"] == "raw" or (policy["eval"] == "auto" and policy["feedback"])
         self.codec = self.codec if lossy and not (is_eval and raw_eval) else RAW
         self.has_state = self.codec != RAW and policy["feedback"] in ("ef", "ef21") and not is_eval

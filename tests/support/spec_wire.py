@@ -170,6 +170,8 @@ WIRE: dict[str, Session] = {
         LinkPolicy(forward=TOP, backward=TOP, reuse=True),
         [Message(), Message(direction=BACKWARD, seed=1)],
     ),
+    "uniform-small": Session("W5", LinkPolicy(forward=U4, min_elements=512), shape=(2, 256)),
+    "uniform-below-the-limit": Session("W5", LinkPolicy(forward=U4, min_elements=513), shape=(2, 256)),
     "tiles": Session("W1 W3 W5", LinkPolicy(forward=TILES)),
     "tiles-plain": Session("W5", LinkPolicy(forward=Tiled(2.5, 16, rotate=False)), dtype="BF16"),
     "tiles-of-rows": Session("W5", LinkPolicy(forward=Tiled(4, 256)), shape=(3, 1366), dtype="F16"),

@@ -6,6 +6,7 @@ Every scenario trains a small model through real gloo links and, on the last ran
 process through `simulate`.
 """
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -164,12 +165,14 @@ def train(policy: LinkPolicy | None, schedule: str, rank: int, n_stages: int = 2
     if schedule != "zbv":  # torch 2.13 cannot evaluate V schedules
         out["eval"] = run.evaluate()
     if policy is not None:
-        out["bytes"] = run.stages[0].wire_bytes()
+        out["bytes"], out["notes"] = run.stages[0].wire_bytes(), run.stages[0].wire_notes()
     return out
 
 
 def scenarios(rank: int, out: Path) -> dict[str, Any]:
     results: dict[str, Any] = {"stock": train(None, "1f1b", rank)}
+    small = dataclasses.replace(POLICIES["q4-q8"], min_elements=2 * BATCH // N_MICRO * WIDTH)
+    results["small"] = train(small, "1f1b", rank)
     for name, policy in POLICIES.items():
         results[f"{name} gpipe"] = train(policy, "gpipe", rank)
         results[f"{name} 1f1b"] = train(policy, "1f1b", rank)

@@ -621,3 +621,15 @@ def test_codecs_and_policies_refuse_nonsense() -> None:
     for make in bad:
         with pytest.raises(ConfigError):
             make()
+
+
+def test_a_policy_may_lower_the_limit_of_small_tensors_and_keeps_its_text_where_it_does_not() -> None:
+    lowered, default = LinkPolicy(forward=Uniform(4), min_elements=64), LinkPolicy(forward=Uniform(4))
+    assert lowered.plan(FORWARD, F32, (64,)).codec == Uniform(4)
+    assert lowered.plan(FORWARD, F32, (63,)).codec == RAW
+    assert default.plan(FORWARD, F32, (4095,)).codec == RAW
+    assert "min_elements" not in default.to_json()
+    assert LinkPolicy.from_json(lowered.to_json()) == lowered
+    assert lowered.digest != default.digest
+    with pytest.raises(ConfigError, match="min_elements"):
+        LinkPolicy(min_elements=0)

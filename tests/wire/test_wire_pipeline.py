@@ -87,6 +87,20 @@ def test_bytes_shrink_as_announced(trained: list[dict[str, Any]]) -> None:
     assert raw / sent > 30
 
 
+def test_tensors_below_the_limit_of_the_policy_go_raw_and_the_stage_says_so(
+    trained: list[dict[str, Any]],
+) -> None:
+    assert trained[0]["q4-q8 1f1b"]["notes"] == ()
+    small = trained[0]["small"]
+    sent, raw = small["bytes"]["forward"]
+    assert sent > raw
+    assert small["losses"] == trained[0]["stock"]["losses"]
+    [note] = small["notes"]
+    assert note.startswith(
+        "forward: tensors of [16, 256] have fewer than 8,192 elements; nothing is compressed"
+    )
+
+
 def test_a_cut_may_have_several_tensors_some_of_integers(trained: list[dict[str, Any]]) -> None:
     assert len(trained[1]["two tensors"]["losses"]) == 12
 
