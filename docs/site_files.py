@@ -22,6 +22,8 @@ ELSEWHERE: Final = (
 )
 LINK: Final = re.compile(r"(\]\()(?![a-z]+:|#)([^)#\s]+)")
 PAIR: Final = re.compile(r"(```.*?```|`[^`]*`)|\]\[", re.DOTALL)  # T[r][c], which Markdown takes for a link
+MEMBERS: Final = re.compile(r"members: \[(.*?)\]")
+SHOWN: Final = re.compile(r"""<h3 id="ckptz[\w.]*\.(\w+)\"""")  # members of classes
 LOADED: Final = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']?(?:https?:)?//[^>]*>""")
 
 
@@ -54,6 +56,22 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         return match[1] + posixpath.relpath(target, posixpath.dirname(page.file.src_uri) or ".")
 
     return PAIR.sub(lambda match: match[1] or "]&#91;", LINK.sub(moved, markdown))
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Show options without a default as such: mkdocs-click writes what click has in its place.
+
+    Raises:
+        PluginError: the page shows a placeholder of click, or members of a class that it does not name.
+    """
+    html = html.replace("<code>Sentinel.UNSET</code>", "")
+    if "Sentinel" in html:
+        raise PluginError(f"{page.file.src_uri}: shows a placeholder of click, Sentinel")
+    named = set(re.findall(r"\w+", " ".join(MEMBERS.findall(page.markdown or ""))))
+    for name in SHOWN.findall(html):
+        if name not in named:
+            raise PluginError(f"{page.file.src_uri}: shows {name}, which it does not name among members")
+    return html
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:

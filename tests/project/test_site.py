@@ -179,3 +179,28 @@ def test_a_page_that_loads_from_the_network_is_refused(hook: object, tag: str) -
     with pytest.raises(PluginError, match=r"a\.md: loads from the network"):
         hook.on_post_page(tag, page=Page)
     assert hook.on_post_page('<a href="https://a.b">', page=Page)
+
+
+@pytest.mark.parametrize(
+    ("html", "said"),
+    [
+        ("<td><code>Sentinel.UNSET</code></td>", ""),
+        ("<td>Sentinel.UNSET</td>", "shows a placeholder of click"),
+        ('<h3 id="ckptz.Checkpointer.save" class="doc">', ""),
+        ('<h3 id="ckptz.Grid.recipe" class="doc">', "shows recipe, which it does not name"),
+    ],
+)
+def test_a_page_with_placeholders_or_internals_is_refused(hook: object, html: str, said: str) -> None:
+    from mkdocs.exceptions import PluginError
+
+    class Page:
+        markdown = "::: ckptz.Checkpointer\n    options: { members: [save, wait] }\n"
+
+        class file:
+            src_uri = "a.md"
+
+    if not said:
+        assert "Sentinel" not in hook.on_page_content(html, page=Page)
+        return
+    with pytest.raises(PluginError, match=said):
+        hook.on_page_content(html, page=Page)
