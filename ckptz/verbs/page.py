@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from ckptz._version import __version__
+from ckptz.run.step_files import FROZEN_KEY, NAMES_KEY, POSITION_KEY, STATE_KEY, WEIGHTS_KEY
 from ckptz.verbs.quality_text import metric_name, quality_text, worse
 from ckptz.words import ROLES, cut, facts_of, field_text, fields_of, heading, percent, size, smaller
 
@@ -39,6 +40,7 @@ CODERS: Final = {
     "sparse": "only what differs from the most frequent code",
     "huffman": "frequent codes get short bits (Huffman, fast to decode)",
 }
+NOTED: Final = (POSITION_KEY, WEIGHTS_KEY, STATE_KEY, FROZEN_KEY, NAMES_KEY)  # in metadata, by a Checkpointer
 COLOURS: Final = tuple(f"var(--c{n})" for n in range(1, 7))
 MOST_KINDS, MOST_CELLS = 80, 4000  # of a heat map: its rows, and tensors in all
 MOST_LAYERS: Final = 1000  # columns of a map
@@ -110,11 +112,11 @@ def _svg(values: Values, spec: Spec) -> str:
     return vl_convert.vegalite_to_svg({"padding": 4, "config": _CONFIG, "data": {"values": shown}, **spec})
 
 
-def heat_map(title: str, about: str, items: Values, quotient: str) -> list[Chart]:
+def heat_map(title: str, about: str, items: Values, *, is_root: bool) -> list[Chart]:
     """Draw numbers by kind of tensor and layer as depths of a colour; nothing where there are none.
 
     Each item is a tensor: `group`, `kind`, `layer`, `top` and `bottom`; the number of a cell is the quotient
-    of the sums, as an expression of Vega. Kinds beyond `MOST_KINDS` are left out; layers beyond `MOST_LAYERS`
+    of the sums, or, in percent, its root. Kinds beyond `MOST_KINDS` are left out; layers beyond `MOST_LAYERS`
     are summed.
     """
     kinds = list(dict.fromkeys((item["group"], item["kind"]) for item in items))[:MOST_KINDS]
@@ -129,17 +131,34 @@ def heat_map(title: str, about: str, items: Values, quotient: str) -> list[Chart
         "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"  # names differ at the end
     )
     order = [*sorted({item["layer"] for item in shown} - {"none"}, key=int), "none"]
-    depth: Spec = {"scale": {"type": "log", "range": [0.1, 1]}, "legend": {"format": ".3~r", "columns": 5}}
-    x: Spec = {"field": "layer", "type": "ordinal", "sort": order, "axis": {"orient": "top"}}
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for item in shown:
+        of = sums.setdefault((item["group"], item["kind"], item["layer"]), [0.0, 0.0])
+        of[0], of[1] = of[0] + item["top"], of[1] + item["bottom"]
+    values = [
+        {"group": group, "kind": kind, "layer": layer, "value": value}
+        for (group, kind, layer), (top, bottom) in sums.items()
+        for value in [100 * math.sqrt(top / bottom) if is_root else top / bottom]
+    ]
+    legend = _legend([100 * math.sqrt(a / b) if is_root else a / b for a, b in sums.values()])
+    depth: Spec = {"scale": {"type": "log", "range": [0.1, 1]}, "legend": legend}
+    axis = {"orient": "top", "labelExpr": "datum.label == 'none' ? '–' : datum.label"}
+    x: Spec = {"field": "layer", "type": "ordinal", "sort": order, "axis": axis}
     y: Spec = {"field": "kind", "type": "nominal", "title": None, "sort": None}
     y["axis"] = {"minExtent": room, "labelExpr": label}
     cells = {"mark": {"type": "rect", "color": COLOURS[0]}, "width": {"step": 24}, "height": {"step": 20}}
     cells["encoding"] = {"x": x, "y": y, "opacity": number("value", "pale to deep", **depth)}
-    sums = [{"op": "sum", "field": name, "as": name} for name in ("top", "bottom")]
-    summed = {"aggregate": sums, "groupby": ["group", "kind", "layer"]}
-    spec: Spec = {"transform": [summed, {"calculate": quotient, "as": "value"}], "spec": cells}
-    spec |= {"facet": {"row": {"field": "group", "sort": None}}, "resolve": {"scale": {"y": "independent"}}}
-    return [Chart(title, about, _svg(shown, spec), is_wide=room + 24 * len(order) > 380)]
+    spec: Spec = {"spec": cells, "resolve": {"scale": {"y": "independent"}}}
+    spec |= {"facet": {"row": {"field": "group", "sort": None}}}
+    return [Chart(title, about, _svg(values, spec), is_wide=room + 24 * len(order) > 380)]
+
+
+def _legend(values: Sequence[float]) -> Spec | None:
+    """Return a legend with up to five values that differ as they are written; none of a single value."""
+    low, high = min(values), max(values)
+    steps = [low * (high / low) ** (i / 4) for i in range(5)]
+    shown = list(dict.fromkeys(float(f"{step:.2g}") for step in steps))
+    return {"format": ".2~r", "columns": 5, "values": shown} if len(shown) > 1 else None
 
 
 Section = dict[str, Any]
@@ -150,7 +169,6 @@ MOST_ROWS, MOST_STEPS = 5000, 400  # of a table, of a chart: the first, the last
 RESTORED: Final = ("weights", "state", "weights and state")
 PARTS: Final = dict(zip((*RESTORED, "made exact", "kept for others", "whole step"), COLOURS, strict=True))
 WHOLE: Final = "whole step"
-ROOT: Final = "100 * sqrt(datum.top / datum.bottom)"
 _NUMBER: Final = re.compile(r"(?<![^._/])\d{1,9}(?![^._/])")
 
 
@@ -176,7 +194,7 @@ def _sections(report: OfReport) -> Iterator[Section]:
     if report.diff:
         yield _changes(report.diff)
     yield from map(_search, report.searches)
-    yield from map(_file, report.files)
+    yield from (_file(file, _is_exact(file, report.runs)) for file in report.files)
     if report.histograms:
         yield {"title": "How values are spread", "charts": list(map(_histogram, report.histograms))}
 
@@ -239,7 +257,9 @@ def _run(run: LogReport, inside: Sequence[InspectReport]) -> Section:
         total = _total(of)
         tiles.append(_size_tile(f"Newest step, {step}, in all", total["tensor_bytes"], total["stored_bytes"]))
     own = {f"{run.folder}/{e.file}" for e in run.entries if e.n_lossy}
-    tiles += [_error_tile(_last(file.file), file) for file in inside if file.file in own]
+    tiles += [
+        _error_tile(_last(file.file), file, _is_exact(file, [run])) for file in inside if file.file in own
+    ]
     metrics = {step: e.metric for step, of in steps.items() for e in of if e.metric is not None}
     totals = [{"step": step, **_total(of), "metric": metrics.get(step)} for step, of in steps.items()]
     every = []
@@ -306,17 +326,32 @@ def _errors(tensors: Iterable[TensorReport]) -> tuple[float | None, float | None
     return typical, max((error for error, _ in lossy), default=None)
 
 
-def _error_tile(name: str, file: InspectReport) -> Section:
-    """Warn of what a lossy file lost, beside how much smaller it is."""
+def _is_exact(file: InspectReport, runs: Sequence[LogReport]) -> bool:
+    """Return whether a residual file in a run makes the step of a lossy file exact."""
+    return any(
+        e.kind == "exact" and e.step is not None and e.step == file.step
+        for run in runs
+        if file.file in {f"{run.folder}/{own.file}" for own in run.entries}
+        for e in run.entries
+    )
+
+
+def _error_tile(name: str, file: InspectReport, is_exact: bool) -> Section:
+    """Warn of what a lossy file lost, unless its step is exact by a residual file."""
     n, (typical, worst) = sum(t.lossy is not None for t in file.tensors), _errors(file.tensors)
     if not n:
         return _tile("Values", "lossless", "every bit comes back")
+    if is_exact:
+        about = "Residual files restore this step bit for bit. When the next step is saved, "
+        return _tile(
+            f"Values, {name}", "exact", f"{about}{percent(typical)} of the values' size will be lost."
+        )
     about = f"LOSSY: {n} of {file.n_tensors} tensors are off by this share of their values, the worst by "
     about += f"{percent(worst)}. What that costs, only an evaluation tells."
     return _tile(f"Typical error, {name}", percent(typical), about, is_bad=True)
 
 
-def _map(title: str, about: str, tensors: Iterable[Sequence[Any]], quotient: str = ROOT) -> list[Chart]:
+def _map(title: str, about: str, tensors: Iterable[Sequence[Any]], *, is_root: bool = True) -> list[Chart]:
     """Draw tensors (group, name, top and bottom of a quotient) by their first number between dots."""
     items = []
     for group, name, top, bottom in tensors:
@@ -326,20 +361,35 @@ def _map(title: str, about: str, tensors: Iterable[Sequence[Any]], quotient: str
             "layer": str(int(number_in_name[0])) if number_in_name else "none",
         }
         items += [{"group": group, **place, "top": top, "bottom": bottom}] if top > 0 else []
-    return heat_map(title, f"{about} Rows are kinds of tensors, columns are layers.".strip(), items, quotient)
+    about = f"{about} Rows are kinds of tensors, columns are layers.".strip()
+    return heat_map(title, about, items, is_root=is_root)
 
 
-def _file(file: InspectReport) -> Section:
+def _file_facts(file: InspectReport) -> dict[str, str]:
+    """Return the facts of a file; of metadata what users gave, and not what a run notes for itself."""
+    facts = _facts(file) | {"kind of state": "nested" if file.has_tree else "flat"}
+    facts["metadata"] = field_text("", {k: v for k, v in (file.metadata or {}).items() if k not in NOTED})
+    return {name: text for name, text in facts.items() if name != "has tree"}
+
+
+def _file(file: InspectReport, is_exact: bool) -> Section:
     roles, name = list(ROLES), _last(file.file)
     tensors = sorted(file.tensors, key=lambda t: roles.index(t.role) if t.role in roles else len(roles))
-    tiles = [_size_tile("How much smaller", file.tensor_bytes, file.stored_bytes), _error_tile("all", file)]
+    tiles = [
+        _size_tile("How much smaller", file.tensor_bytes, file.stored_bytes),
+        _error_tile("all", file, is_exact),
+    ]
     chain = ", ".join(f"{m.file}{'' if m.path else ' (missing)'}" for m in file.chain[:20])
     head, every = ("name", "role", "layer_type", "tensor_bytes", "stored_bytes", "ratio"), []
     for t in sorted(tensors, key=lambda t: -t.stored_bytes):
         own = {"role": _role(t), "lossy": t.lossy and t.lossy.method}
         every.append({**dict.fromkeys(head), "typical_error": _errors([t])[0], **fields_of(t), **own})
     return {
-        **{"title": f"Inside {name}", "tiles": tiles, "facts": _facts(file) | {"chain": chain or "none"}},
+        **{
+            "title": f"Inside {name}",
+            "tiles": tiles,
+            "facts": _file_facts(file) | {"chain": chain or "none"},
+        },
         "charts": list(_file_charts(tensors)) if tensors else [],
         "tables": [_table(f"{name}: every tensor", every)],
         "warning": f"Its chain is incomplete: {file.broken}" if file.broken else "",
@@ -352,11 +402,12 @@ def _file_charts(tensors: Sequence[TensorReport]) -> Iterator[Chart]:
         sums[t.layer_type, _role(t)] += t.stored_bytes
     values = [{"name": layer, "bytes": n, "what": role} for (layer, role), n in sums.items()]
     known, height = dict(zip(ROLES.values(), COLOURS, strict=True)), 90 + 26 * len({name for name, _ in sums})
-    about, x = "By what the layers do, from tensor names and shapes.", number("bytes", **BYTES)
+    about = "By what the layers do, from tensor names and shapes."
+    x = number("bytes", axis={**BYTES["axis"], "tickCount": 4})
     how: Section = {"by": "what", "known": known, "height": height}
     yield draw("Where the bytes are", about, values, ["bar"], NAMES, x=x, **how)
     bits = [(_role(t), t.name, t.stored_bytes * 8.0, _n(t)) for t in tensors if _n(t) > 1]
-    yield from _map("Stored bits per parameter", "", bits, "datum.top / datum.bottom")
+    yield from _map("Stored bits per parameter", "", bits, is_root=False)
     lossy = [(t, t.lossy) for t in tensors if t.lossy and t.lossy.rms]
     lost = [(_role(t), t.name, loss.rms_error**2 * _n(t), loss.rms**2 * _n(t)) for t, loss in lossy]
     about = "Typical error of a value by the typical size of the values, both root mean squares."
@@ -385,7 +436,8 @@ def _search(searched: OfReport) -> Section:
             used = min(100 * max(trial.drop, 0.0), 300.0)  # beyond, nothing could be told apart
             values.append({"trial": n, "bytes": trial.n_bytes, "used": used, "verdict": verdict})
     about = "Each point is a file that was measured: below the line it keeps the budget."
-    x, y = number("bytes", scale={"zero": False}, **BYTES), number("used", "% of the budget used")
+    x = number("bytes", scale={"zero": False}, axis={**BYTES["axis"], "tickCount": 4})
+    y = number("used", "% of the budget used")
     how: Section = {"by": "verdict", "limit": (100.0, "budget"), "detail": {"field": "trial"}}
     drawn = [draw("Size against quality", about, values, ["point"], y, x=x, **how)] if values else []
     tables = [_table(f"{name}: what the search tried, in order", rows)]

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import ckptz
@@ -329,7 +330,7 @@ def test_a_store_shows_weights_state_and_what_makes_its_head_exact(tmp_path: Pat
     assert float(said[1]) == pytest.approx(whole, rel=1e-4)
     assert marks(drawn["Metric of each save"]) == ["step: 1; metric: 3", "step: 2; metric: 1.5"]
     assert [h.tensor for h in made.histograms] == ["model.0.weight"]  # by the model's own name
-    assert "LOSSY" in made.html
+    assert "LOSSY" not in made.html  # its newest step is exact
     assert [Path(file.file).name for file in made.files] == [
         "step-00000002.ckptz",
         "step-00000002.state.ckptz",
@@ -394,3 +395,26 @@ def test_a_page_that_is_replaced_is_no_more_public_than_its_files(
     page.chmod(before)
     ckptz.report(tmp_path / "w.ckptz", page)
     assert page.stat().st_mode & 0o777 == after
+
+
+def test_a_step_that_residual_files_make_exact_shows_no_error_in_red(tmp_path: Path) -> None:
+    model = torch.nn.Linear(96, 96)
+    with ckptz.Checkpointer(tmp_path / "run", model, config=ckptz.Grid(), jobs=1) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(2)
+    html = ckptz.report(tmp_path / "run").html
+    assert '<b class="bad">' not in html
+    assert "Residual files restore this step bit for bit" in html
+    assert "since_anchor" not in html.partition('id="numbers"')[0]
+    assert "has tree" not in html
+    ckptz.prune(tmp_path / "run", ckptz.KeepPolicy(exact=0))
+    assert '<b class="bad">' in ckptz.report(tmp_path / "run").html
+
+
+@pytest.mark.parametrize(
+    ("values", "shown"),
+    [([3.0, 3.0], None), ([3.0, 3.001], None), ([1.0, 16.0], [1, 2, 4, 8, 16]), ([5.0, 5.2], [5, 5.1, 5.2])],
+)
+def test_a_legend_shows_different_values_or_none(values: list[float], shown: list[float] | None) -> None:
+    legend = page._legend(values)
+    assert (legend and legend["values"]) == shown
