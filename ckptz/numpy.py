@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from ckptz.api.read import PathLike, load_bytes, open_whole
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import DTypeError
-from ckptz.format.dtypes import DTYPE_CODES, dtype_of
+from ckptz.format.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, ArraySource
 from ckptz.run.step_files import model_prefix
 
@@ -158,12 +159,21 @@ def _source(name: str, array: NDArray[Any]) -> ArraySource:
         # safetensors fails on the first attribute that is missing.
         what = f"{type(array).__name__!r} object has no attribute 'dtype'"
         raise AttributeError(f"{what}: tensor {name!r} is no numpy array")
-    code = DTYPE_CODES.get(array.dtype.name)
-    if code is None or code == "F4":
+    dtype, layout = _layout(array.dtype)
+    if dtype is None:
         raise DTypeError(
             f"tensor {name!r} has dtype {array.dtype}, which the format does not know; convert it"
         )
-    little = np.asarray(array).astype(array.dtype.newbyteorder("<"), order="C", copy=False)
-    dtype = dtype_of(code)
-    patterns = np.require(little.reshape(-1).view(PATTERN_TYPES[dtype.pattern_bytes]), requirements=["A"])
+    little = np.asarray(array).astype(layout, order="C", copy=False)
+    patterns = little.reshape(-1).view(PATTERN_TYPES[dtype.pattern_bytes])
+    if not patterns.flags.aligned:
+        patterns = patterns.copy()
     return ArraySource(dtype, array.shape, patterns)
+
+
+@functools.cache  # numpy makes its names of dtypes slowly
+def _layout(array_dtype: np.dtype[Any]) -> tuple[DType | None, np.dtype[Any]]:
+    """Find the dtype of the format, and that of arrays in its byte order."""
+    code = DTYPE_CODES.get(array_dtype.name)
+    dtype = None if code is None or code == "F4" else dtype_of(code)
+    return dtype, array_dtype.newbyteorder("<")

@@ -23,7 +23,6 @@ import torch
 
 from ckptz.api.read import PathLike, check_limit
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, FormatError, MissingBaseError
-from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import FileBytes, MemoryBytes
 from ckptz.format.decode import Changes, Positions
 from ckptz.format.dtypes import DType
@@ -121,7 +120,6 @@ class _ChunkToEdit:
     index: int
     begin: int
     end: int
-    checksum: int
 
 
 def patch(
@@ -214,12 +212,12 @@ def _tasks(
         if is_alone and header.n_patterns:
             stand_alone.append(name)
         for index, (begin, end) in enumerate(chunk_bounds(header.n_patterns)):
-            coders = {stream.coder for stream in header.chunks[index].streams}
             # What is not stored by its changes is decoded as a whole, into memory beside the tensors.
-            if not source.needs_other_file or not coders <= {CoderId.CONSTANT, CoderId.SPARSE}:
+            is_by_changes = source.coders(index) <= {CoderId.CONSTANT, CoderId.SPARSE}
+            if not source.needs_other_file or not is_by_changes:
                 spare_bytes += (end - begin) * header.dtype.pattern_bytes
                 check_limit(spare_bytes, max_decoded_bytes, container.name)
-            yield _ChunkToEdit(source, live[name], index, begin, end, header.chunks[index].decoded)
+            yield _ChunkToEdit(source, live[name], index, begin, end)
 
 
 def _changes(task: _ChunkToEdit) -> Changes | None:
@@ -231,7 +229,7 @@ def _edit_of_checked(task: _ChunkToEdit) -> _Edit | None:
     changes = _changes(task)
     if changes is None:
         is_alone = not task.source.needs_other_file
-        if is_alone and xxh64(task.target.patterns(task.begin, task.end)) == task.checksum:
+        if is_alone and task.source.holds(task.index, task.target.patterns(task.begin, task.end)):
             return None  # which is quicker to see than to decode
         return _dense_edit(task)
     patterns = task.target.patterns(task.begin, task.end)
@@ -247,10 +245,10 @@ def _edit_of_checked(task: _ChunkToEdit) -> _Edit | None:
 
 
 def _edit_of_trusted(task: _ChunkToEdit) -> _Edit | None:
-    task.source.check_chunk(task.index)
     changes = _changes(task)
     if changes is None:
-        return _dense_edit(task)
+        return _dense_edit(task)  # what is decoded is checked
+    task.source.check_chunk(task.index)
     if not len(changes):
         return None
     old = task.target.take(changes.positions + task.begin)
@@ -290,7 +288,7 @@ def _scratch(patterns: Patterns) -> Patterns:
 
 
 def _require_checksum(task: _ChunkToEdit, patterns: Patterns) -> None:
-    if xxh64(patterns) != task.checksum:
+    if not task.source.holds(task.index, patterns):
         task.source.check_chunk(task.index)
         raise other_values(task.source)
 

@@ -13,7 +13,14 @@ from ckptz.format.envelope import PlainFile
 from ckptz.format.frame import FrameHeader
 from ckptz.format.index import LossyRecord, QualityRecord
 from ckptz.format.plan import Domain
-from ckptz.format.reader import MAX_SOURCE_DEPTH, Container, FrameSource, InlineFrames
+from ckptz.format.reader import (
+    MAX_SOURCE_DEPTH,
+    Container,
+    FrameSource,
+    GroupMember,
+    InlineFrames,
+    frames_of,
+)
 from ckptz.format.streams import CoderId
 from ckptz.state.roles import role_of
 from ckptz.store.resolve import Checkpoint
@@ -33,7 +40,7 @@ class TensorReport:
     dtype: str  # safetensors' code
     shape: tuple[int, ...]
     tensor_bytes: int  # decoded size
-    stored_bytes: int  # size of its frame
+    stored_bytes: int  # size of its frame; of one that it shares, its share by values
     ratio: float | None  # decoded by stored size; None if it is empty
     bits_per_element: float | None  # of the frame; None if it is empty
     predictor: str  # "zero", "base", "outer" or "low-rank"
@@ -93,11 +100,10 @@ def described(container: Container, checkpoint: Checkpoint | None, broken: str |
     levels: list[Level] = []  # every checkpoint of the chain, as files or within them, nearest first
     for file in checkpoint.files if checkpoint else (container,):
         levels += file.levels if isinstance(file, Container) else [file]
-    tensors: list[TensorReport] = []
+    tensors = [_tensor_report(source, levels) for source in container.tensors.values()]
     counts: Counter[str] = Counter()
-    for source in container.tensors.values():  # once: few parsed headers are kept
-        tensors.append(_tensor_report(source, levels))
-        counts.update(_coder_bytes(source.header))
+    for frame in frames_of(container.tensors):
+        counts.update(_coder_bytes(frame.header))
     n_bytes = sum(tensor.tensor_bytes for tensor in tensors)
     return InspectReport(
         file=container.name,
@@ -139,7 +145,8 @@ def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member,
 
 
 def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport:
-    header, n_bytes = source.header, source.n_bytes
+    header, n_bytes, stored = source.header, source.n_bytes, source.stored_bytes
+    frame = source.group.header if isinstance(source, GroupMember) else header
     plan = header.plan
     n_elements = n_bytes * 8 // source.dtype.bits
     role = role_of(source.entry.name, source.shape, source.dtype.is_float)
@@ -151,13 +158,13 @@ def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport
         dtype=source.dtype.name,
         shape=source.shape,
         tensor_bytes=n_bytes,
-        stored_bytes=source.entry.n_bytes,
-        ratio=n_bytes / source.entry.n_bytes if n_bytes else None,
-        bits_per_element=source.entry.n_bytes * 8 / n_elements if n_elements else None,
+        stored_bytes=stored,
+        ratio=n_bytes / stored if n_bytes and stored else None,
+        bits_per_element=stored * 8 / n_elements if n_elements else None,
         predictor=plan.predictor.name.lower().replace("_", "-"),
         mode=(plan.mode if plan.domain is Domain.PLANES else plan.domain).name.lower(),
-        coders=_shares(_coder_bytes(header)),
-        n_chunks=len(header.chunks),
+        coders=_shares(_coder_bytes(frame)),
+        n_chunks=len(frame.chunks),
         n_frames=_n_frames(levels, source.entry.name),
         lossy=record,
     )

@@ -21,7 +21,7 @@ from ckptz.api.describe import described
 from ckptz.errors import CkptzError, LimitError, check_float
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.dtypes import DType
-from ckptz.format.reader import FrameSource, check_empty
+from ckptz.format.reader import FrameSource, GroupFrame, GroupMember, check_empty
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds, n_chunks_of
 from ckptz.kernels.floats import Patterns
 from ckptz.kernels.interrupts import finalize
@@ -37,6 +37,7 @@ except ImportError:  # Windows
 else:
     resource = _resource
 
+_ToFill: TypeAlias = tuple[int, Callable[[], Any]]  # patterns that take more than Python, and what fills them
 Group = tuple[int, list[WindowPart]]  # a chunk, and what is wanted of it
 
 CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory
@@ -105,26 +106,63 @@ def read_tensors(
     made: dict[str, Any] = {}
 
     def allocate(name: str) -> Patterns:
-        check_empty(sources[name])  # nobody else would look at the frame of one without chunks
-        dtype = sources[name].dtype
-        made[name], patterns = _allocated(framework, dtype, sources[name].shape, name)
+        source = sources[name]
+        check_empty(source)  # nobody else would look at the frame of one without chunks
+        made[name], patterns = _allocated(framework, source.dtype, source.shape, name)
         return patterns
 
-    def tasks() -> Iterator[tuple[FrameSource, int, Patterns]]:
-        for name, n in n_chunks.items():
-            patterns = allocate(name)
-            for index, (begin, end) in enumerate(chunk_bounds(len(patterns)) if n else ()):
-                yield sources[name], index, patterns[begin:end]
+    members = _members_of(sources)
+    n_tasks = {name: _n_tasks(source, members) for name, source in sources.items()}
 
-    n_chunks = {name: n_chunks_of(source.n_patterns) for name, source in sources.items()}
-    with _workers(jobs, sum(n_chunks.values())) as workers:
-        done = workers.map(lambda t: t[0].fill(t[1], t[2]), tasks(), lambda t: len(t[2]) < SMALL_VALUES)
-        for name, n in n_chunks.items():
+    with _workers(jobs, sum(n_tasks.values())) as workers:
+        tasks = (
+            task for name, n in n_tasks.items() if n for task in _tasks_of(sources[name], members, allocate)
+        )
+        done = workers.map(lambda task: task[1](), tasks, lambda task: task[0] < SMALL_VALUES)
+        for name, n in n_tasks.items():
             for _ in range(n):
                 next(done)
-            if name not in made:  # empty, and the tasks have not come to it
+            if name not in made:  # empty
                 allocate(name)
             yield name, framework.finish(made.pop(name))
+
+
+def _tasks_of(
+    source: FrameSource,
+    members: Mapping[GroupFrame, Sequence[GroupMember]],
+    allocate: Callable[[str], Patterns],
+) -> Iterator[_ToFill]:
+    """List the tasks that fill a tensor, or its group, when the first of them is asked for."""
+    if isinstance(source, GroupMember):
+        parts = [(part, allocate(part.entry.name)) for part in members[source.group]]
+        yield 0, functools.partial(_fill_group, source.group, parts)
+    else:
+        patterns = allocate(source.entry.name)
+        for index, (begin, end) in enumerate(chunk_bounds(len(patterns))):
+            yield end - begin, functools.partial(source.fill, index, patterns[begin:end])
+
+
+def _n_tasks(source: FrameSource, members: Mapping[GroupFrame, Sequence[GroupMember]]) -> int:
+    """Count the tasks that fill a tensor; that of a group is its first member's."""
+    if isinstance(source, GroupMember):
+        return int(members[source.group][0] is source)
+    return n_chunks_of(source.n_patterns)
+
+
+def _members_of(sources: Mapping[str, FrameSource]) -> dict[GroupFrame, list[GroupMember]]:
+    """List the members among some tensors of each group that has any."""
+    members: dict[GroupFrame, list[GroupMember]] = {}
+    for source in sources.values():
+        if isinstance(source, GroupMember):
+            members.setdefault(source.group, []).append(source)
+    return members
+
+
+def _fill_group(group: GroupFrame, parts: Sequence[tuple[GroupMember, Patterns]]) -> None:
+    """Decode a group into the memory of its tensors; mostly Python."""
+    patterns = group.chunk(0)
+    for part, out in parts:
+        part.copy(patterns, out)
 
 
 def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name: str) -> tuple[Any, Patterns]:

@@ -35,7 +35,7 @@ def xxh64_of_parts(parts: Iterable[Buffer]) -> int:
 
 def combine(checksums: Iterable[int]) -> int:
     """Compute a tensor's checksum: XXH64 over the checksums of its chunks, each as a little-endian u64."""
-    return xxh64(b"".join(value.to_bytes(8, "little") for value in checksums))
+    return xxh64(b"".join([value.to_bytes(8, "little") for value in checksums]))
 
 
 class ByteReader:

@@ -7,12 +7,15 @@ except C64 (two 4-byte patterns) and the sub-byte types (the patterns are the by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
 from ckptz.errors import CorruptionError, UnsupportedError
+
+FEW_SIZES: Final = 64  # are multiplied at once, whatever they are
 
 
 def n_elements(shape: Sequence[int]) -> int:
@@ -21,11 +24,18 @@ def n_elements(shape: Sequence[int]) -> int:
     Raises:
         CorruptionError: 2^63 or more; checked as it grows, since a file may name millions of dimensions.
     """
+    n = math.prod(shape) if len(shape) <= FEW_SIZES else _product_of_many(shape)
+    if n >> 63:
+        raise CorruptionError("a shape has 2^63 elements or more")
+    return n
+
+
+def _product_of_many(shape: Sequence[int]) -> int:
     n = 0 if 0 in shape else 1
     for size in shape:
         n *= size
         if n >> 63:
-            raise CorruptionError("a shape has 2^63 elements or more")
+            break
     return n
 
 

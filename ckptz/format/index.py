@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -44,8 +45,14 @@ MAPS_FEATURE: Final = "maps"
 INLINE_FEATURE: Final = "inline"
 LOW_RANK_FEATURE: Final = "low-rank"
 HUFFMAN_FEATURE: Final = "huffman"
+GROUPS_FEATURE: Final = "groups"
+MAX_GROUP: Final = 1 << 16  # patterns, normative, spec/06-container.md#groups
 # Features beside those of version 1.0, and the version that each came with; the newest first.
-VERSION_OF_FEATURE: Final = {HUFFMAN_FEATURE: FORMAT_VERSION, LOW_RANK_FEATURE: "1.1"}
+VERSION_OF_FEATURE: Final = {
+    GROUPS_FEATURE: FORMAT_VERSION,
+    HUFFMAN_FEATURE: FORMAT_VERSION,
+    LOW_RANK_FEATURE: "1.1",
+}
 KNOWN_FEATURES: Final = frozenset(
     {"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, *VERSION_OF_FEATURE}
 )
@@ -111,7 +118,10 @@ class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """One tensor: `offset` and `n_bytes` of its frame, counted like the envelope's."""
+    """One tensor: `offset` and `n_bytes` of its frame, counted like the envelope's.
+
+    Tensors with the same number of a `group` share that frame, in the order of their entries.
+    """
 
     name: str
     dtype: str
@@ -120,6 +130,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     n_bytes: Count
     checksum: str
     lossy: LossyRecord | None = None
+    group: Count | None = None
 
 
 class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -183,9 +194,17 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
         return self.base.depth if self.base else len(self.inline or ())
 
     def placed(self) -> Iterator[tuple[str, TensorEntry]]:
-        """List (name of the region, entry) of every frame of the file, in stored order."""
+        """List (name of the region, entry) of every frame of the file, in stored order.
+
+        The entry of a group is that of its first member.
+        """
+        n_groups = 0
         for entry in self.tensors:
-            yield entry.name, entry
+            if entry.group is None:
+                yield entry.name, entry
+            elif entry.group == n_groups:
+                yield group_name(n_groups), entry
+                n_groups += 1
         for level, base in enumerate(self.inline or (), 1):
             for position, entry in enumerate(base.tensors):
                 yield inline_name(level, position), entry
@@ -194,6 +213,11 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 def inline_name(level: int, position: int) -> str:
     """Name the region of a frame: tensor `position` of inline base `level`, 1 for the nearest."""
     return f"{RESERVED_PREFIX}.inline.{level}.{position}"
+
+
+def group_name(number: int) -> str:
+    """Name the region of the frame that the tensors of a group share."""
+    return f"{RESERVED_PREFIX}.group.{number}"
 
 
 def _counted(text: str) -> bytes:
@@ -240,7 +264,9 @@ def pack_index(index: Index) -> bytes:
         _parse_text(text)
     except CorruptionError as error:
         raise ConfigError(f"the checkpoint does not fit into one file: {error}") from None
-    return b"\x01" + zlib.compress(text, 9)
+    # With groups there are many tensors: the last 5 % of the index would take a quarter of a save.
+    has_groups = any(entry.group is not None for entry in index.tensors)
+    return b"\x01" + zlib.compress(text, 6 if has_groups else 9)
 
 
 def parse_index(raw: bytes) -> Index:
@@ -352,6 +378,7 @@ def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
         raise CorruptionError("header: frames and index must have dtype U8 and one dimension")
     _check_places(frames, index)
     _check_entries(index)
+    _check_groups(index, features)
     _check_bases(index, features)
     computed = content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in index.tensors)
     if computed != index.content_id:
@@ -369,12 +396,42 @@ def _check_places(frames: list[Region], index: Index) -> None:
 
 
 def _check_entries(index: Index) -> None:
-    for _, entry in index.placed():
+    for entry in itertools.chain(index.tensors, *(base.tensors for base in index.inline or ())):
         if entry.name.startswith(RESERVED_PREFIX):
             raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
         dtype_of(entry.dtype).n_bytes(entry.shape)
         if not _CHECKSUM.fullmatch(entry.checksum):
             raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
+
+
+def _check_groups(index: Index, features: set[str]) -> None:
+    """Require that groups are numbered as they begin, and that their members agree."""
+    if any(entry.group is not None for base in index.inline or () for entry in base.tensors):
+        raise CorruptionError("an inline base has groups")
+    members = [entry for entry in index.tensors if entry.group is not None]
+    if members and GROUPS_FEATURE not in features:
+        raise CorruptionError("the index has groups, and the feature 'groups' is not required")
+    first, sizes = list[TensorEntry](), list[int]()  # of each group
+    for entry in members:
+        assert entry.group is not None
+        if entry.group == len(first):
+            first.append(entry)
+            sizes.append(0)
+        elif entry.group > len(first):
+            raise CorruptionError(f"tensor {entry.name!r}: groups are not numbered as they begin")
+        sizes[entry.group] += _member_patterns(entry, first[entry.group])
+    if max(sizes, default=0) > MAX_GROUP:
+        raise CorruptionError(f"a group has more than {MAX_GROUP} patterns")
+
+
+def _member_patterns(entry: TensorEntry, first: TensorEntry) -> int:
+    """Require that a member fits the first one of its group, and count its patterns."""
+    if (entry.dtype, entry.offset, entry.n_bytes) != (first.dtype, first.offset, first.n_bytes):
+        raise CorruptionError(f"tensor {entry.name!r}: differs from its group in dtype, offset or size")
+    n_patterns = dtype_of(entry.dtype).n_patterns(entry.shape)
+    if entry.lossy is not None or not n_patterns:
+        raise CorruptionError(f"tensor {entry.name!r}: no member of a group is lossy or empty")
+    return n_patterns
 
 
 def _check_bases(index: Index, features: set[str]) -> None:

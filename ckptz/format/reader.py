@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from ckptz.errors import (
     UnsupportedError,
     error_context,
 )
+from ckptz.format.bits import combine, xxh64
 from ckptz.format.byte_source import ByteSource
 from ckptz.format.caches import CachedChunks, Decoded, DecodedBases, HeaderCache, LastChunks, Node, gather
 from ckptz.format.decode import (
@@ -30,7 +31,7 @@ from ckptz.format.decode import (
     decode_codes,
     read_changes,
 )
-from ckptz.format.dtypes import DType, dtype_of
+from ckptz.format.dtypes import DType, dtype_of, n_elements
 from ckptz.format.envelope import BASE_METADATA_BYTES, Envelope, parse_base_metadata, read_envelope
 from ckptz.format.frame import PREFIX_BYTES, FrameHeader, header_length
 from ckptz.format.index import (
@@ -43,12 +44,14 @@ from ckptz.format.index import (
     BaseRef,
     InlineBase,
     TensorEntry,
+    group_name,
     read_index,
 )
 from ckptz.format.sources import (
     CHUNK_VALUES,
     PATTERN_TYPES,
     ChunkSources,
+    JoinedSource,
     Stored,
     TensorSource,
     ViewOf,
@@ -77,8 +80,12 @@ class FrameSource(TensorSource):
         """The frame's header, read and checked against the index."""
         return self._container.headers.get(self, self._read_header)
 
+    def _naming(self) -> AbstractContextManager[None]:
+        """Make a context that names the file and the tensor in errors."""
+        return self._container.naming(self.entry.name)
+
     def _read_header(self) -> FrameHeader:
-        with self._container.naming(self.entry.name):
+        with self._naming():
             read, offset, n_bytes = self._container.read, self.entry.offset, self.entry.n_bytes
             raw = read(offset, max(min(n_bytes, USUAL_HEADER_BYTES), PREFIX_BYTES)).tobytes()
             length = header_length(raw[:PREFIX_BYTES], n_bytes)
@@ -87,7 +94,7 @@ class FrameSource(TensorSource):
                 raise CorruptionError("index and frame disagree on dtype or shape")
             if length + header.payload_bytes != self.entry.n_bytes:
                 raise CorruptionError("frame length does not match its chunks")
-            if f"{header.checksum:016x}" != self.entry.checksum:
+            if self.entry.checksum not in ("", f"{header.checksum:016x}"):  # that of a group is not recorded
                 raise CorruptionError("index and frame disagree on the checksum")
             if header.plan.quant_map is not None and MAPS_FEATURE not in self._container.features:
                 raise CorruptionError("has a quantization map, and the feature 'maps' is not required")
@@ -96,6 +103,11 @@ class FrameSource(TensorSource):
             if HUFFMAN_FEATURE not in self._container.features and header.has_huffman:
                 raise CorruptionError("has Huffman streams, and the feature 'huffman' is not required")
             return header
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of the frame."""
+        return self.entry.n_bytes
 
     @property
     def cache(self) -> CachedChunks:
@@ -126,7 +138,7 @@ class FrameSource(TensorSource):
         plan = self.header.plan
         if plan.stands_alone:
             return []
-        with self._container.naming(self.entry.name):
+        with self._naming():
             if only_codes and plan.quant_map is None:
                 return []
             needed: list[Node] = [(self._context_tensor(name), False) for name in plan.context_tensor_names]
@@ -143,7 +155,7 @@ class FrameSource(TensorSource):
             if self.header.plan.quant_map is None:
                 return Decoded(None, None)
             payload = self.payload(index)
-            with self._container.naming(self.entry.name):
+            with self._naming():
                 return Decoded(
                     None, decode_codes(self.header, index, payload, self._sources(begin, end, held))
                 )
@@ -153,7 +165,7 @@ class FrameSource(TensorSource):
     def _decode(self, index: int, out: Patterns, held: DecodedBases) -> NDArray[np.uint8] | None:
         header = self.header
         payload = self._payload(header, index)
-        with self._container.naming(self.entry.name):
+        with self._naming():
             sources = self._sources(*self._bounds(index), held)
             return decode_chunk(header, index, payload, sources, out)
 
@@ -201,7 +213,7 @@ class FrameSource(TensorSource):
 
     def check_base(self) -> None:
         """Require that the header is right, and that a base and the tensors it needs are there."""
-        with self._container.naming(self.entry.name):
+        with self._naming():
             _ = self.base
             for name in self.context_tensor_names:
                 self._context_tensor(name)
@@ -210,7 +222,7 @@ class FrameSource(TensorSource):
         """Require that outer vectors which no chunk needs are right; there may be few such in a file."""
         outer = self.header.plan.outer
         if outer is not None:
-            with self._container.naming(self.entry.name):
+            with self._naming():
                 self._container.headers.charge_idle(outer.n_elements)
                 outer.check()
 
@@ -233,7 +245,7 @@ class FrameSource(TensorSource):
         yield self._container.read(self.entry.offset, self.entry.n_bytes - header.payload_bytes)
         for index, record in enumerate(header.chunks):
             payload = self.payload(index)
-            with self._container.naming(self.entry.name):
+            with self._naming():
                 check_stored(record, index, payload)
             yield payload
 
@@ -309,17 +321,25 @@ class FrameSource(TensorSource):
         payload = self.payload(index)
         record = self.header.chunks[index]
         begin, end = self._bounds(index)
-        with self._container.naming(self.entry.name):
+        with self._naming():
             try:
                 return read_changes(self.header, record, payload, end - begin)
             except (FormatError, UnsupportedError) as error:
                 check_stored(record, index, payload)
                 raise type(error)(f"chunk {index}: {error}") from None
 
+    def holds(self, index: int, patterns: Patterns) -> bool:
+        """Return whether patterns have the checksum of chunk `index`."""
+        return xxh64(patterns) == self.header.chunks[index].decoded
+
+    def coders(self, index: int) -> set[int]:
+        """Return the coders of the streams of chunk `index`."""
+        return {stream.coder for stream in self.header.chunks[index].streams}
+
     def check_chunk(self, index: int) -> None:
         """Require that the stored bytes of a chunk are as written."""
         payload = self.payload(index)
-        with self._container.naming(self.entry.name):
+        with self._naming():
             check_stored(self.header.chunks[index], index, payload)
 
     def chunk(self, index: int) -> Patterns:
@@ -344,6 +364,188 @@ class FrameSource(TensorSource):
             low, high = max(begin, at), min(end, at + len(chunk))
             out[low - begin : high - begin] = chunk[low - at : high - at]
         return out
+
+
+class GroupFrame(FrameSource):
+    """The frame that the tensors of a group share: one chunk with their patterns, one after another."""
+
+    def __init__(self, container: Container, members: Sequence[TensorEntry]) -> None:
+        first = members[0]
+        assert first.group is not None
+        shape = (sum(n_elements(entry.shape) for entry in members),)
+        name = group_name(first.group)
+        super().__init__(
+            container, TensorEntry(name, first.dtype, shape, first.offset, first.n_bytes, checksum="")
+        )
+        self.members = [(entry.name, entry.shape) for entry in members]
+
+    def _naming(self) -> AbstractContextManager[None]:
+        first, _ = self.members[0]
+        return error_context(f"{self._container.name}: {len(self.members)} tensors, first {first!r}")
+
+    def _read_header(self) -> FrameHeader:
+        header = super()._read_header()
+        if header.plan.quant_map is not None or header.plan.context_tensor_names:
+            with self._naming():
+                raise CorruptionError("the frame of a group has a quantization map or names a tensor")
+        return header
+
+    @functools.cached_property
+    def base(self) -> TensorSource | None:
+        """The base tensor that the frame needs, or None: the same members of the base."""
+        if not self.header.plan.needs_base:
+            return None
+        base, ref = group_base(self.dtype, self.members, self._container.bases), self._container.outer_base
+        if base is not None:
+            return base
+        if ref is None:
+            raise CorruptionError("the group needs a base, and the file names and holds none that fits")
+        raise MissingBaseError(f"needs its base {ref.title}, which has no such group or is not open")
+
+
+def group_base(
+    dtype: DType, members: Sequence[tuple[str, tuple[int, ...]]], bases: Mapping[str, TensorSource]
+) -> TensorSource | None:
+    """Find what a group is stored against; None if the base does not have it.
+
+    Either the base has a group of the same members, or it has no frames, and tensors of all their names.
+    """
+    found = [bases.get(name) for name, _ in members]
+    first = found[0]
+    while isinstance(first, ViewOf):
+        first = first.source
+    if isinstance(first, GroupMember):
+        group = first.group
+        return group if (group.dtype, group.members) == (dtype, members) else None
+    parts = [
+        one
+        for one, (_, shape) in zip(found, members, strict=True)
+        if one is not None and (one.dtype, tuple(one.shape)) == (dtype, shape) and one.stored is None
+    ]
+    return JoinedSource.of(parts) if len(parts) == len(members) else None
+
+
+class GroupMember(FrameSource):
+    """A tensor that shares a frame with others, of which it has the patterns from `begin` on.
+
+    What is asked of a frame is answered for the part of it that is the tensor's.
+    """
+
+    def __init__(self, container: Container, entry: TensorEntry, group: GroupFrame, begin: int) -> None:
+        super().__init__(container, entry)
+        self.group = group
+        self._place = slice(begin, begin + super().n_patterns)
+        self._checksum = int(entry.checksum, 16)
+
+    @property
+    def n_patterns(self) -> int:
+        """Patterns of the tensor, as its place in the group says: they are asked for many times."""
+        return self._place.stop - self._place.start
+
+    @property
+    def header(self) -> FrameHeader:
+        """Dtype, shape and plan; the chunk and its streams are the group's."""
+        return FrameHeader(self.dtype, self.shape, self.group.header.plan, ())
+
+    @property
+    def base(self) -> TensorSource | None:
+        """The base of the whole group, or None."""
+        return self.group.base
+
+    @property
+    def stored_bytes(self) -> int:
+        """The tensor's share of the size of the group, by patterns; shares add up to it."""
+        n_bytes, n_patterns = self.entry.n_bytes, self.group.n_patterns
+        before, until = (n_bytes * at // n_patterns for at in (self._place.start, self._place.stop))
+        return until - before
+
+    def _own(self, patterns: Patterns) -> Patterns:
+        """Take the tensor's patterns from those of the group."""
+        own = patterns[self._place]
+        if not self.holds(0, own):
+            with self._naming():
+                raise CorruptionError("the index records another checksum than its group holds values of")
+        return own
+
+    def holds(self, index: int, patterns: Patterns) -> bool:
+        """Return whether patterns have the tensor's checksum."""
+        return combine((xxh64(patterns),)) == self._checksum
+
+    def coders(self, index: int) -> set[int]:
+        """Return the coders of the streams of the group."""
+        return self.group.coders(index)
+
+    def needs(self, only_codes: bool) -> list[Node]:
+        return [] if only_codes else [(self.group, False)]
+
+    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
+        if only_codes:
+            return Decoded(None, None)
+        patterns = held[self.group, False].patterns
+        assert patterns is not None
+        return Decoded(self._own(patterns), None)
+
+    def decode_chunk(self, index: int, out: Patterns) -> None:
+        """Copy the patterns into `out`."""
+        self.copy(self.group.chunk(index), out)
+
+    fill = decode_chunk
+
+    def copy(self, patterns: Patterns, out: Patterns) -> None:
+        """Copy the tensor's patterns from those of the group."""
+        out[:] = self._own(patterns)
+
+    def chunk(self, index: int) -> Patterns:
+        """Return all patterns, shared with earlier callers: read only."""
+        return self._own(self.group.chunk(index))
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return self.chunk(0)[begin:end]
+
+    def patterns_and_codes(self, begin: int, end: int) -> tuple[Patterns, None]:
+        """Return the patterns; the tensor has no codes."""
+        return self.patterns(begin, end), None
+
+    def codes(self, begin: int, end: int) -> None:
+        """Return None: the tensor has no codes."""
+
+    def last(self, index: int) -> None:
+        """Return None: what is held is the chunk of the group."""
+
+    def changes(self, index: int) -> None:
+        """Return None: the group is decoded as a whole."""
+
+    def check_chunk(self, index: int) -> None:
+        """Require that the stored bytes of the group are as written."""
+        self.group.check_chunk(index)
+
+
+def _sources_of(container: Container, entries: Sequence[TensorEntry]) -> dict[str, FrameSource]:
+    """Make the sources of the tensors of a file by name, in stored order."""
+    members: dict[int, list[TensorEntry]] = {}
+    for entry in entries:
+        if entry.group is not None:
+            members.setdefault(entry.group, []).append(entry)
+    groups = {number: GroupFrame(container, own) for number, own in members.items()}
+    found, ends = dict[str, FrameSource](), dict.fromkeys(groups, 0)
+    for entry in entries:
+        if entry.group is None:
+            found[entry.name] = FrameSource(container, entry)
+        else:
+            member = GroupMember(container, entry, groups[entry.group], ends[entry.group])
+            ends[entry.group] += member.n_patterns
+            found[entry.name] = member
+    return found
+
+
+def has_own_frame(source: TensorSource) -> TypeGuard[FrameSource]:
+    """Return whether a tensor is read from a frame that it has for itself."""
+    return isinstance(source, FrameSource) and not isinstance(source, GroupMember)
+
+
+def frames_of(tensors: Mapping[str, FrameSource]) -> list[FrameSource]:
+    """List the frames of tensors, each once: members of a group share one."""
+    return list(dict.fromkeys(one.group if isinstance(one, GroupMember) else one for one in tensors.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +613,7 @@ class Container:
         with error_context(self.name):
             self.index, self.features = read_index(envelope, self.read)
         self.version = (envelope.metadata or {})[KEY_VERSION]  # of the format, as the file names it
-        self.tensors = {entry.name: FrameSource(self, entry) for entry in self.index.tensors}
+        self.tensors = _sources_of(self, self.index.tensors)
         self.inline = _inline_frames(self, self.index.inline or ())  # bases that it carries, nearest first
         if self.inline:
             self.bases = self.inline[0].tensors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import CorruptionError, MissingBaseError
-from ckptz.format.dtypes import DType
+from ckptz.format.dtypes import DType, n_elements
 from ckptz.format.plan import Plan
 from ckptz.kernels.floats import Patterns as Patterns
 
@@ -140,6 +140,29 @@ class ArraySource(TensorSource):
 
     def patterns(self, begin: int, end: int) -> Patterns:
         return self.flat[begin:end]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedSource(TensorSource):
+    """Tensors of one dtype, one after another.
+
+    Attributes:
+        dtype: of all of them.
+        shape: of one dimension, their elements together.
+        parts: the tensors.
+    """
+
+    dtype: DType
+    shape: tuple[int]
+    parts: Sequence[TensorSource]
+
+    @classmethod
+    def of(cls, parts: Sequence[TensorSource]) -> JoinedSource:
+        """Join tensors, of which there is at least one."""
+        return cls(parts[0].dtype, (sum(n_elements(part.shape) for part in parts),), parts)
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        return np.concatenate([part.patterns(0, part.n_patterns) for part in self.parts])[begin:end]
 
 
 @dataclass(frozen=True, slots=True)

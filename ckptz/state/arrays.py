@@ -8,6 +8,7 @@ ours.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -268,13 +269,18 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     Raises:
         DTypeError: there is none, or ml_dtypes has it and is not imported.
     """
-    if dtype.name not in DTYPE_NAMES:
-        raise DTypeError(f"numpy has no dtype for {dtype.name}; load with framework 'pt'")
+    return _numpy_dtype(dtype.name)
+
+
+@functools.cache  # errors are not kept: ml_dtypes may come later
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    if name not in DTYPE_NAMES:
+        raise DTypeError(f"numpy has no dtype for {name}; load with framework 'pt'")
     try:
-        return np.dtype(DTYPE_NAMES[dtype.name])
+        return np.dtype(DTYPE_NAMES[name])
     except TypeError:
         raise DTypeError(
-            f"numpy has no dtype for {dtype.name}; import ml_dtypes, or load with framework 'pt'"
+            f"numpy has no dtype for {name}; import ml_dtypes, or load with framework 'pt'"
         ) from None
 
 

@@ -17,7 +17,7 @@ from ckptz.errors import check_int
 from ckptz.foreign.inputs import MODEL, Input, PathLike, open_all, paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
-from ckptz.format.reader import FrameSource, check_empty
+from ckptz.format.reader import FrameSource, check_empty, has_own_frame
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.kernels.blas import product
 from ckptz.kernels.clock import working_seconds
@@ -292,8 +292,8 @@ def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Pattern
 
 
 def _recorded(source: TensorSource, begin: int) -> int | None:
-    """Return the recorded checksum of the chunk that starts at `begin`; None without a frame."""
-    return source.header.chunks[begin // CHUNK_VALUES].decoded if isinstance(source, FrameSource) else None
+    """Return the recorded checksum of the chunk that starts at `begin`; None without a frame of its own."""
+    return source.header.chunks[begin // CHUNK_VALUES].decoded if has_own_frame(source) else None
 
 
 def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:

@@ -13,7 +13,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.foreign.inputs import PathLike, check_target, checked_kind, file_path, naming_output, paths
 from ckptz.format.byte_source import FileBytes, path_of
 from ckptz.format.publish import publish
-from ckptz.format.reader import Container, FrameSource
+from ckptz.format.reader import Container, FrameSource, GroupMember
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
@@ -49,7 +49,7 @@ def standing_alone(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, .
 
 
 def _kept_or_anew(tensors: Tensors) -> Tensors:
-    """Keep frames with codes; turn lossless deltas into plain values, which need no base."""
+    """Keep frames with codes; turn lossless deltas, and what shares a frame, into plain values."""
     for source in tensors.values():
         if isinstance(source, FrameSource):
             source.check_base()
@@ -60,7 +60,8 @@ def _kept_or_anew(tensors: Tensors) -> Tensors:
 
 
 def _is_anew(frame: FrameSource) -> bool:
-    return frame.header.plan.needs_base and frame.header.plan.quant_map is None
+    is_delta = frame.header.plan.needs_base and frame.header.plan.quant_map is None
+    return is_delta or isinstance(frame, GroupMember)
 
 
 def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:

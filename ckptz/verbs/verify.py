@@ -15,7 +15,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.foreign.inputs import Input, PathLike, checked_kind, open_input, paths
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.index import Sharding
-from ckptz.format.reader import Container, FrameSource, check_empty
+from ckptz.format.reader import Container, FrameSource, check_empty, frames_of
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
@@ -146,7 +146,7 @@ def _compare_whole(opened: Input, original: Input) -> None:
 def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
     """Check the stored bytes of every chunk of all files of a chain, and count the chunks."""
     levels = (level for file in checkpoint.files if isinstance(file, Container) for level in file.levels)
-    return sum(workers.map(_check_stored, (frame for level in levels for frame in level.tensors.values())))
+    return sum(workers.map(_check_stored, (frame for level in levels for frame in frames_of(level.tensors))))
 
 
 def _check_stored(frame: FrameSource) -> int:

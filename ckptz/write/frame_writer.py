@@ -26,7 +26,7 @@ from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
 from ckptz.format.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
 from ckptz.format.plan import QuantizationMap, exact_plan
-from ckptz.format.reader import FrameSource
+from ckptz.format.reader import FrameSource, GroupMember
 from ckptz.format.sources import (
     CHUNK_VALUES,
     ChunkSources,
@@ -60,7 +60,8 @@ class Earlier:
 
         A frame follows from the recipe of its tensor, and of the tensor that its contexts depend on.
         """
-        same = {name for name, recipe in recipes.items() if self.recipes[name] == recipe}
+        kept = {name for name, frame in self.tensors.items() if not isinstance(frame, GroupMember)}
+        same = {name for name in kept & recipes.keys() if self.recipes[name] == recipes[name]}
         return {
             name: self.tensors[name]
             for name in same
@@ -331,7 +332,8 @@ def write_frames(
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
     for name, source in plan.tensors.items():
         if name in settled:
-            entry, header = copy_frame(sink, offset, settled[name]), settled[name].header
+            frame = settled[name]
+            entry, header = _copy_frame(sink, offset, name, frame), frame.header
             note = "" if plan.earlier is None else plan.earlier.notes.get(name, "")
             if progress:
                 progress(source.n_bytes)
@@ -350,18 +352,11 @@ def write_frames(
         offset += entry.n_bytes
 
 
-def copy_frame(
-    sink: BinaryIO, offset: int, source: FrameSource, progress: Progress | None = None
-) -> TensorEntry:
-    """Write a frame as it stands in another file; the sink is where it goes, `offset` behind the header.
-
-    `progress` is told the bytes of each piece.
-    """
+def _copy_frame(sink: BinaryIO, offset: int, name: str, source: FrameSource) -> TensorEntry:
+    """Write a frame as it stands in another file; the sink is where it goes, `offset` behind the header."""
     for piece in source.stored_pieces():
         sink.write(piece.data)
-        if progress:
-            progress(piece.nbytes)
-    return msgspec.structs.replace(source.entry, offset=offset)
+    return msgspec.structs.replace(source.entry, name=name, offset=offset)
 
 
 def _write_frame(

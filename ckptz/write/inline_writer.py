@@ -6,8 +6,7 @@ are stored losslessly. What to carry is the caller's affair: nothing of chains i
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -18,6 +17,7 @@ from ckptz.codec.lossless import EXACT
 from ckptz.format.envelope import build_header
 from ckptz.format.index import (
     DELTA_FEATURE,
+    GROUPS_FEATURE,
     HUFFMAN_FEATURE,
     INDEX_NAME,
     INLINE_FEATURE,
@@ -31,11 +31,12 @@ from ckptz.format.index import (
     pack_index,
     writer_name,
 )
-from ckptz.format.reader import Container, FrameSource
-from ckptz.format.sources import TensorSource
+from ckptz.format.reader import Container, has_own_frame
+from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import blob
 from ckptz.parallel import Workers
-from ckptz.write.frame_writer import FilePlan, FileRecord, Progress, copy_frame, write_frames
+from ckptz.write.frame_writer import Earlier, FilePlan, FileRecord, Progress, write_frames
+from ckptz.write.groups import grouped
 from ckptz.write.writer import reserved_header_bytes
 
 Tensors = Mapping[str, TensorSource]
@@ -66,7 +67,7 @@ def write_inline(
         container: the file whose tensors, metadata and records are kept.
         bases: nearest first.
         workers: threads.
-        progress: called with the bytes of each piece that is done, as stored or, without a frame, decoded.
+        progress: called with the bytes of tensors that are done, decoded.
         tensors: the tensors of `container`, where some shall be stored anew; by default its frames.
 
     Raises:
@@ -74,13 +75,14 @@ def write_inline(
         ConfigError: more tensors than one header or index may have.
     """
     tensors = container.tensors if tensors is None else tensors
-    features = _features(container, tensors, bases)
+    plan, groups = grouped(_copying(tensors), apart=[n for n, s in tensors.items() if has_own_frame(s)])
+    features = sorted({*_features(container, tensors, bases), *[GROUPS_FEATURE] * bool(groups.group_of)})
     names = [inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))]
-    names = [*tensors, *names]
+    names = [*plan.tensors, *names]
     reserved = reserved_header_bytes(names, bytes_to_write(tensors, bases), features)
     writing = _Writing(sink, reserved, workers, progress)
-    own = writing.level(tensors)
-    inline = tuple(InlineBase(b.content_id, b.file, writing.level(b.tensors)) for b in bases)
+    own = groups.entries(writing.level(plan))
+    inline = tuple(InlineBase(b.content_id, b.file, tuple(writing.level(_copying(b.tensors)))) for b in bases)
     records = {entry.name: entry.lossy for entry in container.index.tensors}
     entries = tuple(msgspec.structs.replace(entry, lossy=records[entry.name]) for entry in own)
     index = msgspec.structs.replace(
@@ -91,24 +93,30 @@ def write_inline(
 
 def bytes_to_write(tensors: Tensors, bases: Sequence[NeededBase]) -> int:
     """Count the bytes that `progress` is told of in all."""
-    levels = (tensors, *(base.tensors for base in bases))
-    sources = (source for tensors in levels for source in tensors.values())
-    return sum((source.entry if isinstance(source, FrameSource) else source).n_bytes for source in sources)
+    return sum(tensor_bytes(own) for own in (tensors, *(base.tensors for base in bases)))
 
 
 def _features(container: Container, tensors: Tensors, bases: Sequence[NeededBase]) -> list[str]:
-    features = container.features - {DELTA_FEATURE, INLINE_FEATURE, HUFFMAN_FEATURE}
+    features = container.features - {DELTA_FEATURE, INLINE_FEATURE, HUFFMAN_FEATURE, GROUPS_FEATURE}
     sources = [source for base in bases for source in base.tensors.values()]
-    headers = [source.header for source in sources if isinstance(source, FrameSource)]
+    headers = [source.header for source in sources if has_own_frame(source)]
     plans = [header.plan for header in headers]
     if any(plan.quant_map is not None for plan in plans):
         features |= {MAPS_FEATURE}
     if any(plan.is_low_rank for plan in plans):
         features |= {LOW_RANK_FEATURE}
-    copied = [source.header for source in tensors.values() if isinstance(source, FrameSource)]
+    copied = [source.header for source in tensors.values() if has_own_frame(source)]
     if any(header.has_huffman for header in (*headers, *copied)):
         features |= {HUFFMAN_FEATURE}
     return sorted(features | ({INLINE_FEATURE} if bases else set()))
+
+
+def _copying(tensors: Tensors) -> FilePlan:
+    """Plan the tensors of one checkpoint: frames as they are, others anew."""
+    recipes = dict.fromkeys(tensors, EXACT)
+    frames = {name: source for name, source in tensors.items() if has_own_frame(source)}
+    earlier = Earlier(frames, recipes, {})
+    return FilePlan(dict(tensors), FileRecord(), recipes, earlier=earlier, effort=SMALL)
 
 
 class _Writing:
@@ -120,31 +128,14 @@ class _Writing:
         self._offset = 0
         sink.seek(reserved)
 
-    def level(self, tensors: Tensors) -> tuple[TensorEntry, ...]:
-        """Write all tensors of one checkpoint, in order: frames as they are, others anew; their entries."""
-        entries: list[TensorEntry] = []
-        for is_frame, run in itertools.groupby(
-            tensors.items(), lambda item: isinstance(item[1], FrameSource)
-        ):
-            sources = dict(run)
-            if is_frame:
-                entries += [self._copied(name, frame) for name, frame in sources.items()]  # type: ignore[arg-type]
-            else:
-                entries += self._encoded(sources)
-        return tuple(entries)
-
-    def _copied(self, name: str, source: FrameSource) -> TensorEntry:
-        entry = copy_frame(self._sink, self._offset, source, self._progress)
-        self._offset += entry.n_bytes
-        return msgspec.structs.replace(entry, name=name, lossy=None)
-
-    def _encoded(self, tensors: Tensors) -> Iterator[TensorEntry]:
-        recipes = dict.fromkeys(tensors, EXACT)
-        start, plan = self._offset, FilePlan(dict(tensors), FileRecord(), recipes, effort=SMALL)
+    def level(self, plan: FilePlan) -> list[TensorEntry]:
+        """Write the frames of one checkpoint, in order; their entries."""
+        start, entries = self._offset, list[TensorEntry]()
         where = self._sink, self._reserved + start
         for entry, _, _ in write_frames(*where, plan, self._workers, self._progress):
             self._offset += entry.n_bytes
-            yield msgspec.structs.replace(entry, offset=start + entry.offset)
+            entries.append(msgspec.structs.replace(entry, offset=start + entry.offset, lossy=None))
+        return entries
 
     def finish(self, index: Index, features: Sequence[str]) -> int:
         """Write the index and the header; the size of the file."""

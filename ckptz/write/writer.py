@@ -23,6 +23,7 @@ from ckptz.format.envelope import (
 from ckptz.format.frame import MAX_DIMS, MAX_ELEMENTS
 from ckptz.format.index import (
     BASE_METADATA,
+    GROUPS_FEATURE,
     HUFFMAN_FEATURE,
     INDEX_NAME,
     LOW_RANK_FEATURE,
@@ -38,6 +39,7 @@ from ckptz.format.streams import HUFFMAN_CODES
 from ckptz.format.written import Written, blob, check_names, promising
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import FilePlan, FileRecord, Progress, write_frames
+from ckptz.write.groups import grouped
 
 
 def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -66,16 +68,18 @@ def write_container(
     sink: BinaryIO, plan: FilePlan, workers: Workers, progress: Progress | None = None
 ) -> Written:
     """Write a whole file to `sink`, which is empty and must seek; `progress` gets the bytes of chunks."""
+    check_names(list(plan.tensors))
+    _check_shapes(plan.tensors)
+    plan, groups = grouped(plan)
     tensors, record = plan.tensors, plan.record
-    check_names(list(tensors))
-    _check_shapes(tensors)
     features, raw = _features(plan), tensor_bytes(tensors)
+    features += [GROUPS_FEATURE] * bool(groups.group_of)
     section = b"" if record.base_metadata is None else pack_base_metadata(record.base_metadata)
     reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
     sink.seek(reserved)
     frames = list(write_frames(sink, reserved, plan, workers, progress))
-    entries = [entry for entry, _, _ in frames]
-    n_deltas = sum(header.plan.needs_base for _, header, _ in frames)
+    stored = [entry for entry, _, _ in frames]
+    n_deltas = groups.count([entry.name for entry, header, _ in frames if header.plan.needs_base])
     notes = tuple((entry.name, note) for entry, _, note in frames if note)
     if record.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
@@ -85,11 +89,12 @@ def write_container(
         features.remove(LOW_RANK_FEATURE)
     if HUFFMAN_FEATURE in features and not any(header.has_huffman for _, header, _ in frames):
         features.remove(HUFFMAN_FEATURE)
+    entries = groups.entries(stored)
     index = _index(entries, record)
     packed = pack_index(index)
     sink.write(section + packed)
-    end = entries[-1].offset + entries[-1].n_bytes if entries else 0
-    regions = [blob(e.name, e.offset, e.n_bytes) for e in entries]
+    end = stored[-1].offset + stored[-1].n_bytes if stored else 0
+    regions = [blob(e.name, e.offset, e.n_bytes) for e in stored]
     if section:
         regions.append(blob(BASE_METADATA, end, len(section)))
         end += len(section)

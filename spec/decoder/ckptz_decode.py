@@ -39,8 +39,9 @@ from ckptz_frame import (
     xxh64,
 )
 
-FEATURES = {"lossless", "delta", "huffman", "inline", "low-rank", "maps"}  # registry#features
+FEATURES = {"lossless", "delta", "groups", "huffman", "inline", "low-rank", "maps"}  # registry#features
 MAX_INDEX = 67_108_864  # registry#limits
+MAX_GROUP = 65_536  # registry#limits
 
 # --- 06-container ---------------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ OBJECTS = {  # the fields of the pages; with `?` they may be missing or null, wi
     "index": "writer:string content_id:string tensors:[entry] metadata?:texts base?:base inline?:[inline] "
     "step?:integer sharding?:sharding tree?:object quality!:[quality]",
     "entry": "name:string dtype:string shape:[integer] offset:integer n_bytes:integer checksum:xxh64 "
-    "lossy?:lossy",
+    "lossy?:lossy group?:integer",
     "inline": "content_id:string file:string tensors:[entry]",
     "lossy": "method:string role:string layer_type:string settings:settings n_pruned:integer "
     "n_protected:integer max_abs_error:amount rms_error:amount rms:amount promise:string",
@@ -198,6 +199,7 @@ class File:
             self.members.append({tensor.name: tensor for tensor in tensors})
             need(level == 0 or tensors, "C13")
             need(len(self.members[level]) == len(tensors), "C24" if level else "C14")
+        self.read_groups(index)
         self.match(regions[:-1])
         need(self.content_id == index["content_id"], "C16")
         if self.base is not None:
@@ -208,11 +210,32 @@ class File:
             need(good and len(self.base["file"].encode()) <= 255, "H2")
         self.depth = self.base["depth"] if self.base else len(inline or [])
 
+    def read_groups(self, index: dict[str, Any]) -> None:
+        """06-container#groups."""
+        groups: list[Group] = []
+        for inline in index.get("inline") or []:  # "An inline base has no groups."
+            need(all(entry.get("group") is None for entry in inline["tensors"]), "C25")
+        for entry in index["tensors"]:
+            if (number := entry.get("group")) is None:
+                continue
+            need("groups" in self.features, "C25")
+            member = self.members[0][entry["name"]]
+            if number == len(groups):  # "numbered from 0 in the order in which they begin"
+                groups.append(Group(member, number))
+            need(number < len(groups), "C26")
+            # "A member has at least one pattern, and no field `lossy`."
+            need(member.patterns and entry.get("lossy") is None, "C26")
+            groups[number].add(member)
+
     def match(self, regions: list[Tensor]) -> None:
         """06-container#envelope: frames "in the order of the index", then sections that may be skipped."""
         expected = []
         for level, member in enumerate(self.members):
             for j, (name, tensor) in enumerate(member.items()):
+                if tensor.group is not None:
+                    if tensor.group.members[0] is not tensor:
+                        continue  # "Its place among the regions is that of the first member."
+                    name = tensor.group.name
                 name = f"__ckptz__.inline.{level}.{j}" if level else name
                 expected.append((name, tensor.begin, tensor.end))
         found = [(region.name, region.begin, region.end) for region in regions]
@@ -246,6 +269,7 @@ class Tensor:
         self.dtype, (self.begin, self.end) = DTYPE_OF_NAME[dtype], at  # from the end of the header
         self.patterns = self.dtype.patterns(shape)
         self.n_bytes = self.patterns * self.dtype.size
+        self.group: Group | None = None
 
     @classmethod
     def of_entry(cls, file: File, level: int, entry: dict[str, Any]) -> Tensor:
@@ -271,6 +295,8 @@ class Tensor:
     @functools.cached_property
     def plan(self) -> Plan:
         """06-container#reading: "compare dtype, shape, length and checksum of the tensor with its entry"."""
+        if self.group is not None:
+            return self.group.plan
         plan = Plan(self.read(0, self.end - self.begin), self.file.shelf.limit)
         need((plan.dtype, plan.shape) == (self.dtype, self.shape), "C15")
         need(plan.map is None or "maps" in self.file.features, "C20")
@@ -282,6 +308,8 @@ class Tensor:
     @functools.cached_property
     def base(self) -> Tensor | None:
         """07-chain#resolution: "The base of a tensor is the tensor of the same name in the base."."""
+        if self.group is not None:
+            return self.group.base
         if self.file.plain or not self.plan.needs_base:
             return None
         rule, tensors = self.file.bases(self.level)
@@ -307,6 +335,8 @@ class Tensor:
 
     def decode(self, j: int, done: dict[Tensor, Chunk]) -> Chunk:
         """Chunk j, with the same chunk of whatever it needs."""
+        if self.group is not None:
+            return self.group.part(self, done)
         if self.file.plain:
             step = CHUNK * self.dtype.size
             data = self.read(j * step, min((j + 1) * step, self.n_bytes))
@@ -321,6 +351,68 @@ class Tensor:
         _ = self.base, self.named()
         for j in range(-(-self.patterns // CHUNK)):
             yield pack(self.dtype.size, self.chunk(j, {}).patterns)
+
+
+class Group(Tensor):
+    """06-container#groups: the one frame of "a number of tensors, its *members*"."""
+
+    def __init__(self, first: Tensor, number: int) -> None:
+        name, at = f"__ckptz__.group.{number}", (first.begin, first.end)
+        super().__init__(first.file, 0, name, first.dtype.name, [0], *at)
+        self.members: list[Tensor] = []
+
+    def add(self, member: Tensor) -> None:
+        """One more member: "Offset and size in the entries of all members are those of the region"."""
+        own, shared = (member.dtype, member.begin, member.end), (self.dtype, self.begin, self.end)
+        need(own == shared, "C26")
+        member.group, member.first = self, self.patterns
+        self.members.append(member)
+        self.shape = [self.shape[0] + math.prod(member.shape)]  # "the elements of all of them together"
+        self.patterns += member.patterns
+        self.n_bytes += member.n_bytes
+        need(self.patterns <= MAX_GROUP, "C26")
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The plan of the frame: "of the domain `planes`, and no context rule of it names a tensor"."""
+        plan = Plan(self.read(0, self.end - self.begin), self.file.shelf.limit)
+        need((plan.dtype, plan.shape) == (self.dtype, self.shape), "C15")
+        need(not plan.has_huffman or "huffman" in self.file.features, "C20")
+        need(plan.map is None and not any(rule.source for rule in plan.rules), "C27")
+        return plan
+
+    @functools.cached_property
+    def base(self) -> Tensor | None:
+        """The "group of the base whose members have the same names and shapes in the same order"."""
+        if not self.plan.needs_base:
+            return None
+        rule, tensors = self.file.bases(0)
+        found = [tensors.get(member.name) for member in self.members]
+        fits = zip(found, self.members, strict=True)
+        need(all(f and (f.dtype, f.shape) == (m.dtype, m.shape) for f, m in fits), rule)
+        if found[0].file.plain:  # "the patterns of the tensors of these names, shapes and this dtype"
+            return Joined(found)
+        group = found[0].group
+        need(group is not None and group.members == found, rule)
+        return group
+
+    def part(self, member: Tensor, done: dict[Tensor, Chunk]) -> Chunk:
+        """The patterns of a member: "those of the members, one after another"."""
+        patterns = self.chunk(0, done).patterns[member.first : member.first + member.patterns]
+        # "made of the patterns of that member alone, as if it had a frame of its own"
+        need(checksum_of([xxh64(pack(self.dtype.size, patterns))]) == member.checksum, "C28")
+        return Chunk(self.dtype, patterns)
+
+
+class Joined(Tensor):
+    """Tensors of a plain file, "one after another"."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts, self.dtype, self.file = parts, parts[0].dtype, parts[0].file
+
+    def decode(self, j: int, done: dict[Tensor, Chunk]) -> Chunk:
+        """Their only chunk."""
+        return Chunk(self.dtype, [u for part in self.parts for u in part.chunk(j, done).patterns])
 
 
 # --- 07-chain -------------------------------------------------------------------------------------------

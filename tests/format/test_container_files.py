@@ -21,7 +21,7 @@ from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.envelope import PlainFile, plain_regions, write_plain
 from ckptz.format.frame import FrameHeader
 from ckptz.format.index import BaseRef, QualityRecord, content_id_of
-from ckptz.format.reader import Container, FrameSource, _DecodedChunk
+from ckptz.format.reader import Container, FrameSource, _DecodedChunk, frames_of
 from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.format.written import Written, amend_metadata, amend_quality
 from ckptz.parallel import Workers
@@ -95,7 +95,7 @@ def test_a_header_that_was_read_is_written_with_the_same_meaning(vector: Any) ->
     found = 0
     for path in vector.paths:
         levels = opened(path.read_bytes()).levels if path.suffix == ".ckptz" else []
-        for header in (source.header for level in levels for source in level.tensors.values()):
+        for header in (source.header for level in levels for source in frames_of(level.tensors)):
             packed = header.pack()
             again = FrameHeader.parse(packed)
             assert again.pack() == packed

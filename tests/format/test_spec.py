@@ -75,6 +75,7 @@ def test_the_registry_lists_the_limits_of_the_code() -> None:
         "Zstandard window bytes": streams.MAX_ZSTD_WINDOW,
         "envelope header bytes": envelope.MAX_HEADER_BYTES,
         "index bytes": index.MAX_INDEX_BYTES,
+        "patterns of a group": index.MAX_GROUP,
         "dimensions": frame.MAX_DIMS,
         "elements": frame.MAX_ELEMENTS,
         "chunk patterns": sources.CHUNK_VALUES,

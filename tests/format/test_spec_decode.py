@@ -54,6 +54,7 @@ def given(second: Any) -> dict[str, Any]:
         **{"parse_json": json.loads, "inflate": zlib.decompress},
         "sha256": lambda data: hashlib.sha256(data).hexdigest(),
         "decode_zstandard": lambda data, n: second.Stream(data).zstd(n),
+        "bytes_of": lambda patterns, kind: second.pack(kind.size, patterns),
         "dtype_of": lambda i: dtype(second.DTYPE_OF_ID[i]),
         "dtype_named": lambda name: dtype(second.DTYPE_OF_NAME[name]),
         "patterns_of": lambda dtype, shape: dtype.patterns(shape),

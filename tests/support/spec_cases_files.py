@@ -2,11 +2,25 @@
 
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckptz.format.bits import xxh64
-from tests.support.spec_cases import ONE, ZEROS, coded, delta, empty, low_rank, over, quantized, terms
+from ckptz.format.index import content_id
+from tests.support.spec_cases import (
+    ONE,
+    ZEROS,
+    coded,
+    delta,
+    empty,
+    low_rank,
+    magnitude_rule,
+    over,
+    quantized,
+    tables,
+    terms,
+)
 from tests.support.spec_files import (
     ABSENT,
     HUFFMAN,
@@ -15,6 +29,7 @@ from tests.support.spec_files import (
     Folder,
     Frame,
     Input,
+    Members,
     Raw,
     plain_file,
     plan,
@@ -82,6 +97,55 @@ def misplaced() -> File:
     made = File({"__ckptz__.optional.a": Frame(), "w": Frame()})
     made.index = {"tensors": made.entries()[1:], "content_id": File().content_id()}
     return made
+
+
+PAIR: Members = {"a": ((3,), b"\1\2\3"), "b": ((), b"\4")}
+GROUP = "__ckptz__.group.0"
+
+
+def grouped(
+    frame: Frame | None = None,
+    members: Members = PAIR,
+    rest: Mapping[str, Frame] | None = None,
+    features: str = "groups,lossless",
+    **fields: Any,
+) -> File:
+    """A file with a group, by default of two tensors of bytes."""
+    frames = {GROUP: Frame() if frame is None else frame, **(rest or {})}
+    version = {"ckptz.version": "1.2"}
+    return File(frames, groups={GROUP: members}, features=features, metadata=version, **fields)
+
+
+def floats(frame: Frame | None = None, members: Sequence[str] = "ab") -> File:
+    """A group of two tensors of F32; by default of zeros."""
+    frame = full() if frame is None else frame
+    first, second = members
+    return grouped(frame, {first: ((3,), frame.decoded[:12]), second: ((), frame.decoded[12:])})
+
+
+def two_groups() -> File:
+    """A group of bytes, and one of F32 that begins within it."""
+    frames = {GROUP: Frame(), "__ckptz__.group.1": full()}
+    groups = {GROUP: PAIR, "__ckptz__.group.1": {"c": ((1, 2), bytes(8)), "d": ((2,), bytes(8))}}
+    version = {"ckptz.version": "1.2"}
+    return File(frames, groups=groups, order="acbd", features="groups,lossless", metadata=version)
+
+
+def group_entries(change: Callable[[list[Any]], object], made: File | None = None) -> Input:
+    """A file with a group whose entries are changed."""
+    made = grouped(rest={"w": Frame()}) if made is None else made
+    entries = made.entries()
+    change(entries)
+    rows = ((e["name"], e["dtype"], tuple(e["shape"]), int(e["checksum"], 16)) for e in entries)
+    return replace(made, index={"tensors": entries, "content_id": content_id(rows)})
+
+
+def delta_group(base: File, own: File | None = None) -> Folder:
+    """A delta of a group, and a base."""
+    reference = {"content_id": base.content_id(), "file": "anchor.ckptz", "depth": 1}
+    made = replace(floats(delta()) if own is None else own, features="delta,groups,lossless")
+    made = replace(made, index={"base": reference})
+    return Folder({"delta.ckptz": made.bytes(), "anchor.ckptz": base.bytes()})
 
 
 LOSSY = {
@@ -195,6 +259,9 @@ CONTAINER: dict[str, list[Input]] = {
         File(inline=[{"w": full()}], features="inline,lossless", index={"inline": None}),
         Raw(File(optional={"a": b"1"}).bytes().replace(b"__ckptz__.optional.a", b"__ckptz__.optionaL.a")),
         misplaced(),
+        Raw(grouped().bytes().replace(b"group.0", b"group.1")),
+        Raw(grouped().bytes().replace(b"group.0", b"group.a")),
+        Raw(two_groups().bytes().replace(b"group.0", b"group.2")),
     ],
     "C15": [
         inlined(inline_entry={"dtype": "I32"}),
@@ -204,6 +271,9 @@ CONTAINER: dict[str, list[Input]] = {
         File(entry={"shape": [2, 2]}),
         File(entry={"checksum": "0" * 16}),
         File({"w": Frame(behind=b"\0")}),
+        grouped(members={**PAIR, "c": ((), b"\5")}),
+        grouped(Frame(plan(shape=(2, 2)))),
+        grouped(Frame(plan(dtype="I8"))),
     ],
     "C16": [File(index={"content_id": "0" * 64})],
     "C17": [
@@ -220,12 +290,14 @@ CONTAINER: dict[str, list[Input]] = {
             for base in ({"v": full()}, {"w": full((2, 2))}, {"w": Frame()}, {"w": delta(), "v": full()})
         ),
         inlined({"w": delta()}, {"v": full()}),
+        floats(delta()),
     ],
     "C20": [
         File({"w": quantized()}),
         inlined({"w": quantized()}),
         File({"w": low_rank(terms(ONE, codes=bytes((1,) * 5)))}, features="lossless,maps"),
         File({"w": coded(HUFFMAN, ZEROS)}),
+        grouped(coded(HUFFMAN, ZEROS)),
     ],
     "C21": [
         *(
@@ -265,6 +337,33 @@ CONTAINER: dict[str, list[Input]] = {
         inlined(features="delta,inline,lossless", index={"base": {"content_id": "", "file": "a", "depth": 1}})
     ],
     "C24": [inlined({"w": full(), "v": full()}, inline_entry={"name": "w"})],
+    "C25": [
+        grouped(features="lossless"),
+        File(entry={"group": 0}),
+        inlined(inline_entry={"group": 0}, features="groups,inline,lossless"),
+    ],
+    "C26": [
+        group_entries(lambda entries: entries[0].update(group=1)),
+        group_entries(lambda entries: entries[1].update(group=2)),
+        *(
+            group_entries(lambda entries, change=change: entries[1].update(change))
+            for change in (
+                *({"dtype": "I8"}, {"offset": 1}, {"n_bytes": 1}, {"shape": [0]}, {"lossy": LOSSY}),
+                {"shape": [65_534]},
+            )
+        ),
+    ],
+    "C27": [
+        grouped(quantized(), {"a": ((4,), ONE * 4)}, features="groups,lossless,maps"),
+        grouped(
+            Frame(plan(rules=[magnitude_rule(b"w")], rest=tables(256))),
+            rest={"w": Frame()},
+        ),
+    ],
+    "C28": [
+        group_entries(lambda entries: entries[0].update(checksum="0" * 16)),
+        group_entries(lambda entries: entries[1].update(checksum="0" * 16)),
+    ],
 }
 
 
@@ -331,6 +430,12 @@ CHAIN: dict[str, list[Input]] = {
         chain(File({"v": full()})),
         chain(File({"w": full((2, 2))})),
         chain(File({"w": Frame()})),
+        delta_group(File({"a": full((3,)), "b": full(())})),
+        delta_group(floats(members="ac")),
+        delta_group(floats(members="ba")),
+        delta_group(replace(floats(), order="ba")),
+        delta_group(grouped(full(), {"a": ((3, 1), bytes(12)), "b": ((), bytes(4))})),
+        delta_group(File({"w": full()})),
     ],
     "H5": [of_plain(metadata) for metadata in (MADE[:15], MADE + b"\0", MADE[:8] + bytes(8))],
     "H6": [of_plain(MADE, __metadata__=found) for found in (None, {}, {"format": "pu"}, {**PT, "a": "b"})],

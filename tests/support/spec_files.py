@@ -24,6 +24,8 @@ from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
 Stream = tuple[int, bytes]
 Files = dict[str, bytes]  # by name; the first is the one to read, the others are there for its base
 Json = dict[str, Any]
+Tensor = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
+Members = Mapping[str, tuple[tuple[int, ...], bytes]]  # of a group: shape and bytes by name
 CONSTANT, STORED, ZSTD, SHARED, OWN, SPARSE, HUFFMAN = CoderId
 ABSENT = "absent"  # takes a field out
 
@@ -158,10 +160,16 @@ class Frame:
 
 @dataclass
 class File:
-    """A `.ckptz` file; fields that are set replace, or add to, what would be right."""
+    """A `.ckptz` file; fields that are set replace, or add to, what would be right.
+
+    `groups` has the members of the frames that several tensors share, and `order` the names of all tensors
+    where they are not in the order of the frames.
+    """
 
     frames: Mapping[str, Frame] = field(default_factory=lambda: {"w": Frame()})
     inline: Sequence[Mapping[str, Frame]] = ()
+    groups: Mapping[str, Members] = field(default_factory=dict)
+    order: Sequence[str] = ()
     features: str = "lossless"
     index: Json = field(default_factory=dict)
     entry: Json = field(default_factory=dict)
@@ -178,16 +186,31 @@ class File:
 
     def entries(self, level: int = 0) -> list[Json]:
         """Of the file's own tensors, or of inline base `level`."""
-        levels = [self.frames, *self.inline]
+        levels, groups = [self.frames, *self.inline], self.groups if level == 0 else {}
         offset = sum(len(frame.bytes) for frames in levels[:level] for frame in frames.values())
         entries, changes = [], self.inline_entry if level else self.entry
         for name, frame in levels[level].items():
             n_bytes, checksum = len(frame.bytes), f"{frame.tensor_checksum:016x}"
             place = {"offset": offset, "n_bytes": n_bytes, "checksum": checksum}
-            entry = {"name": name, "dtype": frame.dtype, "shape": list(frame.shape), **place, **changes}
-            entries.append({key: value for key, value in entry.items() if value != ABSENT})
+            for member, (shape, decoded) in groups.get(name, {name: (frame.shape, b"")}).items():
+                entry = {"name": member, "dtype": frame.dtype, "shape": list(shape), **place}
+                if name in groups:
+                    entry |= {
+                        "checksum": f"{combine([xxh64(decoded)]):016x}",
+                        "group": list(groups).index(name),
+                    }
+                entry |= changes
+                entries.append({key: value for key, value in entry.items() if value != ABSENT})
             offset += n_bytes
-        return entries
+        return sorted(entries, key=lambda entry: self.order.index(entry["name"])) if self.order else entries
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What it decodes to."""
+        found: dict[str, Tensor] = {}
+        for name, frame in self.frames.items():
+            members = self.groups.get(name, {name: (frame.shape, frame.patterns)})
+            found |= {member: (frame.dtype, shape, data) for member, (shape, data) in members.items()}
+        return {name: found[name] for name in self.order or found}
 
     def content_id(self) -> str:
         """Of the entries as they are, where they make sense."""

@@ -42,7 +42,17 @@ from tests.support.spec_cases import (
     windowed,
     zstd_frame,
 )
-from tests.support.spec_cases_files import LOSSY, PLAIN_ROW, full, inlined, metadata_section, packed_text
+from tests.support.spec_cases_files import (
+    LOSSY,
+    PLAIN_ROW,
+    floats,
+    full,
+    grouped,
+    inlined,
+    metadata_section,
+    packed_text,
+    two_groups,
+)
 from tests.support.spec_cases_tree import nested, node, tree
 from tests.support.spec_files import (
     CONSTANT,
@@ -55,6 +65,7 @@ from tests.support.spec_files import (
     File,
     Files,
     Frame,
+    Tensor,
     embedded,
     header_text,
     plain_file,
@@ -63,8 +74,6 @@ from tests.support.spec_files import (
     vectors,
 )
 from tests.support.spec_support import table
-
-Tensor = tuple[str, tuple[int, ...], bytes]  # dtype, shape, bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +90,7 @@ class Valid:
 
     def tensors(self) -> dict[str, Tensor]:
         """What it decodes to."""
-        return {name: (f.dtype, f.shape, f.patterns) for name, f in self.file.frames.items()}
+        return self.file.tensors()
 
 
 @dataclass(frozen=True)
@@ -898,4 +907,58 @@ CHAIN: dict[str, Valid] = {
     "delta-of-an-inline-file": based("H3 C22", delta(), inlined(own=delta(bytes(16))), depth=2),
 }
 
-VALID: dict[str, Valid] = STREAMS | TENSORS | CLASSES | MAPS | FILES | CHAIN
+
+# --- groups -------------------------------------------------------------------------------------
+
+
+def of_group(needs: str, made: File, base_file: File | Plain) -> Valid:
+    """A delta with the parts of a file, and its base."""
+    wanted = base_file.content_id() if isinstance(base_file, File) else plain_id(base_file)
+    name = "base.ckptz" if isinstance(base_file, File) else "base.safetensors"
+    reference = {"content_id": wanted, "file": name, "depth": 1}
+    made = replace(made, features=f"delta,{made.features}", index={"base": reference})
+    return Valid(needs, made, {name: next(iter(base_file.files().values()))})
+
+
+PLAIN_PAIR = Plain(
+    "",
+    rows={
+        "b": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
+        "a": {"dtype": "F32", "shape": [3], "data_offsets": [4, 16]},
+    },
+    data=bytes(16),
+)
+MOST = Frame(plan(shape=(65_536,)), [(CONSTANT, b"\7")], b"\7" * 65_536, shape=(65_536,))
+NAMES_A_MEMBER = Frame(
+    plan(shape=(3,), rules=[magnitude_rule(b"a")], rest=tables(256)),
+    [(STORED, b"\1\2\3")],
+    b"\1\2\3",
+    shape=(3,),
+)
+GROUPS = {
+    "group": Valid("C14 C15 C25 C26 C27 C28", grouped(rest={"w": Frame()}, order="awb")),
+    "group-alone": Valid("C26", grouped(members={"a": ((2, 2), b"\1\2\3\4")})),
+    "groups-of-two-dtypes": Valid("C25 C26", two_groups()),
+    "group-of-most-patterns": Valid("C26", grouped(MOST, {"a": ((65_536,), b"\7" * 65_536)})),
+    "group-with-a-named-member": Valid("C27 T7", grouped(rest={"w": NAMES_A_MEMBER})),
+    "delta-group": of_group("C25 C26 H4", floats(delta()), floats()),
+    "delta-group-of-a-plain-file": of_group("H4", floats(delta()), PLAIN_PAIR),
+    "delta-group-by-base-magnitude": of_group("C27 H4", floats(classes_of_base(None)), floats()),
+    "delta-of-a-member": of_group(
+        "H4 C28",
+        File(
+            {
+                "a": Frame(
+                    plan(dtype="F32", predictor=1, mode=2, shape=(3,)),
+                    planes(F32[:12]),
+                    F32[:12],
+                    "F32",
+                    (3,),
+                )
+            }
+        ),
+        floats(),
+    ),
+}
+
+VALID: dict[str, Valid] = STREAMS | TENSORS | CLASSES | MAPS | FILES | CHAIN | GROUPS

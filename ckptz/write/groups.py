@@ -1,0 +1,110 @@
+"""Puts small tensors into shared frames. Implements spec/06-container.md#groups.
+
+A frame and its place in the header take more room than a few values, and more time. Which tensors share one
+follows from their names, types and shapes alone, so that a delta has the groups of its base.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ckptz.codec.lossless import EXACT
+from ckptz.format.bits import combine, xxh64
+from ckptz.format.index import MAX_GROUP, TensorEntry, group_name
+from ckptz.format.reader import group_base
+from ckptz.format.sources import JoinedSource, TensorSource
+from ckptz.write.frame_writer import FilePlan
+
+MOST_VALUES: Final = 256  # of a tensor that shares a frame
+LEAST_TENSORS: Final = 256  # of one dtype that do; files with fewer have a frame for each
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The tensors of a file, and which of them share a frame.
+
+    Attributes:
+        tensors: all of them by name, in stored order.
+        group_of: the number of its group, by the name of a tensor that has one.
+    """
+
+    tensors: dict[str, TensorSource]
+    group_of: dict[str, int]
+
+    def entries(self, frames: Sequence[TensorEntry]) -> list[TensorEntry]:
+        """List the entries of all tensors from those of the frames."""
+        by_name, found = {entry.name: entry for entry in frames}, []
+        shared = [by_name[group_name(number)] for number in range(self.n_groups)]
+        for name, source in self.tensors.items():
+            if (number := self.group_of.get(name)) is None:
+                found.append(by_name[name])
+                continue
+            frame, shape = shared[number], tuple(source.shape)
+            checksum = f"{combine((xxh64(source.patterns(0, source.n_patterns)),)):016x}"
+            where = frame.dtype, shape, frame.offset, frame.n_bytes
+            found.append(TensorEntry(name, *where, checksum, None, number))
+        return found
+
+    @property
+    def n_groups(self) -> int:
+        """Groups of the file."""
+        return max(self.group_of.values(), default=-1) + 1
+
+    def count(self, frames: Sequence[str]) -> int:
+        """Count the tensors in some frames, which are named."""
+        names = set(frames)
+        return sum(
+            (name if number is None else group_name(number)) in names
+            for name in self.tensors
+            for number in [self.group_of.get(name)]
+        )
+
+
+def grouped(plan: FilePlan, apart: Collection[str] = ()) -> tuple[FilePlan, Groups]:
+    """Plan a file with one frame for each group, which is called like its region.
+
+    Args:
+        plan: of the file, with a frame for each tensor.
+        apart: names of tensors that keep frames of their own.
+    """
+    groups = _groups_of(plan, apart)
+    group_of = {name: number for number, names in enumerate(groups) for name in names}
+    found = Groups(plan.tensors, group_of)
+    if not groups:
+        return plan, found
+    sources = [JoinedSource.of([plan.tensors[name] for name in names]) for names in groups]
+    tensors = dict[str, TensorSource]()
+    for name, source in plan.tensors.items():
+        number = group_of.get(name)
+        tensors[name if number is None else group_name(number)] = (
+            source if number is None else sources[number]
+        )
+    bases = dict(plan.record.bases)
+    for number, names in enumerate(groups):
+        members = [(name, tuple(plan.tensors[name].shape)) for name in names]
+        if (base := group_base(sources[number].dtype, members, plan.record.bases)) is not None:
+            bases[group_name(number)] = base
+    recipes = {**plan.recipes, **dict.fromkeys(map(group_name, range(len(groups))), EXACT)}
+    return replace(plan, tensors=tensors, recipes=recipes, record=replace(plan.record, bases=bases)), found
+
+
+def _groups_of(plan: FilePlan, apart: Collection[str]) -> list[list[str]]:
+    """Choose the tensors that share a frame, the group that begins first in front."""
+    small: dict[str, list[tuple[str, int]]] = {}  # with their patterns
+    for name, source in plan.tensors.items():
+        is_small = plan.recipes[name] == EXACT and 0 < (n_patterns := source.n_patterns) <= MOST_VALUES
+        if is_small and name not in apart:
+            small.setdefault(source.dtype.name, []).append((name, n_patterns))
+    groups: list[list[str]] = []
+    for found in small.values():
+        left = 0
+        for name, n_patterns in found if len(found) >= LEAST_TENSORS else ():
+            if n_patterns > left:
+                groups.append([])
+                left = MAX_GROUP
+            groups[-1].append(name)
+            left -= n_patterns
+    places = {name: place for place, name in enumerate(plan.tensors)}
+    return sorted(groups, key=lambda names: places[names[0]])

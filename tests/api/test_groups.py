@@ -1,0 +1,171 @@
+"""Small tensors share frames: files with many of them, and everything that is done with such a file."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from ckptz import Grid, inspect, rebase, restore, safe_open, verify
+from ckptz.errors import CkptzError, MissingBaseError
+from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.index import GROUPS_FEATURE
+from ckptz.format.reader import Container, GroupMember
+from ckptz.numpy import load_file, save_file
+from ckptz.verbs.diff import diff
+from ckptz.write.groups import LEAST_TENSORS
+
+Arrays = dict[str, NDArray[np.float32]]
+
+
+def small(n: int = LEAST_TENSORS, scale: float = 1.0) -> Arrays:
+    """As many tensors of a few values as share frames, one without any, and a large one."""
+    rng = np.random.default_rng(n)
+    found = {f"layer.{i}.bias": rng.normal(0, scale, 1 + i % 20).astype(np.float32) for i in range(n)}
+    found["layer.0.weight"] = rng.normal(0, scale, (40, 100)).astype(np.float32)
+    return {**found, "nothing": np.empty((0, 3), np.float32), "step": np.array(n, np.int64)}
+
+
+def moved(arrays: Arrays) -> Arrays:
+    return {name: np.asarray(array * 1.001).astype(array.dtype) for name, array in arrays.items()}
+
+
+def container_of(path: Path) -> Container:
+    return Container(MemoryBytes(path.read_bytes()))
+
+
+def is_same(found: Arrays, wanted: Arrays) -> bool:
+    return found.keys() == wanted.keys() and all(
+        found[name].dtype == array.dtype and np.array_equal(found[name], array)
+        for name, array in wanted.items()
+    )
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> tuple[Path, Path, Arrays]:
+    """A file with groups, a delta of it, and what the delta holds."""
+    full, delta, arrays = tmp_path / "full.ckptz", tmp_path / "delta.ckptz", small()
+    save_file(arrays, full)
+    save_file(moved(arrays), delta, base=full)
+    return full, delta, moved(arrays)
+
+
+def test_many_small_tensors_share_frames_and_come_back_in_their_order(tmp_path: Path) -> None:
+    path, plain = tmp_path / "a.ckptz", tmp_path / "a.safetensors"
+    save_file(small(), path)
+    safetensors.numpy.save_file(small(), plain)
+    container = container_of(path)
+    assert GROUPS_FEATURE in container.features
+    assert container.version == "1.2"
+    with safe_open(path, "np") as ours, safetensors.safe_open(plain, "np") as theirs:
+        assert ours.offset_keys() == theirs.offset_keys()
+    assert is_same(load_file(path), small())
+    assert is_same(load_file(path, jobs=2), small())
+    assert path.stat().st_size < plain.stat().st_size
+
+
+def test_few_small_tensors_have_frames_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckptz"
+    save_file(small(LEAST_TENSORS - 1), path)
+    container = container_of(path)
+    assert container.version == "1.0"
+    assert not any(isinstance(source, GroupMember) for source in container.tensors.values())
+
+
+def test_more_small_tensors_than_one_group_takes_are_in_several(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckptz"
+    arrays = {f"{i}": np.full(256, i, np.float32) for i in range(300)}
+    save_file(arrays, path)
+    assert {entry.group for entry in container_of(path).index.tensors} == {0, 1}
+    assert is_same(load_file(path), arrays)
+
+
+def test_tensors_and_slices_are_read_alone(chain: tuple[Path, Path, Arrays]) -> None:
+    for path in chain[:2]:
+        with safe_open(path, "np") as file:
+            whole = file.get_tensor("layer.13.bias")
+            assert np.array_equal(file.get_slice("layer.13.bias")[3:7], whole[3:7])
+            whole[:] = 0
+            assert file.get_tensor("layer.13.bias").any()  # nobody writes to what is kept
+
+
+def test_a_delta_is_stored_against_the_groups_of_its_base(chain: tuple[Path, Path, Arrays]) -> None:
+    full, delta, arrays = chain
+    assert is_same(load_file(delta), arrays)
+    assert inspect(delta).depth == 1
+    assert {t.predictor for t in inspect(delta).tensors if t.name.endswith("bias")} == {"base"}
+    assert delta.stat().st_size < full.stat().st_size
+
+
+def test_a_delta_of_a_plain_file_has_groups(tmp_path: Path) -> None:
+    plain, delta = tmp_path / "a.safetensors", tmp_path / "b.ckptz"
+    safetensors.numpy.save_file(small(), plain)
+    save_file(moved(small()), delta, base=plain)
+    assert is_same(load_file(delta), moved(small()))
+    assert {t.predictor for t in inspect(delta).tensors if t.name.endswith("bias")} == {"base"}
+
+
+def test_a_group_that_the_base_does_not_have_stands_alone(tmp_path: Path) -> None:
+    full, delta = tmp_path / "a.ckptz", tmp_path / "b.ckptz"
+    save_file(small(LEAST_TENSORS - 1), full)
+    arrays = {**moved(small(LEAST_TENSORS - 1)), "layer.x.bias": np.ones(3, np.float32)}
+    save_file(arrays, delta, base=full)
+    assert is_same(load_file(delta), arrays)
+    found = {t.name: t.predictor for t in inspect(delta).tensors}
+    assert (found["layer.1.bias"], found["layer.0.weight"]) == ("zero", "base")
+
+
+def test_tensors_that_lose_something_have_frames_of_their_own(tmp_path: Path) -> None:
+    path, arrays = tmp_path / "a.ckptz", small()
+    save_file(arrays, path, config=Grid())
+    tensors = container_of(path).tensors
+    assert isinstance(tensors["layer.1.bias"], GroupMember)
+    assert not isinstance(tensors["layer.0.weight"], GroupMember)
+    found = load_file(path)
+    assert np.array_equal(found["layer.1.bias"], arrays["layer.1.bias"])
+
+
+def test_verify_restore_and_diff_know_members(chain: tuple[Path, Path, Arrays], tmp_path: Path) -> None:
+    full, delta, arrays = chain
+    assert verify(delta).n_tensors == len(arrays)
+    restore(delta, tmp_path / "back.safetensors")
+    assert is_same(safetensors.numpy.load_file(tmp_path / "back.safetensors"), arrays)
+    assert verify(delta, against=tmp_path / "back.safetensors").content_id == verify(delta).content_id
+    assert diff(delta, tmp_path / "back.safetensors").n_changed == 0
+    assert diff(full, delta).n_changed == len(arrays) - 2
+
+
+def test_sizes_of_members_add_up_to_their_frames(chain: tuple[Path, Path, Arrays]) -> None:
+    container = container_of(chain[0])
+    report = inspect(chain[0])
+    frames = {entry.offset: entry.n_bytes for entry in container.index.tensors}
+    assert sum(tensor.stored_bytes for tensor in report.tensors) == sum(frames.values())
+    assert sum(report.coders.values()) == pytest.approx(1)
+
+
+def test_a_rebased_file_has_groups_and_needs_no_base(chain: tuple[Path, Path, Arrays]) -> None:
+    full, delta, arrays = chain
+    rebase(delta)
+    full.unlink()
+    assert is_same(load_file(delta), arrays)
+    assert GROUPS_FEATURE in container_of(delta).features
+
+
+def test_damage_names_the_file_and_a_tensor(chain: tuple[Path, Path, Arrays]) -> None:
+    full = chain[0]
+    entry = next(e for e in container_of(full).index.tensors if e.group is not None)
+    data = bytearray(full.read_bytes())
+    at = 8 + int.from_bytes(data[:8], "little") + entry.offset + entry.n_bytes - 1
+    data[at] ^= 1
+    full.write_bytes(data)
+    with pytest.raises(CkptzError, match=rf"full\.ckptz.*{entry.name}"):
+        load_file(full)
+    with pytest.raises(CkptzError, match=r"full\.ckptz"):
+        verify(full)
+
+
+def test_a_base_without_the_group_is_missed(chain: tuple[Path, Path, Arrays]) -> None:
+    delta = container_of(chain[1])
+    with pytest.raises(MissingBaseError, match="no such group"):
+        delta.tensors["layer.2.bias"].patterns(0, 1)
