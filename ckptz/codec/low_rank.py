@@ -23,12 +23,14 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.moment_bounds import MomentBound
 from ckptz.codec.sensitivity import floats_of
 from ckptz.format.frame import MAX_OUTER
 from ckptz.format.plan import MAX_RANK, LowRank
 from ckptz.format.sources import CHUNK_VALUES, TensorSource
 from ckptz.format.streams import Embedded
 from ckptz.format.values import KINDS
+from ckptz.kernels import floats
 from ckptz.kernels import moments as kernels
 from ckptz.kernels.blas import eigh, least_squares
 
@@ -41,6 +43,7 @@ MOST: Final = 127  # magnitude of a code
 NO_SIZE: Final = 1e-5  # of the largest direction: below it lie the errors of sums in float32
 LEAST_ROOT: Final = 0.25  # of the median, that a row or column counts with when steps are chosen
 OWN_BITS: Final = 32  # of a term, beside its codes
+BESIDE_BITS: Final = 14  # of an element that is beyond its bound, and so stands beside the sum
 WIDEST: Final = 2.0  # steps, in root mean squares of what is coded
 
 
@@ -50,11 +53,13 @@ class FirstMoments:
 
     Attributes:
         source: the first moments.
+        second: the second moments, or None.
         rows: means of the roots by row [n_rows], 1 without second moments.
         columns: the same by column [n_columns], over their own mean.
     """
 
     source: TensorSource
+    second: TensorSource | None
     rows: Floats
     columns: Floats
 
@@ -70,7 +75,7 @@ class FirstMoments:
                 rows[begin : begin + len(block)] = roots.mean(axis=1)
                 sums += roots.sum(axis=0, dtype=np.float64)
             columns = (sums / max(sums.mean(), 1e-300)).astype(np.float32)
-        return cls(source, rows, columns)
+        return cls(source, second, rows, columns)
 
     def blocks(self) -> Iterator[tuple[slice, Floats]]:
         """Yield blocks of rows, [at most a chunk of elements, n_columns], 0 where the root is 0."""
@@ -161,6 +166,7 @@ def low_rank(
     warm: LowRank | None = None,
     seed: int = 0,
     step: float = 1.0,
+    bound: MomentBound | None = None,
 ) -> LowRank | None:
     """Fit the terms that are worth their bits; None if none is.
 
@@ -171,6 +177,7 @@ def low_rank(
         warm: terms of the file before.
         seed: of random vectors.
         step: of the codes, beside the usual one; fewer terms are worth their bits the larger it is.
+        bound: of the elements; those beyond it will stand beside the sum.
     """
     shape, reach = source.shape, reach / step
     if len(shape) < 2 or not (math.isfinite(reach) and reach > 0):
@@ -190,7 +197,7 @@ def low_rank(
         n, vectors = min(4 * n, most), right
     else:
         return None
-    return _coded(moments, left[:, :n_kept], values[:n_kept], right[:, :n_kept], error, reach)
+    return _coded(moments, left[:, :n_kept], values[:n_kept], right[:, :n_kept], error, reach, bound)
 
 
 def _warm(moments: FirstMoments, before: LowRank | None) -> Floats:
@@ -202,12 +209,27 @@ def _warm(moments: FirstMoments, before: LowRank | None) -> Floats:
 
 
 def _coded(
-    moments: FirstMoments, left: Floats, values: Floats, right: Floats, error: float, reach: float
+    moments: FirstMoments,
+    left: Floats,
+    values: Floats,
+    right: Floats,
+    error: float,
+    reach: float,
+    bound: MomentBound | None,
 ) -> LowRank | None:
     """Code vectors, with the scales that then fit best; None if none of them is worth its bits."""
     steps = np.sqrt(12 * error / values)
     rows = _codes(left * np.sqrt(values), moments.rows, steps)
     columns = _codes(right * np.sqrt(values), moments.columns, steps)
+    found = _fitted(moments, rows, columns, reach)
+    if found is None or moments.second is None:
+        return found
+    is_worse = _worse_rows(moments, moments.second, found, reach, bound)
+    return _fitted(moments, np.where(is_worse[:, None], 0, rows), columns, reach) if is_worse.any() else found
+
+
+def _fitted(moments: FirstMoments, rows: Floats, columns: Floats, reach: float) -> LowRank | None:
+    """Fit the scales of codes [n_rows, rank] and [n_columns, rank]; None if no term is worth its bits."""
     a, b = rows * _inverse(moments.rows)[:, None], columns * _inverse(moments.columns)[:, None]
     along = np.einsum("ik,ik->k", moments.times(b), a, dtype=np.float64)
     products = _products_of(a) * _products_of(b)
@@ -222,6 +244,39 @@ def _coded(
             return LowRank(len(moments.rows), len(moments.columns), patterns, stored)
         kept = kept[is_worth]
     return None
+
+
+def _worse_rows(
+    moments: FirstMoments,
+    second: TensorSource,
+    found: LowRank,
+    reach: float,
+    bound: MomentBound | None,
+) -> NDArray[np.bool_]:
+    """Return which rows are nearer to zeros than to the sum, in moves, or not worth what stands beside them.
+
+    What the sum restores in rows that hardly get gradients, as those of rare tokens, are moves of others. Of
+    more than four times a row's own energy its error is more than the row itself, whatever its direction.
+    """
+    n_columns, is_worse = len(moments.columns), np.zeros(len(moments.rows), np.bool_)
+    blocks = zip(_blocks(moments.source, n_columns), _blocks(second, n_columns), strict=True)
+    for (begin, first), (_, squares) in blocks:
+        end = begin + len(first)
+        restored = found.products(begin * n_columns, end * n_columns)
+        sums = restored.view(np.float32).reshape(first.shape)
+        is_live, is_kept = squares > 0, squares > 0
+        n_beside = np.zeros(len(first), np.int64)
+        if bound is not None:
+            is_beyond = bound.is_beyond(begin * n_columns, restored, floats.F32).reshape(first.shape)
+            is_kept &= ~is_beyond
+            n_beside = np.count_nonzero(is_beyond, axis=1)
+        with np.errstate(all="ignore"):
+            own = np.where(is_live, first * first / squares, 0)
+            others = np.where(is_kept, sums * sums / squares, 0).sum(axis=1, dtype=np.float64)
+        is_false = others > 4 * np.where(is_kept, own, 0).sum(axis=1, dtype=np.float64)
+        worth = reach * reach * own.sum(axis=1, dtype=np.float64)
+        is_worse[begin:end] = is_false | (worth < WORTH * BESIDE_BITS * n_beside)
+    return is_worse
 
 
 def _bits(codes: NDArray[np.int8]) -> NDArray[np.float64]:

@@ -5,12 +5,14 @@ Sums up, too, what is asked of a tensor before its codes are known: a device ans
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.moment_bounds import MomentBound
 from ckptz.codec.moment_maps import (
     MANTISSA_BITS,
     MAX_INDEX,
@@ -148,11 +150,13 @@ class StepContexts:
         rules: as the frame stores them.
         steps: of each context [n_contexts].
         labels: of elements begin..end.
+        most: steps that a level may be from zero.
     """
 
     rules: tuple[ContextRule, ...]
     steps: Floats
     labels: Callable[[int, int], Labels]
+    most: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +166,16 @@ class StepQuantizer(Quantizer):
     kind: int
     contexts: StepContexts
     dead_zone: float
+    bound: MomentBound | None = None
     level_range: LevelRange | None = None
+
+    def kept(self, begin: int, patterns: Patterns) -> Patterns:
+        """Return what stands beside the codes: patterns within their bound."""
+        return patterns if self.bound is None else self.bound.clamped(begin, patterns, self.kind)
 
     def sums(self, begin: int, end: int, patterns: Patterns) -> LevelSums:
         """Sum the levels of patterns begin..end by context."""
+        patterns = self.kept(begin, patterns)
         labels, steps = self.contexts.labels(begin, end), self.contexts.steps
         return LevelSums.of(cpu().to_f32(patterns, self.kind), labels, steps, self.dead_zone)
 
@@ -173,7 +183,7 @@ class StepQuantizer(Quantizer):
         """Return the codes of patterns begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
         level_range, labels = self.level_range, self.contexts.labels(begin, end)
         assert level_range is not None
-        codes = np.empty(len(patterns), np.uint8)
+        patterns, codes = self.kept(begin, patterns), np.empty(len(patterns), np.uint8)
         codes_of = (level_range.lowest, level_range.n_levels, level_range.escape_code or 0, MAX_INDEX + 1)
         steps = self.contexts.steps
         moments().level_codes(*values_of(patterns, self.kind), labels, steps, self.dead_zone, codes_of, codes)

@@ -258,7 +258,9 @@ class LevelSums:
         return LevelRange(first, last - first + 1, has_zeros=False, has_exceptions=n_beyond > 0)
 
 
-def first_map(measured: LevelSums, level_range: LevelRange, steps: Floats, kind: int) -> QuantizationMap:
+def first_map(
+    measured: LevelSums, level_range: LevelRange, steps: Floats, kind: int, most: float = np.inf
+) -> QuantizationMap:
     """Make the map of a first moment: levels at the means of what they stand for, context by context.
 
     Level 0 is zero in every row, so a context that takes no other needs no row of its own.
@@ -268,6 +270,7 @@ def first_map(measured: LevelSums, level_range: LevelRange, steps: Floats, kind:
         level_range: which levels have codes.
         steps: of each context [n_contexts].
         kind: of the patterns.
+        most: steps that a level may be from zero.
     """
     is_moving = measured.counts.sum(axis=1) > measured.counts[:, MAX_INDEX + 1]
     used = np.flatnonzero(is_moving) if is_moving.any() else np.zeros(1, np.int64)
@@ -276,7 +279,8 @@ def first_map(measured: LevelSums, level_range: LevelRange, steps: Floats, kind:
     window, levels = measured.window(level_range), level_range.lowest + np.arange(level_range.n_levels)
     counts, sums = measured.counts[used, window], measured.sums[used, window]
     shared = np.zeros(level_range.n_codes)
-    shared[: level_range.n_levels] = _centroids(counts.sum(axis=0), sums.sum(axis=0), levels)
+    centroids = _centroids(counts.sum(axis=0), sums.sum(axis=0), levels)
+    shared[: level_range.n_levels] = np.clip(centroids, -most, most)
     expanded = LinearTable(scale, shared, np.zeros(len(used)))
     n_rows, n_codes = expanded.shape
     if 16 * n_rows + 8 * n_codes < 4 * n_rows * n_codes:
@@ -284,7 +288,7 @@ def first_map(measured: LevelSums, level_range: LevelRange, steps: Floats, kind:
         if floats.all_finite(patterns, kind):
             return QuantizationMap(expanded, row_of_context, escape_code=level_range.escape_code)
     own = np.zeros(expanded.shape)
-    own[:, : level_range.n_levels] = _centroids(counts, sums, levels) * scale[:, None]
+    own[:, : level_range.n_levels] = np.clip(_centroids(counts, sums, levels), -most, most) * scale[:, None]
     # Levels that no element takes may lie beyond all numbers.
     own[:, : level_range.n_levels][counts == 0] = 0.0
     table = ExplicitTable(floats.round_f64(own.reshape(-1)).reshape(own.shape))

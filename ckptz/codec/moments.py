@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.chunk import restored_patterns
 from ckptz.codec.grid_steps import row_steps
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.lossless import (
@@ -42,6 +43,7 @@ from ckptz.codec.lossless import (
 )
 from ckptz.codec.low_rank import low_rank
 from ckptz.codec.method import Method, Recipe, Setting
+from ckptz.codec.moment_bounds import MomentBound
 from ckptz.codec.moment_codes import (
     Labels,
     LogLevelQuantizer,
@@ -75,7 +77,7 @@ from ckptz.format.context_rules import MAX_INDICES, BaseCode, Magnitude, Row, la
 from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
 from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Domain, ExplicitTable, LowRank, Outer, Plan, Predictor, QuantizationMap
-from ckptz.format.sources import CHUNK_VALUES, LazySource, TensorSource, n_rows_of
+from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, n_rows_of
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, floats, moments, rounding
 from ckptz.kernels.blas import product
@@ -266,47 +268,106 @@ class FirstMoment(Recipe):
             return plan_lossless(source, tensor.base, run, tensor.effort)
         if not histogram_of(source, run).is_finite:
             return exact_with_note(tensor, "holds NaN or infinity")
+        divisor, bound = tensor.guide.divisor or second, None
+        if tensor.guide.bound is not None and divisor is not None:
+            bound = MomentBound(tensor.guide.bound, divisor)
         if tensor.guide.reach is not None:
-            return _low_rank_plan(tensor, second, tensor.guide.reach, self.step)
+            return _low_rank_plan(tensor, second, bound, tensor.guide.reach, self.step)
+        candidates = [
+            _first_plan(tensor, StepQuantizer(KINDS[source.dtype.name], contexts, self.dead_zone, bound))
+            for contexts in self._contexts(source, second, bound, run)
+        ]
+        sized = {n_bytes: plan for plan, n_bytes in candidates if not _is_beyond(tensor, plan, bound)}
+        # Steps that neither rows nor second moments of this size can bound: nothing is always within it.
+        return sized[min(sized)] if sized else _low_rank_plan(tensor, second, bound, 0.0, self.step)
+
+    def _contexts(
+        self,
+        source: TensorSource,
+        second: TensorSource | None,
+        bound: MomentBound | None,
+        run: MapFunction,
+    ) -> Iterator[StepContexts]:
+        """Yield the contexts that may suit: by second moment, if values are about its root, else by row."""
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
-            return _first_plan(tensor, self._quantizer(source, _by_row(source, self, run)))[0]
+            yield _by_row(source, self, run)
+            return
         # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
-        candidates = [_by_second(second, wanted)]
+        yield _by_second(second, wanted, bound)
         if source.n_patterns < MIN_CONTEXT_VALUES:
-            candidates.append(_as_one(second, wanted, run))
-        sized = [_first_plan(tensor, self._quantizer(source, contexts)) for contexts in candidates]
-        return min(sized, key=lambda plan: plan[1])[0]
+            yield _as_one(second, wanted, run)
 
-    def _quantizer(self, source: TensorSource, contexts: StepContexts) -> StepQuantizer:
-        return StepQuantizer(KINDS[source.dtype.name], contexts, self.dead_zone)
+
+def _is_beyond(tensor: TensorToEncode, encoding: TensorPlan, bound: MomentBound | None) -> bool:
+    """Return whether a tensor restored by its plan would have elements beyond their bound."""
+    if bound is None:
+        return False
+    limits, kind = bound, KINDS[tensor.source.dtype.name]
+
+    def has_any(bounds: Bounds) -> bool:
+        sources = ChunkSources(*bounds, None, tensor.context_tensors)
+        restored = restored_patterns(tensor.source, encoding, sources)
+        return bool(limits.is_beyond(bounds[0], restored, kind).any())
+
+    return any(tensor.run(has_any, tensor.source.chunk_bounds()))
 
 
 @dataclass(frozen=True, slots=True)
-class _Zeros(Quantizer):
-    """Quantizer with a single code."""
+class _WithinBound(Quantizer):
+    """Quantizer of a sum of outer products: code 1 stands for values beside it where it is beyond the bound.
+
+    These are powers of two within the bound where the first moment itself is about as large, else zeros.
+
+    Attributes:
+        terms: of the sum; None for zeros.
+        bound: of the elements, or None.
+        kind: of their patterns.
+    """
+
+    terms: LowRank | None
+    bound: MomentBound | None
+    kind: int
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        del patterns
-        return np.zeros(end - begin, np.uint8)
+        if self.terms is None or self.bound is None:
+            return np.zeros(end - begin, np.uint8)
+        restored = cpu().from_f32(self.terms.products(begin, end), self.kind)
+        return self.bound.is_beyond(begin, restored, self.kind).astype(np.uint8)
+
+    def kept(self, begin: int, patterns: Patterns) -> Patterns:
+        assert self.bound is not None
+        return self.bound.powers(begin, patterns, self.kind)
 
 
 def _low_rank_plan(
-    tensor: TensorToEncode, second: TensorSource | None, reach: float, step: float
+    tensor: TensorToEncode,
+    second: TensorSource | None,
+    bound: MomentBound | None,
+    reach: float,
+    step: float,
 ) -> TensorPlan:
-    """Plan the outer products that are worth their bits, or zeros where none is."""
+    """Plan the outer products that are worth their bits, or zeros where none is; all within the bound."""
     before = None if tensor.base is None or tensor.base.stored is None else tensor.base.stored.plan.outer
     warm = before if isinstance(before, LowRank) else None
-    factors = low_rank(tensor.source, second, reach, warm, tensor.seed, step)
+    source = tensor.source
+    factors = low_rank(source, second, reach, warm, tensor.seed, step, bound)
+    quantizer = _WithinBound(factors, bound, KINDS[source.dtype.name])
+
+    def has_zeros(bounds: Bounds) -> bool:
+        return bool(quantizer.codes(*bounds, source.patterns(*bounds)).any())
+
+    n_codes = 1 + any(tensor.run(has_zeros, source.chunk_bounds()))
+    table = ExplicitTable(np.zeros((1, n_codes), np.uint32))
     plan = Plan(
-        quant_map=QuantizationMap(ExplicitTable(np.zeros((1, 1), np.uint32)), np.zeros(1, np.int64)),
+        quant_map=QuantizationMap(table, np.zeros(1, np.int64), escape_code=1 if n_codes > 1 else None),
         domain=Domain.LINEAR,
         predictor=Predictor.ZERO if factors is None else Predictor.LOW_RANK,
         outer=factors,
     )
     rank = 0 if factors is None else len(factors.scales)
-    return TensorPlan(plan, _Zeros(), recorded={"dead_zone": 0.0, "rank": rank})
+    return TensorPlan(plan, quantizer, recorded={"dead_zone": 0.0, "rank": rank})
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
@@ -327,13 +388,18 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     return float(total / max(n_live, 1))
 
 
-def _by_second(second: TensorSource, wanted: FirstMoment) -> StepContexts:
+def _by_second(second: TensorSource, wanted: FirstMoment, bound: MomentBound | None) -> StepContexts:
+    """Use a step for each power of two of second moments: a multiple of the root of the middle."""
+
     def labels(begin: int, end: int) -> Labels:
         magnitudes: Labels = cpu().magnitudes(second.patterns(begin, end))
         return magnitudes
 
-    steps = wanted.step * context_roots(KINDS[second.dtype.name])
-    return StepContexts((Magnitude(wanted.source),), steps, labels)
+    steps, most = wanted.step * context_roots(KINDS[second.dtype.name]), math.inf
+    if bound is not None:
+        # The least second moment of a context is two thirds of its middle; levels may be rounded up.
+        most = bound.at_one * math.sqrt(2 / 3) * (1 - 2.0 ** -MANTISSA_BITS[KINDS[second.dtype.name]])
+    return StepContexts((Magnitude(wanted.source),), steps, labels, most / wanted.step)
 
 
 def _one_label(begin: int, end: int) -> Labels:
@@ -385,7 +451,7 @@ def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[Tenso
         )
     n_contexts = len(contexts.steps)
     plan = Plan(
-        quant_map=first_map(measured, level_range, contexts.steps, kind),
+        quant_map=first_map(measured, level_range, contexts.steps, kind, contexts.most),
         domain=Domain.LINEAR,
         rules=contexts.rules,
         tables=(stream_tables(joint, n_contexts),) if contexts.rules else (),

@@ -64,6 +64,10 @@ class SideInformation:
     # of a first moment: total weight update that a first moment of sqrt(v) (of 1, without second moments)
     # will still cause, relative to the RMS update between two saves
     reach: float | None = None
+    # of a first moment: its largest magnitude beside a second moment of 1, where that is known
+    bound: float | None = None
+    # of a first moment: what updates are divided by the root of, if not its second moment (amsgrad)
+    divisor: TensorSource | None = None
     # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
     # of its tensors to one another
     energy: float | None = None

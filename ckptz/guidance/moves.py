@@ -46,6 +46,7 @@ class Course:
         weight_decay: what an update takes of the weight, beside the gradients, at a rate of 1.
         at_once: what a gradient moves beside its part of the first moment, as a share of what a first moment
             of its size moves.
+        bound: largest magnitude of a first moment beside a second moment of 1; None where there is none.
     """
 
     moment: str
@@ -57,6 +58,7 @@ class Course:
     rate: float
     weight_decay: float = 0.0
     at_once: float = 0.0
+    bound: float | None = None
 
     def moves(self, moments: NDArray[np.float32], squares: NDArray[np.float32] | None) -> NDArray[np.float32]:
         """Compute the moves to come, float32 [n], of moments [n] with second moments [n]; 0 if not finite."""
@@ -155,7 +157,20 @@ def _of_adam(
         rate=rate,
         weight_decay=decay if group.get("decoupled_weight_decay", is_adamw) else 0.0,
         at_once=at_once,
+        bound=_bound(b1, b2, step),
     )
+
+
+def _bound(b1: float, b2: float, step: float) -> float:
+    """Return how many roots of the second moment Adam's first moment has at most after `step` updates.
+
+    Both are sums over the same gradients, of (1 - b1) b1^k g and of (1 - b2) b2^k g^2. By Cauchy-Schwarz the
+    square of the first is at most (1 - b1)^2 / (1 - b2) times the sum of (b1^2 / b2)^k times the second.
+    A restart from moments that obey the bound leaves later ones within it.
+    """
+    ratio = b1 * b1 / b2
+    terms = step if ratio == 1 else math.expm1(min(step * math.log(ratio), 700.0)) / (ratio - 1)
+    return (1 - b1) * math.sqrt(terms / (1 - b2))
 
 
 def _updates(decay: float) -> Rates:

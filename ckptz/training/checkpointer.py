@@ -55,7 +55,13 @@ from ckptz.training.compare import differences, fingerprint, notes_on
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import LossSettings, StepReader, StepState, StepWriter, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
-from ckptz.training.optimizers import check_optimizers_fit, comparable, load_optimizers, optimizer_state
+from ckptz.training.optimizers import (
+    bound_first_moments,
+    check_optimizers_fit,
+    comparable,
+    load_optimizers,
+    optimizer_state,
+)
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
 from ckptz.training.snapshot import MODEL, Snapshot
@@ -587,9 +593,10 @@ class Checkpointer:
         self._wait()
         check_there(self._store, step, weights_only)
         read = functools.partial(self._read, strict=strict)
-        (model, rest, missing, unexpected), restored = read_step(self._store, step, weights_only, read)
+        (model, rest, missing, unexpected, notes), restored = read_step(self._store, step, weights_only, read)
         is_exact = restored.is_exact and not (missing or unexpected)
-        restored = replace(restored, is_exact=is_exact, missing=missing, unexpected=unexpected)
+        notes = (*restored.notes, *notes)
+        restored = replace(restored, is_exact=is_exact, missing=missing, unexpected=unexpected, notes=notes)
         where = f"{self._store.name}: step {step}"
         if rest is not None:
             check_states(self.extra, rest, where)
@@ -629,8 +636,11 @@ class Checkpointer:
 
     def _read(
         self, weights: StepReader, state: StepReader | None, strict: bool
-    ) -> tuple[dict[str, Any], Mapping[str, Any] | None, tuple[str, ...], tuple[str, ...]]:
-        """Read the model's part and the rest, missing and unexpected names; all is checked, none changed."""
+    ) -> tuple[dict[str, Any], Mapping[str, Any] | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+        """Read the model's part and the rest, missing and unexpected names, and notes.
+
+        All is checked, and nothing of the run is changed.
+        """
         outline = model_of(weights.outline(), weights)
         outline = with_frozen(self.model, outline, weights.metadata, weights.name, strict=strict)
         missing, unexpected = check_model_fits(self.model, outline, weights.name, strict=strict)
@@ -641,8 +651,10 @@ class Checkpointer:
         model = model_of(weights.load(self._restore_jobs), weights)
         model |= {name: value for name, value in outline.items() if name not in model}
         model = {name: value for name, value in model.items() if name not in unexpected}
-        rest = None if state is None else rest_of(state.load(self._restore_jobs), state)
-        return model, rest, missing, unexpected
+        if state is None:
+            return model, None, missing, unexpected, ()
+        rest = rest_of(state.load(self._restore_jobs), state)
+        return model, rest, missing, unexpected, tuple(bound_first_moments(rest, state.lossy))
 
     def discard_after(self, step: int) -> None:
         """Remove every later step, to go on from this one.

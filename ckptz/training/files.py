@@ -25,7 +25,7 @@ from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written, amend_metadata
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
-from ckptz.guidance.trail import Momentum, Trail, Trained
+from ckptz.guidance.trail import Momentum, Trail, Trained, bounds_of
 from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import (
@@ -316,9 +316,9 @@ class StepWriter:
 
     def _guides(self) -> dict[str, SideInformation]:
         """Return the side information of first moments, by name."""
-        if self._trail is None:
-            return {}
         trained = self._state.with_optimizers
+        if self._trail is None:
+            return bounds_of(trained)
         return Momentum(self._trail, self._step, trained).guides(trained)
 
     def _write_exact(
@@ -442,7 +442,12 @@ class StepReader:
         self.metadata: Mapping[str, str] = index.metadata or {}
         # Of a residual that of its lossy file: state says which weights it goes with by that.
         self.lossy_id = self.metadata.get(EXACT_OF_KEY, index.content_id)
-        self.is_exact = all(tensor.lossy is None for tensor in index.tensors)
+        self.lossy = frozenset(tensor.name for tensor in index.tensors if tensor.lossy is not None)
+
+    @property
+    def is_exact(self) -> bool:
+        """Return whether the file holds every value as it was saved."""
+        return not self.lossy
 
     @property
     def n_bytes(self) -> int:

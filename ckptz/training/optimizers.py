@@ -14,7 +14,7 @@ strides and device that it had.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptz.errors import ConfigError, CorruptionError
+from ckptz.guidance.moves import course_of
 from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
+from ckptz.training.state import as_number
 
 MORE, DEVICES = "optimizers", "devices"
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -323,6 +325,43 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Ma
         for name, parameter in zip(own_names, _parameters(optimizer), strict=True):
             places = saved.get(DEVICES, {}).get(name, {})
             _put_back(optimizer.state, parameter, states.get(number_of[name]), places)
+
+
+def bound_first_moments(saved: Mapping[str, Any], lossy: Collection[str]) -> list[str]:
+    """Set first moments of a saved state to zero that are larger than their second moments allow.
+
+    No such file is written any more. Earlier versions restored first moments that move weights hundreds of
+    times as far as training could.
+
+    Args:
+        saved: the state, which is changed.
+        lossy: names in their file of the tensors that lost something; others are never changed.
+
+    Returns:
+        Notes for the user.
+    """
+    n_beyond, names = 0, list[str]()
+    for group in saved["groups"]:
+        settings = {key: as_number(value) for key, value in group.items() if key != PARAMS}
+        for parameter in group[PARAMS]:
+            state = saved["optimizer"].get(parameter, {})
+            course = course_of(settings, {key: as_number(value) for key, value in state.items()})
+            if course is None or course.bound is None or course.second is None:
+                continue
+            name = f"optimizer.{parameter}.{course.moment}"
+            if name not in lossy:
+                continue
+            moments, squares = state[course.moment], state[course.second].to(torch.float32)
+            is_beyond = moments.abs() > course.bound * squares.sqrt()
+            if n := int(is_beyond.sum()):
+                moments[is_beyond] = 0
+                n_beyond, names = n_beyond + n, [*names, name]
+    if not n_beyond:
+        return []
+    return [
+        f"{n_beyond} first moments of {len(names)} tensors, first {names[0]!r}, were larger than their "
+        "second moments allow and are zero now; the step was saved by an earlier version of ckptz"
+    ]
 
 
 def _options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:

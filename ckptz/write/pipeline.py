@@ -19,7 +19,7 @@ from ckptz.format.sources import TensorSource
 from ckptz.format.written import Written
 from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
-from ckptz.guidance.trail import Momentum, Trained
+from ckptz.guidance.trail import Momentum, Trained, bounds_of, trained_in
 from ckptz.parallel import Workers
 from ckptz.state.roles import Role, Rule, role_of
 from ckptz.write.frame_writer import Earlier, FilePlan, FileRecord, Progress
@@ -106,6 +106,8 @@ def prepared(job: Job) -> Iterator[Prepared]:
         if job.momentum is not None:
             trained = job.momentum.trained_in(job.tensors, job.tree, roles)
             guides = {**guides, **job.momentum.guides(trained)}
+        elif method.loses_state:
+            guides = {**bounds_of(trained_in(job.tensors, job.tree, roles)), **guides}
         yield Prepared(job, roles, guides, trained, tuple(notes))
 
 

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from ckptz import Grid, compress, inspect, safe_open
+from ckptz.guidance.trail import USUAL_SHARE
 from ckptz.integrations.linked import ChainOptions
 from ckptz.torch import load_state
 
 pytestmark = pytest.mark.apps
-UNKNOWN, NO_COURSE = "training follows is not known", "would move it is not known"
+UNKNOWN, NO_COURSE = "moved by the usual share", "would move it is not known"
 LOSSY = ChainOptions(config=Grid(), exact=0, jobs=1)
 
 
@@ -77,7 +78,7 @@ def plugin(**options: Any) -> Any:
     return CkptzIO(config=Grid(), jobs=1, **options)
 
 
-def test_lightning_moves_weights_from_its_second_checkpoint_on(tmp_path: Path) -> None:
+def test_lightning_moves_weights_by_the_usual_share_until_it_is_measured(tmp_path: Path) -> None:
     loop, io = Loop(), plugin(exact=0)
     for i in range(3):
         loop.train()
@@ -86,7 +87,7 @@ def test_lightning_moves_weights_from_its_second_checkpoint_on(tmp_path: Path) -
         assert bool([note for note in io.notes if UNKNOWN in note]) == (i == 0)
         if i:
             check_moved(tmp_path / f"{i}.ckpt", state)
-    assert set(moves_in(tmp_path / "0.ckpt").values()) == {None}
+    assert set(moves_in(tmp_path / "0.ckpt").values()) == {USUAL_SHARE}
 
 
 def test_lightning_goes_on_from_what_it_restored(tmp_path: Path) -> None:
@@ -147,8 +148,7 @@ def test_the_trainer_moves_weights(tmp_path: Path) -> None:
     run = a_trainer(tmp_path, 20)
     run.train()
     first, second = (moves_in(tmp_path / f"checkpoint-{step}" / "model.ckptz") for step in (10, 20))
-    assert set(first.values()) == {None}
-    assert all(share is not None and 0 < share <= 1 for share in second.values())
+    assert all(share is not None and 0 < share <= 1 for share in [*first.values(), *second.values()])
     assert set(second) == {name for name, _ in run.model.named_parameters()}  # of one dimension, too
     resumed = a_trainer(tmp_path, 30)
     resumed.train(resume_from_checkpoint=True)
@@ -233,7 +233,7 @@ def test_chains_of_weights_with_files_of_optimizer_state_move(tmp_path: Path, is
         "config": Grid(step=2**-6),
     }
     first, second = compress(inputs, tmp_path / "out", chain=True, jobs=1, **options)
-    assert set(moves_in(Path(first.output)).values()) == {None}
+    assert set(moves_in(Path(first.output)).values()) == {USUAL_SHARE}
     shares = moves_in(Path(second.output))
     assert len(shares) == 4
     assert all(share is not None and share > 0.8 for share in shares.values())

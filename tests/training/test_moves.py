@@ -20,7 +20,7 @@ from ckptz.codec.lossless import LOSSLESS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.guidance.moves import Course, Products, course_of, shares_of
-from ckptz.guidance.trail import Lost, Trail, Trained
+from ckptz.guidance.trail import USUAL_SHARE, Lost, Trail, Trained
 from ckptz.torch import load_file
 from ckptz.training.optimizers import optimizer_state
 from ckptz.training.state import model_state, trained_weights
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Make] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.9, centered=True),
 }
 MOMENTS = ("exp_avg", "momentum_buffer")
-UNKNOWN, NO_COURSE = "training follows is not known", "would move it is not known"
+UNKNOWN, NO_COURSE = "moved by the usual share", "would move it is not known"
 
 
 class Run:
@@ -409,7 +409,7 @@ class Unknown(torch.optim.AdamW):
     ("make", "options", "reasons"),
     [
         pytest.param(Unknown, {}, [NO_COURSE], id="an optimizer of which nothing is known"),
-        pytest.param(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), {}, [UNKNOWN], id="a rate of zero"),
+        pytest.param(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), {}, [], id="a rate of zero"),
         pytest.param(OPTIMIZERS["AdamW"], {"budget": Budget(lambda _: 1.0, 0.5)}, [], id="a budget"),
     ],
 )
@@ -445,7 +445,7 @@ def test_each_group_has_settings_of_its_own(tmp_path: Path) -> None:
     assert all(share is not None and share > 0.8 for share in moved.values())
 
 
-def test_new_parameters_stay_and_a_note_says_so(tmp_path: Path) -> None:
+def test_new_parameters_are_moved_as_usual_and_a_note_says_so(tmp_path: Path) -> None:
     run = Run(lambda p: torch.optim.AdamW(p[1:], 1e-3, weight_decay=0), size=128)
     saver = Checkpointer(tmp_path, run.model, run.optimizer, config=Grid(), keep=LOSSY, background=False)
     with saver:
@@ -455,8 +455,17 @@ def test_new_parameters_stay_and_a_note_says_so(tmp_path: Path) -> None:
         run.train(15)
         saver.save(65)
         report = saver.wait()
-    assert moves_recorded(tmp_path, 65)["weight"] is None
+    assert moves_recorded(tmp_path, 65)["weight"] == USUAL_SHARE
     assert [note for note in report.notes if UNKNOWN in note]
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS])
+def test_the_first_file_assumes_the_usual_share(tmp_path: Path, name: str) -> None:
+    run = Run(OPTIMIZERS[name], size=128)
+    report = saved(tmp_path, run, (50,)).wait()
+    assert set(moves_recorded(tmp_path, 50).values()) == {USUAL_SHARE}
+    [note] = [note for note in report.notes if UNKNOWN in note]
+    assert note.startswith("2 tensors, first 'model.weight': ")
 
 
 def test_a_loop_that_asks_at_every_step_is_known_from_its_first_step(tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""How large a restored first moment may be beside its second moment, and what becomes of one that is larger.
+
+Adam's moments are averages of the same gradients and of their squares, so by Cauchy-Schwarz a first moment is
+at most a known multiple of the root of its second one. Restored values have to obey that too, against the
+second moments that the same file restores: else a weight whose second moment is nearly zero, as that of a
+token that training has hardly met, is moved hundreds of times too far by the first update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckptz.codec.sensitivity import floats_of
+from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import Patterns
+
+MARGIN: Final = 1 - 2.0**-20  # of the bound, for the rounding of those who compare in float32
+
+
+@dataclass(frozen=True, slots=True)
+class MomentBound:
+    """The largest magnitude of each element of a first moment.
+
+    Attributes:
+        ratio: for a second moment of 1.
+        second: the second moments that updates are divided by the root of, as they will be restored.
+    """
+
+    ratio: float
+    second: TensorSource
+
+    @property
+    def at_one(self) -> float:
+        """The largest magnitude beside a second moment of 1."""
+        return MARGIN * self.ratio
+
+    def limits(self, begin: int, end: int) -> NDArray[np.float64]:
+        """Return the largest magnitudes of elements begin..end, float64 [end - begin]; NaN for no limit."""
+        squares = floats_of(self.second.patterns(begin, end), KINDS[self.second.dtype.name])
+        with np.errstate(invalid="ignore"):
+            found: NDArray[np.float64] = self.at_one * np.sqrt(squares, dtype=np.float64)
+        return found
+
+    def is_beyond(self, begin: int, patterns: Patterns, kind: int) -> NDArray[np.bool_]:
+        """Return which elements, patterns [n] from `begin` on, are larger than they may be [n]."""
+        magnitudes = np.abs(floats_of(patterns, kind))
+        found: NDArray[np.bool_] = magnitudes > self.limits(begin, begin + len(patterns))
+        return found
+
+    def powers(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
+        """Return patterns [n] from `begin` on as powers of two that are not larger, nor than they may be."""
+        values = floats_of(patterns, kind)
+        limits = np.fmin(np.abs(values), self.limits(begin, begin + len(patterns)))
+        is_large = limits * 2 > self.limits(begin, begin + len(patterns))
+        with np.errstate(all="ignore"):
+            powers = np.exp2(np.floor(np.log2(limits)))
+        found = np.where(is_large & (limits > 0), np.copysign(powers, values), 0).astype(np.float32)
+        out: Patterns = cpu().from_f32(found.view(np.uint32), kind)
+        return out
+
+    def clamped(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
+        """Return patterns [n] from `begin` on with the magnitudes cut that are larger than they may be."""
+        at = np.flatnonzero(self.is_beyond(begin, patterns, kind))
+        if not len(at):
+            return patterns
+        values = floats_of(patterns[at], kind)
+        cut = np.copysign(self.limits(begin, begin + len(patterns))[at], values).astype(np.float32)
+        out = patterns.copy()
+        out[at] = cpu().from_f32(cut.view(np.uint32), kind)
+        return out

@@ -1,0 +1,232 @@
+"""Restored first moments are never larger than their restored second moments allow."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptz import Checkpointer, Grid, Moments
+from ckptz.codec.chunk import restored_patterns
+from ckptz.codec.moment_bounds import MomentBound
+from ckptz.codec.moments import FirstMoment, SecondMoment
+from ckptz.codec.restored import restored_source
+from ckptz.codec.tensor import SideInformation, TensorToEncode
+from ckptz.format.dtypes import dtype_of
+from ckptz.format.sources import ArraySource, ChunkSources, context_tensors_of
+from ckptz.guidance import trail
+from ckptz.guidance.moves import Course, course_of
+from ckptz.kernels import floats
+from tests.support.checkpointer_support import LOSSY
+
+Array = np.ndarray[Any, Any]
+KINDS = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
+ADAM = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
+
+
+def bound_of(betas: tuple[float, float], n_updates: int) -> float:
+    state = {"exp_avg": 0, "exp_avg_sq": 0, "step": n_updates}
+    course = course_of({**ADAM, "betas": betas}, state)
+    assert course is not None
+    assert course.bound is not None
+    return course.bound
+
+
+def moments_of(gradients: Array, b1: float, b2: float) -> tuple[Array, Array]:
+    """Average gradients [n_updates, ...] and their squares as Adam does."""
+    first, second = (np.zeros(gradients.shape[1:]) for _ in range(2))
+    for gradient in gradients:
+        first = b1 * first + (1 - b1) * gradient
+        second = b2 * second + (1 - b2) * gradient**2
+    return first, second
+
+
+def source_of(values: Array, dtype: str = "F32") -> ArraySource:
+    patterns = np.ascontiguousarray(values, np.float32).view(np.uint32).reshape(-1)
+    return ArraySource(dtype_of(dtype), values.shape, floats.from_f32(patterns, KINDS[dtype]))
+
+
+def values_of(patterns: Array, dtype: str) -> Array:
+    return floats.to_f32(patterns, KINDS[dtype]).view(np.float32).astype(np.float64)
+
+
+def restored(first: ArraySource, second: ArraySource, guide: SideInformation) -> tuple[Array, Array]:
+    """What a file with default steps restores of both, as float64 [n]."""
+    squares = restored_source(second, None, SecondMoment(4.0).plan(TensorToEncode(source=second)))
+    context = context_tensors_of({"second": squares})
+    recipe = FirstMoment(1.0, 0.35, "second")
+    encoding = recipe.plan(TensorToEncode(source=first, context_tensors=context, guide=guide))
+    sources = ChunkSources(0, first.n_patterns, None, context)
+    names = first.dtype.name, second.dtype.name
+    patterns = restored_patterns(first, encoding, sources), squares.patterns(0, second.n_patterns)
+    return values_of(patterns[0], names[0]), values_of(patterns[1], names[1])
+
+
+# --- the bound ------------------------------------------------------------------------------------
+
+
+@given(st.data())
+@settings(max_examples=100, deadline=None)
+def test_averages_of_any_gradients_are_within_the_bound(data: st.DataObject) -> None:
+    b1, b2 = (data.draw(st.floats(0.01, 0.9995)) for _ in range(2))
+    n = data.draw(st.integers(1, 40))
+    gradients = np.array(data.draw(st.lists(st.floats(-1, 1), min_size=n, max_size=n)))
+    first, second = moments_of(gradients, b1, b2)
+    assert abs(first) <= bound_of((b1, b2), n) * np.sqrt(second) * (1 + 1e-9) + 1e-150
+
+
+@pytest.mark.parametrize(
+    ("betas", "expected"), [((0.9, 0.999), 7.27), ((0.9, 0.95), 1.165), ((0.9, 0.81), None)]
+)
+def test_the_bound_is_reached(betas: tuple[float, float], expected: float | None) -> None:
+    b1, b2 = betas
+    for n in (1, 3, 500):
+        gradients = (b1 / b2) ** np.arange(n)[::-1]  # of all, these give the largest first moment
+        first, second = moments_of(gradients, b1, b2)
+        assert first / np.sqrt(second) == pytest.approx(bound_of(betas, n), rel=1e-6)
+    if expected is not None:
+        assert bound_of(betas, 10_000) == pytest.approx(expected, rel=1e-3)
+
+
+# --- what is restored -----------------------------------------------------------------------------
+
+
+def adversarial(rng: np.random.Generator, shape: tuple[int, int], n_updates: int) -> Array:
+    """Gradients of rare and frozen rows, dead columns, one huge element, and what is almost zero."""
+    directions = rng.standard_normal((n_updates, shape[0], 2)) @ rng.standard_normal((2, shape[1]))
+    gradients = directions + rng.standard_normal((n_updates, *shape)) * rng.choice([0.01, 1.0, 10.0])
+    kind = rng.integers(0, 6, shape[0])
+    gradients[:, kind == 0] = 0
+    is_seldom = rng.random((n_updates, shape[0])) > 0.05
+    gradients[:, kind == 1] *= ~is_seldom[:, kind == 1, None]
+    gradients[:, kind == 2] *= 1e-21
+    gradients[: n_updates // 2, kind == 3] *= 1e-6
+    gradients[n_updates // 2 :, kind == 4] = 0
+    gradients[:, :, rng.random(shape[1]) < 0.1] = 0
+    gradients[rng.random(gradients.shape) < rng.choice([0.0, 0.5, 0.95])] = 0
+    gradients[-1, rng.integers(shape[0]), rng.integers(shape[1])] = rng.choice([0.0, 1e4, 1e15])
+    return gradients * 10.0 ** rng.integers(-8, 3)
+
+
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([(0.9, 0.999), (0.9, 0.95), (0.95, 0.9), (0.5, 0.9999)]),
+    st.sampled_from([1, 2, 20, 120]),
+    st.sampled_from([None, 0.0, 0.1, 1.0, 30.0]),
+    st.sampled_from(["F32", "BF16", "F16"]),
+)
+@settings(max_examples=60, deadline=None)
+def test_restored_first_moments_are_within_the_bound(
+    seed: int, betas: tuple[float, float], n_updates: int, reach: float | None, dtype: str
+) -> None:
+    rng = np.random.default_rng(seed)
+    gradients = adversarial(rng, (int(rng.integers(5, 80)), int(rng.integers(8, 60))), n_updates)
+    moments = moments_of(gradients, *betas)
+    with np.errstate(over="ignore"):
+        first, second = (source_of(np.clip(one, -6e4, 6e4), dtype) for one in moments)
+    bound = bound_of(betas, n_updates)
+    own, squares = restored(first, second, SideInformation(reach=reach, bound=bound))
+    assert np.isfinite(own).all()
+    assert (np.abs(own) <= bound * np.sqrt(squares)).all()
+
+
+def test_rows_that_hardly_had_gradients_are_zeros_and_others_are_kept() -> None:
+    rng = np.random.default_rng(0)
+    gradients = rng.standard_normal((60, 200, 3)) @ rng.standard_normal((3, 64)) + 3.0
+    gradients[:, 100:] *= 1e-4 * (rng.random((60, 100, 1)) < 0.02)
+    first, second = moments_of(gradients, 0.9, 0.999)
+    guide = SideInformation(reach=3.0, bound=bound_of((0.9, 0.999), 60))
+    own, _ = restored(source_of(first), source_of(second), guide)
+    lost = own.reshape(200, 64) - first
+    assert (lost[100:] ** 2).sum() <= 1.01 * (first[100:] ** 2).sum()
+    assert (lost[:100] ** 2).sum() < 0.3 * (first[:100] ** 2).sum()
+
+
+def test_a_largest_second_moment_bounds_what_amsgrad_restores() -> None:
+    rng = np.random.default_rng(0)
+    first, second = moments_of(adversarial(rng, (60, 40), 50), 0.9, 0.999)
+    largest = second * rng.choice([1.0, 100.0], second.shape)
+    bound = bound_of((0.9, 0.999), 50)
+    for reach in (None, 3.0):
+        guide = SideInformation(reach=reach, bound=bound / 30, divisor=source_of(largest))
+        own, _ = restored(source_of(first), source_of(second), guide)
+        assert (np.abs(own) <= bound / 30 * np.sqrt(largest.astype(np.float32).reshape(-1))).all()
+
+
+def test_values_beyond_their_bound_become_the_largest_that_are_not() -> None:
+    bound = MomentBound(2.0, source_of(np.array([1.0, 1.0, 0.0, 4.0, np.nan])))
+    patterns = source_of(np.array([1.5, -3.0, 1e-9, 5.0, 9.0])).patterns(0, 5)
+    clamped = values_of(bound.clamped(0, patterns, floats.F32), "F32")
+    np.testing.assert_allclose(clamped, [1.5, -2.0, 0.0, 4.0, 9.0], rtol=1e-5)
+    np.testing.assert_array_equal(bound.is_beyond(0, patterns, floats.F32), [False, True, True, True, False])
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+class Tokens:
+    """An embedding of which training meets few rows."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = torch.nn.Sequential(torch.nn.Embedding(400, 32), torch.nn.Linear(32, 64))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def train(self, n: int) -> None:
+        for _ in range(n):
+            tokens = (torch.rand(64) ** 6 * 400).long()
+            loss = torch.nn.functional.cross_entropy(self.model(tokens), tokens % 64)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+
+    def largest(self) -> float:
+        """The largest first moment, of its bound."""
+        found = 0.0
+        for state in self.optimizer.state.values():
+            ratios = state["exp_avg"].double().abs() / state["exp_avg_sq"].double().sqrt()
+            most = float(torch.nan_to_num(ratios, posinf=1e9).max())
+            found = max(found, most / bound_of((0.9, 0.999), int(state["step"])))
+        return found
+
+
+def restarted(folder: Path) -> tuple[Tokens, tuple[str, ...], Array]:
+    run, config = Tokens(), Grid(moments=Moments(first_step=0.05))
+    with Checkpointer(folder, run.model, run.optimizer, config=config, keep=LOSSY, background=False) as saver:
+        for step in (40, 60, 80):
+            run.train(20)
+            saver.save(step)
+        saver.restore(80)
+        assert saver.restored is not None
+        return run, saver.restored.notes, run.optimizer.state[run.model[0].weight]["exp_avg"].numpy()
+
+
+def test_rare_tokens_are_restored_within_their_bound(tmp_path: Path) -> None:
+    run, notes, first = restarted(tmp_path)
+    assert run.largest() <= 1
+    assert not [note for note in notes if "larger than" in note]
+    assert first.any(), "some of it is restored"
+
+
+def test_a_file_of_an_earlier_version_is_bounded_when_it_is_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trail.Lost, "bound", SideInformation())
+    run, notes, first = restarted(tmp_path)
+    [note] = [
+        note for note in notes if "were larger than their second moments allow and are zero now" in note
+    ]
+    assert "first 'optimizer.0.weight.exp_avg'" in note
+    assert run.largest() <= 1
+    assert first.any(), "the others are as they were saved"
+
+
+def test_optimizers_without_a_second_moment_have_no_bound() -> None:
+    course = course_of(
+        {"lr": 0.1, "momentum": 0.9, "nesterov": False, "dampening": 0.0}, {"momentum_buffer": 0}
+    )
+    assert isinstance(course, Course)
+    assert course.bound is None
