@@ -19,7 +19,6 @@ from ckptz.format.reader import (
     FrameSource,
     GroupMember,
     InlineFrames,
-    frames_of,
 )
 from ckptz.format.streams import CoderId
 from ckptz.state.roles import role_of
@@ -100,10 +99,16 @@ def described(container: Container, checkpoint: Checkpoint | None, broken: str |
     levels: list[Level] = []  # every checkpoint of the chain, as files or within them, nearest first
     for file in checkpoint.files if checkpoint else (container,):
         levels += file.levels if isinstance(file, Container) else [file]
-    tensors = [_tensor_report(source, levels) for source in container.tensors.values()]
+    tensors: list[TensorReport] = []
     counts: Counter[str] = Counter()
-    for frame in frames_of(container.tensors):
-        counts.update(_coder_bytes(frame.header))
+    for source in container.tensors.values():  # once: few parsed headers are kept
+        tensors.append(_tensor_report(source, levels))
+        if not isinstance(source, GroupMember):
+            counts.update(_coder_bytes(source.header))
+    for group in dict.fromkeys(
+        one.group for one in container.tensors.values() if isinstance(one, GroupMember)
+    ):
+        counts.update(_coder_bytes(group.header))
     n_bytes = sum(tensor.tensor_bytes for tensor in tensors)
     return InspectReport(
         file=container.name,
