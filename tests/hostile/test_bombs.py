@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.bombs import BOMBS
 
-MAX_SECONDS = 10  # of CPU: other programs may run beside this
+MAX_SECONDS = 20  # of CPU, on a slow core that other programs use too
 MAX_PEAK_MB = 1280  # of the process, SECURITY.md; the values themselves come on top in `load_file`
 TRIES = 3  # a core that others use too takes longer now and then
 

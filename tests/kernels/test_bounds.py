@@ -83,7 +83,7 @@ CHECKED = {
 OWN = {
     *("_encode_scalar", "_rans_encode", "_count_streams", "_repeats", "_sort_row"),
     *("_normalise", "_pack_tables", "_count_pairs"),
-    *("_rank", "_huffman_lengths", "_huffman_encode", "_encode_quarter"),
+    *("_rank", "_huffman_lengths", "_huffman_encode", "_encode_quarter", "_put_whole_bytes"),
     *("_ordered_difference", "_split_2", "_split_4", "_split_rotated_2", "_split_rotated_4"),
     *("_slot_tables",),
     *("_top_histogram", "_region_codes", "_any_equal_masked", "_pack_tail"),
