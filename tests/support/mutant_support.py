@@ -89,7 +89,10 @@ def file_of(data: bytes) -> Member:
     packed = parts.pop(INDEX_NAME)
     index = json.loads(zlib.decompress(packed[1:]) if packed[0] else packed[1:])
     inline = index.pop("inline", None) or []
-    names = [entry["name"] for entry in index.pop("tensors")]
+    entries = index.pop("tensors")
+    if any("group" in entry for entry in entries):
+        raise ValueError("tensors that share a frame are not taken apart")
+    names = [entry["name"] for entry in entries]
     known = {key: value for key, value in index.items() if key not in ("content_id", "writer")}
     return File(
         {name: frame_of(parts[name]) for name in names},

@@ -317,7 +317,7 @@ def interrupted_saves(folder: Path, rank: int, n_ranks: int) -> dict[str, Any]:
         ends, seconds, pause = list[str](), list[float](), 0.1
         for number in range(N_INTERRUPTS):
             at = folder / "interrupted" / name / str(number)
-            delay = generator.uniform(0, 1.1 * pause)
+            delay = generator.uniform(0, 1.1 * pause) if number else 1e-4  # the first interrupts in any case
             start = time.monotonic()
             ends.append(_interrupted_save(at, writer, n_ranks, delay if rank == n_ranks - 1 else None))
             seconds.append(time.monotonic() - start)
