@@ -31,9 +31,8 @@ Codes = NDArray[np.uint8]
 MAX_ROW_CLASSES: Final = 16  # eight octaves of steps
 REFERENCE_NOISE: Final = 0.4  # step over spread where nothing is known; from the run of the demo
 # Largest step over spread, for rows that hardly get gradients. 1.5 takes a fifth more bits at an equal loss,
-# and 4 loses more at equal bits: so far from the minimum the loss is no parabola. Finer steps have a smaller
-# one: with 2.5 in a full file of 0.35 of the step, rows of rare words in a head became zeros, and a GPT lost
-# 8.6 % at once. With 0.35 of it that is 0.14 %, for 11 % more bytes (bench/studies/user_runs, docstrings).
+# and 4 loses more at equal bits: so far from the minimum the loss is no parabola. Steps below the reference
+# have a smaller one in proportion: else rows of rare words become zeros however fine a file is to be.
 SPREAD_CAP: Final = 2.5
 ESCAPED_BITS: Final = 40.0  # what a value beside its code takes, with the code
 LEVEL_BITS: Final = 64.0  # of a level in the header

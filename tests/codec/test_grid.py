@@ -35,6 +35,15 @@ WEIGHTS_ONLY = Grid(moments=None)
 # --- steps --------------------------------------------------------------------------------------
 
 
+def test_the_largest_step_shrinks_with_steps_below_the_reference() -> None:
+    sensitivity = np.array([1.0, 1e-12])  # the second row is that of a rare word
+    largest = row_steps(1.0, 1.0, sensitivity, 1.0).steps.max()
+    assert SPREAD_CAP / 2**0.5 <= largest <= SPREAD_CAP  # steps are half octaves apart
+    for step in (0.35, 0.05):
+        assert row_steps(step, 1.0, sensitivity, 1.0).steps.max() == pytest.approx(largest * step)
+    assert row_steps(4.0, 1.0, sensitivity, 1.0).steps.max() <= SPREAD_CAP
+
+
 def test_steps_are_proportional_to_the_root_of_sensitivity_within_a_quarter_octave() -> None:
     sensitivity = np.exp(np.random.default_rng(0).normal(size=300))
     rows = row_steps(1.0, 1.0, sensitivity, 1.0)
