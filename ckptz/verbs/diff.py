@@ -418,7 +418,8 @@ def _report(
         diff.name for diff in diffs_in_order if diff.kind != "equal"
     ]
     random = {match[1] for name in names if (match := _RANDOM.fullmatch(name))}
-    diffs = [diff for diff in diffs_in_order if _RANDOM.fullmatch(diff.name) is None]
+    # Random states that differ are named apart; equal ones are tensors like all others.
+    diffs = [diff for diff in diffs_in_order if diff.kind == "equal" or _RANDOM.fullmatch(diff.name) is None]
     counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
     total, changed = _Totals(), _Totals()
     for diff in diffs:
