@@ -218,7 +218,7 @@ def _sensitivity(folder: Path) -> Target:
 
 
 def _found(folder: Path) -> Target:
-    """What a search prints with `--json`, as `--config` takes it."""
+    """Fuzz the reader of `--config`, from reports of searches as `--json` prints them."""
     path, seeds = folder / "found.json", []
     for config in (KMeans(), Grid()):
         report = {"files": [{"search": {"method": config.name, "config": asdict(config)}}]}

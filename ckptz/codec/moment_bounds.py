@@ -1,4 +1,4 @@
-"""How large a restored first moment may be beside its second moment, and what becomes of one that is larger.
+"""Limits of restored first moments: the largest magnitude that the restored second moment allows.
 
 Adam's moments are averages of the same gradients and of their squares, so by Cauchy-Schwarz a first moment is
 at most a known multiple of the root of its second one. Restored values have to obey that too, against the
@@ -37,21 +37,21 @@ class MomentBound:
 
     @property
     def at_one(self) -> float:
-        """The largest magnitude beside a second moment of 1."""
+        """Return the largest magnitude for a second moment of 1."""
         return MARGIN * self.ratio
 
     def limits(self, begin: int, end: int) -> NDArray[np.float64]:
         """Return the largest magnitudes of elements begin..end, float64 [end - begin]; NaN for no limit."""
         squares = floats_of(self.second.patterns(begin, end), KINDS[self.second.dtype.name])
         with np.errstate(invalid="ignore"):
-            found: NDArray[np.float64] = self.at_one * np.sqrt(squares, dtype=np.float64)
-        return found
+            limits: NDArray[np.float64] = self.at_one * np.sqrt(squares, dtype=np.float64)
+        return limits
 
     def is_beyond(self, begin: int, patterns: Patterns, kind: int) -> NDArray[np.bool_]:
         """Return which elements, patterns [n] from `begin` on, are larger than they may be [n]."""
         magnitudes = np.abs(floats_of(patterns, kind))
-        found: NDArray[np.bool_] = magnitudes > self.limits(begin, begin + len(patterns))
-        return found
+        is_beyond: NDArray[np.bool_] = magnitudes > self.limits(begin, begin + len(patterns))
+        return is_beyond
 
     def powers(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
         """Return patterns [n] from `begin` on as powers of two that are not larger, nor than they may be."""
@@ -60,8 +60,8 @@ class MomentBound:
         is_large = limits * 2 > self.limits(begin, begin + len(patterns))
         with np.errstate(all="ignore"):
             powers = np.exp2(np.floor(np.log2(limits)))
-        found = np.where(is_large & (limits > 0), np.copysign(powers, values), 0).astype(np.float32)
-        out: Patterns = cpu().from_f32(found.view(np.uint32), kind)
+        signed = np.where(is_large & (limits > 0), np.copysign(powers, values), 0).astype(np.float32)
+        out: Patterns = cpu().from_f32(signed.view(np.uint32), kind)
         return out
 
     def clamped(self, begin: int, patterns: Patterns, kind: int) -> Patterns:

@@ -460,7 +460,7 @@ class GroupMember(FrameSource):
         return until - before
 
     def _own(self, patterns: Patterns) -> Patterns:
-        """Take the tensor's patterns from those of the group."""
+        """Slice the tensor's patterns out of its group's, and check them against the tensor's checksum."""
         own = patterns[self._place]
         if not self.holds(0, own):
             with self._naming():

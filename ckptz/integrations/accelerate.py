@@ -144,7 +144,7 @@ class Registration:
 
 
 def _limit(accelerator: Any) -> Kept:
-    """How long checkpoints stay by accelerate's own limit."""
+    """Convert accelerate's `total_limit` to keep rules."""
     settings = accelerator.project_configuration
     limit = settings.total_limit if settings.automatic_checkpoint_naming else None
     return Kept() if limit is None else Kept(last=max(1, limit))

@@ -321,7 +321,7 @@ def _check_best(args: Any, keep: KeepPolicy | None) -> None:
 
 
 def _kept(args: Any) -> Kept:
-    """How long checkpoints stay by the Trainer's own limit."""
+    """Convert the Trainer's `save_total_limit` to keep rules; the best model is kept where it is loaded."""
     limit, is_best_kept = args.save_total_limit, args.load_best_model_at_end
     if limit is None or limit < 1:
         return Kept()

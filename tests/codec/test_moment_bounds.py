@@ -54,7 +54,7 @@ def values_of(patterns: Array, dtype: str) -> Array:
 
 
 def restored(first: ArraySource, second: ArraySource, guide: SideInformation) -> tuple[Array, Array]:
-    """What a file with default steps restores of both, as float64 [n]."""
+    """Return both moments as restored from a file with default steps, float64 [n]."""
     squares = restored_source(second, None, SecondMoment(4.0).plan(TensorToEncode(source=second)))
     context = context_tensors_of({"second": squares})
     recipe = FirstMoment(1.0, 0.35, "second")

@@ -207,7 +207,7 @@ def test_the_writer_is_noticed_among_readers() -> None:
 
 
 def own_imports(module: str) -> set[str]:
-    """What a module imports of ours, also for types only and through the lazy door."""
+    """Return the modules of ckptz that a module imports, for types only and lazily too."""
     nodes = list(ast.walk(TREES[module]))
     names = {name for node in nodes for name in (*imported(node), *lazily_imported(node))}
     return names & set(SOURCES) - {module}

@@ -75,7 +75,7 @@ class _Hub(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Suppress the access log."""
 
 
 def _digest(path: Path) -> str:
