@@ -1,22 +1,22 @@
-"""Every error ckptz raises on purpose, by cause.
+"""The error classes of ckptz, by cause, and checks of numeric arguments.
 
-    CkptzError(SafetensorError)      anything below; code that catches safetensors' error catches ours
-     + FormatError(ValueError)       the bytes are wrong                                      exit 3
-     |  - TruncatedError             they end early
-     |  - ChecksumError              they were changed
-     |  - CorruptionError            they contradict themselves or the specification
-     + LimitError                    decoding would exceed the memory that is free or allowed   exit 3
-     + UnsupportedError              valid, but outside what this reader knows: upgrade       exit 4
-     |  - DTypeError                 a dtype that the framework cannot hold
-     + MissingBaseError              the chain needs a file that is not here                  exit 5
-     + ConfigError(ValueError)       the caller asked for something impossible                exit 2
-     + CalibrationError              the calibration does not belong to this model            exit 2
-     + BudgetError                   no setting met the quality budget                        exit 6
-     + WriteError(OSError)           the disk refused a file, or has too little room for it   exit 7
-     + WireError                     a message that must not be trained on                    exit 3
+    CkptzError(SafetensorError)      base of all; code that catches safetensors' error catches ours
+     + FormatError(ValueError)       the bytes of a file or message are invalid            exit 3
+     |  - TruncatedError             the bytes end early
+     |  - ChecksumError              the bytes were changed
+     |  - CorruptionError            the bytes violate the specification
+     + LimitError                    decoding would exceed the free or the allowed memory   exit 3
+     + UnsupportedError              valid, but not known to this version: upgrade          exit 4
+     |  - DTypeError                 the framework has no such dtype
+     + MissingBaseError              a base of the chain is missing                        exit 5
+     + ConfigError(ValueError)       an argument or option is invalid                      exit 2
+     + CalibrationError              the calibration does not belong to this model         exit 2
+     + BudgetError                   no configuration met the quality budget               exit 6
+     + WriteError(OSError)           a file cannot be written, or the disk is full         exit 7
+     + WireError                     a link message is invalid                             exit 3
 
-A missing input is the built-in FileNotFoundError (exit 5) and a disk that fails while reading the
-built-in OSError (exit 7), as in safetensors.
+As in safetensors, a missing input file is the built-in FileNotFoundError (exit 5), and a failing read is
+the built-in OSError (exit 7).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from safetensors import SafetensorError
 
 
 class CkptzError(SafetensorError):
-    """Base of the tree; `exit_code` is what the command line ends with."""
+    """Base class of all errors of ckptz; `exit_code` is the exit status of the command line."""
 
     exit_code: ClassVar[int] = 1
 
 
 class FormatError(CkptzError, ValueError):
-    """The bytes of a file or message are wrong."""
+    """The bytes of a file or message are invalid."""
 
     exit_code = 3
 
 
 class TruncatedError(FormatError):
-    """The bytes end before the structure they announce."""
+    """The bytes end early: their header announces more."""
 
 
 class ChecksumError(FormatError):
@@ -52,42 +52,42 @@ class ChecksumError(FormatError):
 
 
 class CorruptionError(FormatError):
-    """The bytes contradict themselves or the specification."""
+    """The bytes violate the specification."""
 
 
 class LimitError(CkptzError):
-    """Decoding would take more memory than is free, or more than the caller allowed."""
+    """Decoding would take more memory than is free or than the caller allows."""
 
     exit_code = 3
 
 
 class UnsupportedError(CkptzError):
-    """Valid, but newer than or outside of what this reader knows."""
+    """The file or request is valid, but this version does not support it."""
 
     exit_code = 4
 
 
 class DTypeError(UnsupportedError, TypeError, AttributeError, KeyError):
-    """A dtype that the framework cannot hold; safetensors raises each of these classes for some of them."""
+    """The framework has no such dtype; for some dtypes safetensors raises each of these base classes."""
 
     def __str__(self) -> str:
-        return str(self.args[0]) if self.args else ""  # KeyError's own would put the message in quotes
+        return str(self.args[0]) if self.args else ""  # that of KeyError puts the message in quotes
 
 
 class MissingBaseError(CkptzError):
-    """A delta's base is missing, or what stands in its place is another checkpoint."""
+    """The base of a delta is missing, or another checkpoint has its file name."""
 
     exit_code = 5
 
 
 class ConfigError(CkptzError, ValueError):
-    """The caller asked for something impossible."""
+    """An argument or option is invalid."""
 
     exit_code = 2
 
 
 class CalibrationError(CkptzError):
-    """A calibration that does not belong to this model."""
+    """The calibration does not belong to this model."""
 
     exit_code = 2
 
@@ -99,24 +99,24 @@ class BudgetError(CkptzError):
 
 
 class WriteError(CkptzError, OSError):
-    """The disk refused a file that was being saved, or has too little room for it."""
+    """A file cannot be written, or the disk has too little space for it."""
 
     exit_code = 7
 
 
 class WireError(CkptzError):
-    """A message on a link that must not be trained on."""
+    """A link message is damaged or out of turn; training on its tensor would be wrong."""
 
     exit_code = 3
 
 
 def with_context(error: CkptzError, where: str) -> CkptzError:
-    """Make an error of the same kind with `where` (a file, a tensor) put before its message."""
+    """Return an error of the same class, its message prefixed with `where` (a file or tensor name)."""
     return type(error)(f"{where}: {error}")
 
 
-class error_context:  # used like a function
-    """Put `where` (a file, a tensor) before the message of an error of ours that is raised within."""
+class error_context:  # lower case, as it is used like a function
+    """Context manager that prefixes the message of a `CkptzError` with `where` (a file or tensor name)."""
 
     __slots__ = ("_where",)
 
@@ -130,69 +130,78 @@ class error_context:  # used like a function
             raise with_context(error, self._where) from None
 
 
-# --- arguments of a wrong type ------------------------------------------------------------------
+# --- numeric arguments --------------------------------------------------------------------------
 
 
-def check_int(name: str, given: object, least: float = -inf, most: float = inf) -> int:
-    """Return an argument as a built-in int, whichever library it comes from.
+def check_int(name: str, value: object, least: float = -inf, most: float = inf) -> int:
+    """Convert an argument to a built-in int, from any library's integer or 0-d array.
+
+    Args:
+        name: the argument, for the message.
+        value: what the caller passed.
+        least, most: the allowed range, inclusive.
 
     Raises:
-        ConfigError: it is none, or not within `least`..`most`.
+        ConfigError: the value is not an integer, or not in range.
     """
-    plain = _plain(given)
-    if not isinstance(plain, Integral):
-        raise ConfigError(f"{name} must be a whole number, got {given!r:.80}")
-    number = int(plain)
+    scalar = _to_scalar(value)
+    if not isinstance(scalar, Integral):
+        raise ConfigError(f"{name} must be a whole number, got {value!r:.80}")
+    number = int(scalar)
     if not least <= number <= most:
         bounds = f"at least {least}" if most == inf else f"{least}..{most}"
         raise ConfigError(f"{name} must be {bounds}, got {number}")
     return number
 
 
-def check_float(name: str, given: object) -> float:
-    """Return an argument as a built-in int or float, whichever library it comes from.
+def check_float(name: str, value: object) -> float:
+    """Convert an argument to a built-in int or float, from any library's number or 0-d array.
+
+    Args:
+        name: the argument, for the message.
+        value: what the caller passed.
 
     Raises:
-        ConfigError: it is none, or beyond those that a float can hold.
+        ConfigError: the value is not a number, or an integer beyond the range of a float.
     """
-    value = _plain(given)
+    scalar = _to_scalar(value)
     with contextlib.suppress(OverflowError):
-        if isinstance(value, Real):
-            near = float(value)
-            return int(value) if isinstance(value, Integral) else near
-    raise ConfigError(f"{name} must be a number, got {given!r:.80}")
+        if isinstance(scalar, Real):
+            number = float(scalar)
+            return int(scalar) if isinstance(scalar, Integral) else number
+    raise ConfigError(f"{name} must be a number, got {value!r:.80}")
 
 
-def _switch(name: str, given: object) -> bool:
-    value = _plain(given)
-    if not (isinstance(value, Real) and value in (0, 1)):
-        raise ConfigError(f"{name} must be True or False, got {given!r:.80}")
-    return bool(value)
+def _check_bool(name: str, value: object) -> bool:
+    scalar = _to_scalar(value)
+    if not (isinstance(scalar, Real) and scalar in (0, 1)):
+        raise ConfigError(f"{name} must be True or False, got {value!r:.80}")
+    return bool(scalar)
 
 
-def _plain(given: Any) -> Any:
-    """Take a number out of an array or tensor of no dimensions, which scalars of numpy's are, too."""
-    return given.item() if getattr(given, "ndim", None) == 0 else given
+def _to_scalar(value: Any) -> Any:
+    """Unwrap numpy scalars and 0-d arrays and tensors; return other values unchanged."""
+    return value.item() if getattr(value, "ndim", None) == 0 else value
 
 
-_TAKEN: Final[Mapping[str, Callable[[str, object], object]]] = {
+_CHECKS: Final[Mapping[str, Callable[[str, object], object]]] = {
     "int": check_int,
     "float": check_float,
-    "bool": _switch,
+    "bool": _check_bool,
 }
 
 
 def coerce_numeric_fields(settings: Any) -> None:
     """Convert numeric fields of a dataclass to built-in int, float and bool.
 
-    So what is written does not depend on whose numbers they were.
+    Written files then do not depend on the library that the numbers came from.
 
     Raises:
-        ConfigError: names a field that holds something else.
+        ConfigError: a field holds a value of another type.
     """
     for field in dataclasses.fields(settings):
-        written = getattr(field.type, "__name__", str(field.type))  # text where annotations are not evaluated
-        kind, _, other = written.partition(" | ")
-        given = getattr(settings, field.name)
-        if kind in _TAKEN and not (given is None and other == "None"):
-            object.__setattr__(settings, field.name, _TAKEN[kind](field.name, given))
+        annotation = getattr(field.type, "__name__", str(field.type))  # a string if it is not evaluated
+        kind, _, alternative = annotation.partition(" | ")
+        value = getattr(settings, field.name)
+        if kind in _CHECKS and not (value is None and alternative == "None"):
+            object.__setattr__(settings, field.name, _CHECKS[kind](field.name, value))

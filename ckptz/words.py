@@ -1,4 +1,4 @@
-"""Numbers and names as people read them, and the short table that notebooks show of a report."""
+"""Formats sizes, ratios and names for people, and reports as a table for notebooks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ROLES: Final = {
 
 
 def printable(text: str) -> str:
-    """Write control characters, and what else does not print, as escapes."""
+    """Escape control characters and other characters that do not print."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def size(n_bytes: float) -> str:
-    """Write a number of bytes in decimal units."""
+def format_bytes(n_bytes: float) -> str:
+    """Format a number of bytes in decimal units, such as "1.23 MB"."""
     for unit in UNITS[:-1]:
         if n_bytes < 999.5:
             return f"{n_bytes:.3g} {unit}" if unit != "B" else f"{n_bytes:.0f} B"
@@ -32,73 +32,74 @@ def size(n_bytes: float) -> str:
     return f"{n_bytes:.4g} {UNITS[-1]}"
 
 
-def ratio(stored_bytes: int, tensor_bytes: int) -> str:
-    """Write stored size by decoded size, in bytes, with both named."""
+def format_ratio(stored_bytes: int, tensor_bytes: int) -> str:
+    """Format a compression ratio, such as "2x smaller, 0.5000 of raw"."""
     if not tensor_bytes:
         return "no tensor bytes"
     share = f"{stored_bytes / tensor_bytes:.4f} of raw"
     if f"{stored_bytes / tensor_bytes:.3g}" == "1":
         return f"1.0x, nothing gained, {share}"
     if stored_bytes > tensor_bytes:
-        return f"{times(stored_bytes / tensor_bytes)} larger, {share}"
-    return f"{times(tensor_bytes / stored_bytes)} smaller, {share}" if stored_bytes else share
+        return f"{format_factor(stored_bytes / tensor_bytes)} larger, {share}"
+    return f"{format_factor(tensor_bytes / stored_bytes)} smaller, {share}" if stored_bytes else share
 
 
-def times(factor: float) -> str:
-    """Write a ratio with three digits, or as a whole number where that has more."""
+def format_factor(factor: float) -> str:
+    """Format a factor with three significant digits, such as "12.2x"; from 1000 without decimals."""
     return f"{factor:,.0f}x" if factor >= 1000 else f"{factor:.3g}x"
 
 
-def cut(text: str, n: int = 100) -> str:
-    """Write at most `n` characters of a text that comes from a file, and what does not print as escapes."""
+def shorten(text: str, n: int = 100) -> str:
+    """Shorten a text from a file to `n` characters, and escape characters that do not print."""
     return printable(text) if len(text) <= n else f"{printable(text[:n])}... ({len(text)} characters)"
 
 
-def percent(share: float | None) -> str:
-    """Write a share as a percentage of three digits; a dash for None."""
+def format_percent(share: float | None) -> str:
+    """Format a share as a percentage with three significant digits; None as a dash."""
     return "–" if share is None else f"{100 * share:.3g} %"
 
 
-def smaller(tensor_bytes: int, stored_bytes: int) -> str:
-    """Format the compression ratio; a dash if there are no bytes."""
+def format_reduction(tensor_bytes: int, stored_bytes: int) -> str:
+    """Format a compression ratio without its share, such as "2x smaller"; a dash if there are no bytes."""
     if not tensor_bytes or not stored_bytes:
         return "–"
     factor = tensor_bytes / stored_bytes
-    return f"{times(factor)} smaller" if factor >= 1 else f"{times(1 / factor)} larger"
+    return f"{format_factor(factor)} smaller" if factor >= 1 else f"{format_factor(1 / factor)} larger"
 
 
 def heading(name: str) -> str:
-    """Return the heading of a report's field."""
-    known = {
+    """Return the heading for a field of a report."""
+    special = {
         "tensor_bytes": "raw",
         "stored_bytes": "stored",
         "ratio": "times smaller",
         "drop": "of the budget",
     }
-    return known.get(name) or name.removeprefix("n_").replace("_", " ")
+    return special.get(name) or name.removeprefix("n_").replace("_", " ")
 
 
 def field_text(name: str, value: Any) -> str:
-    """Write the value of a report's field, as its name asks for."""
+    """Format the value of a report's field; its name decides the unit."""
     if value is None or isinstance(value, bool):
         return "–" if value is None else "yes" if value else "no"
     if isinstance(value, dict):
-        part = "share" if name == "coders" else ""
-        return ", ".join(f"{cut(key, 40)} {field_text(part, v)}" for key, v in value.items() if v) or "none"
+        item_name = "share" if name == "coders" else ""
+        items = (f"{shorten(key, 40)} {field_text(item_name, item)}" for key, item in value.items() if item)
+        return ", ".join(items) or "none"
     if isinstance(value, list | tuple):
-        if not all(one is None or isinstance(one, str | int | float) for one in value):
-            return f"{len(value)} of them"
-        return (" × " if name == "shape" else ", ").join(field_text("", one) for one in value) or "–"
+        if not all(item is None or isinstance(item, str | int | float) for item in value):
+            return f"{len(value)} items"
+        return (" × " if name == "shape" else ", ").join(field_text("", item) for item in value) or "–"
     if isinstance(value, str):
-        return cut(value, 300)
+        return shorten(value, 300)
     return _number_text(name, value)
 
 
 def _number_text(name: str, value: float) -> str:
     if name.endswith("_bytes"):
-        return size(value)
+        return format_bytes(value)
     if name.endswith(("share", "relative_change", "error", "drop")):
-        return percent(value)
+        return format_percent(value)
     if isinstance(value, int):
         return str(value) if name == "step" else f"{value:,}"
     return f"{value:.4g}"
@@ -108,12 +109,12 @@ def _number_text(name: str, value: float) -> str:
 
 
 def fields_of(report: Any) -> dict[str, Any]:
-    """Return the fields of a report."""
+    """Return the fields of a report by name."""
     return {field.name: getattr(report, field.name) for field in fields(report)}
 
 
 def facts_of(report: Any) -> dict[str, str]:
-    """Return the non-empty fields of a report as text; lists of records as their length."""
+    """Return headings and values of the non-empty fields of a report as text."""
     facts: dict[str, str] = {}
     for name, value in fields_of(report).items():
         if value not in (None, ()):
@@ -122,7 +123,7 @@ def facts_of(report: Any) -> dict[str, str]:
 
 
 class Report:
-    """Reports, which are dataclasses, that notebooks show as a short table."""
+    """Base class of report dataclasses, which notebooks show as a table."""
 
     __slots__ = ()
 

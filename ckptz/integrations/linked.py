@@ -194,7 +194,7 @@ class Chain(LinkedFiles):
         """Write a file and its residual; give the file of the run that it is stored against, too."""
         base, name, inode = (None, None, None) if opened is None else opened
         if base is not None and inode is not None:
-            base.hold(self._last)
+            base.share_decoded(self._last)
         with (
             Workers(self.options.jobs) as workers,
             publish_together() as files,

@@ -126,7 +126,7 @@ class StepStore:
         known = self._facts.get(file)
         if known is not None and known[0] == n_bytes:
             return known[1]
-        source = self._place.peek(file.name, n_bytes)
+        source = self._place.open_header(file.name, n_bytes)
         facts = FileFacts.read(source)
         if facts is None:
             raise FormatError(f"{source.name}: not a .ckptz file")
@@ -346,7 +346,7 @@ class StepStore:
         base_file, position = self._base_file(kind, rule)
         if base_file is not None:
             base = held.enter_context(self.opened(base_file))
-            base.hold(self.last)
+            base.share_decoded(self.last)
             return base, position
         if self._origin is not None and kind == "weights":
             origin = self._origin.open_in(self.local_folder)

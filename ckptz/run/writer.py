@@ -67,5 +67,5 @@ def write_against(
 def reopened(path: Path, last: LastChunks | None) -> Iterator[Checkpoint]:
     """Open a file that has just been written; `last` holds what it restores to for the next one."""
     with contextlib.closing(open_checkpoint(path)) as opened:
-        opened.hold(last)
+        opened.share_decoded(last)
         yield opened

@@ -1,4 +1,4 @@
-"""Chains of files on disks and behind URLs: opened with their bases, published, locked.
+"""Checkpoints on disks and behind URLs: opened with their bases, published, locked.
 
-Knows no torch.
+Without torch.
 """

@@ -1,8 +1,8 @@
 """Opens a checkpoint with its whole chain. Implements spec/07-chain.md#resolution.
 
-A delta names its base by content id and by a file name, which is only a hint: one path component,
-looked for in the delta's own folder and in the search path; of a symbolic link, also beside the file that
-it leads to. Nothing outside these folders is opened.
+A delta names its base by content id and by a file name, which is only a hint. Bases are searched in the
+folder of the delta and in the search path. For a delta behind a symbolic link, the folder of the link's
+target is searched too. No other folder is read.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ Path_ = str | os.PathLike[str]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An open checkpoint, whatever its kind: tensors by name, and the files behind them."""
+    """An open `.ckptz` or safetensors checkpoint: its tensors by name, and its open files."""
 
     name: str  # for messages
     tensors: Mapping[str, TensorSource]  # sources by name, in stored order
-    metadata: Mapping[str, str] | None  # the user's own
+    metadata: Mapping[str, str] | None  # of the user
     container: Container | None  # the `.ckptz` file, or None for a plain file
-    files: tuple[Container | PlainFile, ...]  # every open file, this one first, then its base and so on
+    files: tuple[Container | PlainFile, ...]  # this file, its base, the base's base, ...
 
     @property
     def depth(self) -> int:
@@ -48,15 +48,15 @@ class Checkpoint:
 
     @property
     def paths(self) -> list[Path]:
-        """The paths of its files."""
+        """The paths of its files, the newest first."""
         return [path_of(file.name) for file in self.files]
 
     def content_id(self) -> str:
-        """Return the content id; a plain file is read completely for it."""
+        """Return the content id; of a plain file it is computed from all its tensors."""
         return self.container.index.content_id if self.container else content_id_of(self.tensors)
 
-    def hold(self, last: LastChunks | None) -> None:
-        """Hold what is decoded of its files for the next one that is stored against them."""
+    def share_decoded(self, last: LastChunks | None) -> None:
+        """Keep decoded chunks of its files in `last`, for the next file that is stored against them."""
         for file in self.files:
             if isinstance(file, Container):
                 file.last = last
@@ -68,7 +68,7 @@ class Checkpoint:
 
 
 def open_file(source: ByteSource) -> Container | PlainFile:
-    """Open one file by what it says it is, `.ckptz` or plain safetensors; close `source` if it is neither."""
+    """Open one file as `.ckptz` or plain safetensors, by its metadata; close `source` on an error."""
     try:
         envelope = read_envelope(source)
         if is_ckptz(envelope.metadata):
@@ -85,21 +85,24 @@ def open_file(source: ByteSource) -> Container | PlainFile:
 
 
 def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoint:
-    """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain, beside it or in `search_path`.
+    """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain.
 
-    Beside a symbolic link means both in the link's folder and in that of its target.
+    Args:
+        path: a local path or a URL.
+        search_path: folders in which bases are searched, besides the folder of the file and, for a symbolic
+            link, the folder of its target.
 
     Raises:
         FileNotFoundError: no such file.
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
     """
-    where = path_of(path)
-    return open_source(open_bytes(where), (*folders_beside(where), *map(path_of, search_path)))
+    checked = path_of(path)
+    return open_source(open_bytes(checked), (*folders_beside(checked), *map(path_of, search_path)))
 
 
 def folders_beside(path: Path) -> tuple[Path, ...]:
-    """List the folder of a file and, for a symbolic link, also the folder of the file that it leads to."""
+    """List the folder of a file and, for a symbolic link, also the folder of its target."""
     if is_url(path):
         return (path.parent,)
     target = path.resolve().parent
@@ -107,29 +110,29 @@ def folders_beside(path: Path) -> tuple[Path, ...]:
 
 
 def open_source(source: ByteSource, folders: Sequence[Path] = ()) -> Checkpoint:
-    """Open bytes as a checkpoint; bases are looked for in `folders`."""
+    """Open bytes as a checkpoint; its bases are searched in `folders`."""
     file = open_file(source)
     if isinstance(file, PlainFile):
         return Checkpoint(file.name, file.tensors, file.metadata, None, (file,))
     files: list[Container | PlainFile] = [file]
-    with contextlib.ExitStack() as held:
-        held.callback(file.close)
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
         while isinstance(last := files[-1], Container) and (ref := last.index.base) is not None:
             check_reference(last, ref)
             base = _find_base(last, ref, folders)
-            held.callback(base.close)
+            stack.callback(base.close)
             last.bases = base.tensors
             files.append(base)
-            if not is_url(base.name):  # a base may be a link, too, whose own base lies beside its target
+            if not is_url(base.name):  # a base may be a symbolic link too
                 folders = (*folders, *(f for f in folders_beside(Path(base.name)) if f not in folders))
             if isinstance(base, Container):
                 base.share_caches(last)
-        held.pop_all()
+        stack.pop_all()
     return Checkpoint(file.name, file.tensors, file.index.metadata, file, tuple(files))
 
 
 def check_reference(container: Container, ref: BaseRef) -> None:
-    """Require that what a delta says of its base can be true: spec/07-chain.md#base-reference."""
+    """Require a valid depth and file name in a delta's base reference: spec/07-chain.md#base-reference."""
     if not 1 <= ref.depth <= MAX_DEPTH:
         raise CorruptionError(f"{container.name}: chain depth {ref.depth} is outside 1..{MAX_DEPTH}")
     if not _is_plain_name(ref.file):
@@ -141,9 +144,9 @@ def _is_plain_name(file: str) -> bool:
         n_bytes = len(file.encode())
     except UnicodeEncodeError:
         return False
-    is_printed = not any(c < " " or c == "\x7f" for c in file)
-    is_one = file not in ("", ".", "..") and "/" not in file and Path(file).name == file
-    return is_one and is_printed and n_bytes <= MAX_NAME_BYTES
+    has_controls = any(c < " " or c == "\x7f" for c in file)
+    is_component = file not in ("", ".", "..") and "/" not in file and Path(file).name == file
+    return is_component and not has_controls and n_bytes <= MAX_NAME_BYTES
 
 
 def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Container | PlainFile:
@@ -156,7 +159,7 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
             unusable.append(str(error))
             continue
         is_base = _is_base(file, delta, ref)
-        # A plain base must have the metadata that it had, as far as the delta says what that was.
+        # A plain base must have unchanged metadata, if the delta records its checksum.
         is_same = isinstance(file, Container) or metadata in (None, metadata_checksum(file.metadata))
         if is_base and is_same:
             return file
@@ -169,7 +172,7 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
 
 
 def missing_base(delta: str, ref: BaseRef, unusable: Sequence[str] = ()) -> MissingBaseError:
-    """Make the error for a delta, called `delta`, whose base is not found; `unusable` says what else was."""
+    """Make the error for a delta whose base is not found; `unusable` explains why candidates were refused."""
     reason = f" ({unusable[0]})" if unusable else ""
     return MissingBaseError(
         f"{delta}: its base {ref.title} is not here{reason}; "
@@ -182,34 +185,38 @@ def _candidates(ref: BaseRef, folders: Sequence[Path]) -> Iterator[Path]:
     yield from (hinted for folder in folders if (hinted := folder / ref.file).is_file())
     for suffix in (SUFFIX, PLAIN_SUFFIX):
         for folder in folders:
-            others = (path for path in sorted(folder.glob(f"*{suffix}")) if path.name != ref.file)
-            yield from (path for path in others if path.is_file())
+            paths = (path for path in sorted(folder.glob(f"*{suffix}")) if path.name != ref.file)
+            yield from (path for path in paths if path.is_file())
 
 
 def _is_base(file: Container | PlainFile, delta: Container, ref: BaseRef) -> bool:
     if isinstance(file, Container):
         return file.index.content_id == ref.content_id and file.index.depth < ref.depth
-    # A plain file records no content id: all of it is read, but only if its tensors fit.
+    # A plain file records no content id; computing it reads the whole file, so shapes are compared first.
     return fits(file, delta) and content_id_of(file.tensors) == ref.content_id
 
 
 def fits(file: PlainFile, delta: Container) -> bool:
-    """Return whether `file` has a fitting base for every tensor of the delta that needs one."""
+    """Return whether `file` has a tensor of the same dtype and shape for every delta tensor with a base."""
     for name, source in delta.tensors.items():
         base = file.tensors.get(name)
         if base is not None and (base.dtype, base.shape) == (source.dtype, source.shape):
             continue
-        with contextlib.suppress(CkptzError):  # whoever reads a damaged frame is told
+        with contextlib.suppress(CkptzError):  # reading a damaged frame raises later
             if source.header.plan.needs_base:
                 return False
     return True
 
 
 def base_ref(base: Checkpoint, file: str | None = None) -> BaseRef:
-    """Name `base` as a new delta does; `file` is the name that it will have, if it has another one now.
+    """Make the reference to `base` that a new delta records.
+
+    Args:
+        base: the open base.
+        file: its future file name, if it differs from the present one.
 
     Raises:
-        ConfigError: by a name that no reader would accept.
+        ConfigError: a delta cannot record the file name.
     """
     file = base_file_name(Path(base.files[0].name if file is None else file))
     return BaseRef(content_id=base.content_id(), file=file, depth=base.depth + 1)
@@ -222,13 +229,13 @@ def base_metadata(base: Checkpoint | None) -> int | None:
 
 
 def base_file_name(path: Path) -> str:
-    """Return the location of a base as a delta records it.
+    """Return the file name of a base for a delta to record.
 
     Raises:
-        ConfigError: a name that is not UTF-8, or has control characters.
+        ConfigError: the name is not UTF-8, is too long, or has control characters.
     """
     if not _is_plain_name(path.name):
         is_utf8 = sys.getfilesystemencoding() == "utf-8"
-        remedy = "rename it to printable UTF-8" + ("" if is_utf8 else ", or set PYTHONUTF8=1 if it is that")
+        remedy = "rename it to printable UTF-8" + ("" if is_utf8 else ", or set PYTHONUTF8=1")
         raise ConfigError(f"{path}: a delta cannot record this file name; {remedy}")
     return path.name

@@ -1,7 +1,7 @@
-"""Folders that checkpoints are published in: on a local file system, or behind an fsspec URL.
+"""Folders of checkpoint files: on a local file system, or behind an fsspec URL.
 
-A file appears under its name when it is complete, never before. Of files behind URLs headers are read by
-range, and the others whole.
+A file appears under its name only when it is complete. Behind URLs, header and index are read with range
+requests; files whose tensors are read are downloaded.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from ckptz.format.uploads import upload
 
 
 class LocalFolder:
-    """A flat folder of files, of this machine or one that is mounted; `name` is for messages."""
+    """A flat folder of files on a local or mounted file system; `name` is for messages."""
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._path = path
 
     def sizes(self) -> dict[str, int]:
-        """Return the bytes of each file by name; empty if there is no folder."""
+        """Return the size of each file in bytes, by name; empty if the folder does not exist."""
         n_bytes: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError), os.scandir(self._path) as entries:
             for entry in entries:
                 try:
                     n_bytes[entry.name] = entry.stat().st_size
-                except OSError as error:  # removed meanwhile, or a link to what is not here now
+                except OSError as error:  # removed in the meantime, or a dangling link
                     if entry.is_symlink():
                         n_bytes[entry.name] = 0
                     elif not isinstance(error, FileNotFoundError):
@@ -55,27 +55,27 @@ class LocalFolder:
         return n_bytes
 
     def open(self, name: str) -> ByteSource:
-        """Open a file of the folder to read.
+        """Open a file of the folder for reading.
 
         Raises:
             FileNotFoundError: no such file.
         """
         return FileBytes(self._path / name)
 
-    def peek(self, name: str, size: int) -> ByteSource:
-        """Open a file of `size` bytes, as listed, of which header and index are wanted."""
+    def open_header(self, name: str, size: int) -> ByteSource:
+        """Open a file for reading its header and index; `size` is its listed size in bytes."""
         return self.open(name)
 
     def publish(self, name: str) -> AbstractContextManager[BinaryIO]:
-        """Open a new file that appears under `name` when the block ends well, and otherwise not at all."""
+        """Open a new file that appears under `name` if the block ends without an error."""
         make_folder(self._path)
         return publish(self._path / name)
 
     def copy(self, name: str, new: str) -> None:
-        """Make a second name of a file, or where there are no hard links a copy.
+        """Make a hard link `new` to a file, or a copy where hard links are not supported.
 
         Raises:
-            OSError: the disk is full or fails, or `new` is there already.
+            OSError: the disk is full or fails, or `new` exists.
         """
         try:
             os.link(self._path / name, self._path / new)
@@ -87,22 +87,22 @@ class LocalFolder:
         sync_folder(self._path)
 
     def remove(self, name: str) -> None:
-        """Delete a file, if it is there."""
+        """Delete a file, if it exists."""
         (self._path / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
-    def fetched(self, names: Iterable[str]) -> Iterator[Path]:
-        """Hold a local folder with these files while the block lasts."""
+    def local_copies(self, names: Iterable[str]) -> Iterator[Path]:
+        """Yield a local folder that contains these files; copies are removed when the block ends."""
         yield self._path
 
 
 # --- behind URLs --------------------------------------------------------------------------------
 
-READ_AHEAD: Final = 1 << 16  # header and index of most files are two requests
+READ_AHEAD: Final = 1 << 16  # bytes; header and index of most files then take two requests
 
 
-class _Ranges:
-    """A remote file read by ranges, for its header and its index."""
+class _RemoteBytes:
+    """A remote file whose header and index are read with range requests."""
 
     def __init__(self, folder: UploadFolder, name: str, size: int) -> None:
         self._folder, self._file = folder, name
@@ -112,14 +112,14 @@ class _Ranges:
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
         end = offset + n_bytes
         if end > self.size:
-            raise TruncatedError(f"{self.name}: is cut off: it has {self.size} bytes and should have {end}")
+            raise TruncatedError(f"{self.name}: is truncated: {self.size} bytes, expected {end}")
         if not self._begin <= offset <= end <= self._begin + len(self._read):
             self._begin = offset
             self._read = self._folder.read_range(self._file, offset, min(self.size, end + READ_AHEAD))
         begin = offset - self._begin
         part = np.frombuffer(self._read, np.uint8)[begin : begin + n_bytes]
         if len(part) < n_bytes:
-            raise _short(self.name, offset + len(part), end)
+            raise _incomplete(self.name, offset + len(part), end)
         return part.copy()
 
     def close(self) -> None:
@@ -127,18 +127,21 @@ class _Ranges:
 
 
 class UploadFolder:
-    """A folder behind an fsspec URL, whose files are finished before they are uploaded; as `LocalFolder`."""
+    """A folder behind an fsspec URL, with the methods of `LocalFolder`.
+
+    New files are completed on the local disk before they are uploaded.
+    """
 
     def __init__(self, url: str) -> None:
         self.name = url
-        try:  # optional, and slow to load: only a URL asks for it
+        try:  # an optional package that is slow to import
             self._fs, root = lazy.module("fsspec.core").url_to_fs(url, **url_options(url))
         except ImportError as error:
             raise needs_package(url, error) from None
         self._root = str(root).rstrip("/")
 
     def full_name(self, name: str) -> str:
-        """Name a file of the folder for messages."""
+        """Return the URL of a file of the folder, for messages."""
         return f"{self.name.rstrip('/')}/{name}"
 
     def _path(self, name: str) -> str:
@@ -160,30 +163,30 @@ class UploadFolder:
         return int(size)
 
     def open(self, name: str) -> ByteSource:
-        with self.fetched([name]) as folder:
-            opened = FileBytes(folder / name)  # keeps its bytes when the name goes
-        opened.name = self.full_name(name)
-        return opened
+        with self.local_copies([name]) as folder:
+            file = FileBytes(folder / name)  # stays readable after its name is removed
+        file.name = self.full_name(name)
+        return file
 
-    def peek(self, name: str, size: int) -> ByteSource:
-        ranges = _Ranges(self, name, size)
+    def open_header(self, name: str, size: int) -> ByteSource:
+        remote = _RemoteBytes(self, name, size)
         with contextlib.suppress(NotImplementedError, ValueError, OSError):
-            ranges.read(0, min(size, READ_AHEAD))
-            return ranges
-        whole = self.open(name)
-        if whole.size != size:
-            whole.close()
-            raise _short(whole.name, whole.size, size)
-        return whole
+            remote.read(0, min(size, READ_AHEAD))
+            return remote
+        file = self.open(name)
+        if file.size != size:
+            file.close()
+            raise _incomplete(file.name, file.size, size)
+        return file
 
     def read_range(self, name: str, begin: int, end: int) -> bytes:
-        """Read bytes begin..end of a file."""
+        """Read bytes `begin` to `end` (exclusive) of a file."""
         seconds = seconds_for(self.name, end - begin)
         limit = {} if seconds is None else {"timeout": seconds}
         return bytes(self._fs.cat_file(self._path(name), start=begin, end=end, **limit))
 
     def upload(self, path: Path, name: str) -> None:
-        """Put a local file there under its final name; nothing there is sought in."""
+        """Upload a local file under its final name."""
         upload(path, self._fs, self._path(name), self.full_name(name))
 
     @contextlib.contextmanager
@@ -210,7 +213,7 @@ class UploadFolder:
             self._fs.rm_file(self._path(name))
 
     @contextlib.contextmanager
-    def fetched(self, names: Iterable[str]) -> Iterator[Path]:
+    def local_copies(self, names: Iterable[str]) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="ckptz-", ignore_cleanup_errors=True) as folder:
             for name in names:
                 self._fs.get_file(self._path(name), f"{folder}/{name}")
@@ -221,13 +224,13 @@ Folder = LocalFolder | UploadFolder
 
 
 def folder_at(folder_or_url: str | os.PathLike[str]) -> Folder:
-    """Return the folder of a path or an fsspec URL such as "s3://bucket/run"; it need not exist."""
+    """Return the folder at a path or an fsspec URL such as "s3://bucket/run"; it need not exist."""
     text = os.fspath(folder_or_url)
     if text.startswith(FILE_URL):
         return LocalFolder(Path(text.removeprefix(FILE_URL)))
     return UploadFolder(text) if "://" in text else LocalFolder(Path(text))
 
 
-def _short(name: str, n_bytes: int, wanted: int) -> OSError:
-    """Make the error of a connection that was cut; the file itself may be whole."""
-    return OSError(errno.EIO, f"{name}: only {n_bytes} of {wanted} bytes came through; try again")
+def _incomplete(name: str, n_bytes: int, expected: int) -> OSError:
+    """Make the error for an interrupted connection; the remote file itself may be complete."""
+    return OSError(errno.EIO, f"{name}: only {n_bytes} of {expected} bytes came through; try again")

@@ -196,7 +196,7 @@ class Publisher:
         base = self._base
         if base is None or base.step != newest:  # what an earlier publisher published last is read back
             files = route(versions, None, newest, self._place.name)
-            folder = held.enter_context(self._place.fetched([version.name for version in files]))
+            folder = held.enter_context(self._place.local_copies([version.name for version in files]))
             opened = held.enter_context(contextlib.closing(open_checkpoint(folder / files[-1].name)))
             base = _Last(newest, base_ref(opened), opened.tensors, {})
         if _layout(base.tensors) == _layout(snapshot):
@@ -267,7 +267,7 @@ class Publisher:
 
     def _checked(self, full: Version) -> tuple[Version, ...]:
         """Require that the header of a full file can be read; it needs no other file."""
-        with contextlib.closing(open_file(self._place.peek(full.name, full.n_bytes))) as file:
+        with contextlib.closing(open_file(self._place.open_header(full.name, full.n_bytes))) as file:
             if not isinstance(file, Container) or file.index.base is not None:
                 raise CorruptionError("it is no full file")
             return ()

@@ -21,7 +21,17 @@ import msgspec
 from ckptz._version import __version__
 from ckptz.run.step_files import FROZEN_KEY, NAMES_KEY, POSITION_KEY, STATE_KEY, WEIGHTS_KEY
 from ckptz.verbs.quality_text import metric_name, quality_text, worse
-from ckptz.words import ROLES, cut, facts_of, field_text, fields_of, heading, percent, size, smaller
+from ckptz.words import (
+    ROLES,
+    facts_of,
+    field_text,
+    fields_of,
+    format_bytes,
+    format_percent,
+    format_reduction,
+    heading,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from ckptz.api.describe import InspectReport, TensorReport
@@ -93,7 +103,7 @@ def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, 
         groups = list(dict.fromkeys(value[by] for value in values))
         colour = {"field": by, "type": "nominal", "legend": {"title": None} if len(groups) > 1 else None}
         used = [known.get(name, COLOURS[i % 6]) for i, name in enumerate(groups)]
-        colour["scale"] = {"domain": [cut(name) for name in groups], "range": used}
+        colour["scale"] = {"domain": [shorten(name) for name in groups], "range": used}
     of = {"x": STEPS, "y": y, "color": colour, **how}
     layers: list[Spec] = [{"mark": mark, "encoding": of} for mark in marks]
     if limit is not None:
@@ -108,7 +118,7 @@ def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, 
 def _svg(values: Values, spec: Spec) -> str:
     import vl_convert
 
-    shown = [{key: cut(v) if isinstance(v, str) else v for key, v in row.items()} for row in values]
+    shown = [{key: shorten(v) if isinstance(v, str) else v for key, v in row.items()} for row in values]
     return vl_convert.vegalite_to_svg({"padding": 4, "config": _CONFIG, "data": {"values": shown}, **spec})
 
 
@@ -179,7 +189,7 @@ def page(report: OfReport) -> str:
     script = files("ckptz.verbs").joinpath("page.js").read_text("utf-8")
     engine = jinja2.Environment(loader=jinja2.PackageLoader("ckptz", "verbs"), autoescape=True)
     engine.trim_blocks = engine.lstrip_blocks = True
-    engine.finalize = lambda value: cut(value, 500) if type(value) is str else value
+    engine.finalize = lambda value: shorten(value, 500) if type(value) is str else value
     contents = {"sections": list(_sections(report)), "numbers": msgspec.to_builtins(report), "report": report}
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     fixed = {"mark": MARK, "version": __version__, "coders": CODERS, "script": script, "digest": digest}
@@ -204,8 +214,9 @@ def _tile(label: str, value: str, about: str = "", is_bad: bool = False) -> Sect
 
 
 def _size_tile(label: str, raw: int, stored: int) -> Section:
-    about = f"{size(stored)} of {size(raw)} raw: {stored:,} of {raw:,} bytes, names and checksums included"
-    return _tile(label, smaller(raw, stored), about)
+    sizes = f"{format_bytes(stored)} of {format_bytes(raw)} raw"
+    about = f"{sizes}: {stored:,} of {raw:,} bytes, names and checksums included"
+    return _tile(label, format_reduction(raw, stored), about)
 
 
 def _facts(report: Any) -> dict[str, str]:
@@ -239,7 +250,7 @@ def _steps(run: LogReport) -> dict[str, list[LogEntry]]:
     steps: dict[str, list[LogEntry]] = {}
     parts, sized = list(PARTS), [e for e in run.entries if e.ratio is not None]
     for e in sorted(sized, key=lambda e: (-1 if e.step is None else e.step, parts.index(_part(e)), e.file)):
-        steps.setdefault(cut(_last(e.file), 20) if e.step is None else str(e.step), []).append(e)
+        steps.setdefault(shorten(_last(e.file), 20) if e.step is None else str(e.step), []).append(e)
     return steps
 
 
@@ -344,11 +355,11 @@ def _error_tile(name: str, file: InspectReport, is_exact: bool) -> Section:
     if is_exact:
         about = "Residual files restore this step bit for bit. When the next step is saved, "
         return _tile(
-            f"Values, {name}", "exact", f"{about}{percent(typical)} of the values' size will be lost."
+            f"Values, {name}", "exact", f"{about}{format_percent(typical)} of the values' size will be lost."
         )
     about = f"LOSSY: {n} of {file.n_tensors} tensors are off by this share of their values, the worst by "
-    about += f"{percent(worst)}. What that costs, only an evaluation tells."
-    return _tile(f"Typical error, {name}", percent(typical), about, is_bad=True)
+    about += f"{format_percent(worst)}. What that costs, only an evaluation tells."
+    return _tile(f"Typical error, {name}", format_percent(typical), about, is_bad=True)
 
 
 def _map(title: str, about: str, tensors: Iterable[Sequence[Any]], *, is_root: bool = True) -> list[Chart]:
@@ -451,4 +462,4 @@ def _histogram(h: OfReport) -> Chart:
     about = f"{_last(h.file)}: {sum(h.counts):,} values from {h.low:.3g} to {h.high:.3g}{more}"
     x = number("from", bin="binned", axis={"tickCount": 4, "title": None}, scale={"nice": False})
     y = number("values", axis={"tickMinStep": 1, "format": ",.0f", "tickCount": 4})  # whole numbers
-    return draw(cut(h.tensor), about, values, ["bar"], y, x=x, x2={"field": "to"})
+    return draw(shorten(h.tensor), about, values, ["bar"], y, x=x, x2={"field": "to"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from ckptz.words import cut
+from ckptz.words import shorten
 
 if TYPE_CHECKING:
     from ckptz.format.index import QualityRecord
@@ -25,16 +25,16 @@ def metric_name(record: QualityRecord) -> str:
     """Name a metric as people read it; metrics of resumed training say so."""
     if CHANGES in record.metric:
         metric, _, unit = record.metric.rpartition(CHANGES)
-        return f"per-{cut(unit, 20)} change of {cut(metric, 40)}"
+        return f"per-{shorten(unit, 20)} change of {shorten(metric, 40)}"
     resumed = " (resumed)" if record.promise == "resume-gap" else ""
-    return METRICS.get(record.metric) or cut(record.metric, 40) + resumed
+    return METRICS.get(record.metric) or shorten(record.metric, 40) + resumed
 
 
 def quality_text(record: QualityRecord) -> str:
     """Describe a measured quality with its limit."""
     if record.promise == "rmse":
         measured = f"{record.measured:.4g} (limit {record.max_drop:.4g})"
-        return f"quality not measured, {cut(record.metric, 40)} {measured}"
+        return f"quality not measured, {shorten(record.metric, 40)} {measured}"
     if CHANGES in record.metric:
         text = f"{metric_name(record)} {record.measured:.2g} (limit {record.max_drop:.2g})"
         return text if record.is_met else f"{text}, EXCEEDED"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptz.run.names import step_of_folder
 from ckptz.verbs.quality_text import amount, moved, quality_text
-from ckptz.words import printable, ratio, size
+from ckptz.words import format_bytes, format_ratio, printable
 
 if TYPE_CHECKING:
     from ckptz.run.prune import PruneReport
@@ -33,9 +33,10 @@ def compressed_line(report: CompressReport) -> str:
     """Describe the compression of one input."""
     against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
     lossy = f", {report.n_lossy} lossy, {_promise(report)}" if report.n_lossy else ""
+    sizes = f"{format_bytes(report.tensor_bytes)} -> {format_bytes(report.stored_bytes)}"
+    ratio = format_ratio(report.stored_bytes, report.tensor_bytes)
     return (
-        f"{printable(report.output)}: {size(report.tensor_bytes)} -> {size(report.stored_bytes)} "
-        f"({ratio(report.stored_bytes, report.tensor_bytes)}), {report.n_tensors} tensors{against}{lossy}, "
+        f"{printable(report.output)}: {sizes} ({ratio}), {report.n_tensors} tensors{against}{lossy}, "
         f"{_pace(report.tensor_bytes, report.seconds)}{_evaluations(report)}"
     )
 
@@ -50,8 +51,8 @@ def predicted_line(report: CompressReport) -> str:
     against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
     lossy = f", {report.n_lossy} lossy" if report.n_lossy else ""
     return (
-        f"{printable(report.input)}, {report.method}: {size(report.tensor_bytes)} -> about "
-        f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)}), "
+        f"{printable(report.input)}, {report.method}: {format_bytes(report.tensor_bytes)} -> about "
+        f"{format_bytes(report.stored_bytes)} ({format_ratio(report.stored_bytes, report.tensor_bytes)}), "
         f"{report.n_tensors} tensors{against}{lossy}, about {report.seconds:.2g} s; nothing was written"
     )
 
@@ -80,7 +81,7 @@ def judged_text(judged: Judgement) -> str:
 def total_line(reports: Sequence[CompressReport]) -> str:
     """Sum up all inputs."""
     n_bytes, stored = sum(r.tensor_bytes for r in reports), sum(r.stored_bytes for r in reports)
-    sizes = f"{size(n_bytes)} -> {size(stored)} ({ratio(stored, n_bytes)})"
+    sizes = f"{format_bytes(n_bytes)} -> {format_bytes(stored)} ({format_ratio(stored, n_bytes)})"
     return f"{len(reports)} files: {sizes}, {_pace(n_bytes, sum(r.seconds for r in reports))}"
 
 
@@ -89,9 +90,9 @@ def restored_line(report: RestoreReport) -> str:
     chain = f" in a chain of {report.n_files} files" if report.depth else f" in {report.n_files} files"
     copied = f", {plural(report.n_copied, 'other file')} copied" if report.n_copied else ""
     return (
-        f"{printable(report.output)}: {size(report.tensor_bytes)} in {report.n_tensors} tensors from "
-        f"{size(report.stored_bytes)}{chain if report.n_files > 1 else ''}, all checksums match{copied}, "
-        f"{_pace(report.tensor_bytes, report.seconds)}"
+        f"{printable(report.output)}: {format_bytes(report.tensor_bytes)} in {report.n_tensors} tensors from "
+        f"{format_bytes(report.stored_bytes)}{chain if report.n_files > 1 else ''}, "
+        f"all checksums match{copied}, {_pace(report.tensor_bytes, report.seconds)}"
     )
 
 
@@ -124,8 +125,8 @@ def pruned_text(report: PruneReport) -> str:
     n_folders = sum(step_of_folder(Path(name)) is not None for name in report.removed)
     removed = ((n_folders, "folder"), (len(report.removed) - n_folders, "file"))
     gone = " and ".join(plural(n, what) for n, what in removed if n) or "0 files"
-    kept = f"keeps {', '.join(counts)}, {size(report.kept_bytes)}"
-    total = f"{printable(report.folder)}: {kept}; {verb} {gone}, {size(report.removed_bytes)}"
+    kept = f"keeps {', '.join(counts)}, {format_bytes(report.kept_bytes)}"
+    total = f"{printable(report.folder)}: {kept}; {verb} {gone}, {format_bytes(report.removed_bytes)}"
     return "\n".join([*(f"{verb} {printable(name)}" for name in report.removed), total])
 
 
@@ -143,5 +144,5 @@ def rebased_line(report: RebaseReport) -> str:
     if not report.is_changed:
         return f"{output}: stands alone already, nothing was written"
     bases = f" with parts of {plural(len(report.bases), 'base')} within" if report.bases else ""
-    sizes = f"{size(report.chain_bytes)} -> {size(report.stored_bytes)}"
+    sizes = f"{format_bytes(report.chain_bytes)} -> {format_bytes(report.stored_bytes)}"
     return f"{output}: stands alone{bases}, {sizes}, read back and right, {report.seconds:.2f} s"

@@ -20,7 +20,7 @@ from ckptz.api.describe import InspectReport, TensorReport
 from ckptz.verbs.diff import DiffReport, TensorDiff
 from ckptz.verbs.log import LogEntry, LogReport
 from ckptz.verbs.quality_text import quality_text
-from ckptz.words import ROLES, cut, printable, ratio, size, times
+from ckptz.words import ROLES, format_bytes, format_factor, format_ratio, printable, shorten
 from ckptz_cli.render import judged_text, plural
 from ckptz_cli.session import is_terminal
 
@@ -105,7 +105,9 @@ def inspected_text(report: InspectReport, *, with_tensors: bool) -> str:
     """Draw the file, its metadata, its chain, how it is stored and, if asked for, every tensor as tables."""
     parts = [facts_table(_file_facts(report))]
     if report.metadata:
-        parts.append(facts_table((f"metadata {name}", cut(text)) for name, text in report.metadata.items()))
+        parts.append(
+            facts_table((f"metadata {name}", shorten(text)) for name, text in report.metadata.items())
+        )
     if report.depth:
         parts.append(_chain_table(report))
     parts.append(_methods_table(report.tensors))
@@ -121,8 +123,11 @@ def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
         ("content id", report.content_id),
         ("kind", _kind(report)),
         ("step", "not recorded" if report.step is None else str(report.step)),
-        ("tensors", f"{report.n_tensors}, {size(report.tensor_bytes)}"),
-        ("stored", f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"),
+        ("tensors", f"{report.n_tensors}, {format_bytes(report.tensor_bytes)}"),
+        (
+            "stored",
+            f"{format_bytes(report.stored_bytes)} ({format_ratio(report.stored_bytes, report.tensor_bytes)})",
+        ),
         ("coders", _share_text(report.coders)),
     ]
     facts += [(record.promise, f"{quality_text(record)}, {record.date}") for record in report.quality]
@@ -177,7 +182,11 @@ def _methods_table(tensors: Sequence[TensorReport]) -> Table:
         n_bytes, stored = sum(t.tensor_bytes for t in members), sum(t.stored_bytes for t in members)
         bits = [t.bits_per_element for t in members if t.bits_per_element is not None]
         n_elements = sum(t.stored_bytes * 8 / t.bits_per_element for t in members if t.bits_per_element)
-        numbers = (size(n_bytes), size(stored), times(n_bytes / stored) if n_bytes else "-")
+        numbers = (
+            format_bytes(n_bytes),
+            format_bytes(stored),
+            format_factor(n_bytes / stored) if n_bytes else "-",
+        )
         per_element = f"{stored * 8 / n_elements:.3f}" if bits and n_elements else "-"
         sums: Counter[str] = Counter()
         for t in members:
@@ -193,8 +202,8 @@ def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
     table = table_of(*headings, "predictor", "mode", "coders", "slice decodes", *losses)
     for tensor in tensors:
         bits = "-" if tensor.bits_per_element is None else f"{tensor.bits_per_element:.3f}"
-        gained = "-" if tensor.ratio is None else times(tensor.ratio)
-        numbers = (size(tensor.stored_bytes), gained, bits)
+        gained = "-" if tensor.ratio is None else format_factor(tensor.ratio)
+        numbers = (format_bytes(tensor.stored_bytes), gained, bits)
         method = (tensor.predictor, tensor.mode, _share_text(tensor.coders))
         # Chunks that a slice may touch, times the frames that each is decoded from.
         chunks = f"1..{tensor.n_chunks} chunks" if tensor.n_chunks > 1 else f"{tensor.n_chunks} chunk"
@@ -267,8 +276,8 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
     return (
         "" if entry.step is None else str(entry.step),
         f"{entry.kind}, hidden" if entry.is_hidden else entry.kind,
-        "?" if entry.ratio is None else size(entry.stored_bytes),
-        "?" if entry.ratio is None else times(entry.ratio),
+        "?" if entry.ratio is None else format_bytes(entry.stored_bytes),
+        "?" if entry.ratio is None else format_factor(entry.ratio),
         str(entry.depth),
         f"{entry.n_lossy} of {entry.n_tensors}" if entry.n_lossy else "-",
         "; ".join(map(quality_text, entry.quality)) or "-",
@@ -277,7 +286,7 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
 
 
 def _log_total(report: LogReport) -> str:
-    sizes = f"{size(report.stored_bytes)} ({ratio(report.stored_bytes, report.tensor_bytes)})"
+    sizes = f"{format_bytes(report.stored_bytes)} ({format_ratio(report.stored_bytes, report.tensor_bytes)})"
     counts = ((report.n_broken, "cannot be read"), (report.n_missing, "bases missing"))
     problems = [f"{n} {what}" for n, what in counts if n]
     what = sizes if report.n_files else "no .ckptz file that can be read"
@@ -360,7 +369,7 @@ def trials_table(trials: Sequence[TrialReport]) -> Table:
     for trial in shown if best is None or best in shown else [best, *shown]:
         mark = "best" if trial is best else ""
         style = "bold green" if trial is best else "" if trial.is_feasible else "dim"
-        predicted = "-" if trial.predicted_bytes is None else size(trial.predicted_bytes)
+        predicted = "-" if trial.predicted_bytes is None else format_bytes(trial.predicted_bytes)
         table.add_row(mark, ", ".join(_settings(trial.config)), predicted, *_outcome(trial), style=style)
     return table
 
@@ -375,7 +384,7 @@ def began_line(config: Mapping[str, Any] | None, n_bytes: int | None) -> str:
     if config is None:
         return "searching: measuring the quality of the exact tensors"
     settings = ", ".join(_settings(config))
-    return f"{settings}: writing" if n_bytes is None else f"{settings}: {size(n_bytes)}, measuring"
+    return f"{settings}: writing" if n_bytes is None else f"{settings}: {format_bytes(n_bytes)}, measuring"
 
 
 def _settings(config: Mapping[str, Any]) -> list[str]:
@@ -393,4 +402,4 @@ def _outcome(trial: TrialReport) -> tuple[str, ...]:
     values = " ".join("not finite" if value is None else f"{value:.6g}" for value in trial.values)
     changes = "; ".join(map(judged_text, trial.judgements))
     used = "-" if trial.drop is None else f"{trial.drop:.0%} of the budget"
-    return size(trial.n_bytes), values, changes, used, f"{trial.seconds:.1f} s"
+    return format_bytes(trial.n_bytes), values, changes, used, f"{trial.seconds:.1f} s"

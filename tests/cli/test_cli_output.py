@@ -12,7 +12,7 @@ from ckptz.format.index import QualityRecord
 from ckptz.kernels.cache import NOTICE
 from ckptz.parallel import SILENT
 from ckptz.verbs.quality_text import quality_text
-from ckptz.words import ratio, size
+from ckptz.words import format_bytes, format_ratio
 from ckptz_cli.session import progress_bar
 from tests.support.cli_support import ckptz, write_plain
 
@@ -49,15 +49,15 @@ def test_there_is_no_progress_elsewhere(capsys: pytest.CaptureFixture[str]) -> N
 def test_sizes_have_three_digits() -> None:
     sizes = {0: "0 B", 999: "999 B", 1000: "1 kB", 90_900_000: "90.9 MB", 999_600: "1 MB"}
     sizes |= {7 << 40: "7.7 TB", 10**18: "1000 PB"}
-    assert {n_bytes: size(n_bytes) for n_bytes in sizes} == sizes
+    assert {n_bytes: format_bytes(n_bytes) for n_bytes in sizes} == sizes
 
 
 def test_a_ratio_names_what_it_is_of() -> None:
-    assert ratio(50, 100) == "2x smaller, 0.5000 of raw"
-    assert ratio(38, 100_000) == "2,632x smaller, 0.0004 of raw"
-    assert ratio(150, 100) == "1.5x larger, 1.5000 of raw"
-    assert ratio(10005, 10000) == "1.0x, nothing gained, 1.0005 of raw"
-    assert ratio(50, 0) == "no tensor bytes"
+    assert format_ratio(50, 100) == "2x smaller, 0.5000 of raw"
+    assert format_ratio(38, 100_000) == "2,632x smaller, 0.0004 of raw"
+    assert format_ratio(150, 100) == "1.5x larger, 1.5000 of raw"
+    assert format_ratio(10005, 10000) == "1.0x, nothing gained, 1.0005 of raw"
+    assert format_ratio(50, 0) == "no tensor bytes"
 
 
 @pytest.mark.parametrize("is_warm", [False, True])

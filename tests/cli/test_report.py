@@ -24,7 +24,7 @@ from ckptz.verbs import page
 from ckptz.verbs.page import CODERS, MARK, MOST_ROWS
 from ckptz.verbs.quality_text import quality_text
 from ckptz.verbs.report import N_BINS, PageReport
-from ckptz.words import Report, size
+from ckptz.words import Report, format_bytes
 from tests.support.checkpointer_support import Run
 from tests.support.cli_support import ckptz as cli
 from tests.support.report_support import BUDGET, HOSTILE, Page, a_run, state
@@ -286,8 +286,8 @@ def test_every_report_is_shown_in_notebooks_as_a_table(run: Path, made: PageRepo
     for report in reports:
         shown = Page.of(report._repr_html_())
         assert {tag for tag, _ in shown.tags} == {"table", "tr", "th", "td"}
-    assert f"stored {size(newest.stat().st_size)} (" not in Page.of(reports[0]._repr_html_()).text
-    assert f"stored {size(newest.stat().st_size)} " in Page.of(reports[0]._repr_html_()).text
+    assert f"stored {format_bytes(newest.stat().st_size)} (" not in Page.of(reports[0]._repr_html_()).text
+    assert f"stored {format_bytes(newest.stat().st_size)} " in Page.of(reports[0]._repr_html_()).text
     frame = Page.of(made._repr_html_())
     assert frame.tags[0][1]["srcdoc"] == made.html
     assert issubclass(type(reports[0]), Report)

@@ -17,7 +17,7 @@ from ckptz import Checkpointer, Grid, KeepPolicy, KeepRules, KMeans
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.sync import Publisher
 from ckptz.torch import save_file
-from ckptz.words import smaller
+from ckptz.words import format_reduction
 from tests.support.cli_support import ckptz as program
 
 LOSSY = Grid(min_elements=1)
@@ -125,7 +125,7 @@ def test_log_and_report_say_what_a_count_from_outside_says(
     said = json.loads(program("log", folder, "--json").stdout)
     assert (said["tensor_bytes"], said["stored_bytes"]) == (raw, stored)
     assert f"{stored / raw:.4f} of raw" in program("log", folder).stdout.splitlines()[-1]
-    assert f"How much smaller {smaller(raw, stored)}" in words_of(ckptz.report(folder).html)
+    assert f"How much smaller {format_reduction(raw, stored)}" in words_of(ckptz.report(folder).html)
 
 
 def words_of(html: str) -> str:

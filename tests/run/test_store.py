@@ -314,7 +314,7 @@ def test_a_second_writer_is_refused_and_a_reader_is_not(tmp_path: Path) -> None:
         first.step()
         writer.maybe_save(3)
         assert other.restore_latest() in (2, 3)
-        with pytest.raises(ConfigError, match=rf"this very process \({os.getpid()}\) .* close\(\) it first"):
+        with pytest.raises(ConfigError, match=rf"this process \({os.getpid()}\) .* close\(\) the first"):
             other.maybe_save(1)  # not due, but it will be
         with pytest.raises(ConfigError, match="is writing here already"):
             prune_folder(tmp_path, KeepPolicy(last=1))
