@@ -191,7 +191,7 @@ class FileLock:
 
     def release(self) -> None:
         """Release the lock, so that other processes may write."""
-        # Cleared first: after an interrupt the descriptor may be another file's, and must not be closed again.
+        # Cleared first: after an interrupt the descriptor may be another file's: do not close it again.
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
