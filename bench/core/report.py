@@ -26,7 +26,7 @@ from bench.core.measure import (
     table,
 )
 
-PAGES = (BENCH / "README.md", BENCH.parent / "README.md", BENCH.parent / "docs" / "comparison.md")
+PAGES = (BENCH / "README.md", BENCH.parent / "README.md", *sorted((BENCH.parent / "docs").glob("*.md")))
 MARKED = re.compile(r"<!-- results/([\w.]+) -->\n.*?<!-- end -->", re.DOTALL)
 
 

@@ -81,7 +81,7 @@ from ckptz.training.state import (
     trained_weights,
     with_scalars_together,
 )
-from ckptz.words import Report
+from ckptz.words import Report, size
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
@@ -161,6 +161,9 @@ class Checkpointer:
             exact, else none. Files share a budget as `SearchOptions.restores` says; by default each may use
             all of it.
         background: write beside training; otherwise `save` returns when the step is complete.
+        max_staging_bytes: host memory for the copy of a state; None for no limit. Of a larger state the
+            weights are copied first. What does not fit is copied part by part and encoded while training
+            waits, so that the step is the state as it was at `save`.
         on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
             log it, for example. What it raises is a warning, for the step is there.
         effort: how much time to spend on smaller files: "fast", "default" or "small". Deltas are most of a
@@ -210,6 +213,7 @@ class Checkpointer:
         full_every: int = 16,
         restores: int | None = None,
         background: bool = True,
+        max_staging_bytes: int | None = None,
         on_save: Callable[[SaveReport], object] | None = None,
         effort: EffortName = "default",
         jobs: int | None = None,
@@ -246,7 +250,9 @@ class Checkpointer:
         # Training may go to another working folder.
         directory = directory if is_url(directory) else Path(directory).absolute()
         self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
-        self._snapshot = Snapshot()
+        if max_staging_bytes is not None:
+            max_staging_bytes = check_int("max_staging_bytes", max_staging_bytes, 0)
+        self._snapshot = Snapshot(max_staging_bytes)
         # What a budget was measured on is what is written.
         self._trail = Trail() if config.loses_state and budget is None else None
         self._writer: Background[SaveReport] = Background()
@@ -309,6 +315,7 @@ class Checkpointer:
         self._writer.start(
             f"{self._store.name}: step {step}", functools.partial(self._write, taken, method, metric, begun)
         )
+        taken.hold.wait()
         if not self._is_background:
             report = self._wait() or begun
             self._last = replace(report, stall_seconds=time.perf_counter() - start)
@@ -375,6 +382,15 @@ class Checkpointer:
         """
         return self._in_turn("wait()", self._wait)
 
+    def wait_for_staging(self) -> None:
+        """Wait until the copy of the state that the last save has taken is complete.
+
+        On a CPU it is when `save` returns. From CUDA devices it is made beside training: work on the streams
+        that training uses waits for it by itself, and whoever else changes the state (another stream,
+        another process that maps the memory) calls this first.
+        """
+        self._in_turn("wait_for_staging()", self._snapshot.synchronize)
+
     def _wait(self) -> SaveReport | None:
         writer = self._writer
         writer.wait()
@@ -439,7 +455,7 @@ class Checkpointer:
         taken = self._snapshot.take(state)
         if self._trail is not None:
             taken = with_scalars_together(taken)
-        return StepState(taken, coded, frozen_id, extra_weights=self._extra_weights)
+        return StepState(taken, coded, frozen_id, extra_weights=self._extra_weights, hold=self._snapshot.hold)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -460,16 +476,22 @@ class Checkpointer:
         self, taken: StepState, method: LossSettings, metric: float | None, begun: SaveReport
     ) -> SaveReport:
         """Encode and write a snapshot; on the writer's thread."""
-        start = time.perf_counter()
+        start, hold = time.perf_counter(), taken.hold
         self._snapshot.synchronize()
         notes = [*begun.notes]
-        written = self._written(taken, method, metric, begun.step, notes)
+        if hold.tensors:
+            notes.append(f"{size(hold.n_bytes)} were encoded while training waited (max_staging_bytes)")
+        try:
+            written = self._written(taken, method, metric, begun.step, notes)
+        finally:
+            hold.release()
         try:
             notes += prune(self._store, self._keep).notes
         except Exception as error:  # stores behind URLs have errors of their own; the step is there
             notes.append(f"older steps stay until the next save, because one cannot be removed: {error}")
         report = replace(
             begun,
+            stall_seconds=begun.stall_seconds + (hold.released - start if hold.tensors else 0.0),
             write_seconds=time.perf_counter() - start,
             stored_bytes=sum(one.stored_bytes for one in written.values()),
             exact_bytes=sum(one.stored_bytes for file, one in written.items() if file.is_exact),

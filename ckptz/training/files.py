@@ -46,6 +46,7 @@ from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree
 from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
 from ckptz.training.copies import copied, named_in
+from ckptz.training.live import Hold, with_live
 from ckptz.training.snapshot import MODEL
 from ckptz.training.state import SCALARS, trained_weights
 from ckptz.write.pipeline import Job, write
@@ -100,6 +101,7 @@ class StepState:
         frozen: content id of weights that are left out, or None.
         prefix: what begins the names of weights in the file, and not those in the model.
         extra_weights: what of the extras are weights, too; see `Checkpointer`.
+        hold: tensors of `state` that are read where they live.
 
     Attributes:
         metadata: of the first file, what to read it by.
@@ -120,16 +122,19 @@ class StepState:
         frozen: str | None = None,
         prefix: str = f"{MODEL}.",
         extra_weights: Sequence[str] = (),
+        hold: Hold | None = None,
     ) -> None:
         self._given = state, coded, frozen
+        self.hold = Hold() if hold is None else hold
         self._extra_weights = extra_weights
         self.prefix = prefix
         self.metadata = {} if frozen is None else {FROZEN_KEY: frozen}
         self.metadata |= {} if prefix else {NAMES_KEY: "own"}
         more = {f"{prefix}{name}": source for name, source in coded.items()}
         uncoded = _part({MODEL: state[MODEL]}, prefix)
-        self.weights = replace(uncoded, tensors={**uncoded.tensors, **more})
-        self.rest = _part({name: value for name, value in state.items() if name != MODEL})
+        self.weights = replace(uncoded, tensors={**with_live(uncoded.tensors, self.hold), **more})
+        rest = _part({name: value for name, value in state.items() if name != MODEL})
+        self.rest = replace(rest, tensors=with_live(rest.tensors, self.hold))
         self.roles = dict(_weight_roles(self.weights.tensors, prefix)) | dict(
             moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
@@ -147,7 +152,9 @@ class StepState:
         names = [name.removeprefix(self.prefix) for name in self.weights.tensors]
         n_found = {p: sum(f"{p}{name}" in base.tensors for name in names) for p in (f"{MODEL}.", "")}
         prefix = max(n_found, key=lambda p: n_found[p])
-        return self if prefix == self.prefix else StepState(*self._given, prefix, self._extra_weights)
+        return (
+            self if prefix == self.prefix else StepState(*self._given, prefix, self._extra_weights, self.hold)
+        )
 
     @property
     def optimizer(self) -> dict[str, TensorSource]:
@@ -254,6 +261,8 @@ class StepWriter:
             with files.file(folder / state_file.name) as state_sink:
                 write_state = functools.partial(self._write_state, state_sink)
                 state = store.write_against_base("state", state_sink, write_state, rule, notes)
+            if not (self._method.config.is_lossy or self._state.hold.has_weights):
+                self._state.hold.release()  # lossy weights and residuals read optimizer state again
             state_path = Path(state_sink.name)
             with reopened(state_path, store.last) if state.n_lossy else nullcontext() as restored:
                 write_weights = functools.partial(self._write_weights, sink, restored)

@@ -15,6 +15,7 @@ from ckptz.errors import ConfigError
 from ckptz.format.dtypes import DTYPE_CODES, dtype_of
 from ckptz.state.flatten import CODES
 from ckptz.state.torch import TorchTensors
+from ckptz.training.live import Hold
 
 Key = tuple[object, ...]  # a key of a dict with its type, as 1 equals True, or a place in a list
 _HOST: Final = TorchTensors("cpu", False)
@@ -29,16 +30,23 @@ class _Transfer:
     done: list[torch.cuda.Event] = field(default_factory=list)
 
     def copy(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
-        if source.device.type != "cuda":
+        stream = self.stream_of(source.device)
+        if stream is None:
             buffer.copy_(source)
             return
-        stream = self.streams.get(source.device)
-        if stream is None:
-            stream = self.streams[source.device] = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-            stream.wait_stream(torch.cuda.current_stream(source.device))
         with torch.cuda.stream(stream):
             buffer.copy_(source, non_blocking=True)
         source.record_stream(stream)
+
+    def stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
+        """Return the stream of copies from a device, which waits for the work that the device has now."""
+        if device.type != "cuda":
+            return None
+        stream = self.streams.get(device)
+        if stream is None:
+            stream = self.streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
 
     def finish(self) -> None:
         """Make the training stream wait for the copies, and record their end."""
@@ -53,9 +61,18 @@ class Snapshot:
     """Buffers for the tensors of a state, kept from one snapshot to the next.
 
     `take` may be called again when nobody reads the last one any more.
+
+    Args:
+        max_bytes: that the buffers may take; None for no limit. Tensors beyond it, weights last, are not
+            copied: the snapshot has placeholders without memory for them, and `hold` the tensors themselves.
+
+    Attributes:
+        hold: of the last snapshot; whoever took it waits for it before the state changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_bytes: int | None = None) -> None:
+        self.hold = Hold()
+        self._max_bytes = max_bytes
         self._buffers: dict[Key, torch.Tensor] = {}
         self._done: list[torch.cuda.Event] = []
 
@@ -71,7 +88,8 @@ class Snapshot:
             ConfigError: a tensor without memory of its own, or of a type that files do not have; the message
                 names it.
         """
-        copying = _Copying(self._buffers)
+        self.hold = Hold()
+        copying = _Copying(self._buffers, self._max_bytes, self.hold)
         try:
             taken = copying.node(state, ())
         finally:  # an error or an interrupt does not end the copies that are under way
@@ -88,10 +106,11 @@ class Snapshot:
 class _Copying:
     """One walk through a state."""
 
-    def __init__(self, spare: dict[Key, torch.Tensor]) -> None:
+    def __init__(self, spare: dict[Key, torch.Tensor], max_bytes: int | None, hold: Hold) -> None:
         self.used: dict[Key, torch.Tensor] = {}
         self.transfer = _Transfer()
         self._spare = spare
+        self._left, self._hold = max_bytes, hold
         self._copies: dict[object, torch.Tensor] = {}
 
     def node(self, value: Any, path: tuple[tuple[type, Any], ...]) -> Any:
@@ -113,10 +132,34 @@ class _Copying:
             )
         identity, tensor = identity_of(tensor), tensor.detach()
         if identity not in self._copies:
-            buffer = self._buffer(tensor, path)
-            self.transfer.copy(tensor, buffer)
-            self._copies[identity] = self.used[path] = buffer
+            if self._is_beyond(tensor):
+                self._copies[identity] = self._placeholder(tensor, path)
+            else:
+                buffer = self._buffer(tensor, path)
+                self.transfer.copy(tensor, buffer)
+                self._copies[identity] = self.used[path] = buffer
         return self._copies[identity]
+
+    def _is_beyond(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is left where it lives; else its bytes are taken from those that are left.
+
+        Numbers, and tensors whose elements are not in the order of a file, are always copied.
+        """
+        if self._left is None:
+            return False
+        is_plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        if is_plain and tensor.ndim and tensor.nbytes > self._left:
+            return True
+        self._left -= tensor.nbytes
+        return False
+
+    def _placeholder(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
+        """Return a tensor of the same form whose memory is never touched."""
+        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        self.transfer.stream_of(tensor.device)  # whoever reads the tensor waits for what the device does now
+        self._hold.tensors[made.data_ptr()] = tensor
+        self._hold.has_weights |= path[0] == (str, MODEL)
+        return made
 
     def _buffer(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
         spare = self._spare.get(path)

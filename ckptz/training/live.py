@@ -1,0 +1,99 @@
+"""Tensors of a state that are read where they live, while training stands still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ckptz.errors import ConfigError
+from ckptz.format.sources import PATTERN_TYPES, ArraySource, SourceOf, TensorSource
+from ckptz.kernels.floats import Patterns
+from ckptz.kernels.torch import bytes_of
+from ckptz.parallel import Task
+
+
+class Hold:
+    """The time in which training stands still for the tensors of one snapshot that were not copied.
+
+    The training thread waits, and the writer releases it. A tensor that is read later may have changed, so
+    that read is an error, and the step is not saved: never two states in one file.
+
+    Attributes:
+        tensors: what was not copied, by the address of its placeholder in the snapshot.
+        has_weights: whether weights are among them.
+        released: when the writer released training, by `time.perf_counter`; 0 before.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.has_weights = False
+        self.released = 0.0
+        self._is_revoked = False
+        self._released = Task(lambda: None)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensors that were not copied."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def wait(self) -> None:
+        """Wait until the writer has read all; an interrupt ends this, and the save with it."""
+        if not self.tensors:
+            return
+        try:
+            self._released.wait()
+        finally:
+            self._is_revoked = True
+
+    def release(self) -> None:
+        """Release the training thread; the writer calls this, once or more often."""
+        self.released = self.released or time.perf_counter()
+        self._released.finish()
+
+    def check(self) -> None:
+        """Require that training still stands still.
+
+        Raises:
+            ConfigError: it may have gone on.
+        """
+        if self._is_revoked or self._released.is_done:
+            raise ConfigError(
+                "training went on before its state was read, by an interrupt or a base that cannot be read; "
+                "save again, or raise max_staging_bytes so that all of it is copied first"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _LiveSource(SourceOf):
+    """A tensor that is copied part by part when it is read.
+
+    Attributes:
+        source: of its placeholder, which has dtype and shape.
+        raw: its bytes, on any device [n_bytes].
+        hold: as long as it may be read.
+    """
+
+    raw: torch.Tensor
+    hold: Hold
+
+    def patterns(self, begin: int, end: int) -> Patterns:
+        n = self.dtype.pattern_bytes
+        part = self.raw[n * begin : n * end]
+        copy: Patterns = (part.cpu() if part.device.type != "cpu" else part.clone()).numpy()
+        self.hold.check()  # after the copy: what was read before training went on is right
+        return copy.view(PATTERN_TYPES[n])
+
+
+def with_live(tensors: Mapping[str, TensorSource], hold: Hold) -> dict[str, TensorSource]:
+    """Replace the placeholders among the tensors of a snapshot by the tensors that they stand for."""
+    if not hold.tensors:
+        return dict(tensors)
+    sources = {}
+    for name, source in tensors.items():
+        address = source.flat.ctypes.data if isinstance(source, ArraySource) else None
+        live = None if address is None else hold.tensors.get(address)
+        sources[name] = source if live is None else _LiveSource(source, bytes_of(live.detach()), hold)
+    return sources
