@@ -10,6 +10,9 @@ NEEDS_3_11 := import sys; sys.exit("ckptz needs Python 3.11 or newer: make PYTHO
 # PyTorch's threads wait without spinning: as fast on free cores, several times faster on shared ones.
 export OMP_WAIT_POLICY ?= passive
 
+# Images of containers forbid to keep compiled modules, which each of many processes would compile anew.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help demo test test-apps test-slow coverage fuzz lint types docs check format man bench

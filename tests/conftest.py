@@ -1,5 +1,7 @@
 """Fixtures that several test modules share."""
 
+import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,9 @@ from tests.support.cli_support import Chain, a_state, ckptz, write_plain
 # Shells start what runs in the background with Ctrl-C ignored, and so would be what tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# No test cuts the power, and a disk takes long for it: who tests the call sets one of its own.
+os.fsync = lambda descriptor: None
+
 # Long files that would come last by name: one process would wait for the other.
 LONG = (
     "test_vectors_damage.py",
@@ -19,6 +24,13 @@ LONG = (
     "test_wire_fuzz.py",
     "test_tree_trips.py",
 )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Load no framework for modules of which no test is wanted."""
+    if "not apps" not in config.option.markexpr or collection_path.suffix != ".py":
+        return None
+    return bool(re.search(r"^pytestmark = .*pytest\.mark\.apps", collection_path.read_text(), re.M)) or None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

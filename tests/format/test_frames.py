@@ -86,10 +86,14 @@ def flushed_subnormals() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
-@given(cases())
-@settings(PATIENT, max_examples=150)
-def test_any_map_decodes_by_the_rule(case: Case) -> None:
-    np.testing.assert_array_equal(round_trip(case), expected_patterns(case))
+@pytest.mark.parametrize("n", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_any_map_decodes_by_the_rule(n: int) -> None:
+    @given(cases())
+    @settings(PATIENT, max_examples=n)
+    def check(case: Case) -> None:
+        np.testing.assert_array_equal(round_trip(case), expected_patterns(case))
+
+    check()
 
 
 @pytest.mark.parametrize("names", RULE_SETS, ids=" and ".join)
@@ -104,11 +108,12 @@ def test_backends_agree_on_hand_made_frames(
         np.testing.assert_array_equal(round_trip(case), expected_patterns(case))
 
 
+@pytest.mark.parametrize("n", [4, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("predictor", list(Predictor))
 def test_frames_decode_alike_where_subnormals_are_flushed(
-    predictor: Predictor, flushed_subnormals: None
+    predictor: Predictor, n: int, flushed_subnormals: None
 ) -> None:
-    for seed in range(20):
+    for seed in range(n):
         rng = np.random.default_rng(seed)
         case = build_case(rng, dtype_of("F32"), (40, 30), Domain.LINEAR, predictor, ["row"], 1200)
         np.testing.assert_array_equal(round_trip(case), expected_patterns(case))

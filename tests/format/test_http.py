@@ -152,7 +152,7 @@ def served(request: pytest.FixtureRequest, data: bytes, monkeypatch: pytest.Monk
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Served) as server:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/x.ckptz"
         server.shutdown()
 

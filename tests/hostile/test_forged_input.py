@@ -32,12 +32,6 @@ from tests.support.cli_support import (
 # --- forgeries: damage with checksums that fit ----------------------------------------------------
 
 
-@pytest.fixture
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of files need not last a power cut."""
-    monkeypatch.setattr("os.fsync", lambda descriptor: None)
-
-
 def try_everything(path: Path, folder: Path) -> None:
     """Every verb ends well or with an error of ours, in bounded memory; nothing appears elsewhere."""
     target = folder / "forged-out"
@@ -76,7 +70,6 @@ def sampled(variants: Iterable[Any], most: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("most", [400, pytest.param(10**9, marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("quick_disk")
 def test_a_forged_index_gives_an_error_of_ours(most: int, tmp_path: Path) -> None:
     folder = hf_folder(tmp_path / "hf")
     ckptz("compress", folder)
@@ -93,7 +86,6 @@ def test_a_forged_index_gives_an_error_of_ours(most: int, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("most", [300, pytest.param(10**9, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["full", "delta"])
-@pytest.mark.usefixtures("quick_disk")
 def test_a_forged_frame_header_gives_an_error_of_ours(name: str, most: int, chain: Chain) -> None:
     path: Path = getattr(chain, name)
     whole = path.read_bytes()

@@ -380,7 +380,7 @@ def test_long_streams_are_counted_by_pairs_as_short_ones_are(kind: str) -> None:
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_tables_are_whole_packed_and_as_good_as_one_unit_can_make_them(seed: int, n_rows: int) -> None:
     rng = np.random.default_rng(seed)
     counts = np.zeros((n_rows, 256), np.int64)

@@ -149,6 +149,7 @@ def said(environment: dict[str, str], code: str = ONE_KERNEL) -> str:
     return done.stderr
 
 
+@pytest.mark.apps
 @pytest.mark.parametrize("where", ["beside the package", "NUMBA_CACHE_DIR"])
 def test_a_copy_of_the_package_finds_the_kernels_of_the_first_and_a_changed_one_does_not(
     where: str, tmp_path: Path
@@ -166,6 +167,7 @@ def test_a_copy_of_the_package_finds_the_kernels_of_the_first_and_a_changed_one_
     assert NOTICE in said(again)  # whatever file it is: kernels contain those of other files
 
 
+@pytest.mark.apps
 def test_kernels_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path) -> None:
     environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "image")}
     assert NOTICE in said(environment)
@@ -173,6 +175,7 @@ def test_kernels_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path) -> 
     assert not said(environment | {"TMPDIR": str(tmp_path)}, only_read + ONE_KERNEL)
 
 
+@pytest.mark.apps
 def test_a_full_disk_keeps_no_kernel_and_stops_nothing(tmp_path: Path) -> None:
     environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     full = (
@@ -186,6 +189,7 @@ def test_a_full_disk_keeps_no_kernel_and_stops_nothing(tmp_path: Path) -> None:
     assert list(Path(tmp_path, "kernels").rglob("*.nbc"))
 
 
+@pytest.mark.apps
 def test_two_seconds_of_compilation_are_not_said(tmp_path: Path) -> None:
     environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     assert not said(environment, ONE_KERNEL.removeprefix(AT_ONCE))
@@ -196,6 +200,7 @@ def test_two_seconds_of_compilation_are_not_said(tmp_path: Path) -> None:
     assert NOTICE in said(environment, late + other)
 
 
+@pytest.mark.apps
 def test_the_clock_of_speeds_stands_still_while_kernels_are_compiled(tmp_path: Path) -> None:
     environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     code = (

@@ -1,6 +1,7 @@
 """The shape of the code base: who may import whom, and what loading the package costs."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -80,7 +81,12 @@ def module_of(path: Path) -> str:
 
 
 SOURCES = {module_of(p): p for folder in ("ckptz", "cli") for p in sorted((ROOT / folder).rglob("*.py"))}
-TREES = {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """What the modules say, parsed by those who ask, not by all who collect."""
+    return {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -135,7 +141,7 @@ def check_down(module: str, name: str) -> None:
 @pytest.mark.parametrize("module", SOURCES)
 def test_imports_go_strictly_down(module: str) -> None:
     assert room_of(module) in FLOOR_OF, f"{module} has no floor: name it here and in the architecture"
-    for name, inside in imports(TREES[module]):
+    for name, inside in imports(trees()[module]):
         check_import(module, name, inside)
     for name in own_imports(module):
         check_down(module, name)
@@ -144,7 +150,7 @@ def test_imports_go_strictly_down(module: str) -> None:
 def test_one_module_imports_by_name() -> None:
     users = {
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute | ast.Name) and ast.unparse(node).endswith("import_module")
     }
@@ -152,7 +158,7 @@ def test_one_module_imports_by_name() -> None:
 
 
 def test_modules_are_loaded_by_names_that_can_be_read() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "lazy.module":
                 is_constant = isinstance(node.args[0], ast.Constant)
@@ -191,7 +197,7 @@ def reached(modules: tuple[str, ...]) -> set[str]:
         if module in found or module not in SOURCES:
             continue
         found.add(module)
-        waiting += [name for name, _ in imports(TREES[module])]
+        waiting += [name for name, _ in imports(trees()[module])]
         waiting.append(module.rpartition(".")[0])
     return found
 
@@ -208,7 +214,7 @@ def test_the_writer_is_noticed_among_readers() -> None:
 
 def own_imports(module: str) -> set[str]:
     """Return the modules of ckptz that a module imports, for types only and lazily too."""
-    nodes = list(ast.walk(TREES[module]))
+    nodes = list(ast.walk(trees()[module]))
     names = {name for node in nodes for name in (*imported(node), *lazily_imported(node))}
     return names & set(SOURCES) - {module}
 
@@ -236,7 +242,7 @@ def config_checks(tree: ast.AST) -> Iterator[str]:
 
 
 def test_only_methods_ask_which_method_it_is() -> None:
-    outside = {module: tree for module, tree in TREES.items() if room_of(module) != "ckptz.codec"}
+    outside = {module: tree for module, tree in trees().items() if room_of(module) != "ckptz.codec"}
     found = [f"{module}: {check}" for module, tree in outside.items() for check in config_checks(tree)]
     assert not found
     for check in ("isinstance(config, (int, KMeans))", "isinstance(a, Clusters)", "cast(KMeans, config)"):
@@ -247,7 +253,7 @@ def test_one_function_publishes_files() -> None:
     renames = ("os.replace", "os.rename", "shutil.move")
     users = {
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and ast.unparse(node) in renames
     }
@@ -287,14 +293,14 @@ def deletes(call: ast.AST) -> bool:
 
 
 def test_every_module_that_deletes_is_known() -> None:
-    found = {module for module, tree in TREES.items() if any(map(deletes, ast.walk(tree)))}
+    found = {module for module, tree in trees().items() if any(map(deletes, ast.walk(tree)))}
     assert found == set(DELETES)
 
 
 def test_one_function_makes_folders() -> None:
     users = {
         module
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in ("mkdir", "makedirs")
     }
@@ -324,7 +330,7 @@ def test_the_blas_of_numpy_is_called_where_forks_wait_for_it() -> None:
     """OpenBLAS ends its threads at a fork: a call under way on a thread would never return."""
     calls = [
         f"{module}:{node.lineno}"
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in ast.walk(tree)
         if (isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult))
         or (isinstance(node, ast.Attribute) and ast.unparse(node) in BLAS_NAMES)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ckptz import KeepPolicy
-from ckptz.integrations.lightning import CkptzIO
 from ckptz.run.chain import ChainFile, Estimate, weighed
 from ckptz.run.step_files import ENDLESS, ChainRule, Kept
 from tests.support.checkpointer_support import Run
@@ -88,6 +87,8 @@ def test_a_checkpointer_takes_no_more_than_plain_files(tmp_path: Path, last: int
 @pytest.mark.apps
 @pytest.mark.parametrize("n_kept", [1, 3])
 def test_lightning_files_take_no_more_than_plain_ones(tmp_path: Path, n_kept: int) -> None:
+    from ckptz.integrations.lightning import CkptzIO  # which takes seconds to load
+
     io, paths, taken = CkptzIO(jobs=1), [], []
     weights = torch.randn(30_000)
     plain = weights.nbytes

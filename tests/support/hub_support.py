@@ -88,7 +88,7 @@ def local_hub(folder: Path) -> Iterator[str]:
     folder.mkdir()
     handler = type("Hub", (_Hub,), {"folder": folder})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -1,6 +1,5 @@
 """200 random runs of publishing, dropping, restarting and folding: no bit is ever wrong."""
 
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -132,13 +131,12 @@ class World:
             assert same(engine.tensors, self.state)
 
 
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing here is about power cuts, and waiting for the disk takes most of the time."""
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+QUICK = range(40)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize(
+    "seed", [*QUICK, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(40, 400))]
+)
 def test_every_engine_holds_the_bits_of_the_step_it_says(tmp_path: Path, seed: int) -> None:
     world = World(tmp_path, seed)
     actions: list[tuple[Callable[[], None], int]] = [
