@@ -81,7 +81,7 @@ from ckptz.training.state import (
     trained_weights,
     with_scalars_together,
 )
-from ckptz.words import Report, size
+from ckptz.words import Report, format_bytes
 
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
@@ -480,7 +480,9 @@ class Checkpointer:
         self._snapshot.synchronize()
         notes = [*begun.notes]
         if hold.tensors:
-            notes.append(f"{size(hold.n_bytes)} were encoded while training waited (max_staging_bytes)")
+            notes.append(
+                f"{format_bytes(hold.n_bytes)} were encoded while training waited (max_staging_bytes)"
+            )
         try:
             written = self._written(taken, method, metric, begun.step, notes)
         finally:
