@@ -337,7 +337,13 @@ def test_a_kill_leaves_the_old_file_and_what_is_recognised_as_temporary(large: P
         assert target.read_bytes() == old
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("SIGINT", 130),
+        *(pytest.param(*row, marks=pytest.mark.apps) for row in (("SIGTERM", 143), ("SIGHUP", 129))),
+    ],
+)
 def test_an_interrupted_run_cleans_up(name: str, code: int, large: Path) -> None:
     for target, arguments in jobs_of(large):
         old = target.read_bytes()

@@ -285,10 +285,11 @@ def train_until_killed(folder: Path, done: mmap.mmap, config: Method) -> None:
 
 
 @pytest.mark.parametrize("config", [LOSSLESS, GRID], ids=["lossless", "exact newest step"])
-@pytest.mark.parametrize("n_kills", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_kills_lose_nothing_that_was_complete(tmp_path: Path, n_kills: int, config: Method) -> None:
+@pytest.mark.slow  # a few kills of every front door stand in test_front_doors.py
+def test_kills_lose_nothing_that_was_complete(tmp_path: Path, config: Method) -> None:
     """The newest step is exact after each kill, and without loss every other, too."""
-    rng, losses = random.Random(0), [0.0, *Run().losses(60 * n_kills)]
+    n_kills, rng = 200, random.Random(0)
+    losses = [0.0, *Run().losses(60 * n_kills)]
     done = mmap.mmap(-1, 9)
     saved_run(tmp_path, 1, keep=KEEP_TWO, full_every=3, config=config)
     n_unfinished = 0

@@ -28,7 +28,7 @@ from tests.support.checkpointer_support import in_child
 from tests.support.spec_support import ROOT
 
 WHERE = ("save", "wait", "close", "restore")
-ONE_OF_EACH = {("ctrl-c", "save"), ("caught", "wait"), ("saves", "wait"), ("flag", "save")}
+QUICK = {("ctrl-c", "save"), ("saves", "wait")}  # each is a process; all points are met in this one below
 
 
 def steps_of(folder: Path) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ def interrupted(folder: Path, where: str, kind: str, *flags: str) -> subprocess.
 
 def rows() -> list[Any]:
     return [
-        pytest.param(kind, where, marks=[] if (kind, where) in ONE_OF_EACH else pytest.mark.apps)
+        pytest.param(kind, where, marks=[] if (kind, where) in QUICK else pytest.mark.apps)
         for kind in ("ctrl-c", "caught", "saves", "flag")
         for where in WHERE
     ]

@@ -175,7 +175,16 @@ def test_settings_that_are_not_known_have_no_course() -> None:
 
 
 @pytest.mark.parametrize("name", ["AdamW", "NAdam", "SGD", "Nesterov"])
-@pytest.mark.parametrize(("n", "expected"), [(1, 0.11), (5, 0.46), (15, 0.88), (70, 1.11), (260, 1.11)])
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (1, 0.11),
+        pytest.param(5, 0.46, marks=pytest.mark.slow),
+        (15, 0.88),
+        (70, 1.11),
+        pytest.param(260, 1.11, marks=pytest.mark.slow),
+    ],
+)
 def test_noise_is_moved_whole_however_often_a_run_is_saved(name: str, n: int, expected: float) -> None:
     run = Run(OPTIMIZERS[name], size=256)
     run.train(100)

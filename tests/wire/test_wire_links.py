@@ -169,7 +169,14 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.apps)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("eager", marks=pytest.mark.slow),
+        "aot_eager",
+        pytest.param("inductor", marks=pytest.mark.apps),
+    ],
+)
 @pytest.mark.parametrize("policy", COMPILED)
 def test_a_compiled_layer_gives_the_bits_of_an_eager_one(policy: str, backend: str) -> None:
     """Around the layer are products with 2 alone, which every backend computes exactly."""
