@@ -136,9 +136,12 @@ def uninterrupted(call: Callable[[Sequence[BaseException]], R]) -> R:
         except BaseException as error:
             interrupts.append(error)
             begin = task.run  # on this thread, if no other could be started
-    if interrupts:
-        raise interrupts[0]
-    return task.result()
+    try:
+        if interrupts:
+            raise interrupts[0]
+        return task.result()
+    finally:
+        del task, begin, interrupts  # the traceback of an error has this frame
 
 
 Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | object]"
@@ -209,6 +212,7 @@ class Workers:
         # A task is here before it is submitted, and until its result is: an interrupt may come at any call.
         pending: deque[tuple[Task[R], bool]] = deque()  # and whether the item is small
         submitted: deque[Task[R]] = deque()
+        task: Task[R] | None = None
         n_large = 0
         try:
             for item in items:
@@ -232,6 +236,10 @@ class Workers:
             # interrupt would be swallowed; it comes after calls only.
             if pending:
                 _end(pending)
+                # The traceback of an error has this frame, and would keep it, and open files, with its task.
+                pending.clear()
+                submitted.clear()
+                task = None
 
 
 def _first_result(pending: deque[tuple[Task[R], bool]]) -> R:
@@ -247,9 +255,12 @@ def _end(pending: Iterable[tuple[Task[Any], bool]]) -> None:
 
 
 def _run_here(task: Task[Any]) -> None:
-    task.run()
-    if task.error is not None and not isinstance(task.error, Exception):
-        raise task.error  # an interrupt; errors are raised in their turn
+    try:
+        task.run()
+        if task.error is not None and not isinstance(task.error, Exception):
+            raise task.error  # an interrupt; errors are raised in their turn
+    finally:
+        del task  # the traceback of an error leads to this frame
 
 
 class LRUCache(Generic[V]):

@@ -240,8 +240,9 @@ def test_a_delta_does_not_replace_a_base_of_its_base(tmp_path: Path) -> None:
 
 def test_a_changed_byte_is_named(folder: Path, tmp_path: Path) -> None:
     whole = bytearray((folder / "full.ckptz").read_bytes())
-    source = CKPTZ.safe_open(folder / "full.ckptz", "np")._opened.sources["slanted"]
-    whole[source._container._data_offset + source.entry.offset + source.entry.n_bytes - 9] ^= 1
+    with CKPTZ.safe_open(folder / "full.ckptz", "np") as handle:
+        source = handle._opened.sources["slanted"]
+        whole[source._container._data_offset + source.entry.offset + source.entry.n_bytes - 9] ^= 1
     (tmp_path / "changed.ckptz").write_bytes(whole)
     with CKPTZ.safe_open(tmp_path / "changed.ckptz", "pt") as handle:
         assert same(handle.get_slice("slanted")[0], SLANTED[0])

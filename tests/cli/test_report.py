@@ -136,8 +136,9 @@ def test_nothing_that_a_file_says_becomes_markup(tmp_path: Path) -> None:
     assert not [a for _, a in page.tags if any(name.startswith("on") for name in a)]
     assert "<b>broken.ckptz" in page.text  # as text
     assert "\u202e" not in made.html  # nor may it turn the direction of what stands around it
-    for shown in (made.files[0], made.runs[0], ckptz.safe_open(made.files[0].file, "np")):
-        assert not {"script", "img"} & {tag for tag, _ in Page.of(str(shown._repr_html_())).tags}
+    with ckptz.safe_open(made.files[0].file, "np") as handle:
+        for shown in (made.files[0], made.runs[0], handle):
+            assert not {"script", "img"} & {tag for tag, _ in Page.of(str(shown._repr_html_())).tags}
 
 
 def test_damage_is_shown_and_decides_the_exit_code(run: Path, tmp_path: Path) -> None:

@@ -1,9 +1,11 @@
 """Ordered work on threads, and small work on the caller's."""
 
+import gc
 import signal
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -30,6 +32,38 @@ def test_an_error_of_small_work_is_raised_after_the_results_before_it() -> None:
         assert [next(results) for _ in range(4)] == [0, 1, 2, 3]
         with pytest.raises(ValueError, match="four"):
             next(results)
+
+
+class Refused(ValueError):
+    """An error that can be referred to weakly."""
+
+
+def refuse(item: object) -> None:
+    raise Refused(item)
+
+
+def is_let_go(call: Callable[[], object]) -> bool:
+    """Whether nothing holds an error once it was caught, nor the files that its traceback holds open."""
+    gc.disable()
+    try:
+        try:
+            call()
+        except Refused as error:
+            held = weakref.ref(error)
+        return held() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_error_of_work_is_let_go_with_the_work(jobs: int, is_small: bool) -> None:
+    with Workers(jobs) as workers:
+        assert is_let_go(lambda: list(workers.map(refuse, range(9), lambda item: is_small)))
+
+
+def test_an_error_of_an_uninterrupted_call_is_let_go() -> None:
+    assert is_let_go(lambda: uninterrupted(refuse))
 
 
 def test_results_that_are_closed_after_their_workers_do_not_wait() -> None:
