@@ -26,8 +26,8 @@ from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import ChunkSources, chunk_bounds
 from ckptz.parallel import SMALL_VALUES, Workers
-from ckptz.write import pipeline
-from ckptz.write.pipeline import Job
+from ckptz.write import writer
+from ckptz.write.job import WriteJob
 
 Patterns = NDArray[Any]
 Outputs = Mapping[str, Patterns]
@@ -138,7 +138,7 @@ def write_file(
     sink = Memory(n_bytes(tensors) + HEADERS * (len(tensors) + 16))
     ref = BaseRef(BASE_ID, base_file, 1) if bases is not None else None
     with Workers(jobs) as workers:
-        pipeline.write(sink, Job(tensors=tensors, base=ref, bases=bases or {}, effort=effort), workers)
+        writer.write(sink, WriteJob(tensors=tensors, base=ref, bases=bases or {}, effort=effort), workers)
     return sink.content()
 
 

@@ -23,7 +23,6 @@ from bench.core.measure import Row, cpu_seconds, interleave, machine, parser_of,
 from bench.core.report import finish
 from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors, run_pairs
 from ckptz.codec.effort import DEFAULT, FAST, SMALL, Effort
-from ckptz.codec.lossless import LOSSLESS
 from ckptz.format.bits import ByteReader
 from ckptz.format.frequency import entropy_bits, normalise
 from ckptz.format.huffman import code_lengths, encode_huffman_streams, pack_lengths
@@ -40,7 +39,8 @@ from ckptz.format.streams import (
 )
 from ckptz.kernels import compiled
 from ckptz.parallel import Workers
-from ckptz.write.pipeline import Job, prepared
+from ckptz.write.frame_writer import FilePlan
+from ckptz.write.job import WriteJob, prepared
 from ckptz.write.writer import write_container
 
 DEMO: Final = Path("demo-output/uncompressed")
@@ -64,9 +64,9 @@ def written(tensors: Tensors, bases: Tensors | None, effort: Effort) -> memoryvi
     """A file, or a delta if there are bases."""
     sink = codecs.Memory(n_bytes(tensors) + codecs.HEADERS * (len(tensors) + 16))
     ref = BaseRef(codecs.BASE_ID, "base.ckptz", 1) if bases is not None else None
-    job = Job(tensors=tensors, base=ref, bases=bases or {})
+    job = WriteJob(tensors=tensors, base=ref, bases=bases or {})
     with prepared(job) as ready, Workers(1) as workers:
-        plan = ready.plan(LOSSLESS)
+        plan = FilePlan.of(ready)
         plan.effort = effort
         write_container(sink, plan, workers)
     return sink.content()

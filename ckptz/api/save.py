@@ -116,9 +116,10 @@ def _write(
     effort: EffortName,
     tree: dict[str, Any] | None = None,
 ) -> None:
-    from ckptz.write.pipeline import Job, write
+    from ckptz.write.job import WriteJob
+    from ckptz.write.writer import write
 
-    job = Job(tensors=tensors, tree=tree, metadata=metadata, effort=effort)
+    job = WriteJob(tensors=tensors, tree=tree, metadata=metadata, effort=effort)
     if tree is None:
         ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
         # Roles follow from names alone: notes on tensors of unknown owners have no reader here.

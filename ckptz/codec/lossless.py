@@ -58,6 +58,10 @@ class Exact(Recipe):
     name: ClassVar[str] = "lossless"
     is_lossy: ClassVar[bool] = False
 
+    @property
+    def is_batched(self) -> bool:
+        return not self.is_sparse
+
     def settings(self) -> dict[str, Setting]:
         """Return no settings: files have no records of exact tensors."""
         return {}
@@ -66,6 +70,27 @@ class Exact(Recipe):
         """Plan a tensor that comes back bit for bit."""
         plan = plan_sparse if self.is_sparse else plan_lossless
         return plan(tensor.source, tensor.base, tensor.run, tensor.effort)
+
+    def plan_and_encode(
+        self, sources: Sequence[TensorSource], bases: Sequence[TensorSource], effort: Effort
+    ) -> list[Encoded]:
+        dtype = sources[0].dtype
+        patterns, base_patterns = (
+            [one.patterns(0, one.n_patterns) for one in tensors] for tensors in (sources, bases)
+        )
+        batch = Batch(dtype, patterns, base_patterns)
+        if not bases:
+            return _encode_whole(sources, batch, effort)
+        choices, encoded = _choose(batch, [len(own) for own in patterns], effort), dict[int, Encoded]()
+        for choice in dict.fromkeys(choices):
+            which, (mode, has_contexts) = [k for k, other in enumerate(choices) if other == choice], choice
+            part, margin = batch.only(which), effort.huffman_margin
+            if has_contexts:
+                of_part = encode_by_contexts(part, mode, margin)
+            else:
+                of_part = encode_planes(part, planes_plan(mode), margin)
+            encoded |= zip(which, of_part, strict=True)
+        return [encoded[k] for k in range(len(sources))]
 
 
 @register
@@ -138,29 +163,6 @@ def plan_lossless(
     plan = planes_plan(mode, (Magnitude(),), tables)
     # A tensor of one chunk is counted once: its encoding uses these counts.
     return TensorPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
-
-
-def plan_and_encode(
-    sources: Sequence[TensorSource], bases: Sequence[TensorSource], effort: Effort = DEFAULT
-) -> list[Encoded]:
-    """Plan and encode tensors of one dtype, each of one chunk that is not empty; all or none have a base."""
-    dtype = sources[0].dtype
-    patterns, base_patterns = (
-        [one.patterns(0, one.n_patterns) for one in tensors] for tensors in (sources, bases)
-    )
-    batch = Batch(dtype, patterns, base_patterns)
-    if not bases:
-        return _encode_whole(sources, batch, effort)
-    choices, encoded = _choose(batch, [len(own) for own in patterns], effort), dict[int, Encoded]()
-    for choice in dict.fromkeys(choices):
-        which, (mode, has_contexts) = [k for k, other in enumerate(choices) if other == choice], choice
-        part, margin = batch.only(which), effort.huffman_margin
-        if has_contexts:
-            of_part = encode_by_contexts(part, mode, margin)
-        else:
-            of_part = encode_planes(part, planes_plan(mode), margin)
-        encoded |= zip(which, of_part, strict=True)
-    return [encoded[k] for k in range(len(sources))]
 
 
 def _encode_whole(sources: Sequence[TensorSource], batch: Batch, effort: Effort) -> list[Encoded]:

@@ -6,7 +6,7 @@ A method is a frozen dataclass of settings that checks itself, in a file of its 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Final, Self, TypeVar
 
@@ -19,6 +19,8 @@ from ckptz.format.values import KINDS
 from ckptz.state.roles import Role
 
 if TYPE_CHECKING:
+    from ckptz.codec.chunk import Encoded
+    from ckptz.codec.effort import Effort
     from ckptz.codec.partitions import Partitions
 
 Setting = int | float | bool | str
@@ -45,6 +47,11 @@ class Recipe:
     is_joint: ClassVar[bool] = False
 
     @property
+    def is_batched(self) -> bool:
+        """True if tensors of one chunk are encoded by `plan_and_encode`, and small ones share a frame."""
+        return False
+
+    @property
     def prunes(self) -> bool:
         """True if a share of the elements becomes zero."""
         return False
@@ -69,6 +76,12 @@ class Recipe:
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan the frame of a tensor, which is not empty."""
+        raise NotImplementedError
+
+    def plan_and_encode(
+        self, sources: Sequence[TensorSource], bases: Sequence[TensorSource], effort: Effort
+    ) -> list[Encoded]:
+        """Plan and encode tensors of one dtype and one chunk each; all or none have a base."""
         raise NotImplementedError
 
 

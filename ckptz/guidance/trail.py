@@ -266,7 +266,7 @@ class Momentum:
     Attributes:
         trail: of the run.
         step: of the file; None where it is not known.
-        trained: its weights, by parameter; None to find them in the file, by the state of its optimizers.
+        trained: its weights, by parameter; None where they are not found yet, see `known`.
         restored: first moments as another file restores them, by their names there; None where they stand
             in the same file.
         pool: see `Trail.shares`.
@@ -278,20 +278,23 @@ class Momentum:
     restored: Mapping[str, TensorSource] | None = None
     pool: Pool = dict
 
-    def trained_in(
+    def known(
         self, tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
-    ) -> Mapping[str, Trained]:
-        """Return the known parameters, or find them in a file; see `trained_in`."""
-        return trained_in(tensors, tree, roles) if self.trained is None else self.trained
+    ) -> Momentum:
+        """Find the weights in a file, where they are not known, by the state of its optimizers."""
+        return self if self.trained is not None else replace(self, trained=trained_in(tensors, tree, roles))
 
-    def guides(self, trained: Mapping[str, Trained]) -> dict[str, SideInformation]:
+    def mark(self, *, is_restored: bool) -> None:
+        """Record the weights as those that a save has taken, or that a restore has left."""
+        self.trail.mark(self.trained or {}, self.step, is_restored=is_restored)
+
+    def guides(self) -> dict[str, SideInformation]:
         """Return side information of first moments in the same file, by name."""
-        if self.restored is not None:
-            return {}
-        return self.trail.guides(trained, self.step)
+        return {} if self.restored is not None else self.trail.guides(self.trained or {}, self.step)
 
-    def moves(self, trained: Mapping[str, Trained]) -> Moves:
-        """Return the momentum correction of these weights for the writer of their file."""
+    def moves(self) -> Moves:
+        """Return the momentum correction of the weights for the writer of their file."""
+        trained = self.trained or {}
         if self.restored is not None:
             moved = self._moved(trained, self.restored)
             return Moves((), lambda _: moved)

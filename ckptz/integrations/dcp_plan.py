@@ -39,7 +39,7 @@ from ckptz.parallel import uninterrupted
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import Role, Rule
 from ckptz.torch import source_of
-from ckptz.write.pipeline import Job
+from ckptz.write.job import WriteJob
 
 SHARDS_KEY: Final = "ckptz.shards"  # in a file's metadata: offset and whole shape of each tensor
 RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved
@@ -164,13 +164,13 @@ class Gathered:
         lossy = {key: name for key, name in wholes.items() if name not in orders.exact}
         return {key: roles[name] for key, name in lossy.items() if name in roles}, trained
 
-    def job(self, orders: Orders, guides: Mapping[str, SideInformation]) -> Job:
+    def job(self, orders: Orders, guides: Mapping[str, SideInformation]) -> WriteJob:
         """Describe the rank's file."""
         exact = [key for key, record in self._records.items() if record["tensor"] in orders.exact]
         globs = ["".join(f"[{c}]" if c in "*?[" else c for c in key) for key in exact]
         texts = {SHARDS_KEY: json.dumps(self._records), RANKS_KEY: str(orders.n_ranks)}
         keyed = {k: guides[r["tensor"]] for k, r in self._records.items() if r["tensor"] in guides}
-        return Job(
+        return WriteJob(
             tensors=self.tensors,
             metadata=texts,
             role_rules=tuple(Rule(glob, role="other") for glob in globs),

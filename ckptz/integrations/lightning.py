@@ -39,7 +39,7 @@ from ckptz.run.names import is_of_state, step_of
 from ckptz.run.step_files import METRIC_KEY, STATE_KEY
 from ckptz.state.torch import on_device
 from ckptz.store.resolve import SUFFIX, open_checkpoint
-from ckptz.write.pipeline import Job, mark_restored
+from ckptz.write.job import WriteJob, mark_restored
 
 TESTED: Final = ((2, 6), (2, 6))  # first and last version that the tests ran with
 warn_untested("lightning", lightning.__version__, TESTED)
@@ -145,13 +145,13 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         self._chain.settle()
         self._chain.options.prune(place.parent, {Path(name).name for name in _named_by_callbacks(checkpoint)})
 
-    def _job(self, checkpoint: dict[str, Any]) -> Job:
+    def _job(self, checkpoint: dict[str, Any]) -> WriteJob:
         step = _step_of(checkpoint)
         momentum = None if self._trail is None else Momentum(self._trail, step)
         job = job_of(checkpoint, step)
         return replace(job, momentum=momentum, metadata=_metric_of(checkpoint))
 
-    def _write_state(self, path: Path, checkpoint: dict[str, Any]) -> Job:
+    def _write_state(self, path: Path, checkpoint: dict[str, Any]) -> WriteJob:
         """Write what only a resume needs to a file of its own, and return the job of all else."""
         state = {key: checkpoint[key] for key in _STATE_KEYS if key in checkpoint}
         job = self._job({key: value for key, value in checkpoint.items() if key not in state})

@@ -39,7 +39,8 @@ from ckptz.torch import load_state
 from ckptz.training.compare import notes_on
 from ckptz.training.files import against, memory_for_last, residual_job
 from ckptz.training.snapshot import check_dense, identity_of
-from ckptz.write.pipeline import Job, write
+from ckptz.write.job import WriteJob
+from ckptz.write.writer import write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +143,11 @@ def warn_of_differences(path: Path, lines: Sequence[str]) -> None:
         warnings.warn(f"{path}: restored, but not exactly: {what}", RuntimeWarning, stacklevel=3)
 
 
-def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> Job:
+def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> WriteJob:
     """Describe the file of a nested state, whose memory on the CPU is shared."""
     flat = flatten(on_host(state))
     tree = None if type(state) is dict and list(state) == list(flat.tensors) else flat.tree
-    return Job(tensors=flat.tensors, tree=tree, step=step, role_rules=role_rules)
+    return WriteJob(tensors=flat.tensors, tree=tree, step=step, role_rules=role_rules)
 
 
 class Chain(LinkedFiles):
@@ -167,7 +168,7 @@ class Chain(LinkedFiles):
         """Release the memory that holds what the last file restores to."""
         self._last = LastChunks(memory_for_last) if self.options.config.is_lossy else None
 
-    def write(self, path: Path, job: Job) -> Written:
+    def write(self, path: Path, job: WriteJob) -> Written:
         """Write a file by the chain's configuration, effort and base; it appears whole or not at all.
 
         Raises:
@@ -189,7 +190,7 @@ class Chain(LinkedFiles):
         return written
 
     def _publish(
-        self, path: Path, job: Job, opened: tuple[Checkpoint, str, Inode | None] | None
+        self, path: Path, job: WriteJob, opened: tuple[Checkpoint, str, Inode | None] | None
     ) -> tuple[Written, Inode | None]:
         """Write a file and its residual; give the file of the run that it is stored against, too."""
         base, name, inode = (None, None, None) if opened is None else opened

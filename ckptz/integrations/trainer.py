@@ -66,7 +66,7 @@ from ckptz.training.state import (
     trained_weights,
     with_scalars_together,
 )
-from ckptz.write.pipeline import Job
+from ckptz.write.job import WriteJob
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -163,7 +163,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         # What the state loses of momentum is known when it is written.
         trained = trained_weights(_optimizers_of(self), job.tensors, training.tensors)
         momentum = Momentum(self._ckptz_trail, self.state.global_step, trained)
-        training = replace(training, guides=momentum.guides(trained))
+        training = replace(training, guides=momentum.guides())
         self._ckptz_chains[STATE_NAME].write(folder / STATE_NAME, training)
         with contextlib.closing(open_checkpoint(folder / STATE_NAME)) as stored:
             momentum = replace(momentum, restored=lossy_tensors(stored))
@@ -379,7 +379,7 @@ def _save_settings(trainer: Any, model: Any, folder: Path) -> None:
             part.save_pretrained(folder)
 
 
-def _weights_job(trainer: Any, model: Any) -> Job:
+def _weights_job(trainer: Any, model: Any) -> WriteJob:
     """The file of the weights, less frozen ones if these are left out, with what PEFT's files need."""
     frozen = {} if trainer._ckptz_frozen is None else frozen_weights(model)
     state, metadata = model.state_dict(), dict[str, str]()
@@ -402,7 +402,7 @@ def _optimizers_of(trainer: Any) -> dict[str, Any]:
     return optimizer_state(_unwrapped(trainer), [_bare(trainer.optimizer)])
 
 
-def _training_job(trainer: Any) -> Job:
+def _training_job(trainer: Any) -> WriteJob:
     """The file of the optimizer by parameter name, the scheduler and the scaler."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     state = {

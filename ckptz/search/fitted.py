@@ -23,7 +23,8 @@ from ckptz.search.budget import SearchReport
 from ckptz.search.run import SearchRun, Trial, write_trial
 from ckptz.search.sampled import SAMPLE, Sampler
 from ckptz.search.spaces import space_of
-from ckptz.write.pipeline import Job, prepared
+from ckptz.write.frame_writer import FilePlan
+from ckptz.write.job import WriteJob, prepared
 
 LEAST: Final = 0.99  # of the limit: closer, another file is not worth its time
 AIM: Final = 0.996
@@ -33,7 +34,7 @@ CLOSE: Final = 1e-3  # of a predicted size
 MAX_PREDICTIONS: Final = 30
 
 
-def write_to_size(target: Path, job: Job, limit: int, run: SearchRun) -> tuple[Written, SearchReport]:
+def write_to_size(target: Path, job: WriteJob, limit: int, run: SearchRun) -> tuple[Written, SearchReport]:
     """Write the finest file of at most `limit` bytes, by the method of the job; lossless if that fits.
 
     Raises:
@@ -49,7 +50,7 @@ def write_to_size(target: Path, job: Job, limit: int, run: SearchRun) -> tuple[W
             return sampler.written(config_at(x), run.workers)[0].stored_bytes
 
         def written(config: Method) -> Trial:
-            return write_trial(target, ready.plan(config), run, held)
+            return write_trial(target, FilePlan.of(replace(ready, config=config)), run, held)
 
         trial, x = None, None
         if sampler.written(LOSSLESS, run.workers)[0].stored_bytes <= UNSURE * limit:
@@ -73,7 +74,7 @@ def write_to_size(target: Path, job: Job, limit: int, run: SearchRun) -> tuple[W
             n_predicted=predicted.cache_info().currsize,
             seconds=time.perf_counter() - start,
         )
-        return replace(trial.written, notes=(*trial.written.notes, *ready.notes, note)), report
+        return replace(trial.written, notes=(*trial.written.notes, note)), report
 
 
 def _finest(

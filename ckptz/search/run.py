@@ -45,7 +45,7 @@ from ckptz.search.strategies import (
 from ckptz.state.flatten import tied_names
 from ckptz.state.roles import role_of
 from ckptz.write.frame_writer import Earlier, FilePlan, matching_base
-from ckptz.write.pipeline import Job, Prepared, prepared
+from ckptz.write.job import WriteJob, prepared
 from ckptz.write.writer import write_container
 
 # Strategies, one after another; sizes of configurations before they are tried, if these need them; how many.
@@ -58,7 +58,7 @@ class SearchRun:
     """Threads, folders and checks that a search works with."""
 
     workers: Workers  # threads
-    base_paths: tuple[Path, ...] = ()  # the files behind `Job.bases`
+    base_paths: tuple[Path, ...] = ()  # the files behind `WriteJob.bases`
     search_path: tuple[Path, ...] = ()  # folders to look for its own bases in
     like: Sequence[Path] = ()  # files whose permissions the target gets, if it replaces none
     # called before the target gets its name; raises if what was read has changed
@@ -68,7 +68,7 @@ class SearchRun:
 
 
 def search_and_write(
-    target: Path, job: Job, options: SearchOptions, run: SearchRun
+    target: Path, job: WriteJob, options: SearchOptions, run: SearchRun
 ) -> tuple[Written, SearchReport]:
     """Find the smallest configuration that keeps the budgets and publish its file.
 
@@ -78,22 +78,22 @@ def search_and_write(
         ConfigError: an evaluation fails, or the exact tensors have no quality to measure a drop from.
         KeyboardInterrupt: before any trial kept the budgets; nothing is written.
     """
-    start = time.perf_counter()
     with prepared(replace(job, config=options.template)) as ready:
-        find = _replay if options.max_evaluations == 0 else _searched
-        written, report = find(target, ready, options, run, start)
-    return replace(written, notes=(*written.notes, *ready.notes)), report
+        if options.max_evaluations == 0:
+            return _replay(target, ready, options, run)
+        weights = tuple(name for name in job.tensors if _is_of_model(name, job, ready))
+        return _searched(target, ready, weights, options, run)
 
 
 def _replay(
-    target: Path, ready: Prepared, options: SearchOptions, run: SearchRun, start: float
+    target: Path, ready: WriteJob, options: SearchOptions, run: SearchRun
 ) -> tuple[Written, SearchReport]:
     """Write with the parent's settings; nothing is measured, so the file promises nothing."""
-    config = parent_config(options, ready.job)
+    start, config = time.perf_counter(), parent_config(options, ready)
     if config is None:
         raise ConfigError("with 0 evaluations a base or a plan must record settings, and none does")
     with contextlib.ExitStack() as held:
-        trial = write_trial(target, ready.plan(config), run, held)
+        trial = write_trial(target, FilePlan.of(replace(ready, config=config)), run, held)
         trial.publish(run, options)
     report = SearchReport(
         method=options.template.name,
@@ -106,13 +106,14 @@ def _replay(
 
 
 def _searched(
-    target: Path, ready: Prepared, options: SearchOptions, run: SearchRun, start: float
+    target: Path, ready: WriteJob, weights: tuple[str, ...], options: SearchOptions, run: SearchRun
 ) -> tuple[Written, SearchReport]:
-    template = searched_template(options)
-    lossy = ready.lossy(template)
+    """Search with the prepared job; `weights` are the names of the model's tensors."""
+    template, start = searched_template(options), time.perf_counter()
+    lossy = _lossy_names(ready, template)
     with contextlib.ExitStack() as held:
         options.on_begin(None, None)
-        judge = _judge(ready, options, run)
+        judge = _judge(ready, weights, options, run)
         exact_seconds = time.perf_counter() - start
         stages, predict, n_predicted = route_of(options, ready, run.workers.map)
         searcher = Searcher(target, ready, options, run, judge, predict, held)
@@ -141,22 +142,21 @@ def _searched(
     return written, report
 
 
-def _judge(ready: Prepared, options: SearchOptions, run: SearchRun) -> Judge:
-    tensors = ready.job.tensors
-    weights = tuple(name for name in tensors if _is_of_model(name, ready))
+def _judge(ready: WriteJob, weights: tuple[str, ...], options: SearchOptions, run: SearchRun) -> Judge:
+    tensors = ready.tensors
     others = tuple(name for name in tensors if name not in set(weights))
-    scope = Scope(weights, others, tied_names(ready.job.tree, tensors), run.prefix)
+    scope = Scope(weights, others, tied_names(ready.tree, tensors), run.prefix)
     return judge_of(
         *(options.budgets, tensors, scope, run.workers.map),
         restores=options.restores,
         # A later checkpoint, which begins at a parent's settings, is found in one or two evaluations.
-        repeats=parent_config(options, ready.job) is None,
+        repeats=parent_config(options, ready) is None,
     )
 
 
-def _is_of_model(name: str, ready: Prepared) -> bool:
+def _is_of_model(name: str, job: WriteJob, ready: WriteJob) -> bool:
     """Return whether a tensor belongs to the model: a weight or an integer buffer, no optimizer state."""
-    job, source, role = ready.job, ready.job.tensors[name], ready.roles[name]
+    source, role = job.tensors[name], (ready.roles or {})[name]
     if not source.dtype.is_float:
         role = (job.roles or {}).get(name) or role_of(name, source.shape, is_float=True, rules=job.role_rules)
     return role.role == "weight"
@@ -172,7 +172,7 @@ def searched_template(options: SearchOptions) -> Method:
     return space_of(template).template(template, trains=trains, restarts=options.restores > 0)
 
 
-def parent_config(options: SearchOptions, job: Job) -> Method | None:
+def parent_config(options: SearchOptions, job: WriteJob) -> Method | None:
     """Return the user's settings, or those of the base if it was written by the same method; else None."""
     template = searched_template(options)
     parent = options.parent if options.parent is not None else recorded_in(job.bases, template)
@@ -182,9 +182,9 @@ def parent_config(options: SearchOptions, job: Job) -> Method | None:
     return space.scaled(template, space.multiplier(parent))
 
 
-def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route:
+def route_of(options: SearchOptions, ready: WriteJob, run: MapFunction) -> Route:
     """Find the strategies for the options of a search; `run` maps a function over tensors."""
-    template, parent = searched_template(options), parent_config(options, ready.job)
+    template, parent = searched_template(options), parent_config(options, ready)
     space = space_of(template)
     if isinstance(space, MultiplierSpace):
         first = MultiplierSearch(template=template, space=space)
@@ -194,26 +194,32 @@ def route_of(options: SearchOptions, ready: Prepared, run: MapFunction) -> Route
         first = replace(first, start=space.multiplier(parent), draws=options.restores > 0)
         return [replace(first, most=MAX_LATER, close=CLOSE_LATER), first], None, 0
     assert isinstance(space, CubeSpace)
-    lossy = ready.lossy(template)
-    guides = [ready.guides[name] for name in lossy if name in ready.guides]
+    lossy = _lossy_names(ready, template)
+    roles, all_guides = ready.roles or {}, ready.guides or {}
+    guides = [all_guides[name] for name in lossy if name in all_guides]
     is_ranked = any(guide.gradient or guide.second_moment for guide in guides)
-    layer_types = {ready.roles[name].layer_type for name in lossy}
+    layer_types = {roles[name].layer_type for name in lossy}
     cubes = space.cubes(template, options.cubes, layer_types, is_ranked=is_ranked)
     tensors_to_encode = {}
-    for name, tensor in ready.job.tensors.items():
-        base = matching_base(tensor, ready.job.bases.get(name))
-        tensors_to_encode[name] = TensorToEncode(tensor, base, ready.guides.get(name, NO_SIDE_INFORMATION))
+    for name, tensor in ready.tensors.items():
+        base = matching_base(tensor, ready.bases.get(name))
+        tensors_to_encode[name] = TensorToEncode(tensor, base, all_guides.get(name, NO_SIDE_INFORMATION))
     finer = space.finer(template)
     others = (*finer, parent) if parent is not None else finer
     points = (cube.config(point) for cube in cubes for point in cube.points)
     configs = list(dict.fromkeys([*points, *others]))
-    predict = predicted_sizes(tensors_to_encode, ready.roles, configs, run).__getitem__
+    predict = predicted_sizes(tensors_to_encode, roles, configs, run).__getitem__
     guided = Guided(cubes=cubes, predict=predict, n_left=len(finer))
     stages: list[Strategy] = [guided, Finer(configs=finer)]
     if parent is not None:
         keeps = options.restores > 0
         stages.insert(0, Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps))
     return stages, predict, len(configs)
+
+
+def _lossy_names(ready: WriteJob, config: Method) -> list[str]:
+    """List the tensors that a configuration may change."""
+    return [name for name, recipe in replace(ready, config=config).recipes().items() if recipe.is_lossy]
 
 
 # --- trials ----------------------------------------------------------------------------------------
@@ -256,7 +262,7 @@ class Searcher:
     """One search: writes trials, has them measured, keeps the best."""
 
     target: Path
-    ready: Prepared
+    ready: WriteJob
     options: SearchOptions
     run: SearchRun
     judge: Judge
@@ -281,7 +287,7 @@ class Searcher:
     def _write(self, config: Method) -> Trial:
         """Write a trial; the first one stays open, as most of a training state comes out the same in all."""
         draw = sum(report.config == asdict(config) for report in self.reports)
-        plan = self.ready.plan(config, self.earlier, draw)
+        plan = FilePlan.of(replace(self.ready, config=config), self.earlier, draw)
         trial = write_trial(self.target, plan, self.run, self.held)
         if self.earlier is None:
             file = FileBytes(trial.path)  # readable until it is closed, also when it has lost its name
@@ -329,7 +335,7 @@ class Searcher:
         """Publish the best file with its quality records; a lossless one if nothing is within the budget."""
         records: tuple[QualityRecord, ...] = ()
         if self.best is None:
-            plan = self.ready.plan(LOSSLESS, self.earlier)
+            plan = FilePlan.of(replace(self.ready, config=LOSSLESS), self.earlier)
             trial = write_trial(self.target, plan, self.run, self.held)
         else:
             trial = self.best.trial

@@ -15,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.effort import effort_of
 from ckptz.codec.method import Method, Recipe
 from ckptz.codec.restored import HELD_BYTES, CachedTensor
 from ckptz.codec.tensor import NO_SIDE_INFORMATION, SideInformation
@@ -36,7 +35,7 @@ from ckptz.format.written import Written
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import FilePlan, matching_base
-from ckptz.write.pipeline import Job, Prepared, prepared
+from ckptz.write.job import WriteJob, prepared
 from ckptz.write.writer import write_container
 
 SAMPLE: Final = 1 << 23  # values in all: 32 MB of fp32, a second or two
@@ -84,7 +83,7 @@ class _Sample(TensorSource):
         return None if self.flat_codes is None else self.flat_codes[begin:end]
 
 
-def predict(job: Job, workers: Workers) -> tuple[Written, float]:
+def predict(job: WriteJob, workers: Workers) -> tuple[Written, float]:
     """Predict what writing a file would give, and the seconds that it would take.
 
     Returns:
@@ -100,17 +99,17 @@ def predict(job: Job, workers: Workers) -> tuple[Written, float]:
         # Loads kernels, which takes as long for any file.
         Sampler(ready, SAMPLE >> 4).written(job.config, workers)
         written, sample_seconds = Sampler(ready).written(job.config, workers)
-        return replace(written, notes=(*written.notes, *ready.notes)), seconds + sample_seconds
+        return written, seconds + sample_seconds
 
 
 class Sampler:
     """The sample of one job, from which the size of any configuration's file is predicted."""
 
-    def __init__(self, ready: Prepared, n_values: int = SAMPLE) -> None:
+    def __init__(self, ready: WriteJob, n_values: int = SAMPLE) -> None:
         self._ready = ready
-        self._rate = min(1.0, n_values / max(_n_patterns(ready.job.tensors.values()), 1))
+        self._rate = min(1.0, n_values / max(_n_patterns(ready.tensors.values()), 1))
         self._least = min(LEAST, n_values // 4)
-        stored = (base.stored for base in ready.job.bases.values())
+        stored = (base.stored for base in ready.bases.values())
         # Rows keep the steps that a lossy base has for them, which parts of it do not tell.
         self._needs_whole = any(one is not None and one.method is not None for one in stored)
 
@@ -127,7 +126,7 @@ class Sampler:
 
     def _chosen(self, recipes: Mapping[str, Recipe]) -> dict[str, float]:
         """Choose tensors, and how many of the file's each stands for, by name."""
-        job, roles = self._ready.job, self._ready.roles
+        job, roles = self._ready, self._ready.roles or {}
         alike: dict[Any, list[str]] = defaultdict(list)
         for name, source in job.tensors.items():
             has_base = matching_base(source, job.bases.get(name)) is not None
@@ -143,8 +142,8 @@ class Sampler:
 
     def written(self, config: Method, workers: Workers) -> tuple[Written, float]:
         """Predict the report on a configuration's file, and the seconds that writing it takes."""
-        job = self._ready.job
-        recipes = config.recipes(job.tensors, self._ready.roles, job.trained)
+        job = self._ready
+        recipes = replace(job, config=config).recipes()
         weights = self._chosen(recipes)
         needed = {name: recipes[name].context_tensor for name in weights}
         names = [name for name in job.tensors if name in weights or name in needed.values()]
@@ -155,14 +154,14 @@ class Sampler:
             for name in names
             if (base := matching_base(job.tensors[name], job.bases.get(name))) is not None
         }
-        record = replace(job, tensors=tensors, bases=bases, momentum=None)
+        all_guides = job.guides or {}
         guides = {
             name: _sampled(guide, bounds[name], is_whole=tensors[name] is job.tensors[name])
             for name in names
-            if (guide := self._ready.guides.get(name, NO_SIDE_INFORMATION)) is not NO_SIDE_INFORMATION
+            if (guide := all_guides.get(name, NO_SIDE_INFORMATION)) is not NO_SIDE_INFORMATION
         }
-        effort = effort_of(job.effort)
-        plan = FilePlan(tensors, record, recipes, self._ready.roles, guides, effort=effort)
+        sampled = replace(job, tensors=tensors, bases=bases, guides=guides, momentum=None)
+        plan = FilePlan(sampled, recipes)
         sink, start = io.BytesIO(), working_seconds()
         written = write_container(sink, plan, workers)
         share = tensor_bytes(job.tensors) / max(tensor_bytes(tensors), 1)

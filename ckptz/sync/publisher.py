@@ -28,7 +28,8 @@ from ckptz.run.versions import Version, full_files_of, newest_step, route, versi
 from ckptz.run.writer import write_against
 from ckptz.store.resolve import MAX_DEPTH, base_ref, open_checkpoint, open_file
 from ckptz.store.storage import folder_at
-from ckptz.write.pipeline import Job, write
+from ckptz.write.job import WriteJob
+from ckptz.write.writer import write
 
 Snapshot = dict[str, ArraySource]
 SPARSE: Final = Lossless(sparse=True)
@@ -149,7 +150,7 @@ class Publisher:
         notes: list[str] = []
         with Workers(self._jobs) as workers:
             snapshot = _copied(state_dict, {} if self._base is None else self._base.spare, workers)
-            job = Job(tensors=snapshot, metadata=metadata, step=step, effort=self._effort)
+            job = WriteJob(tensors=snapshot, metadata=metadata, step=step, effort=self._effort)
             written = write_against(
                 lambda held: self._open_base(snapshot, versions, notes, held),
                 lambda base: self._write(job, base, versions, workers),
@@ -212,11 +213,11 @@ class Publisher:
         return self._rule.base_of(n_since + 1) is None
 
     def _write(
-        self, job: Job, base: _Last | None, versions: list[Version], workers: Workers
+        self, job: WriteJob, base: _Last | None, versions: list[Version], workers: Workers
     ) -> dict[Version, Written]:
         """Write the files of one step; they appear when all of them are written."""
         assert job.step is not None
-        wanted: dict[Version, Job] = {}
+        wanted: dict[Version, WriteJob] = {}
         if self._is_full_due(base, versions):
             wanted[Version(job.step, None)] = job
         if base is not None and base.ref.depth <= MAX_DEPTH:

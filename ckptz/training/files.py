@@ -49,7 +49,8 @@ from ckptz.training.copies import copied, named_in
 from ckptz.training.live import Hold, with_live
 from ckptz.training.snapshot import MODEL
 from ckptz.training.state import SCALARS, trained_weights
-from ckptz.write.pipeline import Job, write
+from ckptz.write.job import WriteJob
+from ckptz.write.writer import write
 
 OPTIMIZER: Final = "optimizer"
 LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against
@@ -173,7 +174,7 @@ class StepState:
         by_parameter = {name[n:]: source for name, source in weights.items()}
         return trained_weights(self._given[0], by_parameter, self.rest.tensors, self.prefix)
 
-    def job(self, part: Job, method: LossSettings) -> Job:
+    def job(self, part: WriteJob, method: LossSettings) -> WriteJob:
         """Describe one of the two files.
 
         Args:
@@ -238,7 +239,7 @@ class StepWriter:
         self._state, self._step, self._metric, self._method = state, step, metric, method
         self._effort, self._jobs = effort, jobs
         self._notes: dict[FileKind, list[str]] = {}
-        self._written: dict[FileKind, Job] = {}
+        self._written: dict[FileKind, WriteJob] = {}
 
     def write(
         self, store: StepStore, rule: ChainRule, notes: list[str], *, with_exact: bool
@@ -328,7 +329,7 @@ class StepWriter:
         trained = self._state.with_optimizers
         if self._trail is None:
             return bounds_of(trained)
-        return Momentum(self._trail, self._step, trained).guides(trained)
+        return Momentum(self._trail, self._step, trained).guides()
 
     def _write_exact(
         self, file: StepFile, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
@@ -344,7 +345,7 @@ class StepWriter:
         self._notes[kind] = [f"{kind}: stored without loss: its base is not the one of the search"] * is_other
         return method
 
-    def _write(self, kind: FileKind, sink: BinaryIO, job: Job) -> Written:
+    def _write(self, kind: FileKind, sink: BinaryIO, job: WriteJob) -> Written:
         self._written[kind] = job = replace(job, step=self._step, effort=self._effort)
         with Workers(self._jobs) as workers:
             written = write(sink, job, workers)
@@ -352,7 +353,7 @@ class StepWriter:
         return written
 
 
-def against(job: Job, base: Checkpoint | None, file: str | None = None) -> Job:
+def against(job: WriteJob, base: Checkpoint | None, file: str | None = None) -> WriteJob:
     """Store the tensors of a job against an open file; against none, each stands alone.
 
     `file` is the name that the base will have, if it has another one now.
@@ -363,7 +364,7 @@ def against(job: Job, base: Checkpoint | None, file: str | None = None) -> Job:
     return replace(job, base=base_ref(base, file), bases=bases, base_metadata=base_metadata(base))
 
 
-def residual_job(job: Job, lossy: Checkpoint, file: str, metadata: Mapping[str, str]) -> Job:
+def residual_job(job: WriteJob, lossy: Checkpoint, file: str, metadata: Mapping[str, str]) -> WriteJob:
     """Describe what an open file loses that a job has written.
 
     Args:
@@ -418,9 +419,11 @@ def memory_for_last() -> int:
     return MEMORY_IF_UNKNOWN if free is None else free // LAST_SHARE
 
 
-def _part(state: Mapping[str, Any], prefix: str | None = None) -> Job:
+def _part(state: Mapping[str, Any], prefix: str | None = None) -> WriteJob:
     flat = flatten(dict(state), n_outer=int(prefix == ""))
-    return Job(tensors=flat.tensors, tree=None if _says_nothing(state, flat.tensors, prefix) else flat.tree)
+    return WriteJob(
+        tensors=flat.tensors, tree=None if _says_nothing(state, flat.tensors, prefix) else flat.tree
+    )
 
 
 def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource], prefix: str | None) -> bool:

@@ -62,7 +62,8 @@ from ckptz.store.resolve import (
     open_file,
 )
 from ckptz.words import Report
-from ckptz.write.pipeline import Job, write
+from ckptz.write.job import WriteJob
+from ckptz.write.writer import write
 
 OTHER_SUFFIXES: Final = (PLAIN_SUFFIX, *TORCH_SUFFIXES)
 UNITS: Final = {
@@ -112,7 +113,7 @@ class _Base:
     tensors: Mapping[str, TensorSource]
     files: Mapping[Path, Stamp]
     close: Callable[[], None]
-    metadata: int | None = None  # see Job.base_metadata
+    metadata: int | None = None  # see WriteJob.base_metadata
 
 
 def compress(
@@ -217,21 +218,24 @@ def compress(
         run = _Compression(
             sources=sources,
             steps=steps,
-            config=config,
+            job=WriteJob(
+                tensors={},
+                config=search.template if search else config,
+                effort=effort,
+                step=step,
+                role_rules=role_rules,
+                parameter_names=ParameterNames(_path(param_names)),
+                guide_files=guides,
+                momentum=Momentum(Trail(), step) if chain and config.loses_state else None,
+            ),
             chain=chain,
             resume=resume,
             is_dry=is_dry,
             target_size=target_size,
-            step=step,
-            effort=effort,
             force=force,
             search_path=paths(search_path),
-            role_rules=role_rules,
             optimizer_of=optimizer_of,
-            param_names=_path(param_names),
-            guide_files=guides,
             search=search,
-            trail=Trail() if chain and config.loses_state else None,
             workers=held.enter_context(Workers(jobs)),
             progress=progress,
         )
@@ -438,25 +442,23 @@ def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compression:
-    """One call of `compress`; the attributes are its checked arguments."""
+    """One call of `compress`, with checked arguments.
+
+    Attributes:
+        job: what all outputs have in common.
+    """
 
     sources: list[Path]
     steps: Mapping[Path, int]  # in their names
-    config: Method
+    job: WriteJob
     chain: bool
     resume: bool
     is_dry: bool  # nothing is written
     target_size: str | None
-    step: int | None
-    effort: EffortName
     force: bool
     search_path: list[Path]
-    role_rules: Sequence[Rule]
     optimizer_of: Mapping[Path, Path]  # by input
-    param_names: Path | None
-    guide_files: SideInformationFiles
     search: SearchOptions | None
-    trail: Trail | None
     workers: Workers
     progress: Progress
 
@@ -602,33 +604,32 @@ class _Compression:
             search=search,
         )
 
-    def _job(self, opened: Input, base: _Base | None) -> Job:
+    def _job(self, opened: Input, base: _Base | None) -> WriteJob:
         """Describe the file that an input becomes."""
         container = opened.checkpoint.container if opened.checkpoint is not None else None
-        recorded = container.index.step if container is not None and self.step is None else self.step
+        given = self.job.step
+        recorded = container.index.step if container is not None and given is None else given
         source = path_of(opened.name)
         step = step_of(source, recorded, opened.metadata)
         step = self.steps.get(source) if step is None else step
-        job = Job(
+        momentum = self.job.momentum
+        job = replace(
+            self.job,
             tensors=opened.tensors,
-            config=self.search.template if self.search else self.config,
             metadata=opened.metadata,
             step=step,
             sharding=opened.sharding,
             tree=opened.tree,
-            role_rules=self.role_rules,
-            effort=self.effort,
             optimizer_names=opened.optimizer_names,
-            parameter_names=ParameterNames(self.param_names, Path(opened.name)),
-            guide_files=self.guide_files,
-            momentum=None if self.trail is None else Momentum(self.trail, step),
+            parameter_names=replace(self.job.parameter_names, beside=Path(opened.name)),
+            momentum=None if momentum is None else replace(momentum, step=step),
         )
         if base is None:
             return job
         return replace(job, base=base.ref, bases=base.tensors, base_metadata=base.metadata)
 
     def _written(
-        self, target: Path, job: Job, base: _Base | None, own: Mapping[Path, Stamp]
+        self, target: Path, job: WriteJob, base: _Base | None, own: Mapping[Path, Stamp]
     ) -> tuple[Written, SearchReport | None]:
         """Write a file by itself, or the best that a search finds; its inputs must not have changed since."""
         stamps, like = {**own, **(base.files if base else {})}, list(own)

@@ -25,7 +25,8 @@ from ckptz.kernels import compiled, kept_in, silently
 from ckptz.parallel import Workers, jobs_of
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
 from ckptz.words import Report
-from ckptz.write.pipeline import Job, write
+from ckptz.write.job import WriteJob
+from ckptz.write.writer import write
 
 DTYPES: Final = ("F32", "BF16", "F16", "F64", "U8")
 SHAPE: Final = (144, 128)  # large enough for all lanes of the coder, and for kernels that make tables first
@@ -88,7 +89,7 @@ def _write_and_read(method: str) -> None:
     for whole, effort in efforts:
         old, new = ({name: s for name, s in _state(step) if whole or "model" in name} for step in (0, 1))
         with tempfile.TemporaryDirectory(prefix="ckptz-") as folder, contextlib.ExitStack() as held:
-            job = Job(tensors=old, config=config, effort=effort)
+            job = WriteJob(tensors=old, config=config, effort=effort)
             base = held.enter_context(_written(Path(folder, "full.ckptz"), job))
             job = replace(job, tensors=new, base=base_ref(base), bases=base.tensors)
             delta = held.enter_context(_written(Path(folder, "delta.ckptz"), job))
@@ -96,7 +97,7 @@ def _write_and_read(method: str) -> None:
                 source.patterns(0, source.n_patterns)
 
 
-def _written(path: Path, job: Job) -> contextlib.closing[Checkpoint]:
+def _written(path: Path, job: WriteJob) -> contextlib.closing[Checkpoint]:
     with path.open("w+b") as sink, Workers(1) as workers:
         write(sink, job, workers)
     return contextlib.closing(open_checkpoint(path))

@@ -8,23 +8,22 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final, Self
 
 import msgspec
 
 from ckptz.codec.chunk import Deviation, EncodedChunk, encode_chunk
-from ckptz.codec.effort import DEFAULT, Effort
-from ckptz.codec.lossless import EXACT, plan_and_encode
+from ckptz.codec.effort import Effort, effort_of
 from ckptz.codec.method import Recipe, Setting
 from ckptz.codec.moved import MovedSource, Moves
 from ckptz.codec.restored import HELD_BYTES, CachedTensor, TensorPlans, restored_source
-from ckptz.codec.tensor import NO_SIDE_INFORMATION, MapFunction, SideInformation, TensorToEncode
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.bits import xxh64
 from ckptz.format.caches import CachedChunks
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, header_bytes, pack_plan
-from ckptz.format.index import BaseRef, LossyRecord, QualityRecord, Sharding, TensorEntry
+from ckptz.format.index import LossyRecord, TensorEntry
 from ckptz.format.plan import QuantizationMap, exact_plan
 from ckptz.format.reader import FrameSource, GroupMember
 from ckptz.format.sources import (
@@ -38,6 +37,7 @@ from ckptz.format.sources import (
 )
 from ckptz.parallel import SMALL_VALUES, Workers
 from ckptz.state.roles import Role
+from ckptz.write.job import WriteJob
 
 Progress = Callable[[int], None]
 LEAST_BATCH: Final = CHUNK_VALUES // 4  # patterns
@@ -55,7 +55,7 @@ class Earlier:
     recipes: Mapping[str, Recipe]  # what became of each tensor
     notes: Mapping[str, str]  # what its writer noted on them
 
-    def settled(self, recipes: Mapping[str, Recipe]) -> dict[str, FrameSource]:
+    def reusable(self, recipes: Mapping[str, Recipe]) -> dict[str, FrameSource]:
         """Find the frames that come out the same under other recipes, by name.
 
         A frame follows from the recipe of its tensor, and of the tensor that its contexts depend on.
@@ -69,23 +69,8 @@ class Earlier:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord:
-    """Everything that a file says beside its tensors."""
-
-    metadata: Mapping[str, str] | None = None  # the user's own, kept unchanged
-    step: int | None = None  # training step, if known
-    sharding: Sharding | None = None  # how the source folder was split
-    tree: dict[str, Any] | None = None  # JSON skeleton of a nested checkpoint
-    base: BaseRef | None = None  # the checkpoint that the tensors are stored against
-    # its tensors by name; a tensor without a base of its dtype and shape stands alone
-    bases: Mapping[str, TensorSource] = field(default_factory=dict)
-    base_metadata: int | None = None  # checksum of the metadata of a base that is a plain file
-    quality: Sequence[QualityRecord] = ()  # budgets that were measured on the very tensors of this file
-
-
-# A chunk to encode: of which tensor, its encoding plan where it is planned already, its bounds and base.
-_Chunk = tuple[str, TensorSource, TensorPlan | None, ChunkSources]
+# A chunk to encode: the name of its tensor, whose plan if it is made already, and its bounds and base.
+_Chunk = tuple[str, TensorPlan | None, ChunkSources]
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
@@ -96,40 +81,54 @@ def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSour
 
 @dataclass(slots=True)
 class FilePlan:
-    """A file to write once: what becomes of each of its tensors, and so all that decides its bytes.
+    """The recipe of each tensor of a file, and what the plans of its tensors share. For one writing.
 
     Tensors that others depend on are planned once for both.
+
+    Attributes:
+        job: the file, with the roles and side information of all tensors: see `prepared`.
+        recipes: by name.
+        earlier: a file of the same job to copy frames from that would be encoded to the same bytes.
+        draw: number of the random rounding; with another one, no lossy frame is copied.
+        tensors: by name, in their order, after momentum correction.
+        effort: which the earlier file was written with, too.
+        notes: on momentum correction, by tensor.
     """
 
-    tensors: dict[str, TensorSource]  # by name, in their order; those that are moved as they are coded
-    record: FileRecord
-    recipes: Mapping[str, Recipe]  # by name
-    roles: Mapping[str, Role] = field(default_factory=dict)  # of those that may become lossy
-    guides: Mapping[str, SideInformation] = field(default_factory=dict)  # what planners may know, by name
-    earlier: Earlier | None = None  # a file to copy from what would be encoded to the same bytes
-    moves: Moves | None = None  # how weights are moved before they are coded
-    draw: int = 0  # of random rounding; by another one, no lossy frame is copied
-    effort: Effort = DEFAULT  # which the earlier file was written with, too
-    notes: dict[str, str] = field(default_factory=dict, init=False)  # on moves, by tensor
+    job: WriteJob
+    recipes: Mapping[str, Recipe]
+    earlier: Earlier | None = None
+    draw: int = 0
+    tensors: dict[str, TensorSource] = field(init=False)
+    effort: Effort = field(init=False)
+    notes: dict[str, str] = field(default_factory=dict, init=False)
     _chunks: CachedChunks = field(init=False)
     _shared: TensorPlans = field(init=False)
-    _ahead: dict[str, TensorPlan] = field(default_factory=dict, init=False)  # of first moments: few vectors
+    _preplanned: dict[str, TensorPlan] = field(
+        default_factory=dict, init=False
+    )  # of first moments: few vectors
     _movement: float | None = field(default=None, init=False)  # of all tensors whose plans depend on it
 
     def __post_init__(self) -> None:
+        self.tensors, self.effort = dict(self.job.tensors), effort_of(self.job.effort)
         self._chunks = CachedChunks(HELD_BYTES)
         sources = (self.recipes[name].context_tensor for name in self.tensors)
         self._shared = TensorPlans(name for name in sources if name is not None)
 
+    @classmethod
+    def of(cls, job: WriteJob, earlier: Earlier | None = None, draw: int = 0) -> Self:
+        """Plan the file of a prepared job by the recipes of its method."""
+        return cls(job, job.recipes(), earlier, draw)
+
     def prepare(self, run: MapFunction) -> dict[str, FrameSource]:
-        """Move weights and measure what several plans depend on; gives the frames to copy, by name."""
-        settled = {} if self.earlier is None else self.earlier.settled(self.recipes)
+        """Correct weights and measure what several plans depend on; return the frames to copy, by name."""
+        reusable = {} if self.earlier is None else self.earlier.reusable(self.recipes)
         if self.draw:
-            settled = {name: frame for name, frame in settled.items() if not self.recipes[name].is_lossy}
-        if self.moves is not None:
-            self._move(self.moves, run)
+            reusable = {name: frame for name, frame in reusable.items() if not self.recipes[name].is_lossy}
+        if self.job.momentum is not None:
+            self._move(self.job.momentum.moves(), run)
         self._measure(run)
-        return settled
+        return reusable
 
     def _measure(self, run: MapFunction) -> None:
         """Measure what the plans of several tensors depend on together."""
@@ -147,10 +146,10 @@ class FilePlan:
         """Move the weights; the first moments that this depends on are planned for it."""
         recipes = self.recipes
         names = [name for name in moves.moments if recipes[name].is_lossy]
-        self._ahead = dict(zip(names, run(self._alone, names), strict=True))
+        self._preplanned = dict(zip(names, run(self._alone, names), strict=True))
         restored = {
             name: restored_source(self.tensors[name], None, encoding)
-            for name, encoding in self._ahead.items()
+            for name, encoding in self._preplanned.items()
         }
         moved, notes = moves.of(restored)
         self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
@@ -161,26 +160,25 @@ class FilePlan:
 
     def base(self, name: str) -> TensorSource | None:
         """Return the base of a tensor; cached if several passes will read it."""
-        base = matching_base(self.tensors[name], self.record.bases.get(name))
+        base = matching_base(self.tensors[name], self.job.bases.get(name))
         recipe = self.recipes[name]
-        if base is None or recipe == EXACT or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
+        if base is None or recipe.is_batched or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
             return base
         return CachedTensor(base, f"base of {name}", self._chunks)
 
-    def alike(self, chunk: _Chunk) -> tuple[DType, bool] | None:
+    def batch_key(self, chunk: _Chunk) -> tuple[Recipe, DType, bool] | None:
         """Return the key of the batch that a tensor can be encoded in, or None if it is encoded alone."""
-        name, source, encoding, sources = chunk
-        is_exact = self.recipes[name] == EXACT
-        if encoding is not None or not is_exact:
-            return None
-        return source.dtype, sources.base is not None
+        name, encoding, sources = chunk
+        recipe = self.recipes[name]
+        is_alone = encoding is not None or not recipe.is_batched
+        return None if is_alone else (recipe, self.tensors[name].dtype, sources.base is not None)
 
     def encoding(
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction = map
     ) -> TensorPlan:
         """Plan a tensor."""
-        if name in self._ahead:
-            return self._ahead[name]
+        if name in self._preplanned:
+            return self._preplanned[name]
         make = functools.partial(self._planned, name, base, context_tensors, run)
         return self._shared.encoding(name, make) if name in self._shared else make()
 
@@ -193,8 +191,9 @@ class FilePlan:
     def _planned(
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
     ) -> TensorPlan:
-        recipe = self.recipes[name] if self.tensors[name].n_patterns else EXACT
-        encoding = recipe.plan(self._tensor_to_encode(name, base, context_tensors, run))
+        if not self.tensors[name].n_patterns:
+            return TensorPlan(exact_plan(self.tensors[name].dtype))
+        encoding = self.recipes[name].plan(self._tensor_to_encode(name, base, context_tensors, run))
         return replace(encoding, huffman_margin=self.effort.huffman_margin)
 
     def _tensor_to_encode(
@@ -204,7 +203,7 @@ class FilePlan:
         context_tensors: ContextTensors | None = None,
         run: MapFunction = map,
     ) -> TensorToEncode:
-        guide, against = self.guides.get(name, NO_SIDE_INFORMATION), self.record.base
+        guide, against = (self.job.guides or {}).get(name, NO_SIDE_INFORMATION), self.job.base
         key = f"{'' if against is None else against.content_id}\n{name}{self.draw or ''}"
         seed = xxh64(key.encode()) & 0xFFFFFFFF
         return TensorToEncode(
@@ -229,14 +228,13 @@ class FilePlan:
 def _chunks(plan: FilePlan, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
     """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
     for name in names:
-        source = plan.tensors[name]
-        n_patterns = source.n_patterns
+        n_patterns = plan.tensors[name].n_patterns
         base, encoding, context_tensors = plan.base(name), None, context_tensors_of({})
         if n_patterns > CHUNK_VALUES:
             context_tensors = plan.context_tensors(name, workers.map)
             encoding = plan.encoding(name, base, context_tensors, workers.map)
         for begin, end in chunk_bounds(n_patterns):
-            yield name, source, encoding, ChunkSources(begin, end, base, context_tensors)
+            yield name, encoding, ChunkSources(begin, end, base, context_tensors)
 
 
 def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
@@ -255,29 +253,30 @@ def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
 
 def _is_small(plan: FilePlan, batch: Sequence[_Chunk]) -> bool:
     """Return whether the chunks of a batch are so small that Python's overhead dominates."""
-    is_together = all(plan.alike(chunk) for chunk in batch)
+    is_together = all(plan.batch_key(chunk) for chunk in batch)
     n_patterns = sum(sources.end - sources.begin for *_, sources in batch)
     return n_patterns < len(batch) * (SMALL_VALUES_TOGETHER if is_together else SMALL_VALUES)
 
 
 def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[TensorPlan, EncodedChunk]]:
     encoded: list[tuple[TensorPlan, EncodedChunk]] = []
-    for key, run in itertools.groupby(batch, plan.alike):
+    for key, run in itertools.groupby(batch, plan.batch_key):
         chunks = list(run)
         if key is None:
             encoded += [_encode(plan, chunk) for chunk in chunks]
         else:
+            tensors = [plan.tensors[name] for name, *_ in chunks]
             bases = [sources.base for *_, sources in chunks if sources.base is not None]
-            encoded += plan_and_encode([source for _, source, *_ in chunks], bases, plan.effort)
+            encoded += key[0].plan_and_encode(tensors, bases, plan.effort)
     return encoded
 
 
 def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[TensorPlan, EncodedChunk]:
-    name, source, encoding, sources = chunk
+    name, encoding, sources = chunk
     if encoding is None:
         sources.context_tensors = plan.context_tensors(name)
         encoding = plan.encoding(name, sources.base, sources.context_tensors)
-    return encoding, encode_chunk(source, encoding, sources)
+    return encoding, encode_chunk(plan.tensors[name], encoding, sources)
 
 
 def _lossy_record(
@@ -324,15 +323,15 @@ def write_frames(
     sink: BinaryIO, data_offset: int, plan: FilePlan, workers: Workers, progress: Progress | None
 ) -> Iterator[tuple[TensorEntry, FrameHeader, str]]:
     """Write all frames; yields of each its row of the index, its header, and a note."""
-    offset, settled = 0, plan.prepare(workers.map)
-    fresh = [name for name in plan.tensors if name not in settled]
+    offset, reusable = 0, plan.prepare(workers.map)
+    fresh = [name for name in plan.tensors if name not in reusable]
     share = sum(plan.tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
     batches = _batches(_chunks(plan, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_VALUES))
     encode, is_small = functools.partial(_encode_all, plan), functools.partial(_is_small, plan)
     encoded = itertools.chain.from_iterable(workers.map(encode, batches, is_small))
     for name, source in plan.tensors.items():
-        if name in settled:
-            frame = settled[name]
+        if name in reusable:
+            frame = reusable[name]
             entry, header = _copy_frame(sink, offset, name, frame), frame.header
             note = "" if plan.earlier is None else plan.earlier.notes.get(name, "")
             if progress:
@@ -342,9 +341,8 @@ def write_frames(
             n_bytes = sink.tell() - data_offset - offset
             lossy = None
             if deviation is not None:
-                lossy = _lossy_record(
-                    plan.recipes[name], plan.roles[name], source, encoding, header, deviation
-                )
+                role = (plan.job.roles or {})[name]
+                lossy = _lossy_record(plan.recipes[name], role, source, encoding, header, deviation)
             checksum = f"{header.checksum:016x}"
             entry = TensorEntry(name, source.dtype.name, header.shape, offset, n_bytes, checksum, lossy)
             note = encoding.note or plan.notes.get(name, "")

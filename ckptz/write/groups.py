@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptz.codec.lossless import EXACT
+from ckptz.codec.method import Recipe
 from ckptz.format.bits import combine, xxh64
 from ckptz.format.index import MAX_GROUP, TensorEntry, group_name
 from ckptz.format.reader import group_base
@@ -81,22 +81,22 @@ def grouped(plan: FilePlan, apart: Collection[str] = ()) -> tuple[FilePlan, Grou
         tensors[name if number is None else group_name(number)] = (
             source if number is None else sources[number]
         )
-    bases = dict(plan.record.bases)
+    bases, recipes = dict(plan.job.bases), dict(plan.recipes)
     for number, names in enumerate(groups):
+        recipes[group_name(number)] = plan.recipes[names[0]]
         members = [(name, tuple(plan.tensors[name].shape)) for name in names]
-        if (base := group_base(sources[number].dtype, members, plan.record.bases)) is not None:
+        if (base := group_base(sources[number].dtype, members, plan.job.bases)) is not None:
             bases[group_name(number)] = base
-    recipes = {**plan.recipes, **dict.fromkeys(map(group_name, range(len(groups))), EXACT)}
-    return replace(plan, tensors=tensors, recipes=recipes, record=replace(plan.record, bases=bases)), found
+    return replace(plan, job=replace(plan.job, tensors=tensors, bases=bases), recipes=recipes), found
 
 
 def _groups_of(plan: FilePlan, apart: Collection[str]) -> list[list[str]]:
     """Choose the tensors that share a frame, the group that begins first in front."""
-    small: dict[str, list[tuple[str, int]]] = {}  # with their patterns
+    small: dict[tuple[str, Recipe], list[tuple[str, int]]] = {}  # with their patterns
     for name, source in plan.tensors.items():
-        is_small = plan.recipes[name] == EXACT and 0 < (n_patterns := source.n_patterns) <= MOST_VALUES
-        if is_small and name not in apart:
-            small.setdefault(source.dtype.name, []).append((name, n_patterns))
+        recipe, n_patterns = plan.recipes[name], source.n_patterns
+        if recipe.is_batched and 0 < n_patterns <= MOST_VALUES and name not in apart:
+            small.setdefault((source.dtype.name, recipe), []).append((name, n_patterns))
     groups: list[list[str]] = []
     for found in small.values():
         left = 0

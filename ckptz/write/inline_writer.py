@@ -12,8 +12,6 @@ from typing import BinaryIO
 
 import msgspec
 
-from ckptz.codec.effort import SMALL
-from ckptz.codec.lossless import EXACT
 from ckptz.format.envelope import build_header
 from ckptz.format.index import (
     DELTA_FEATURE,
@@ -35,8 +33,9 @@ from ckptz.format.reader import Container, has_own_frame
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import blob
 from ckptz.parallel import Workers
-from ckptz.write.frame_writer import Earlier, FilePlan, FileRecord, Progress, write_frames
+from ckptz.write.frame_writer import Earlier, FilePlan, Progress, write_frames
 from ckptz.write.groups import grouped
+from ckptz.write.job import WriteJob
 from ckptz.write.writer import reserved_header_bytes
 
 Tensors = Mapping[str, TensorSource]
@@ -113,10 +112,9 @@ def _features(container: Container, tensors: Tensors, bases: Sequence[NeededBase
 
 def _copying(tensors: Tensors) -> FilePlan:
     """Plan the tensors of one checkpoint: frames as they are, others anew."""
-    recipes = dict.fromkeys(tensors, EXACT)
+    job = WriteJob(tensors=tensors, effort="small")
     frames = {name: source for name, source in tensors.items() if has_own_frame(source)}
-    earlier = Earlier(frames, recipes, {})
-    return FilePlan(dict(tensors), FileRecord(), recipes, earlier=earlier, effort=SMALL)
+    return FilePlan.of(job, Earlier(frames, job.recipes(), {}))
 
 
 class _Writing:

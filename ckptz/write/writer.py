@@ -38,8 +38,9 @@ from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.streams import HUFFMAN_CODES
 from ckptz.format.written import Written, blob, check_names, promising
 from ckptz.parallel import Workers
-from ckptz.write.frame_writer import FilePlan, FileRecord, Progress, write_frames
+from ckptz.write.frame_writer import FilePlan, Progress, write_frames
 from ckptz.write.groups import grouped
+from ckptz.write.job import WriteJob, prepared
 
 
 def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -64,33 +65,46 @@ def _check_shapes(tensors: Mapping[str, TensorSource]) -> None:
             raise UnsupportedError(f"tensor {name!r} has shape {list(source.shape)}, beyond 2^48 elements")
 
 
+def write(sink: BinaryIO, job: WriteJob, workers: Workers, progress: Progress | None = None) -> Written:
+    """Write one file into `sink`, which is empty and must seek; `progress` gets the bytes of each chunk.
+
+    Raises:
+        ConfigError: what is asked for is impossible; see `prepared`.
+    """
+    with prepared(job) as ready:
+        written = write_container(sink, FilePlan.of(ready), workers, progress)
+        if ready.momentum is not None:
+            ready.momentum.mark(is_restored=False)
+        return written
+
+
 def write_container(
     sink: BinaryIO, plan: FilePlan, workers: Workers, progress: Progress | None = None
 ) -> Written:
-    """Write a whole file to `sink`, which is empty and must seek; `progress` gets the bytes of chunks."""
+    """Write a planned file to `sink`, which is empty and must seek; `progress` gets the bytes of chunks."""
     check_names(list(plan.tensors))
     _check_shapes(plan.tensors)
     plan, groups = grouped(plan)
-    tensors, record = plan.tensors, plan.record
+    tensors, job = plan.tensors, plan.job
     features, raw = _features(plan), tensor_bytes(tensors)
     features += [GROUPS_FEATURE] * bool(groups.group_of)
-    section = b"" if record.base_metadata is None else pack_base_metadata(record.base_metadata)
+    section = b"" if job.base_metadata is None else pack_base_metadata(job.base_metadata)
     reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
     sink.seek(reserved)
     frames = list(write_frames(sink, reserved, plan, workers, progress))
     stored = [entry for entry, _, _ in frames]
     n_deltas = groups.count([entry.name for entry, header, _ in frames if header.plan.needs_base])
     notes = tuple((entry.name, note) for entry, _, note in frames if note)
-    if record.base is not None and not n_deltas:
+    if job.base is not None and not n_deltas:
         # No tensor gained from the base, so no reader shall have to find it.
-        record, section = replace(record, base=None), b""
+        job, section = replace(job, base=None), b""
         features.remove("delta")
     if LOW_RANK_FEATURE in features and not any(header.plan.is_low_rank for _, header, _ in frames):
         features.remove(LOW_RANK_FEATURE)
     if HUFFMAN_FEATURE in features and not any(header.has_huffman for _, header, _ in frames):
         features.remove(HUFFMAN_FEATURE)
     entries = groups.entries(stored)
-    index = _index(entries, record)
+    index = _index(entries, job)
     packed = pack_index(index)
     sink.write(section + packed)
     end = stored[-1].offset + stored[-1].n_bytes if stored else 0
@@ -110,7 +124,7 @@ def write_container(
         n_deltas=n_deltas,
         n_lossy=sum(entry.lossy is not None for entry in entries),
         tensor_notes=notes,
-        notes=tuple(_lines(notes)),
+        notes=(*_lines(notes), *job.notes),
     )
 
 
@@ -134,27 +148,28 @@ def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Sequ
     return n_bytes
 
 
-def _index(entries: Sequence[TensorEntry], record: FileRecord) -> Index:
+def _index(entries: Sequence[TensorEntry], job: WriteJob) -> Index:
     return Index(
         writer=writer_name(),
         content_id=content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in entries),
-        tensors=promising(entries, record.quality),
-        metadata=None if record.metadata is None else dict(record.metadata),
-        base=record.base,
-        step=record.step,
-        sharding=record.sharding,
-        tree=record.tree,
-        quality=tuple(record.quality),
+        tensors=promising(entries, job.quality),
+        metadata=None if job.metadata is None else dict(job.metadata),
+        base=job.base,
+        step=job.step,
+        sharding=job.sharding,
+        tree=job.tree,
+        quality=tuple(job.quality),
     )
 
 
 def _features(plan: FilePlan) -> list[str]:
     is_lossy = any(recipe.is_lossy for recipe in plan.recipes.values())
+    guides = plan.job.guides or {}
     may_be_low = any(
-        recipe.may_be_low_rank and plan.guides.get(name, NO_SIDE_INFORMATION).reach is not None
+        recipe.may_be_low_rank and guides.get(name, NO_SIDE_INFORMATION).reach is not None
         for name, recipe in plan.recipes.items()
     )
-    deltas = ["delta"] * (plan.record.base is not None)
+    deltas = ["delta"] * (plan.job.base is not None)
     is_long = any(source.n_patterns >= HUFFMAN_CODES for source in plan.tensors.values())
     may_be_huffman = is_long and plan.effort.huffman_margin is not None
     more = [LOW_RANK_FEATURE] * may_be_low + [HUFFMAN_FEATURE] * may_be_huffman

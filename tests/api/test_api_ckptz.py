@@ -22,8 +22,8 @@ from ckptz.format.publish import publish
 from ckptz.format.sources import ArraySource
 from ckptz.parallel import Workers
 from ckptz.state.torch import TorchTensors
-from ckptz.write import pipeline
-from ckptz.write.pipeline import Job
+from ckptz.write import writer
+from ckptz.write.job import WriteJob
 from tests.support.api_support import CKPTZ, SAFETENSORS, bits, every_dtype, make, run_python, same
 
 ROOT = Path(__file__).parents[2]
@@ -233,7 +233,7 @@ def odd_types() -> dict[str, ArraySource]:
 @pytest.mark.parametrize("framework", ["pt", "np"])
 def test_types_without_a_home_are_refused_when_read(framework: str, tmp_path: Path) -> None:
     with publish(tmp_path / "ours") as sink, Workers(1) as workers:
-        pipeline.write(sink, Job(tensors=odd_types()), workers)
+        writer.write(sink, WriteJob(tensors=odd_types()), workers)
     with publish(tmp_path / "theirs") as sink:
         patterns = (source.flat for source in odd_types().values())
         write_plain(sink, plain_regions(odd_types()), None, patterns)

@@ -9,7 +9,7 @@ import pytest
 
 from ckptz.codec.chunk import Encoded, encode_chunk
 from ckptz.codec.effort import DEFAULT, FAST, SMALL, Effort
-from ckptz.codec.lossless import plan_and_encode, plan_lossless
+from ckptz.codec.lossless import EXACT, plan_lossless
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.frame import FrameHeader
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
@@ -74,7 +74,7 @@ def test_frames_are_those_of_tensors_encoded_one_by_one_or_smaller_deltas(
     dtype = dtype_of(name)
     made = [[ArraySource(dtype, (len(own),), own) for own in pair] for pair in pairs(dtype)]
     sources, bases = [new for new, _ in made], [old for _, old in made] if has_base else []
-    together = plan_and_encode(sources, bases, effort)
+    together = EXACT.plan_and_encode(sources, bases, effort)
     one_by_one = [alone(*pair, effort) for pair in itertools.zip_longest(sources, bases)]
     for source, batched, single in zip(sources, together, one_by_one, strict=True):
         own, other = frame(source, batched), frame(source, single)

@@ -30,8 +30,8 @@ from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import Workers
 from ckptz.state.flatten import read_chunks
-from ckptz.write import pipeline
-from ckptz.write.pipeline import Job
+from ckptz.write import writer
+from ckptz.write.job import WriteJob
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -64,9 +64,11 @@ def compress(source: Path, output: Path) -> None:
     """What `ckptz compress FOLDER -o OUTPUT` comes down to."""
     opened = open_input(source)
     output.mkdir()
-    job = Job(tensors=opened.tensors, metadata=opened.metadata, sharding=opened.sharding, tree=opened.tree)
+    job = WriteJob(
+        tensors=opened.tensors, metadata=opened.metadata, sharding=opened.sharding, tree=opened.tree
+    )
     with Workers(1) as workers, publish(output / f"{opened.stem}.ckptz") as sink:
-        pipeline.write(sink, job, workers)
+        writer.write(sink, job, workers)
     copy_carried(opened.carried, output)
     opened.close()
 
@@ -340,7 +342,7 @@ def test_a_record_is_checked_when_its_file_is_opened(folder: Path, tmp_path: Pat
     opened = open_input(folder)
     bad = msgspec.structs.replace(opened.sharding, index_file="../escaped")
     with Workers(1) as workers, publish(tmp_path / "bad.ckptz") as sink:
-        pipeline.write(sink, Job(tensors=opened.tensors, sharding=bad), workers)
+        writer.write(sink, WriteJob(tensors=opened.tensors, sharding=bad), workers)
     opened.close()
     with pytest.raises(CorruptionError, match=r"bad\.ckptz: sharding: '\.\./escaped'"):
         open_input(tmp_path / "bad.ckptz")
@@ -401,7 +403,7 @@ def test_other_files_that_other_systems_cannot_hold_are_left_out(folder: Path) -
 def pack_as(sharding: Sharding, opened: Input, path: Path) -> None:
     """A file of version 1.0 by another writer."""
     with Workers(1) as workers, publish(path) as sink:
-        pipeline.write(sink, Job(tensors=opened.tensors, sharding=sharding), workers)
+        writer.write(sink, WriteJob(tensors=opened.tensors, sharding=sharding), workers)
 
 
 def test_a_disk_that_takes_two_names_for_one_is_asked(

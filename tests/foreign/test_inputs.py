@@ -20,8 +20,8 @@ from ckptz.format.envelope import PlainFile, plain_regions, write_plain
 from ckptz.format.publish import publish
 from ckptz.parallel import Workers
 from ckptz.state.flatten import read_chunks
-from ckptz.write import pipeline
-from ckptz.write.pipeline import Job
+from ckptz.write import writer
+from ckptz.write.job import WriteJob
 
 WEIGHTS = np.arange(12, dtype="f4").reshape(3, 4)
 
@@ -55,7 +55,7 @@ def test_a_ckptz_file_brings_its_tree_and_chain(plain: Path, tmp_path: Path) -> 
     opened = open_input(plain)
     tree = {"root": {"tensor": "w"}, "storages": []}
     with Workers(1) as workers, publish(tmp_path / "m.ckptz") as sink:
-        pipeline.write(sink, Job(tensors=opened.tensors, metadata={"a": "b"}, tree=tree), workers)
+        writer.write(sink, WriteJob(tensors=opened.tensors, metadata={"a": "b"}, tree=tree), workers)
     opened.close()
     check_weights(tmp_path / "m.ckptz", "ckptz")
     opened = open_input(tmp_path / "m.ckptz")

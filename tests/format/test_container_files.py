@@ -25,9 +25,9 @@ from ckptz.format.reader import Container, FrameSource, _DecodedChunk, frames_of
 from ckptz.format.sources import CHUNK_VALUES, ArraySource, TensorSource
 from ckptz.format.written import Written, amend_metadata, amend_quality
 from ckptz.parallel import Workers
-from ckptz.write import pipeline, writer
+from ckptz.write import writer
 from ckptz.write.inline_writer import NeededBase, write_inline
-from ckptz.write.pipeline import Job
+from ckptz.write.job import WriteJob
 from tests.support.spec_cases import base_coded, embedded, varint, with_codes
 from tests.support.spec_files import CONSTANT, SPARSE, File, Frame, plan
 from tests.support.vector_support import VALID
@@ -48,9 +48,9 @@ def write(
 ) -> tuple[bytes, Written]:
     """A file in memory; of a delta, `base` holds the tensors that it is stored against."""
     sink = io.BytesIO()
-    job = Job(tensors=tensors, base=None if base is None else BASE, bases=base or {}, **fields)
+    job = WriteJob(tensors=tensors, base=None if base is None else BASE, bases=base or {}, **fields)
     with Workers(jobs) as workers:
-        written = pipeline.write(sink, job, workers)
+        written = writer.write(sink, job, workers)
     assert written.stored_bytes == len(sink.getvalue())
     return sink.getvalue(), written
 
@@ -79,7 +79,7 @@ def test_progress_is_told_the_bytes_of_each_chunk(n_patterns: tuple[int, ...]) -
     done: list[int] = []
     tensors = {str(n): of(np.arange(n, dtype=np.uint8), "U8") for n in n_patterns}
     with Workers(1) as workers:
-        pipeline.write(io.BytesIO(), Job(tensors=tensors), workers, done.append)
+        writer.write(io.BytesIO(), WriteJob(tensors=tensors), workers, done.append)
     assert sorted(done) == sorted([3, CHUNK_VALUES, 3] if n_patterns else [])
 
 

@@ -21,8 +21,8 @@ from ckptz.parallel import Workers
 from ckptz.search.run import SearchOptions
 from ckptz.torch import source_of
 from ckptz.write import frame_writer
-from ckptz.write.frame_writer import Earlier
-from ckptz.write.pipeline import Job, prepared
+from ckptz.write.frame_writer import Earlier, FilePlan
+from ckptz.write.job import WriteJob, prepared
 from ckptz.write.writer import write_container
 from tests.support.search_support import model
 
@@ -40,19 +40,19 @@ def training_state(drift: float = 0.0) -> dict[str, TensorSource]:
     return {name: source_of(name, tensor) for name, tensor in state.items()}
 
 
-def written(job: Job, earlier: Earlier | None = None) -> tuple[bytes, Written]:
+def written(job: WriteJob, earlier: Earlier | None = None) -> tuple[bytes, Written]:
     sink = io.BytesIO()
     with Workers(2) as workers, prepared(job) as ready:
-        report = write_container(sink, ready.plan(job.config, earlier), workers)
+        report = write_container(sink, FilePlan.of(ready, earlier), workers)
     return sink.getvalue(), report
 
 
-def recipes_of(job: Job) -> Mapping[str, Recipe]:
+def recipes_of(job: WriteJob) -> Mapping[str, Recipe]:
     with prepared(job) as ready:
-        return ready.plan(job.config).recipes
+        return ready.recipes()
 
 
-def earlier_of(job: Job) -> Earlier:
+def earlier_of(job: WriteJob) -> Earlier:
     data, report = written(job)
     return Earlier(Container(MemoryBytes(data)).tensors, recipes_of(job), dict(report.tensor_notes))
 
@@ -87,7 +87,7 @@ def test_copying_gives_the_bytes_and_the_report_of_encoding(
 ) -> None:
     tensors, bases = training_state(), training_state(drift=1e-3) if has_base else {}
     ref = BaseRef(content_id="0" * 64, file="base.ckptz", depth=1) if has_base else None
-    job = Job(tensors=tensors, config=second, base=ref, bases=bases, guides={})
+    job = WriteJob(tensors=tensors, config=second, base=ref, bases=bases, guides={})
     expected, report = written(job)
     earlier = earlier_of(replace(job, config=first))
     encoded = counted_chunks(monkeypatch)
@@ -99,21 +99,21 @@ def test_copying_gives_the_bytes_and_the_report_of_encoding(
 
 
 def test_a_moment_is_copied_only_with_the_one_that_its_classes_depend_on() -> None:
-    job = Job(tensors=training_state(), config=Grid(), guides={})
+    job = WriteJob(tensors=training_state(), config=Grid(), guides={})
     recipes, earlier = recipes_of(job), earlier_of(job)
     first, second = (f"optimizer.up.weight.exp_avg{end}" for end in ("", "_sq"))
-    assert {first, second} <= earlier.settled(recipes).keys()
+    assert {first, second} <= earlier.reusable(recipes).keys()
     changed = recipes | {second: recipes["ids"]}
-    assert not {first, second} & earlier.settled(changed).keys()
+    assert not {first, second} & earlier.reusable(changed).keys()
 
 
 def test_progress_counts_what_is_copied_as_well() -> None:
     tensors = training_state()
-    job = Job(tensors=tensors)
+    job = WriteJob(tensors=tensors)
     earlier = earlier_of(job)
     done: list[int] = []
     with Workers(1) as workers, prepared(job) as ready:
-        write_container(io.BytesIO(), ready.plan(job.config, earlier), workers, done.append)
+        write_container(io.BytesIO(), FilePlan.of(ready, earlier), workers, done.append)
     assert sum(done) == sum(source.dtype.n_bytes(source.shape) for source in tensors.values())
 
 

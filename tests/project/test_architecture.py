@@ -60,7 +60,8 @@ OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
 LATE = (  # what few runs of a command need, for its start
     ("ckptz.verbs.compress", "ckptz.search.run"),
     ("ckptz.verbs.compress", "ckptz.search.fitted"),
-    ("ckptz.api.save", "ckptz.write.pipeline"),
+    ("ckptz.api.save", "ckptz.write.job"),
+    ("ckptz.api.save", "ckptz.write.writer"),
     ("ckptz.guidance.side_information", "ckptz.foreign.inputs"),
     ("ckptz.foreign.trainer_folders", "ckptz.state.torch"),
 )

@@ -34,8 +34,8 @@ from ckptz.search.strategies import (
     dominates,
     run_stages,
 )
-from ckptz.write import pipeline
-from ckptz.write.pipeline import Job, prepared
+from ckptz.write import writer
+from ckptz.write.job import WriteJob, prepared
 from tests.support.search_support import BOTH, CUBE, SPACE, TEMPLATE, landscape, model
 
 QUARTER = 216 // 4
@@ -270,10 +270,10 @@ def sources_of(state: dict[str, Any]) -> dict[str, TensorSource]:
     return {n: ArraySource.from_buffer(dtype_of("F32"), v.shape, v.reshape(-1)) for n, v in state.items()}
 
 
-def file_of(job: Job) -> bytes:
+def file_of(job: WriteJob) -> bytes:
     sink = io.BytesIO()
     with Workers(1) as workers:
-        pipeline.write(sink, job, workers)
+        writer.write(sink, job, workers)
     return sink.getvalue()
 
 
@@ -287,17 +287,17 @@ def test_sizes_are_predicted_within_a_few_per_cent(ranked: bool, is_delta: bool)
     squares = sources_of(moments)
     guides = {n: SideInformation(second_moment=squares[f"optimizer.{n}.exp_avg_sq"]) for n in tensors}
     cube = BOTH[1] if ranked else replace(CUBE, template=KMeans())
-    job = Job(tensors=tensors, config=cube.template, guides=guides if ranked else {})
+    job = WriteJob(tensors=tensors, config=cube.template, guides=guides if ranked else {})
     if is_delta:
         first = replace(job, tensors=full, config=cube.config((2, 1, 1, 1)))
         base = Container(MemoryBytes(file_of(first)))
         job = replace(job, base=BaseRef("0" * 64, "base.ckptz", 1), bases=base.tensors)
     with prepared(job) as ready:
         known = {
-            n: TensorToEncode(t, job.bases.get(n), ready.guides.get(n, NO_SIDE_INFORMATION))
+            n: TensorToEncode(t, job.bases.get(n), (ready.guides or {}).get(n, NO_SIDE_INFORMATION))
             for n, t in tensors.items()
         }
-        sizes = predicted_sizes(known, ready.roles, [cube.config(point) for point in cube.points])
+        sizes = predicted_sizes(known, ready.roles or {}, [cube.config(point) for point in cube.points])
     for point in ((0, 0, 0, 0), (2, 1, 1, 1), (2, 3, 0, 1), (4, 5, 2, 1), (5, 2, 1, 0)):
         config = cube.config(point)
         n_bytes = len(file_of(replace(job, config=config)))
@@ -319,8 +319,10 @@ def test_what_training_has_not_met_is_pruned_by_as_large_a_share_as_the_rest() -
 
 def test_lossless_tensors_count_too() -> None:
     state = sources_of(model(0, moments=True))
-    job = Job(tensors=state, config=KMeans(), guides={})
+    job = WriteJob(tensors=state, config=KMeans(), guides={})
     with prepared(job) as ready:
-        sizes = predicted_sizes({n: TensorToEncode(t) for n, t in state.items()}, ready.roles, [KMeans()])
+        sizes = predicted_sizes(
+            {n: TensorToEncode(t) for n, t in state.items()}, ready.roles or {}, [KMeans()]
+        )
     n_bytes = len(file_of(job))
     assert sizes[KMeans()] == pytest.approx(n_bytes, rel=0.02)

@@ -21,8 +21,8 @@ from ckptz.format.plan import kernel_mode
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.format.streams import CoderId, decode_stream, pack_gaps, unpack_gaps
 from ckptz.parallel import Workers
-from ckptz.write import pipeline
-from ckptz.write.pipeline import Job
+from ckptz.write import writer
+from ckptz.write.job import WriteJob
 from tests.support import reference
 
 Array = np.ndarray[Any, Any]
@@ -226,14 +226,14 @@ def test_one_percent_of_bf16_takes_less_than_the_bar_and_than_zstd(change: Any) 
     share = np.count_nonzero(patterns != base) / len(base)
     assert 0.009 < share < 0.013
     sink, bf16 = io.BytesIO(), dtype_of("BF16")
-    job = Job(
+    job = WriteJob(
         tensors={"weight": ArraySource(bf16, patterns.shape, patterns)},
         base=BaseRef("0" * 64, "base.ckptz", 1),
         bases={"weight": ArraySource(bf16, base.shape, base)},
         config=Lossless(sparse=True),
     )
     with Workers(1) as workers:
-        pipeline.write(sink, job, workers)
+        writer.write(sink, job, workers)
     own = sink.tell()
     assert own / patterns.nbytes <= 0.014
     xor = (patterns ^ base).view(np.uint8).reshape(-1, 2)
