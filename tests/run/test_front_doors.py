@@ -1,13 +1,12 @@
 """Every way to keep a run's steps: kills, failing calls and others who delete take nothing that is needed.
 
-All go through the same three trials. After each of them, every step that the rules keep restores to the right
+All go through the same four trials. After each of them, every step that the rules keep restores to the right
 bits, and the next save succeeds.
 """
 
 import os
 import random
 import shutil
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 
 from ckptz.errors import CkptzError
 from tests.support.checkpointer_support import in_child
-from tests.support.fault_support import ERRORS, Faults, copied
+from tests.support.fault_support import DEAD, ERRORS, Faults, copied, die
 from tests.support.front_doors import Door, door, each_door, nothing
 from tests.support.kills import Reported, kill_again_and_again
 
@@ -65,14 +64,7 @@ def test_kills_at_random_lose_nothing_that_the_rules_keep(at: Door, tmp_path: Pa
     n_read = min(N_READ, at.n_kept)
     kill_again_and_again(job, lambda step: at.check_steps(folder, step, n_read), n_trials, longest=0.2)
 
-    def check() -> None:
-        try:
-            at.check(folder)
-        except BaseException:
-            traceback.print_exc()
-            raise
-
-    assert in_child(check) == 0
+    assert in_child(lambda: at.check(folder)) == 0
 
 
 @pytest.fixture
@@ -90,6 +82,32 @@ def n_calls_of(work: Callable[[Path], object], prepared: Path) -> int:
         work(folder)
     assert counted.n_calls > 30
     return counted.n_calls
+
+
+@each_door
+@pytest.mark.parametrize("n_trials", [4, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_process_that_ends_at_a_call_loses_nothing_that_the_rules_keep(
+    at: Door, tmp_path: Path, n_trials: int
+) -> None:
+    """As a kill does, but at calls that change something as often as at others; half of a write is there."""
+    prepared, counted, rng = tmp_path / "prepared", Reported(), random.Random(0)
+    prepared.mkdir()
+    assert in_child(lambda: at.save(prepared, N_PREPARED, nothing)) == 0
+
+    def count() -> None:
+        counted.step = n_calls_of(lambda folder: at.save(folder, 1, nothing), prepared)
+
+    assert in_child(count) == 0
+    for _ in range(n_trials):
+        moment = rng.randrange(1, counted.step + 1)
+        with copied(prepared) as folder:
+
+            def ends(folder: Path = folder, moment: int = moment) -> None:
+                with Faults(lambda n, _: n == moment, die, folder).installed():
+                    at.save(folder, 1, nothing)
+
+            assert in_child(ends) == DEAD
+            assert in_child(lambda folder=folder: at.check(folder, N_PREPARED)) == 0
 
 
 @each_door

@@ -8,7 +8,6 @@ follower in test_sync_killed.py.
 import contextlib
 import json
 import os
-import shutil
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,9 @@ import torch.distributed.checkpoint as dcp
 
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter, latest
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.run.versions import versions_in
-from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_state
 from tests.support.checkpointer_support import in_child
 from tests.support.kills import PATIENCE, Reported, kill_again_and_again
-from tests.support.sync_support import State, cloned, same
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory")
 
@@ -189,37 +185,3 @@ def test_the_only_file_that_is_kept_is_replaced_before_it_goes(tmp_path: Path, n
 
 
 # --- Publisher ---------------------------------------------------------------------------------------
-
-
-def published_state(step: int) -> State:
-    return {"weight": torch.arange(2000.0) + step, "count": torch.tensor(step)}
-
-
-@KILLS
-def test_steps_that_were_published_can_be_followed(tmp_path: Path, n_kills: int) -> None:
-    followed, follower = cloned(published_state(0)), Follower(tmp_path, jobs=1)
-
-    def job(reported: Reported, rank: int) -> None:
-        del rank
-        publisher = Publisher(tmp_path, full_every=3, keep_full=1, jobs=1)
-        step = max((v.step for v in versions_in(dict.fromkeys(os.listdir(tmp_path), 1))), default=0)
-        reported.begin()
-        while True:
-            step += 1
-            publisher.publish(published_state(step), step)
-            reported.step = step
-
-    def check(step: int) -> None:
-        if not step:
-            return
-        new = cloned(published_state(0))
-        found = Follower(tmp_path, jobs=1).apply_to(new).step
-        assert found >= step
-        assert same(new, published_state(found))
-        assert follower.apply_to(followed).step == found
-        assert same(followed, new)
-
-    kill_again_and_again(job, check, n_kills, longest=0.1)
-    left = {path.name for path in tmp_path.iterdir() if path.name.startswith(".")}
-    assert len(left) <= 2 * n_kills
-    shutil.rmtree(tmp_path)

@@ -182,25 +182,6 @@ def test_a_prune_in_which_one_call_fails_loses_no_step(
     assert 0 < sum(n_failed) < len(n_failed)
 
 
-@pytest.mark.parametrize("stride", [91, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_save_in_which_one_call_fails_loses_no_step(prepared: Path, stride: int) -> None:
-    expected = Run().losses(N_SAVED + 2)
-
-    def save(folder: Path) -> None:
-        run = Run()
-        with run.checkpointer(folder, background=False, keep=ONE) as checkpointer:
-            checkpointer.restore_latest()
-            run.step()
-            checkpointer.save(N_SAVED + 1)
-
-    def check(folder: Path, error: Exception | None) -> None:
-        step = listing(folder).full_steps[-1]
-        assert step == N_SAVED + 1 if error is None else step in (N_SAVED, N_SAVED + 1)
-        assert loss_after(folder) == (step, expected[step])
-
-    assert fail_everywhere(prepared, save, check, stride=stride) > 50
-
-
 def test_a_base_that_others_delete_while_it_is_used_makes_a_full_file(
     prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Calls of the operating system that fail: each one in turn, or whatever opens one file."""
+"""Calls of the operating system that fail or never return: each one in turn, or whatever opens one file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,16 @@ ERRORS: dict[str, Error] = {
     "ENOSPC": lambda: OSError(errno.ENOSPC, "no space left on device"),
     "timeout": lambda: TimeoutError(errno.ETIMEDOUT, "timed out"),
 }
-CALLS = (
-    *("stat", "lstat", "listdir", "open", "mkdir", "unlink", "rmdir", "link", "replace"),
-    *("preadv", "pread", "fsync"),
-)
+CHANGES = ("mkdir", "unlink", "rmdir", "link", "replace", "fsync")  # writes count among them
+CALLS = (*CHANGES, "stat", "lstat", "listdir", "scandir", "open", "preadv", "pread")
+
+DEAD = 9  # what a process ends with
+
+
+def die() -> OSError:
+    """End this process as SIGKILL does, in place of an error."""
+    os._exit(DEAD)
+
 
 each_error = pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS.keys())
 
@@ -48,13 +54,14 @@ class Faults:
         self._fails, self._error, self._folder = fails, error, folder
         self.n_calls = 0
 
-    def check(self, path: Any) -> None:
-        """Count a call, and fail it if it is its turn."""
+    def check(self, path: Any, begin: Callable[[], object] = lambda: None) -> None:
+        """Count a call, and fail it if it is its turn, when it has begun."""
         found = None if isinstance(path, int) else Path(os.fsdecode(path))
         if found is not None and found.is_absolute() and not found.is_relative_to(self._folder):
             return
         self.n_calls += 1
         if self._fails(self.n_calls, found):
+            begin()
             raise self._error()
 
     def _wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,20 +73,21 @@ class Faults:
 
     def _wrap_write(self, write: Callable[[EagerFile, Any], int]) -> Callable[[EagerFile, Any], int]:
         def wrapped(file: EagerFile, data: Any) -> int:
-            self.check(file.name)
+            self.check(file.name, lambda: write(file, memoryview(data)[: len(data) // 2]))
             return write(file, data)
 
         return wrapped
 
     @contextmanager
-    def installed(self) -> Iterator[Faults]:
+    def installed(self, calls: Collection[str] = CALLS) -> Iterator[Faults]:
         """Until the block ends."""
         scandir = os.scandir
         with pytest.MonkeyPatch.context() as patch:
-            for name in CALLS:
+            for name in calls:
                 patch.setattr(os, name, self._wrap(getattr(os, name)))
-            patch.setattr(os, "scandir", lambda path=".": _Scan(path, scandir, self))
-            for module in (io, builtins):
+            if "scandir" in calls:
+                patch.setattr(os, "scandir", lambda path=".": _Scan(path, scandir, self))
+            for module in (io, builtins) if "open" in calls else ():
                 patch.setattr(module, "open", self._wrap(module.open))
             patch.setattr(EagerFile, "write", self._wrap_write(EagerFile.write))
             yield self

@@ -118,7 +118,7 @@ def checkpointer_door(**options: Any) -> Door:
                 with torch.no_grad():
                     model.weight.copy_(weight_at(step))
                 checkpointer.save(step)
-                report(step)
+                report(step - options.get("background", False))  # the one before is complete
 
     def steps(folder: Path) -> list[int]:
         return list(opened(folder)[1].steps())
@@ -274,6 +274,29 @@ def dcp_door(config: Any = ckptz.LOSSLESS) -> Door:
     return Door(name="DCP", save=save, steps=steps, read=read, complete="step-{}")
 
 
+def linked_door() -> Door:
+    """What adapters of frameworks do: a file a step, of which they remove the older ones themselves."""
+
+    def steps(folder: Path) -> list[int]:
+        return numbers_in(folder, r"(\d+)\.ckpt")
+
+    def save(folder: Path, n_saves: int, report: Report) -> None:
+        chain, newest = Chain(ChainOptions(full_every=3, jobs=1)), max(steps(folder), default=0)
+        if newest:
+            chain.go_on_from(folder / f"{newest}.ckpt")
+        for step in range(newest + 1, newest + n_saves + 1):
+            chain.write(folder / f"{step}.ckpt", job_of({"weight": weight_at(step)}, step))
+            for old in steps(folder)[:-2]:
+                chain.remove(folder / f"{old}.ckpt")
+            report(step)
+
+    def read(folder: Path, step: int) -> torch.Tensor:
+        found: torch.Tensor = load_state(folder / f"{step}.ckpt", jobs=1)["weight"]
+        return found
+
+    return Door(name="linked files", save=save, steps=steps, read=read, complete="{}.ckpt")
+
+
 # --- verbs ----------------------------------------------------------------------------------------
 
 
@@ -363,10 +386,12 @@ def door(kind: str) -> Door:
     of, _, lossy = kind.partition(" ")
     makes: dict[str, Callable[..., Door]] = {
         "checkpointer": checkpointer_door,
+        "checkpointer-beside": lambda **how: checkpointer_door(background=True, **how),
         "lightning": lightning_door,
         "accelerate": accelerate_door,
         "trainer": trainer_door,
         "dcp": dcp_door,
+        "linked": linked_door,
         "compress": compress_door,
         "prune-files": lambda: prune_door(in_folders=False),
         "prune-folders": lambda: prune_door(in_folders=True),
@@ -379,7 +404,17 @@ def door(kind: str) -> Door:
 
 _APPS: Final = ("trainer", "trainer grid", "accelerate", "accelerate grid", "lightning", "lightning grid")
 DOORS: Final = (
-    *("checkpointer", "checkpointer grid", "dcp", "dcp grid", "compress", "prune-files", "prune-folders"),
+    *(
+        "checkpointer",
+        "checkpointer grid",
+        "checkpointer-beside",
+        "dcp",
+        "dcp grid",
+        "linked",
+        "compress",
+        "prune-files",
+        "prune-folders",
+    ),
     *("publisher", *_APPS),
 )
 each_door = pytest.mark.parametrize(

@@ -1,12 +1,7 @@
-"""A process that ends anywhere in a save, a prune or a rebase loses nothing but the unfinished save."""
+"""A process that ends anywhere in a prune or a rebase loses no step; test_front_doors.py ends saves."""
 
-import mmap
 import os
-import random
 import shutil
-import signal
-import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,58 +9,24 @@ from typing import Any
 
 import pytest
 
-from ckptz import LOSSLESS, rebase
-from ckptz.codec.method import Method
+from ckptz import rebase
 from ckptz.format import publish
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy
-from ckptz.run.prune import prune, prune_folder
+from ckptz.run.prune import prune_folder
 from ckptz.run.step_files import FileKind, Listing, StepFile
 from ckptz.store.lock import LOCK_NAME
 from ckptz.training.state import random_state, set_random_state
-from tests.support.checkpointer_support import GRID, KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
-from tests.support.kills import let_run
+from tests.support.checkpointer_support import Run, in_child, loss_after, names_in
+from tests.support.fault_support import CHANGES, DEAD, Faults, die
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that share memory"),
     pytest.mark.usefixtures("deltas_at_any_cost"),
 ]
 
-ABORTED = 9
 N_SAVED = 8
 OPTIONS = {"keep": KeepPolicy(last=3), "full_every": 4}
-
-
-class Aborting:
-    """Ends the process before its n-th write, fsync, rename or removal; half of a write gets through."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def tick(self) -> bool:
-        self.left -= 1
-        return self.left == 0
-
-    def wrap(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            if self.tick():
-                os._exit(ABORTED)
-            return function(*args, **kwargs)
-
-        return wrapped
-
-    def install(self) -> None:
-        write = publish.EagerFile.write
-
-        def halved(file: publish.EagerFile, data: Any) -> int:
-            if self.tick():
-                write(file, memoryview(data)[: len(data) // 2])
-                os._exit(ABORTED)
-            return write(file, data)
-
-        publish.EagerFile.write = halved
-        for name in ("fsync", "replace", "unlink"):
-            setattr(os, name, self.wrap(getattr(os, name)))
 
 
 def seen_in(folder: Path) -> frozenset[tuple[str, bytes]]:
@@ -92,8 +53,8 @@ def abort_everywhere(prepared: Path, work: Callable[[Path], object], check: Call
         shutil.copytree(prepared, folder, copy_function=os.link)  # nothing is written to in place
 
         def aborted(folder: Path = folder, at: int = at) -> None:
-            Aborting(at).install()
-            work(folder)
+            with Faults(lambda n, _: n == at, die, folder).installed(CHANGES):
+                work(folder)
 
         code = in_child(aborted)
         if (left := seen_in(folder)) not in checked:
@@ -101,7 +62,7 @@ def abort_everywhere(prepared: Path, work: Callable[[Path], object], check: Call
             checked.add(left)
         if code == 0:
             return at - 1
-        assert code == ABORTED
+        assert code == DEAD
 
 
 def listing(folder: Path) -> Listing:
@@ -179,19 +140,6 @@ def save_next(folder: Path, prepared: Prepared) -> None:
         checkpointer.save(checkpointer.steps()[-1] + 1)
 
 
-def test_a_save_aborted_anywhere_loses_only_itself(prepared: Prepared) -> None:
-    newest = set()
-
-    def check(aborted: Path) -> None:
-        steps = listing(aborted).full_steps
-        assert steps[-2:] in ((N_SAVED - 1, N_SAVED), (N_SAVED, N_SAVED + 1))
-        newest.add(check_whole(aborted, prepared))
-
-    n_places = abort_everywhere(prepared.folder, lambda path: save_next(path, prepared), check)
-    assert newest == {N_SAVED, N_SAVED + 1}
-    assert n_places > 12
-
-
 def test_a_prune_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> None:
     def check(aborted: Path) -> None:
         twice = aborted.with_name("again")
@@ -220,104 +168,3 @@ def test_a_rebase_aborted_anywhere_leaves_whole_steps(prepared: Prepared) -> Non
 
     assert abort_everywhere(prepared.folder, work, check) > 3
     assert rebased == {False, True}
-
-
-# --- lossy files with an exact newest step -------------------------------------------------------------
-
-
-HEAD_OPTIONS: dict[str, Any] = {"keep": KeepPolicy(last=1), "full_every": 4, "config": GRID}
-
-
-@pytest.fixture(scope="module")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    """A folder with two lossy steps, of which the newer one is exact."""
-    folder = tmp_path_factory.mktemp("heads") / "run"
-    ahead = Run()
-    with ahead.checkpointer(folder, background=False, **HEAD_OPTIONS) as checkpointer:
-        for step in (1, 2):
-            ahead.step()
-            checkpointer.save(step)
-    ahead.step()
-    rng = random_state()
-    return Prepared(folder, [0.0, *Run().losses(4)], ahead, rng)
-
-
-def test_a_save_aborted_anywhere_leaves_an_exact_newest_step(head: Prepared) -> None:
-    newest = set()
-
-    def save(folder: Path) -> None:
-        set_random_state(head.rng)
-        with head.ahead.checkpointer(folder, background=False, **HEAD_OPTIONS) as checkpointer:
-            checkpointer.save(3)
-
-    def check(aborted: Path) -> None:
-        step = listing(aborted).full_steps[-1]
-        newest.add(step)
-        assert loss_after(aborted) == (step, head.losses[step + 1])
-        store = StepStore(aborted)
-        store.lock()
-        prune(store, HEAD_OPTIONS["keep"])
-        store.close()
-        found = listing(aborted)
-        assert not found.leftovers
-        assert {file.step for file in found.sizes if file.is_exact} == {step} == set(found.full_steps)
-
-    assert abort_everywhere(head.folder, save, check) > 12
-    assert newest == {2, 3}
-
-
-# --- SIGKILL ------------------------------------------------------------------------------------
-
-
-def train_until_killed(folder: Path, done: mmap.mmap, config: Method) -> None:
-    """Save every step in the background; `done` holds the last that was said to be complete, and a one."""
-    run = Run(seed=7)
-    checkpointer = run.checkpointer(folder, keep=KEEP_TWO, full_every=3, config=config)
-    step = checkpointer.restore_latest() or 0
-    done[8] = 1
-    while True:
-        run.step()
-        step += 1
-        report = checkpointer.wait()
-        if report is not None:
-            done[:8] = report.step.to_bytes(8, "little")
-        checkpointer.save(step)
-
-
-@pytest.mark.parametrize("config", [LOSSLESS, GRID], ids=["lossless", "exact newest step"])
-@pytest.mark.slow  # a few kills of every front door stand in test_front_doors.py
-def test_kills_lose_nothing_that_was_complete(tmp_path: Path, config: Method) -> None:
-    """The newest step is exact after each kill, and without loss every other, too."""
-    n_kills, rng = 200, random.Random(0)
-    losses = [0.0, *Run().losses(60 * n_kills)]
-    done = mmap.mmap(-1, 9)
-    saved_run(tmp_path, 1, keep=KEEP_TWO, full_every=3, config=config)
-    n_unfinished = 0
-    for _ in range(n_kills):
-        done[8] = 0
-        child = os.fork()
-        if child == 0:
-            try:
-                train_until_killed(tmp_path, done, config)
-            finally:
-                os._exit(1)
-        while not done[8]:
-            assert os.waitpid(child, os.WNOHANG) == (0, 0), "it ended by itself"
-            time.sleep(0.001)
-        let_run(child, rng.uniform(0, 0.08))
-        os.kill(child, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-        found = listing(tmp_path)
-        n_unfinished += bool(found.leftovers)
-        newest = found.full_steps[-1]
-        assert newest >= int.from_bytes(done[:8], "little")
-        for step in found.full_steps:
-            is_exact = step == newest or not config.is_lossy
-            with warnings.catch_warnings():
-                if not is_exact:  # it may have been killed between the removals of a step's two residuals
-                    warnings.simplefilter("ignore", RuntimeWarning)
-                assert loss_after(tmp_path, step)[1] == losses[step + 1] or not is_exact
-        # Two kept steps and their bases; a chain of three that was to be removed; one in the making; and the
-        # residuals of two steps.
-        assert len(found.sizes) <= 2 * (2 + 2 + 3 + 1 + 2 * config.is_lossy), "files of killed saves are left"
-    assert n_unfinished > n_kills // 10, "too few were killed while they wrote"
