@@ -125,7 +125,7 @@ def decode_chunk(
         index: which chunk.
         payload: its stored bytes.
         sources: the chunk's bounds, and the base where the frame needs one.
-        out: the chunk's patterns.
+        out: the chunk's patterns; may hold those of the base, and be what `sources` gives as the base.
 
     Raises:
         ChecksumError: the stored bytes were changed.
@@ -232,13 +232,14 @@ class _Streams:
         base = self._sources.base_patterns() if plan.predictor is Predictor.BASE else out
         changes = read_changes(self._header, self._record, self._payload, self._n)
         if changes is not None:
-            out[:] = base
-            out[changes.positions] = changes.patterns(base[changes.positions])
+            if base is not out:
+                out[:] = base
+            out[changes.positions] = changes.patterns(out[changes.positions])
             return
         planes, by_context = self._planes(dtype.pattern_bytes)
         mode = kernel_mode(plan.mode, dtype)
         if by_context:
-            codes = np.empty_like(out)
+            codes = np.empty_like(out) if base is out else out
             self._put_in_order(planes, by_context, codes)
             cpu().restore(codes, base, mode, out)
         else:

@@ -23,7 +23,16 @@ from ckptz.errors import (
 )
 from ckptz.format.bits import combine, xxh64
 from ckptz.format.byte_source import ByteSource
-from ckptz.format.caches import CachedChunks, Decoded, DecodedBases, HeaderCache, LastChunks, Node, gather
+from ckptz.format.caches import (
+    MAX_FRAMES,
+    CachedChunks,
+    Decoded,
+    DecodedBases,
+    HeaderCache,
+    LastChunks,
+    Node,
+    gather,
+)
 from ckptz.format.decode import (
     Changes,
     check_stored,
@@ -255,8 +264,29 @@ class FrameSource(TensorSource):
         return self.decoded(index, True, gather(index, self.needs(True))).codes
 
     def decode_chunk(self, index: int, out: Patterns) -> NDArray[np.uint8] | None:
-        """Decode chunk `index` into `out`, all its patterns; returns the codes, if a map made them."""
-        return self._decode(index, out, self._gathered(index))
+        """Decode chunk `index` into `out`, all its patterns; returns the codes, if a map made them.
+
+        A chain of frames that need nothing but the patterns of their bases is decoded in place, the first
+        file's frame first: `out` holds the base of each when it is decoded.
+        """
+        chain = [self]
+        while len(chain) < MAX_FRAMES and (base := chain[-1]._base_in_place(index)) is not None:
+            chain.append(base)
+        first = chain.pop()
+        codes = first._decode(index, out, first._gathered(index))
+        for frame in reversed(chain):
+            codes = frame._decode(index, out, {(frame.base, False): Decoded(out, None)})
+        return codes
+
+    def _base_in_place(self, index: int) -> FrameSource | None:
+        """Return the base's frame if its patterns are all that chunk `index` needs, and not in memory."""
+        plan, base = self.header.plan, None
+        if plan.reads_base_patterns and not plan.reads_base_codes and not plan.context_tensor_names:
+            with self._naming():
+                base = self.base
+        if base is None or not has_own_frame(base) or base.last(index) is not None:
+            return None
+        return base
 
     def _gathered(self, index: int) -> DecodedBases:
         """Decode what a chunk needs; chunks of other tensors of this file are kept for who reads these."""

@@ -14,6 +14,7 @@ from ckptz.kernels.floats import ORDERED_DIFFERENCE, RAW, ROTATED, Bytes, Counts
 from ckptz.kernels.numba_base import ONE, kernel, sign_fill
 
 TWO, THIRDS = np.uint64(2), np.uint64(3)
+PIECE = 1 << 15  # patterns whose codes are merged before their base is added
 
 # --- plane modes --------------------------------------------------------------------------------
 
@@ -142,6 +143,11 @@ def split_planes(patterns: Patterns, base: Patterns, mode: int, out: Bytes | Non
 def merge_planes(planes: Sequence[Bytes], base: Patterns, mode: int, out: Patterns) -> None:
     width = out.itemsize
     is_rotated = mode == ROTATED and width in (2, 4)
+    if not is_rotated and mode != RAW and len(out) > PIECE:
+        for begin in range(0, len(out), PIECE):  # codes stay in the cache, and take little memory
+            at = slice(begin, begin + PIECE)
+            merge_planes([plane[at] for plane in planes], base[at], mode, out[at])
+        return
     codes = out if is_rotated or mode == RAW else np.empty_like(out)
     if width == 1:
         codes[:] = planes[0]

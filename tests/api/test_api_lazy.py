@@ -3,8 +3,10 @@
 import gc
 import os
 import threading
+import tracemalloc
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,23 @@ def step(n: int) -> dict[str, torch.Tensor]:
     for tensor in changed.values():
         tensor.view(-1).view(torch.uint8)[:: 100_003 // n] ^= n
     return changed
+
+
+def test_a_chain_is_restored_into_the_tensors_without_second_buffers(tmp_path: Path) -> None:
+    tensor = make(torch.float32, 2 * CHUNK_VALUES)
+    paths = [tmp_path / f"{n}.ckptz" for n in range(3)]
+    CKPTZ.torch.save_file({"w": tensor}, paths[0])
+    for base, path in pairwise(paths):
+        tensor = tensor * 1.001
+        CKPTZ.torch.save_file({"w": tensor}, path, base=base, effort="fast")
+    peaks = {}
+    for path in (paths[0], paths[2], paths[0], paths[2]):  # of second times: the first may make tables
+        tracemalloc.start()
+        loaded = CKPTZ.torch.load_file(path, jobs=1)["w"]
+        peaks[path] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert same(loaded, tensor)
+    assert peaks[paths[2]] < peaks[paths[0]] + CHUNK_VALUES  # bytes; a chunk of the base has four times more
 
 
 @pytest.fixture
