@@ -53,6 +53,7 @@ from ckptz.codec.tensor import (
     TensorToEncode,
     reals,
     summed,
+    values_of,
 )
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.errors import ConfigError
@@ -144,7 +145,8 @@ class UniformGrid(Recipe):
         rows = row_steps(self.step, statistics.spread, squares, guide.energy)
         at = sampled(begin, end)
         steps = rows.steps[rows.labels[at // row_patterns - first]]
-        moved = (reals(source, begin, end) - reals(base, begin, end))[at - begin]
+        own, others = (values_of(s.patterns(begin, end)[at - begin], s.dtype) for s in (source, base))
+        moved = own - others
         return float(np.minimum(np.abs(moved) / steps, 1.0).mean())
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
@@ -416,9 +418,9 @@ class _GridTensor(OnGrid):
         bounds = _middle(self.source)
         values, base, steps, labels, row_patterns = self.inputs(*bounds, self.source.patterns(*bounds))
         at = sampled(*bounds)
-        of_rows = steps[labels[at // row_patterns]]
-        places = (values[at - bounds[0]].astype(np.float64) - base[at - bounds[0]]) / of_rows
-        is_far = np.abs(base[at - bounds[0]]) > peak * of_rows
+        of_rows, base = steps[labels[at // row_patterns]], base[at - bounds[0]]
+        places = (values[at - bounds[0]].astype(np.float64) - base) / of_rows
+        is_far = np.abs(base) > peak * of_rows
         if np.count_nonzero(is_far) < MIN_DECIDING:
             is_far[:] = True
         thresholds = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ckptz.codec.sensitivity import floats_of
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
-from ckptz.kernels import cpu
+from ckptz.kernels import cpu, moments
 from ckptz.kernels.floats import Patterns
 
 MARGIN: Final = 1 - 2.0**-20  # of the bound, for the rounding of those who compare in float32
@@ -49,9 +49,14 @@ class MomentBound:
 
     def is_beyond(self, begin: int, patterns: Patterns, kind: int) -> NDArray[np.bool_]:
         """Return which elements, patterns [n] from `begin` on, are larger than they may be [n]."""
-        magnitudes = np.abs(floats_of(patterns, kind))
-        is_beyond: NDArray[np.bool_] = magnitudes > self.limits(begin, begin + len(patterns))
-        return is_beyond
+        return self._beyond(begin, patterns, kind)[0]
+
+    def _beyond(self, begin: int, patterns: Patterns, kind: int) -> tuple[NDArray[np.bool_], int]:
+        """Return which elements are larger than they may be [n], and how many."""
+        squares = self.second.patterns(begin, begin + len(patterns))
+        is_beyond = np.empty(len(patterns), np.bool_)
+        values, squares = floats_of(patterns, kind), floats_of(squares, KINDS[self.second.dtype.name])
+        return is_beyond, int(moments().beyond(values, squares, self.at_one, is_beyond))
 
     def powers(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
         """Return patterns [n] from `begin` on as powers of two that are not larger, nor than they may be."""
@@ -66,9 +71,10 @@ class MomentBound:
 
     def clamped(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
         """Return patterns [n] from `begin` on with the magnitudes cut that are larger than they may be."""
-        at = np.flatnonzero(self.is_beyond(begin, patterns, kind))
-        if not len(at):
+        is_beyond, n_beyond = self._beyond(begin, patterns, kind)
+        if not n_beyond:
             return patterns
+        at = np.flatnonzero(is_beyond)
         values = floats_of(patterns[at], kind)
         cut = np.copysign(self.limits(begin, begin + len(patterns))[at], values).astype(np.float32)
         out = patterns.copy()

@@ -8,6 +8,8 @@ it, context by context. Knows arrays and maps; which tensors belong together is 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -69,13 +71,9 @@ class LogLevels:
             return -reach, 2 * reach
         return self.middle // self.step - MAX_SPAN // 2, MAX_SPAN
 
-    def counts(self, distances: Floats) -> Integers:
-        """Count the levels nearest to distances [n] from the predictor, n not 0, from the lowest one on."""
-        first = int(distances.min() - self.phase) // self.step
-        last = int(distances.max() - self.phase) // self.step + 1
-        n_of_level = np.zeros(min(last - first + 1, MAX_SPAN), np.int64)
-        moments().log_level_counts(distances, self.step, self.phase, first, n_of_level)
-        return n_of_level
+    def bits(self, distances: Floats, labels: NDArray[np.uint8] | None = None) -> float:
+        """Count the bits of the levels nearest to distances [n] from the predictor; see `bits_by_phase`."""
+        return float(bits_by_phase(distances, self.step, [self.phase], labels)[0])
 
 
 def log_level_step(octaves: float, kind: int) -> int:
@@ -94,14 +92,32 @@ def best_log_levels(distances: Floats, step: int) -> LogLevels:
     """
     middle = int(np.median(distances))
     phases = (0, middle % step, *(step * i // N_PHASES for i in range(1, N_PHASES)))
-    all_log_levels = [LogLevels(step, phase, middle) for phase in phases]
-    return min(all_log_levels, key=lambda log_levels: bits_of(log_levels.counts(distances)))
+    return LogLevels(step, phases[int(bits_by_phase(distances, step, phases).argmin())], middle)
 
 
-def bits_of(counts: Integers) -> float:
-    """Count the bits of an ideal coder of numbers that occur so often [n]."""
-    used = counts[counts > 0]
-    return float((used * np.log2(used.sum() / used)).sum())
+def bits_by_phase(
+    distances: Floats, step: int, phases: Sequence[int], labels: NDArray[np.uint8] | None = None
+) -> Floats:
+    """Count the bits of an ideal coder of the levels nearest to distances, for each phase [n_phases].
+
+    Args:
+        distances: from the predictor [n], n not 0.
+        step: of the logarithmic levels.
+        phases: of level 0.
+        labels: of each distance [n], with a table for each label. None for one table.
+
+    Returns:
+        Bits without the tables; infinite where the levels of all labels are too many to count.
+    """
+    labels = np.zeros(len(distances), np.uint8) if labels is None else labels
+    n_labels = int(labels.max()) + 1
+    first = int(distances.min() - max(phases)) // step
+    last = int(distances.max() - min(phases)) // step + 1
+    n_levels, bits = last - first + 1, np.full(len(phases), np.inf)
+    if n_labels == 1 or n_labels * n_levels <= MAX_SPAN:
+        counts = np.zeros((n_labels, min(n_levels, MAX_SPAN)), np.int64)
+        moments().log_level_bits(distances, labels, step, np.array(phases, np.float64), first, counts, bits)
+    return bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +228,7 @@ def _rounded_powers(exponents: Floats) -> NDArray[np.uint32]:
 # --- first moments ------------------------------------------------------------------------------
 
 
+@functools.cache
 def context_roots(kind: int) -> Floats:
     """Return the typical root of the second moments of each magnitude context [256]; 0 if not finite."""
     width = 32 if kind == floats.F32 else 16

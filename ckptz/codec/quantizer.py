@@ -20,7 +20,7 @@ from ckptz.kernels.floats import NEAREST, Patterns
 Floats = NDArray[np.float64]
 LEAST: Final = 0.02  # c below which nearest levels of a grid do
 LEAST_OF_CLUSTERS: Final = 0.15  # of k-means levels, where c is 0.02 to 0.12 without a restore
-N_SAMPLED: Final = 1 << 16  # of one chunk
+N_SAMPLED: Final = 1 << 14  # of one chunk
 SURE: Final = 4.0  # standard errors
 FARTHEST: Final = 2.0  # steps; what lies beyond counts as this
 

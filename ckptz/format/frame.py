@@ -349,10 +349,8 @@ def _write_outer(out: ByteWriter, outer: AnyOuter) -> None:
         out.raw(outer.scales.astype("<u4").tobytes())
         outer.stored.write(out)
         return
-    for vector in (outer.rows, outer.columns):
-        planes = vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES)
-        for plane in planes.T:
-            write_embedded(out, np.ascontiguousarray(plane))
+    for plane in outer.stored:
+        plane.write(out)
 
 
 def _parse_outer(source: ByteReader, shape: tuple[int, ...]) -> StoredOuter:

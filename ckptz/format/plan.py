@@ -186,12 +186,19 @@ class StreamTables:
         return Segments(np.cumsum(per_context), self.table_of[contexts], self.frequencies, slots)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outer:
     """Two vectors of finite F32 patterns, whose products predict a matrix."""
 
     rows: NDArray[np.uint32]
     columns: NDArray[np.uint32]
+
+    @functools.cached_property
+    def stored(self) -> Sequence[Embedded]:
+        """The byte planes of both vectors as a header holds them, encoded once."""
+        vectors = (self.rows, self.columns)
+        planes = (vector.astype("<u4").view(np.uint8).reshape(-1, OUTER_BYTES).T for vector in vectors)
+        return Embedded.of_all([np.ascontiguousarray(plane) for both in planes for plane in both])
 
     @property
     def n_elements(self) -> int:
@@ -212,8 +219,8 @@ class StoredOuter:
     A few bytes may stand for 64 MiB of them, which nobody needs who only looks at the header.
     """
 
-    def __init__(self, planes: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
-        self._planes, self._n_rows, self._n_columns = planes, n_rows, n_columns
+    def __init__(self, stored: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
+        self.stored, self._n_rows, self._n_columns = stored, n_rows, n_columns
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rows={self.rows!r}, columns={self.columns!r})"
@@ -224,16 +231,16 @@ class StoredOuter:
 
     @functools.cached_property
     def rows(self) -> NDArray[np.uint32]:
-        return _vector(self._planes[:OUTER_BYTES], self._n_rows)
+        return _vector(self.stored[:OUTER_BYTES], self._n_rows)
 
     @functools.cached_property
     def columns(self) -> NDArray[np.uint32]:
-        return _vector(self._planes[OUTER_BYTES:], self._n_columns)
+        return _vector(self.stored[OUTER_BYTES:], self._n_columns)
 
     def check(self) -> None:
         """Require that both vectors can be decoded; neither is kept."""
-        _vector(self._planes[:OUTER_BYTES], self._n_rows)
-        _vector(self._planes[OUTER_BYTES:], self._n_columns)
+        _vector(self.stored[:OUTER_BYTES], self._n_rows)
+        _vector(self.stored[OUTER_BYTES:], self._n_columns)
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
         """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""

@@ -6,6 +6,7 @@ Implements spec/06-container.md#reading. Memory is only allocated for a tensor s
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -270,12 +271,12 @@ class FrameSource(TensorSource):
         file's frame first: `out` holds the base of each when it is decoded.
         """
         chain = [self]
-        while len(chain) < MAX_FRAMES and (base := chain[-1]._base_in_place(index)) is not None:
-            chain.append(base)
-        first = chain.pop()
-        codes = first._decode(index, out, first._gathered(index))
-        for frame in reversed(chain):
-            codes = frame._decode(index, out, {(frame.base, False): Decoded(out, None)})
+        while len(chain) < MAX_FRAMES and (below := chain[-1]._base_in_place(index)) is not None:
+            chain.append(below)
+        chain.reverse()
+        codes = chain[0]._decode(index, out, chain[0]._gathered(index))
+        for base, frame in itertools.pairwise(chain):
+            codes = frame._decode(index, out, {(base, False): Decoded(out, None)})
         return codes
 
     def _base_in_place(self, index: int) -> FrameSource | None:

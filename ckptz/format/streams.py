@@ -611,8 +611,15 @@ class Embedded:
     @classmethod
     def of(cls, symbols: Bytes) -> Embedded:
         """Code symbols [n]."""
-        coder, stream = encode_stream(symbols) if len(symbols) else (CoderId.STORED, b"")
-        return cls(coder, bytes(stream))
+        [stored] = cls.of_all([symbols])
+        return stored
+
+    @classmethod
+    def of_all(cls, parts: Sequence[Bytes]) -> list[Embedded]:
+        """Code streams [m] of symbols in few calls for all of them."""
+        coded = iter(encode_streams([part for part in parts if len(part)]))
+        streams = [next(coded) if len(part) else (CoderId.STORED, b"") for part in parts]
+        return [cls(coder, bytes(stream)) for coder, stream in streams]
 
     def write(self, out: ByteWriter) -> None:
         """Write the stream with coder and length before it: spec/02-entropy.md#embedded-streams."""

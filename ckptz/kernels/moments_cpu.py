@@ -103,12 +103,39 @@ def log_level_sums(
 
 
 @kernel
-def log_level_counts(distances: Any, step: int, phase: int, first: int, counts: Any) -> None:
-    """Count the levels of distances [n] from the predictor, doubles, from `first` on: [n_levels]."""
-    shift = float64(step // 2 - phase)
-    for i in range(len(distances)):
-        at = int64(np.floor((distances[i] + shift) / float64(step))) - first
-        counts[min(max(at, 0), len(counts) - 1)] += 1
+def log_level_bits(
+    distances: Any, labels: Any, step: int, phases: Any, first: int, counts: Any, bits: Any
+) -> None:
+    """Write the bits of an ideal coder of levels, with a table for each label, for each phase [n_phases].
+
+    Args:
+        distances: from the predictor, doubles [n].
+        labels: of each [n].
+        step: from one level to the next.
+        phases: of level 0, doubles [n_phases].
+        first: the lowest level.
+        counts: zeros [n_labels, n_levels], which are zeros again afterwards; levels beyond count as the last.
+        bits: [n_phases].
+    """
+    n_labels, n_levels = counts.shape
+    flat, last = counts.reshape(-1), float64(n_levels - 1)
+    for k in range(len(phases)):
+        shift = float64(step // 2) - phases[k]
+        for i in range(len(distances)):
+            at = np.floor((distances[i] + shift) / float64(step)) - float64(first)
+            at = min(max(at, 0.0), last)
+            flat[uint64(labels[i]) * uint64(n_levels) + uint64(int64(at))] += 1
+        sum_bits = 0.0
+        for label in range(n_labels):
+            own, total = counts[label], int64(0)
+            for j in range(n_levels):
+                if own[j]:
+                    total += own[j]
+                    sum_bits -= float64(own[j]) * np.log2(float64(own[j]))
+                    own[j] = 0
+            if total:
+                sum_bits += float64(total) * np.log2(float64(total))
+        bits[k] = sum_bits
 
 
 @summing
@@ -187,6 +214,16 @@ def log_sums(patterns: Any, begin: int, rows: Any, columns: Any) -> None:
 
 
 # --- first moments ------------------------------------------------------------------------------
+
+
+@kernel
+def beyond(values: Any, squares: Any, ratio: float, out: Any) -> Any:
+    """Write whether magnitudes of floats [n] are above `ratio` roots of floats [n]; returns how many are."""
+    n = int64(0)
+    for i in range(len(values)):
+        out[i] = float64(abs(values[i])) > ratio * np.sqrt(float64(squares[i]))
+        n += int64(out[i])
+    return n
 
 
 @inlined

@@ -259,16 +259,18 @@ def _is_small(plan: FilePlan, batch: Sequence[_Chunk]) -> bool:
 
 
 def _encode_all(plan: FilePlan, batch: Sequence[_Chunk]) -> list[tuple[TensorPlan, EncodedChunk]]:
-    encoded: list[tuple[TensorPlan, EncodedChunk]] = []
-    for key, run in itertools.groupby(batch, plan.batch_key):
-        chunks = list(run)
+    keys, encoded = [plan.batch_key(chunk) for chunk in batch], dict[int, tuple[TensorPlan, EncodedChunk]]()
+    for key in dict.fromkeys(keys):
+        which = [k for k, other in enumerate(keys) if other == key]
+        chunks = [batch[k] for k in which]
         if key is None:
-            encoded += [_encode(plan, chunk) for chunk in chunks]
+            encoded |= {k: _encode(plan, chunk) for k, chunk in zip(which, chunks, strict=True)}
         else:
             tensors = [plan.tensors[name] for name, *_ in chunks]
             bases = [sources.base for *_, sources in chunks if sources.base is not None]
-            encoded += key[0].plan_and_encode(tensors, bases, plan.effort)
-    return encoded
+            together = key[0].plan_and_encode(tensors, bases, plan.effort)
+            encoded |= zip(which, together, strict=True)
+    return [encoded[k] for k in range(len(batch))]
 
 
 def _encode(plan: FilePlan, chunk: _Chunk) -> tuple[TensorPlan, EncodedChunk]:

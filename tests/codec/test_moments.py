@@ -22,7 +22,7 @@ from ckptz.codec.moment_maps import (
     LogLevels,
     LogSums,
     best_log_levels,
-    bits_of,
+    bits_by_phase,
     level_range_of,
     log_level_step,
     row_labels,
@@ -598,16 +598,44 @@ def test_levels_of_first_moments_are_those_of_the_reference(data: st.DataObject)
 
 
 def test_logarithmic_levels_count_the_nearest() -> None:
-    log_levels = LogLevels(step=10, phase=3)
-    counts = log_levels.counts(np.arange(-42.0, 38.0))  # levels at 3, 13, 23 and so on
-    assert counts[counts > 0].tolist() == [10] * 8
+    distances = np.arange(-42.0, 38.0)  # levels at 3, 13, 23 and so on: eight of ten distances each
+    assert LogLevels(step=10, phase=3).bits(distances) == 80 * 3
+
+
+@pytest.mark.parametrize("n_labels", [1, 7])
+def test_bits_by_phase_are_those_of_an_ideal_coder_for_each_label(n_labels: int) -> None:
+    rng = np.random.default_rng(n_labels)
+    distances = rng.normal(0, 3000, 999).round()
+    labels = rng.integers(0, n_labels, len(distances)).astype(np.uint8)
+    phases = [0, 17, 99]
+    for phase, bits in zip(phases, bits_by_phase(distances, 100, phases, labels), strict=True):
+        levels = np.floor((distances + 50 - phase) / 100)
+        expected = 0.0
+        for label in range(n_labels):
+            _, counts = np.unique(levels[labels == label], return_counts=True)
+            expected += float((counts * np.log2(counts.sum() / counts)).sum())
+        assert bits == pytest.approx(expected)
+
+
+def test_contexts_of_more_levels_than_can_be_counted_never_pay() -> None:
+    distances, labels = np.array([0.0, 2.0**31]), np.array([0, 1], np.uint8)
+    assert bits_by_phase(distances, 1, [0], labels).tolist() == [np.inf]
+    assert np.isfinite(bits_by_phase(distances, 1, [0])).all()
+
+
+def test_moments_beyond_their_bound_are_found_one_by_one() -> None:
+    values = np.array([1.0, -1.0, 0.5, 1e-30, 3.0, np.nan], np.float32)
+    squares = np.array([1.0, 4.0, 0.25, 0.0, np.nan, 1.0], np.float32)
+    is_beyond = np.empty(6, np.bool_)
+    assert moments().beyond(values, squares, 0.9, is_beyond) == 3
+    assert is_beyond.tolist() == [True, False, True, True, False, False]
 
 
 def test_the_best_phase_holds_what_has_all_grown_alike_in_one_level() -> None:
     distances = np.random.default_rng(0).integers(1450, 1550, 500).astype(np.float64)
     log_levels = best_log_levels(distances, 1000)
-    assert bits_of(log_levels.counts(distances)) == 0
-    assert bits_of(LogLevels(1000, 0).counts(distances)) > 300
+    assert log_levels.bits(distances) == 0
+    assert LogLevels(1000, 0).bits(distances) > 300
 
 
 def test_too_many_levels_keep_the_most_frequent() -> None:
