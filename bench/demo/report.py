@@ -90,7 +90,7 @@ def changes_percent(got: Resumption, exact: Resumption) -> float:
     """Half the mean square of the changes of each byte's loss, in percent of the exact mean."""
     values = (one.tokens.double().numpy() for one in (exact, got))
     judged = judge(Limit(0.01, True), *(Measurement("loss", one, lower_is_better=True) for one in values))
-    return 100 * (math.inf if judged.changes is None else judged.changes)
+    return 100 * (math.inf if judged.example_change is None else judged.example_change)
 
 
 def _percent(value: float) -> str:

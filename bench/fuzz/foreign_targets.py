@@ -27,7 +27,7 @@ from ckptz.guidance.files import CalibrationFile, SensitivityFile
 from ckptz.hooks import Calibration, SensitivityTracker
 from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
-from ckptz.search.budget import load_found
+from ckptz.search.budget import load_searched
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import load_rules
 from ckptz.sync import Follower, Publisher
@@ -226,7 +226,7 @@ def _found(folder: Path) -> Target:
 
     def read(data: bytes) -> None:
         path.write_bytes(data)
-        load_found(path)
+        load_searched(path)
 
     return Target(seeds, read)
 

@@ -44,7 +44,7 @@ def _losses(task: Task, weights: dict[str, Tensor]) -> list[Measurement]:
 
 
 def _mean(judged: Judgement) -> str:
-    return f"{judged.change:+.2%} ({judged.error:.2%})"
+    return f"{judged.mean_change:+.2%} ({judged.standard_error:.2%})"
 
 
 def rows_of(task: Task) -> Iterator[Row]:
@@ -58,13 +58,14 @@ def rows_of(task: Task) -> Iterator[Row]:
             (report,) = ckptz.compress([plain], packed, config=method)
             found = _losses(task, dict(load_file(packed)))
         search, held_out = (judge(ONE_PERCENT, *pair) for pair in zip(exact, found, strict=True))
+        changes = f"{search.example_change:.2%} / {held_out.example_change:.2%}"
         yield {
             "task": task.name,
             "answers": f"{search.n_values} / {held_out.n_values}",
             "file": name,
             "ratio": f"{report.ratio:.1f}x",
             "mean, search / held out (standard error)": f"{_mean(search)} / {_mean(held_out)}",
-            "single changes, search / held out": f"{search.changes:.2%} / {held_out.changes:.2%}",
+            "single changes, search / held out": changes,
             "of 1 % used, search / held out": f"{search.used:.2f} / {held_out.used:.2f}",
         }
 

@@ -108,8 +108,8 @@ def _restarted(plan: Plan, arm: Arm, seed: int) -> dict[str, Any]:
         "raw": sum(t.nbytes for t in trainer.model.state_dict().values()),
         "sizes": run.sizes,
         "n_trials": run.n_trials,
-        "changes": {part: [one.changes for one in found] for part, found in run.judged.items()},
-        "means": {part: [one.change for one in found] for part, found in run.judged.items()},
+        "changes": {part: [one.example_change for one in found] for part, found in run.judged.items()},
+        "means": {part: [one.mean_change for one in found] for part, found in run.judged.items()},
         "loss": end.loss,
         "accuracy": end.accuracy,
     }

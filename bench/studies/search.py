@@ -105,7 +105,7 @@ def least(searched: Mapping[str, Any], budget: float) -> int:
 
 def keeps(judgement: Mapping[str, Any], budget: float) -> bool:
     """Whether a trial keeps a budget; what is not finite keeps none."""
-    numbers = [judgement[name] for name in ("change", "error", "changes")]
+    numbers = [judgement[name] for name in ("mean_change", "standard_error", "example_change")]
     return None not in numbers and share_used(*numbers, Limit(budget, True, allow_unsure=True)) <= 1
 
 

@@ -1,21 +1,21 @@
-"""Budgets and limits that a search is given, and its report.
+"""Budgets of quality, the options of a search, and its report.
 
-A budget is how much of a quality may be lost. An evaluation that returns the losses of its answers one by one
-is judged pair by pair, by two numbers:
+A budget limits how much of a quality a file may lose. If an evaluation returns the loss of each example, the
+losses of a trial and of the exact tensors are compared example by example, and the budget limits two numbers:
 
-    change     of the mean, in either direction: at most the budget
-    changes    half the mean square of the changes of single answers: at most ALLOWED times the budget, or
-               less, down to the budget itself, the less the mean can tell as answers are too few
+    mean change          of the mean, in either direction: at most the budget
+    per-example change   half the mean square of the changes of single examples: at most EXAMPLE_FACTOR
+                         times the budget. With few examples the limit falls, down to the budget itself
 
-Both are shares of the exact mean where the budget is one. A mean over few answers cannot tell a good file
-from a bad one, as changes of single answers cancel in it by chance; their squares do not cancel. A file whose
-measured change exceeds its limit is refused all the same, unless the budget says `allow_unsure`. For losses
-in nats, small changes and a calibrated model the second number is about the Kullback-Leibler divergence from
-the exact model; of right and wrong answers it is half the share of those that changed.
+For a relative budget both are shares of the exact mean. In the mean over few examples, changes cancel by
+chance, so it cannot tell a good file from a bad one; their squares do not cancel. A file whose measured
+change exceeds its limit is refused, unless the budget has `allow_unsure`. For losses in nats, small changes
+and a calibrated model, the per-example change is about the Kullback-Leibler divergence from the exact model;
+for right and wrong answers it is half the share that changed.
 
-Sums over several answers come with their counts, and both numbers are then by what is counted: the change of
-a sum stands for changes that are independent of each other, as those of a text's tokens about are. A mean
-over a piece cannot tell how long the piece was, and longer ones make the second number smaller.
+An evaluation may return sums over several examples with their counts. The change of a sum then counts as
+that many independent changes, which is about right for the tokens of a text. Means over texts of different
+lengths would make the per-example change too small, as changes cancel within a text.
 """
 
 from __future__ import annotations
@@ -38,213 +38,229 @@ from ckptz.format.index import QualityRecord
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
-from ckptz.search.measures import ANSWER, Comparing, Quality, digest_of, name_of, unit_of, values_of
+from ckptz.search.measures import ANSWER, ComparingQuality, Quality, digest_of, name_of, unit_of, values_of
 from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, space_of
 from ckptz.words import Report
 
-SMALLEST_RELATIVE: Final = 1e-3  # a share of less than this says nothing
+SMALLEST_RELATIVE: Final = 1e-3  # a relative change of a smaller mean means nothing
 _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
-ALLOWED: Final = 2.0  # of the budget, for half the mean square: see docs/search.md
-RESOLVED: Final = 0.5  # of the budget: with a larger standard error the mean does not decide
-# Restarts that share a budget at most: training undoes most of a loss before the next; see docs/search.md.
-HEALED: Final = 3
-SURE: Final = 3.0  # standard errors: a change beyond the budget by more is no chance, however few the answers
+EXAMPLE_FACTOR: Final = 2.0  # per-example limit over the budget; a choice, see docs/search.md
+MAX_ERROR: Final = 0.5  # of the budget: with a larger standard error the mean is decided by chance
+# At most this many restarts share the per-example limit: training undoes most of a loss (docs/search.md).
+MAX_RESTART_DIVISOR: Final = 3
+SIGNIFICANCE: Final = 3.0  # standard errors beyond the budget that chance does not explain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurement:
-    """The measured values of a metric: one for each answer, or a single one."""
+    """The values of a metric on one state: one for each example, or a single mean."""
 
     metric: str
-    values: Reals  # [n]; sums where there are counts
+    values: Reals  # [n]; sums if there are counts
     lower_is_better: bool
-    counts: Reals | None = None  # what each value sums up [n]; None for one each
-    unit: str = ANSWER  # what one value is, or what the counts count
+    counts: Reals | None = None  # number of examples in each sum [n]
+    unit: str = ANSWER  # what one example is
 
     @property
     def value(self) -> float:
         """The mean over all examples."""
-        return float(self.values.sum() / self.total)
+        return float(self.values.sum() / self.n_examples)
 
     @property
-    def total(self) -> float:
-        """The number of examples in all."""
+    def n_examples(self) -> float:
+        """The number of examples in all sums."""
         return float(len(self.values) if self.counts is None else self.counts.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """The largest change of a value: a share of the exact one, or a difference."""
+    """The largest allowed change of a mean: a share of the exact mean, or a difference."""
 
     max_drop: float
     is_relative: bool
-    sharing: int = 1  # what the limit of single changes is divided by
+    restart_divisor: int = 1  # divides the limit of the per-example change
     allow_unsure: bool = False  # see Budget
 
     def in_units(self, exact: Measurement) -> float:
-        """Return the limit in the unit of the value."""
+        """Return the limit in the unit of the metric."""
         return self.max_drop * exact.value if self.is_relative else self.max_drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """The part of one budget that one trial used.
+    """The comparison of one trial with one budget.
 
     Attributes:
         metric: what was measured.
-        unit: what one value is, such as a token.
-        n_values: how many values there were; of a single one nothing is known of chance.
-        allowed: the largest change of the mean.
-        is_relative: `allowed`, `change`, `error` and `changes` are shares of the exact mean.
-        change: of the mean; above 0 is worse. None where a value is not finite.
-        error: the standard error of `change`, or None.
-        changes: half the mean square of the changes of single values, or None.
-        sharing: restarts that share what is allowed of `changes`.
-        used: share of the budget that is used; at most 1 keeps it. None where it is not finite.
+        unit: what one example is, such as a token.
+        n_values: number of values; a single one has no standard error.
+        mean_limit: the largest change of the mean.
+        is_relative: `mean_limit`, `mean_change`, `standard_error` and `example_change` are shares of the
+            exact mean.
+        mean_change: change of the mean; above 0 is worse. None if a value is not finite.
+        standard_error: of `mean_change`, or None.
+        example_change: half the mean square of the changes of single examples, or None.
+        restart_divisor: number of restarts that share the limit of `example_change`.
+        used: share of the budget that is used, at most 1 if it is kept. None if not finite.
     """
 
     metric: str
     unit: str
     n_values: int
-    allowed: float
+    mean_limit: float
     is_relative: bool
-    change: float | None = None
-    error: float | None = None
-    changes: float | None = None
-    sharing: int = 1
+    mean_change: float | None = None
+    standard_error: float | None = None
+    example_change: float | None = None
+    restart_divisor: int = 1
     used: float | None = None
 
     @property
-    def most_changes(self) -> float:
+    def example_limit(self) -> float:
         """The largest per-example change within the budget."""
-        return _most_changes(self.allowed, self.error or 0.0) / self.sharing
+        return _example_limit(self.mean_limit, self.standard_error or 0.0) / self.restart_divisor
 
     @property
-    def is_kept(self) -> bool:
-        """True if the budget is kept."""
+    def is_met(self) -> bool:
+        """True if the trial is within the budget."""
         return self.used is not None and self.used <= 1
 
     @property
     def is_resolved(self) -> bool:
         """True if the mean decides: its standard error is at most half the budget, or unknown."""
-        return self.error is None or self.error <= RESOLVED * self.allowed
+        return self.standard_error is None or self.standard_error <= MAX_ERROR * self.mean_limit
 
     @property
-    def n_wanted(self) -> float:
-        """The number of values at which the mean would decide; NaN if unknown."""
-        if self.error is None or not self.allowed:
+    def n_needed(self) -> float:
+        """The number of values with which the mean would decide; NaN if unknown."""
+        if self.standard_error is None or not self.mean_limit:
             return math.nan
-        return self.n_values * (self.error / (RESOLVED * self.allowed)) ** 2
+        return self.n_values * (self.standard_error / (MAX_ERROR * self.mean_limit)) ** 2
 
 
 def judge(limit: Limit, exact: Measurement, measured: Measurement) -> Judgement:
-    """Compare the values of a trial with those of the exact state, which are finite.
+    """Compare a trial with a budget.
+
+    Args:
+        limit: of the budget.
+        exact: values of the exact state; all finite.
+        measured: values of the trial, of the same examples.
 
     Raises:
-        ConfigError: they are not of the same answers.
+        ConfigError: the values are not of the same examples.
     """
-    _check_same_answers(exact, measured)
-    scale, error, changes = exact.total * (exact.value if limit.is_relative else 1.0), 0.0, 0.0
-    with np.errstate(all="ignore"):  # what overflows is not finite, and so not kept
+    _check_same_examples(exact, measured)
+    scale, error, squares = exact.n_examples * (exact.value if limit.is_relative else 1.0), 0.0, 0.0
+    with np.errstate(all="ignore"):  # an overflow is not finite, and exceeds the budget
         worse = measured.values - exact.values if exact.lower_is_better else exact.values - measured.values
         change = float(worse.sum() / scale)
         if (n := len(worse)) > 1:
             counts = 1.0 if exact.counts is None else exact.counts
-            scatter = np.square(worse - counts * (worse.sum() / exact.total)).sum() * n / (n - 1)
-            error, changes = float(np.sqrt(scatter) / scale), float(np.square(worse).sum() / 2 / scale)
+            scatter = np.square(worse - counts * (worse.sum() / exact.n_examples)).sum() * n / (n - 1)
+            error, squares = float(np.sqrt(scatter) / scale), float(np.square(worse).sum() / 2 / scale)
     return Judgement(
         metric=exact.metric,
         unit=exact.unit,
         n_values=n,
-        allowed=limit.max_drop,
+        mean_limit=limit.max_drop,
         is_relative=limit.is_relative,
-        change=_finite(change),
-        error=_finite(error) if n > 1 else None,
-        changes=_finite(changes) if n > 1 else None,
-        sharing=limit.sharing,
-        used=_finite(share_used(change, error, changes, limit)),
+        mean_change=_finite(change),
+        standard_error=_finite(error) if n > 1 else None,
+        example_change=_finite(squares) if n > 1 else None,
+        restart_divisor=limit.restart_divisor,
+        used=_finite(share_used(change, error, squares, limit)),
     )
 
 
-def share_used(change: float, error: float, changes: float, limit: Limit) -> float:
-    """Return the larger share of a budget that mean and per-example change use; not finite if one is not."""
-    if not (math.isfinite(change) and math.isfinite(changes)):
-        return math.inf
-    change, error, allowed = abs(change), error if math.isfinite(error) else 0.0, limit.max_drop
-    if limit.allow_unsure and error > RESOLVED * allowed:
-        change = max(change - SURE * error, 0.0)
-    return max(_share(change, allowed), _share(changes, _most_changes(allowed, error) / limit.sharing))
+def share_used(mean_change: float, error: float, example_change: float, limit: Limit) -> float:
+    """Return the share of a budget that a trial uses: the larger of its two numbers over their limits.
 
+    Args:
+        mean_change: change of the mean, in the unit of the limit.
+        error: standard error of `mean_change`.
+        example_change: half the mean square of the changes of single examples.
+        limit: of the budget.
 
-def _most_changes(allowed: float, error: float) -> float:
-    """Limit the second number, by the standard error of the mean.
-
-    Alone it stands for the mean: the loss that it lets one expect is about it. There is no jump where the
-    mean begins to decide: a search would take files whose error happens to be on the better side.
+    Returns:
+        At most 1 within the budget; infinite if a change is not finite.
     """
-    return allowed * max(ALLOWED * min(_share(RESOLVED * allowed, error), 1.0), 1.0)
+    if not (math.isfinite(mean_change) and math.isfinite(example_change)):
+        return math.inf
+    error, mean_change, mean_limit = error if math.isfinite(error) else 0.0, abs(mean_change), limit.max_drop
+    if limit.allow_unsure and error > MAX_ERROR * mean_limit:
+        mean_change = max(mean_change - SIGNIFICANCE * error, 0.0)
+    example_limit = _example_limit(mean_limit, error) / limit.restart_divisor
+    return max(_ratio(mean_change, mean_limit), _ratio(example_change, example_limit))
 
 
-def used_by_changes(judged: Judgement) -> float:
+def _example_limit(mean_limit: float, error: float) -> float:
+    """Return the limit of the per-example change for a standard error of the mean.
+
+    With few examples it falls to `mean_limit`: the per-example change then also stands for the change of the
+    mean, which is about as large. It falls continuously, so that a search cannot gain by a larger error.
+    """
+    return mean_limit * max(EXAMPLE_FACTOR * min(_ratio(MAX_ERROR * mean_limit, error), 1.0), 1.0)
+
+
+def used_by_examples(judged: Judgement) -> float:
     """Return the share of a budget that the per-example change uses; infinite if it is unknown."""
-    return math.inf if judged.changes is None else _share(judged.changes, judged.most_changes)
+    return math.inf if judged.example_change is None else _ratio(judged.example_change, judged.example_limit)
 
 
-def _share(part: float, whole: float) -> float:
-    if whole:
-        return part / whole
-    return math.inf if part else 0.0
+def _ratio(value: float, limit: float) -> float:
+    if limit:
+        return value / limit
+    return math.inf if value else 0.0
 
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def _check_same_answers(exact: Measurement, measured: Measurement) -> None:
-    """Refuse values that cannot be compared one by one."""
-    n_exact, n_found = len(exact.values), len(measured.values)
+def _check_same_examples(exact: Measurement, measured: Measurement) -> None:
+    n_exact, n_measured = len(exact.values), len(measured.values)
     what = f"{exact.metric}: the evaluation returned"
-    if n_exact != n_found:
+    remedy = "return those of the same examples in the same order each time"
+    if n_exact != n_measured:
         raise ConfigError(
-            f"{what} {n_found} values for a trial and {n_exact} for the exact tensors; return those of the "
-            "same answers in the same order each time"
+            f"{what} {n_measured} values for a trial and {n_exact} for the exact tensors; {remedy}"
         )
-    counts = [np.ones(n_exact) if one.counts is None else one.counts for one in (exact, measured)]
+    counts = [np.ones(n_exact) if m.counts is None else m.counts for m in (exact, measured)]
     if len(unequal := np.flatnonzero(counts[0] != counts[1])):
         i = int(unequal[0])
         raise ConfigError(
-            f"{what} a sum over {counts[1][i]:g} at place {i} for a trial and over {counts[0][i]:g} for the "
-            "exact tensors; return those of the same answers in the same order each time"
+            f"{what} a sum over {counts[1][i]:g} at index {i} for a trial and over {counts[0][i]:g} for the "
+            f"exact tensors; {remedy}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """The part of a quality that a lossy checkpoint may lose.
+    """The largest loss of quality that a lossy checkpoint may have.
 
     A file whose measured change exceeds its limit is refused: the file is written without loss, and the exit
     code is 6.
 
     Attributes:
-        quality: called with a state (name -> CPU torch tensor, the caller's to change) and returns the loss
-            of each answer [n_answers] (a torch tensor or an array), always of the same answers in the same
-            order, or 1 and 0 for right and wrong ones. Or their mean, a number, of which less can be told.
-            Or a dict with one of these as "loss" or "accuracy"; with "counts" [n_sums] beside them they are
-            sums over so many answers each. It builds its own model. Attributes `metric` (what to call the
-            value), `unit` (what an answer is, such as "token") and `data_digest` (a string, or a callable
-            that returns one) go into the file. Or an `Agreement` or a `ResumeProbe`, which compare with the
-            exact state.
-        max_drop: how far the mean may move, for better or worse: a share of the exact state's own if
-            `relative`, which must be above 0. Half the mean square of the changes of single answers may be
-            twice that, and less where the answers are too few for their mean to decide: as much, in the end.
-        relative: False for an absolute difference, which values near zero require.
-        lower_is_better: of a number; "loss", "accuracy", "kl" and "top1" know it themselves.
-        metric: which value of the dict counts, where the quality returns several; of a number, "loss",
-            "accuracy" or the quality's own name.
-        in_steps: `max_drop` counts steps of training instead, by which a restore may set the run back; of a
+        quality: a function of a state (name -> CPU torch tensor, which it may change) that builds its own
+            model and returns the loss of each example [n_examples] (a torch tensor or an array), always of
+            the same examples in the same order; or 1 and 0 for right and wrong answers. It may return their
+            mean instead, which is less reliable. It may return a dict with one of these as "loss" or
+            "accuracy"; with "counts" [n_sums] the values are sums over that many examples each. Its
+            attributes `metric` (name of the value), `unit` (what an example is, such as "token") and
+            `data_digest` (a string, or a callable that returns one) are recorded in the file. An `Agreement`
+            or a `ResumeProbe` compares with the exact state.
+        max_drop: largest change of the mean, for better or worse: a share of the exact mean if `relative`,
+            which must then be above 0. The per-example change, half the mean square of the changes of single
+            examples, may be twice that; with few examples less, down to `max_drop`.
+        relative: False for an absolute difference, which means near zero require.
+        lower_is_better: direction of a metric other than "loss", "accuracy", "kl" and "top1".
+        metric: key of the value if the quality returns a dict; for plain values "loss", "accuracy" or the
+            name of the quality.
+        in_steps: `max_drop` is a number of training steps by which a restore may set the run back; for a
             `ResumeProbe` only.
-        allow_unsure: where the standard error of the mean exceeds half the limit, accept a file by its
-            per-example change alone, although its measured change exceeds the limit by up to three standard
+        allow_unsure: if the standard error of the mean exceeds half the limit, accept a file by its
+            per-example change alone, even if its measured mean exceeds the limit by up to three standard
             errors.
 
     Example:
@@ -253,7 +269,7 @@ class Budget:
         0.01
     """
 
-    quality: Quality | Comparing
+    quality: Quality | ComparingQuality
     max_drop: float = 0.005
     relative: bool = True
     lower_is_better: bool = True
@@ -270,24 +286,25 @@ class Budget:
         if self.in_steps and not getattr(self.quality, "trains", False):
             raise ConfigError(f"only a ResumeProbe measures steps of training, got {self.quality!r}")
 
-    def limit(self, per_step: float | None, restores: int = 0, *, is_one: bool = False) -> Limit:
-        """Return the limit for one restore, in units of the value; NaN for steps that cannot be measured.
+    def limit(self, gain_per_step: float | None, restores: int = 0, *, is_mean: bool = False) -> Limit:
+        """Return the limit of one file, in units of the metric; NaN for steps that cannot be measured.
 
         Args:
-            per_step: what a step of training lowers the value by, or None.
-            restores: how many there will be. Of a quality that trains on, what they lose adds up. What is
-                lost at once, training undoes in part before the next, so that a few share a budget, and it
-                is single changes that say how much that is: means move up and down by chance.
-            is_one: the value is a number without single changes, whose mean is divided instead.
+            gain_per_step: by how much one step of training lowers the metric, or None.
+            restores: expected number of restarts. Losses of resumed training add up, so all restarts share
+                such a budget. Other losses are undone in part by training, so at most
+                `MAX_RESTART_DIVISOR` restarts share the per-example limit; means are not divided, because
+                they move up and down by chance.
+            is_mean: the quality returns a single mean, whose limit is divided instead.
         """
         trains = getattr(self.quality, "trains", False)
-        sharing = max(restores if trains else min(restores, HEALED), 1)
-        if not (trains or is_one):
-            return Limit(self.max_drop, self.relative, sharing, self.allow_unsure)
-        most = self.max_drop / sharing
+        divisor = max(restores if trains else min(restores, MAX_RESTART_DIVISOR), 1)
+        if not (trains or is_mean):
+            return Limit(self.max_drop, self.relative, divisor, self.allow_unsure)
+        max_drop = self.max_drop / divisor
         if self.in_steps:
-            return Limit(most * (math.nan if per_step is None else per_step), False)
-        return Limit(most, self.relative)
+            return Limit(max_drop * (math.nan if gain_per_step is None else gain_per_step), False)
+        return Limit(max_drop, self.relative)
 
     @property
     def data_digest(self) -> str | None:
@@ -300,15 +317,15 @@ class Budget:
         return name_of(self.quality)
 
     def read(self, result: Any) -> Measurement:
-        """Read the value in what the quality returned.
+        """Convert the return value of the quality to a measurement.
 
         Raises:
-            ConfigError: there is no number in it, or none of the budget's metric.
+            ConfigError: it contains no number, or no value of the budget's metric.
         """
         if not isinstance(result, Mapping):
-            self._check_is_of_number()
-            known = self.lower_is_better if self.metric is None else self._is_lower_better(self.metric)
-            return self._measurement(self.metric or self.name, result, None, known)
+            self._check_plain_metric()
+            is_lower = self.lower_is_better if self.metric is None else self._is_lower_better(self.metric)
+            return self._measurement(self.metric or self.name, result, None, is_lower)
         keys = ["loss", "accuracy"] if self.lower_is_better else ["accuracy", "loss"]
         if self.metric is not None:
             keys = [self.metric]
@@ -321,23 +338,23 @@ class Budget:
             f"{self.name} returned a dict without {wanted}; it has {metrics}: name one of these"
         )
 
-    def _measurement(self, metric: str, given: Any, counts: Any, lower_is_better: bool) -> Measurement:
-        values = values_of(given, self.name)
-        if len(values) == 1 or counts is None:  # of a number, "counts" is an entry like any other
+    def _measurement(self, metric: str, returned: Any, counts: Any, lower_is_better: bool) -> Measurement:
+        values = values_of(returned, self.name)
+        if len(values) == 1 or counts is None:  # beside a single number, "counts" has no special meaning
             return Measurement(metric, values, lower_is_better, None, unit_of(self.quality))
-        given_counts = values_of(counts, f"{self.name}, counts:")
-        if len(given_counts) != len(values) or not (np.isfinite(given_counts) & (given_counts > 0)).all():
+        n_in_sum = values_of(counts, f"{self.name}, counts:")
+        if len(n_in_sum) != len(values) or not (np.isfinite(n_in_sum) & (n_in_sum > 0)).all():
             raise ConfigError(
-                f"{self.name} returned {len(values)} sums and {len(given_counts)} counts, of which "
-                f"{int((given_counts > 0).sum())} are above 0; give one above 0 for each sum"
+                f"{self.name} returned {len(values)} sums and {len(n_in_sum)} counts, of which "
+                f"{int((n_in_sum > 0).sum())} are above 0; return one above 0 for each sum"
             )
-        return Measurement(metric, values, lower_is_better, given_counts, unit_of(self.quality))
+        return Measurement(metric, values, lower_is_better, n_in_sum, unit_of(self.quality))
 
-    def _check_is_of_number(self) -> None:
-        """Refuse a metric that a plain number cannot be, such as a misspelt one."""
+    def _check_plain_metric(self) -> None:
+        """Refuse a metric, such as a misspelt one, that values without a key cannot have."""
         if self.metric is not None and self.metric not in (*_IS_LOWER_BETTER, self.name):
             raise ConfigError(
-                f"{self.name} returned values without a name, and the budget is about {self.metric!r}; write "
+                f"{self.name} returned values without a name, but the budget is for {self.metric!r}; write "
                 f"'loss' or 'accuracy' (as in --budget 'loss<=1%'), or return a dict with {self.metric!r}"
             )
 
@@ -345,10 +362,10 @@ class Budget:
         return _IS_LOWER_BETTER.get(metric, self.lower_is_better)
 
     def check_exact(self, exact: Measurement) -> None:
-        """Refuse values of the exact state that no drop can be measured from.
+        """Require values of the exact state that changes can be measured from.
 
         Raises:
-            ConfigError: not finite, or not above zero for a relative drop.
+            ConfigError: a value is not finite, or the mean is too small for a relative budget.
         """
         n_bad = int((~np.isfinite(exact.values)).sum())
         if n_bad:
@@ -358,46 +375,50 @@ class Budget:
         if self.relative and not self.in_steps and exact.value < SMALLEST_RELATIVE:
             raise ConfigError(
                 f"{self.name}: the {exact.metric} of the exact tensors is {exact.value:.3g}, and a relative "
-                f"budget needs {SMALLEST_RELATIVE:g} or more; give an absolute one (relative=False, "
+                f"budget needs {SMALLEST_RELATIVE:g} or more; use an absolute one (relative=False, "
                 "--max-drop 0.01 without %)"
             )
 
 
 def check_consistent(budgets: Sequence[Budget], exact: Sequence[Measurement]) -> None:
-    """Refuse budgets that contradict one another; `exact` has the value that each of them is about.
+    """Refuse budgets that contradict each other.
+
+    Args:
+        budgets: all budgets of a search.
+        exact: the measurement of the exact state for each.
 
     Raises:
-        ConfigError: one value is to be low and high, or has two limits of one kind.
+        ConfigError: two budgets of one metric have opposite directions or different limits.
     """
-    for (one, value), (other, same) in itertools.combinations(zip(budgets, exact, strict=True), 2):
-        if one.quality is not other.quality or value.metric != same.metric:
+    for (a, a_exact), (b, b_exact) in itertools.combinations(zip(budgets, exact, strict=True), 2):
+        if a.quality is not b.quality or a_exact.metric != b_exact.metric:
             continue
-        what = f"{one.name}: two budgets of {value.metric} contradict each other"
-        if value.lower_is_better != same.lower_is_better:
+        what = f"{a.name}: two budgets of {a_exact.metric} contradict each other"
+        if a_exact.lower_is_better != b_exact.lower_is_better:
             raise ConfigError(f"{what}: lower is better for one, higher for the other")
-        kind, of_other = (
-            "in steps" if b.in_steps else "relative" if b.relative else "absolute" for b in (one, other)
+        a_kind, b_kind = (
+            "in steps" if budget.in_steps else "relative" if budget.relative else "absolute"
+            for budget in (a, b)
         )
-        if kind == of_other and one.max_drop != other.max_drop:
-            low, high = sorted((one.max_drop, other.max_drop))
-            raise ConfigError(f"{what}: {kind} limits of {low:g} and {high:g}; keep one of them")
+        if a_kind == b_kind and a.max_drop != b.max_drop:
+            low, high = sorted((a.max_drop, b.max_drop))
+            raise ConfigError(f"{what}: {a_kind} limits of {low:g} and {high:g}; keep one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialReport:
-    """One configuration that was tried."""
+    """One trial of a search: a configuration, its file size and its measured quality."""
 
-    config: dict[str, Any]  # its settings
-    strategy: str  # what proposed it
-    predicted_bytes: int | None  # size expected before anything was encoded, if it was predicted
-    n_bytes: int  # size of its file
-    # share of the tightest budget that is used; at most 1 keeps it, None if a value is not finite
-    drop: float | None
-    is_feasible: bool  # whether all budgets are kept
-    values: tuple[float | None, ...]  # means, one a budget, of the decoded tensors; None where not finite
-    judgements: tuple[Judgement, ...]  # how they stand to each budget
-    seconds: float  # taken to write and to measure it
-    evaluation_seconds: float  # taken to decode and evaluate alone
+    config: dict[str, Any]  # settings of the method
+    strategy: str  # name of the strategy that proposed it
+    predicted_bytes: int | None  # file size as predicted from histograms, or None
+    n_bytes: int  # file size
+    drop: float | None  # used share of the tightest budget, at most 1 if kept; None if not finite
+    is_feasible: bool  # True if the trial is within all budgets
+    values: tuple[float | None, ...]  # mean of the decoded tensors for each budget; None if not finite
+    judgements: tuple[Judgement, ...]  # comparison with each budget
+    seconds: float  # time to write and evaluate
+    evaluation_seconds: float  # time to decode and evaluate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -405,23 +426,22 @@ class SearchOptions:
     """Budgets and limits of a search.
 
     Attributes:
-        budgets: at least one; all of them must be kept.
-        cubes: names of the cubes of settings to look through, by default all of the method. kmeans has
-            "magnitude" and "sensitivity", what is pruned by; the second needs gradients.
-        template: the method, and everything that is not searched. A grid's moments become lossy only under a
-            budget that trains on: no other would notice.
-        parent: where the search begins, of the template's method; by default what the base records.
-        restores: how often a run will restart from such files. They share what a budget allows of single
-            changes, three of them at most, as training undoes most of what is lost before the next; all of
-            them share a budget that trains on. Weights are then rounded so that what training moves is kept
-            on average, on the grid or the levels of the base as long as these keep the budget. 0 for files
-            that are only looked at.
-        max_evaluations: stop there and keep the best so far. With 0 the parent's settings are used as they
-            are: nothing is measured, and the file promises nothing.
-        on_trial: told of each trial.
-        on_begin: told of what begins: `None, None` of measuring the exact tensors, `settings, None` of
-            writing a trial, and `settings, n_bytes` of measuring its file.
-        is_dry_run: write nothing.
+        budgets: at least one; a file must be within all of them.
+        cubes: names of the cubes of settings to search, by default all of the method. kmeans has "magnitude"
+            and "sensitivity", the two ways to prune; the second needs gradients.
+        template: the method, with all settings that are not searched. Moments of a grid become lossy only
+            under a budget of resumed training: no other budget measures their loss.
+        parent: settings of the same method to start from; by default those that the base records.
+        restores: expected number of restarts from such files; 0 if training never resumes from them. Up to
+            three restarts share the per-example limit of a budget, as training undoes most of each loss; all
+            restarts share a budget of resumed training. Weights are then rounded stochastically, so that
+            training's updates are kept on average, and the base's grid or levels are tried first.
+        max_evaluations: stop after this many and keep the best file. With 0, the parent's settings are used
+            without a measurement, and the file promises nothing.
+        on_trial: called with the report of each trial.
+        on_begin: called with `(None, None)` before the exact tensors are measured, `(settings, None)` before
+            a trial is written, and `(settings, n_bytes)` before its file is measured.
+        is_dry_run: write no file.
     """
 
     budgets: tuple[Budget, ...]
@@ -438,23 +458,23 @@ class SearchOptions:
         coerce_numeric_fields(self)
         self._check_kinds()
         if not self.budgets:
-            raise ConfigError("a search needs a budget that its files keep")
+            raise ConfigError("a search needs at least one budget")
         template, parent = self.template, self.parent
         space = space_of(template)
         if parent is not None and type(parent) is not type(template):
             raise ConfigError(f"a search for {template.name} cannot begin at settings of {parent.name}")
-        known = space.cube_names if isinstance(space, CubeSpace) else ()
-        if set(self.cubes) - set(known):
-            raise ConfigError(f"cubes of {template.name} are {known}, got {self.cubes}")
+        cube_names = space.cube_names if isinstance(space, CubeSpace) else ()
+        if set(self.cubes) - set(cube_names):
+            raise ConfigError(f"cubes of {template.name} are {cube_names}, got {self.cubes}")
         check_int("restores", self.restores, 0)
         if self.max_evaluations is not None:
             check_int("max_evaluations", self.max_evaluations, 0)
 
     def _check_kinds(self) -> None:
         for name, kind in (("budgets", Budget), ("cubes", str)):
-            given = getattr(self, name)
-            if not (isinstance(given, tuple | list) and all(isinstance(one, kind) for one in given)):
-                raise ConfigError(f"{name} must be a tuple of {kind.__name__}, got {given!r}")
+            values = getattr(self, name)
+            if not (isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)):
+                raise ConfigError(f"{name} must be a tuple of {kind.__name__}, got {values!r}")
         parent = self.template if self.parent is None else self.parent
         for name, method in (("template", self.template), ("parent", parent)):
             if not isinstance(method, Method):
@@ -463,61 +483,58 @@ class SearchOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchReport(Report):
-    """The course of a search: trials, the winner, and its quality."""
+    """The result of a search: its trials, the chosen settings, and their quality."""
 
-    method: str  # name of the method of the settings
-    strategy: str  # what proposed the winner, or the last that was tried
-    # whether the budgets are kept; if not, the file is lossless. None if that was not measured.
-    is_met: bool | None = None
-    is_interrupted: bool = False  # stopped by Ctrl-C; the file is the best that was found until then
+    method: str  # name of the method
+    strategy: str  # name of the strategy that proposed the chosen or else the last settings
+    is_met: bool | None = None  # False: no trial met the budgets, the file is lossless. None: not measured
+    is_interrupted: bool = False  # stopped by Ctrl-C; the file is the best until then
     is_dry_run: bool = False  # nothing was written
-    config: dict[str, Any] | None = None  # settings of the winner, None for a lossless file
-    metrics: tuple[str, ...] = ()  # what was measured, one a budget
-    exact: tuple[float, ...] = ()  # its values for the exact tensors
+    config: dict[str, Any] | None = None  # chosen settings, None for a lossless file
+    metrics: tuple[str, ...] = ()  # name of the metric of each budget
+    exact: tuple[float, ...] = ()  # mean of the exact tensors for each budget
     trials: tuple[TrialReport, ...] = ()  # in order
-    n_predicted: int = 0  # configurations whose size was predicted
-    # differences of each budget's value that say nothing, 0 where that was not measured
-    noise: tuple[float, ...] = ()
-    unmeasurable: tuple[str, ...] = ()  # what to tell of budgets below their noise, which count as not kept
-    doubts: tuple[str, ...] = ()  # what to tell of budgets whose mean was measured on too few answers
-    quality: tuple[QualityRecord, ...] = ()  # what the file records of its budgets
-    seconds: float  # taken in all
-    # taken to decode and evaluate, in all processes, the exact tensors included
-    evaluation_seconds: float = 0.0
+    n_predicted: int = 0  # number of configurations whose size was predicted
+    noise: tuple[float, ...] = ()  # noise floor of each budget's metric, 0 if not measured
+    unmeasurable: tuple[str, ...] = ()  # messages on budgets below their noise floor, which count as not met
+    doubts: tuple[str, ...] = ()  # messages on budgets with too few examples
+    quality: tuple[QualityRecord, ...] = ()  # quality records of the file
+    seconds: float  # total time
+    evaluation_seconds: float = 0.0  # time to decode and evaluate, the exact tensors included
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The notes on how the search went and on what its evaluations can tell."""
-        kept = [trial for trial in self.trials if trial.is_feasible and trial.config == self.config]
+        """Notes on an interruption, on unmeasurable budgets and on too few examples."""
+        chosen = [trial for trial in self.trials if trial.is_feasible and trial.config == self.config]
         interruption = (
             f"interrupted after {len(self.trials)} evaluations; kept is the smallest file of them that keeps "
             f"the budget, of {trial.n_bytes:,} bytes, with {trial.drop:.0%} of it used"
-            for trial in kept
+            for trial in chosen
             if self.is_interrupted
         )
         return (*interruption, *self.unmeasurable, *self.doubts)
 
 
-# --- settings that a search found -----------------------------------------------------------------
+# --- settings from a report or a base -------------------------------------------------------------
 
 
-def load_found(path: Path) -> Method:
-    """Read the settings that the search of the last file found, from what `ckptz compress --json` printed.
+def load_searched(path: Path) -> Method:
+    """Read the settings that a search chose for the last file from the output of `ckptz compress --json`.
 
     Raises:
-        ConfigError: no such object, no search in it, or settings that no method has.
+        ConfigError: the file is no such output, has no search, or has settings that no method knows.
     """
     try:
         document = strict_json(path.read_bytes(), "report")
         search = document["files"][-1]["search"]
         method, settings = search["method"], search["config"]
     except (CkptzError, KeyError, TypeError, IndexError):
-        what = "no settings in it; give a TOML file, or what compress --eval --json printed"
+        what = "it contains no settings; use a TOML file or the output of compress --eval --json"
         raise ConfigError(f"{path}: {what}") from None
     if settings is None:
         raise ConfigError(f"{path}: its search found no settings that keep the budget")
     if type(method) is not str or method not in METHODS:
-        raise ConfigError(f"{path}: settings of a method that this ckptz does not have: {str(method)[:40]}")
+        raise ConfigError(f"{path}: settings of a method that is not installed: {str(method)[:40]}")
     try:
         return config_of(method, settings)
     except msgspec.ValidationError as error:
@@ -528,17 +545,17 @@ def config_of(method: str, settings: Any) -> Method:
     """Make a configuration from the name of its method and its settings as plain values.
 
     Raises:
-        msgspec.ValidationError: settings that the method does not have.
-        ConfigError: values out of range.
+        msgspec.ValidationError: the method has no such setting.
+        ConfigError: a value is out of range.
     """
     kind = METHODS[method]
-    known = {one.name for one in fields(kind)}
-    if isinstance(settings, dict) and (unknown := sorted(set(settings) - known)):
+    names = {field.name for field in fields(kind)}
+    if isinstance(settings, dict) and (unknown := sorted(set(settings) - names)):
         raise msgspec.ValidationError(f"unknown setting {unknown[0]!r}")
     return msgspec.convert(settings, kind)
 
 
 def recorded_in(bases: Mapping[str, TensorSource], template: Method) -> Method | None:
-    """Find the settings that the tensors of a base record; `template` has what they do not tell."""
+    """Return the settings recorded in a base, or None; settings not recorded are those of `template`."""
     records = [source.entry.lossy for source in bases.values() if isinstance(source, FrameSource)]
     return space_of(template).recorded(template, [record for record in records if record is not None])

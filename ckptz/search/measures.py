@@ -1,20 +1,19 @@
-"""Qualities that budgets call: functions of a state, and those that compare it with the exact state.
+"""Qualities of a state: plain functions, agreement with the exact model, and the loss of resumed training.
 
-A plain quality is a function of a state. One that compares has a method `against` instead: it sees the
-exact state once, and returns what is called with trials. Who decodes states is no concern of this module.
+A plain quality is a function of a state. A quality that compares with the exact state has a method `against`,
+which gets the exact state and returns the function to call with trials.
 
-Agreement is that of a model with the exact one, from the logits of both on the same inputs:
+`Agreement` compares the logits of a model with those of the exact model on the same inputs:
 
     kl      mean over positions of sum(p * (log p - log q)), in nats; p of the exact tensors
     top1    share of positions where both rank the same entry first
 
-Both see what a loss averages away: a model can be as good on average and yet answer otherwise.
+Both detect changed answers that cancel in a mean loss.
 
-The resume probe is the loss of a training run that goes on from the restored state. A loss at once flatters
-what sends too little: stale weights act like an average over steps. What a checkpoint is for is to train
-on, so that is measured. Two more runs say what the measurement is worth: the exact state again, and the
-exact state with a little noise on its weights. A third, twice as long, says how many steps of training a
-difference stands for.
+`ResumeProbe` is the loss after training on from the restored state. The loss right after a restore is too
+optimistic, because weights that lag behind act like an average over steps. Two further runs, from the
+exact state and from the exact state with a little noise on its weights, measure the noise. A third, twice
+as long, measures how much one step of training gains.
 """
 
 from __future__ import annotations
@@ -39,62 +38,62 @@ from ckptz.errors import ConfigError, check_int, coerce_numeric_fields
 from ckptz.kernels.blas import product
 from ckptz.kernels.floats import Reals
 
-State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, the callee's to change
+State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, which the callee may change
 Quality: TypeAlias = Callable[[State], Any]
 Logits: TypeAlias = NDArray[np.float32]
 KL, TOP1 = "kl", "top1"
-ANSWER: Final = "answer"  # what one value is, where an evaluation does not say
-CHUNK_ENTRIES: Final = 1 << 18  # of a softmax in double precision at once: a few arrays of 2 MiB
-DISTURBANCE: Final = 0.01  # of the spread of a tensor: changes less than any budget is about
-METRIC: Final = "resume"
-HOW = "give package.module:function or file.py:function"
+ANSWER: Final = "answer"  # default name of one example; files record it
+CHUNK_ENTRIES: Final = 1 << 18  # logits per softmax in float64: a few arrays of 2 MiB
+NOISE_SHARE: Final = 0.01  # of a weight's standard deviation: costs less than any useful budget
+RESUME: Final = "resume"
+FUNCTION_FORM: Final = "give package.module:function or file.py:function"
 
 
 class ExactState(Protocol):
-    """The exact state, decoded as often as it is wanted."""
+    """The exact state, which can be decoded several times."""
 
     def state(self) -> State:
-        """Decode a fresh copy."""
+        """Decode a fresh copy of the state."""
         ...
 
-    def disturbed(self, share: float, seed: int) -> State:
-        """Decode a copy with noise of `share` of their spread on weights of two or more dimensions."""
+    def noisy_state(self, share: float, seed: int) -> State:
+        """Decode a copy with normal noise on weight matrices: `share` of the standard deviation of each."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """A quality that has seen the exact state."""
+    """A quality and its result for the exact state."""
 
-    quality: Quality  # called with trials
-    exact: Any  # what it would return for the exact state
-    noise: float = 0.0  # differences up to this one say nothing
-    per_step: float | None = None  # what a step of training lowers it by, if that is known
+    quality: Quality  # to call with trials
+    exact: Any  # result for the exact state
+    noise: float = 0.0  # noise floor: smaller differences mean nothing
+    gain_per_step: float | None = None  # by how much one training step lowers the result, if known
 
 
-class Comparing(Protocol):
-    """A quality that needs the exact state before it can judge another."""
+class ComparingQuality(Protocol):
+    """A quality that compares trials with the exact state."""
 
     def against(self, exact: ExactState) -> Baseline:
         """Return the function to call with trials, and its result for the exact state."""
         ...
 
 
-def prepare(quality: Quality | Comparing, exact: ExactState) -> Baseline:
-    """Measure the exact state: by `against`, or by calling a quality that has none."""
+def prepare(quality: Quality | ComparingQuality, exact: ExactState) -> Baseline:
+    """Measure the exact state with a quality, which is a function or has `against`."""
     if callable(quality) and not hasattr(quality, "against"):
         return Baseline(quality, quality(exact.state()))
-    comparing: Comparing = quality
+    comparing: ComparingQuality = quality
     return comparing.against(exact)
 
 
-def number(value: Any, name: str) -> float:
-    """Read the result of a function as a number.
+def to_float(value: Any, name: str) -> float:
+    """Convert the return value of a user's function, called `name`, to a float.
 
     Raises:
-        ConfigError: it is none; names the function.
+        ConfigError: the value is not a number.
     """
-    # An array, or a tensor of several elements, is none.
+    # Arrays and tensors of several elements raise.
     with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
         if hasattr(value, "__float__") and not isinstance(value, str | bytes | bool):
             return float(value)
@@ -103,45 +102,49 @@ def number(value: Any, name: str) -> float:
     raise ConfigError(f"{name} returned {shown}, which is not a number")
 
 
-def values_of(given: Any, name: str) -> Reals:
-    """Read the result of a function as values in double precision: those of a vector [n], or a number [1].
+def values_of(returned: Any, name: str) -> Reals:
+    """Convert the return value of a user's function to float64 values [n]; a single number to [1].
+
+    Args:
+        returned: a 1-D tensor or array, or a number.
+        name: of the function, for messages.
 
     Raises:
-        ConfigError: it is neither; names the function.
+        ConfigError: the value is neither.
     """
-    if hasattr(given, "detach"):
+    if hasattr(returned, "detach"):
         try:
-            given = given.detach().cpu()
-            given = given.numpy() if given.is_complex() else given.double().numpy()  # numpy has no bfloat16
+            tensor = returned.detach().cpu()
+            returned = tensor.numpy() if tensor.is_complex() else tensor.double().numpy()
         except (TypeError, RuntimeError) as error:  # sparse, nested, or without memory
             raise ConfigError(f"{name} returned a tensor whose values cannot be read: {error}") from None
-    if isinstance(given, list | tuple):
+    if isinstance(returned, list | tuple):
         raise ConfigError(
-            f"{name} returned a {type(given).__name__} of {len(given)}; return the values of all answers in "
-            "one tensor or array, as torch.tensor(losses)"
+            f"{name} returned a {type(returned).__name__} of {len(returned)}; return the values of all "
+            "examples in one tensor or array, as torch.tensor(losses)"
         )
-    if isinstance(given, np.ndarray) and given.dtype.kind in "bfiu":
-        if given.size != 1 and (given.ndim != 1 or not given.size):
+    if isinstance(returned, np.ndarray) and returned.dtype.kind in "bfiu":
+        if returned.size != 1 and (returned.ndim != 1 or not returned.size):
             raise ConfigError(
-                f"{name} returned values of shape {list(given.shape)}; return one number, or those of all "
-                "answers in one dimension [n_answers]"
+                f"{name} returned values of shape {list(returned.shape)}; return one number, or the "
+                "values of all examples in one dimension [n_examples]"
             )
-        return given.reshape(-1).astype(np.float64)
-    return np.array([number(given, name)])
+        return returned.reshape(-1).astype(np.float64)
+    return np.array([to_float(returned, name)])
 
 
 def name_of(function: Any) -> str:
-    """Name a function: by its `metric`, or its own name."""
+    """Return the name of a quality: its `metric`, or else its `__name__`."""
     return str(getattr(function, "metric", getattr(function, "__name__", "quality")))
 
 
 def unit_of(function: Any) -> str:
-    """Ask a function what one of its values is, such as "token"."""
+    """Return what one value of a quality is, such as "token": its `unit`, or else "answer"."""
     return str(getattr(function, "unit", None) or ANSWER)
 
 
 def digest_of(function: Any) -> str | None:
-    """Ask a function what data it measures on, or None."""
+    """Return the digest of a quality's data: its `data_digest`, a string or a callable, or None."""
     digest = getattr(function, "data_digest", None)
     digest = digest() if callable(digest) else digest
     return None if digest is None else str(digest)
@@ -149,13 +152,13 @@ def digest_of(function: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Measures "kl" and "top1" of a budget; one instance for both calls `logits` once a trial.
+    """Measures "kl" and "top1" for budgets; budgets that share an instance call `logits` once per trial.
 
     The exact logits are kept in float32 while a search runs: 4 bytes times positions times entries.
 
     Attributes:
-        logits: called with a state, returns logits [..., entries] of the same inputs in the same order each
-            time, as a torch tensor or an array. It builds its own model.
+        logits: a function of a state that builds its own model and returns logits [..., entries] as a torch
+            tensor or an array, of the same inputs in the same order each time.
 
     Example:
         >>> from ckptz import Agreement, Budget
@@ -170,7 +173,7 @@ class Agreement:
 
     def __post_init__(self) -> None:
         if not callable(self.logits):
-            raise ConfigError(f"an agreement needs a function for its logits, got {self.logits!r}")
+            raise ConfigError(f"Agreement needs a function that returns logits, got {self.logits!r}")
 
     @property
     def metric(self) -> str:
@@ -179,75 +182,81 @@ class Agreement:
 
     @property
     def data_digest(self) -> str | None:
-        """A digest of the data, as `logits` gives it."""
+        """The digest of the data that `logits` has as an attribute, or None."""
         return digest_of(self.logits)
 
     def against(self, exact: ExactState) -> Baseline:
-        """Keep the logits of the exact state, for trials to be compared with."""
-        kept = _rows_of(self.logits(exact.state()), self.metric).copy()  # theirs may be a buffer
-        if not kept.size:
-            raise ConfigError(f"{self.metric} returned no logits: shape {list(kept.shape)}")
-        if not np.isfinite(kept.max(axis=1)).all():
+        """Compute the logits of the exact state, which trials are compared with."""
+        rows = _logit_rows(
+            self.logits(exact.state()), self.metric
+        ).copy()  # the function may reuse its memory
+        if not rows.size:
+            raise ConfigError(f"{self.metric} returned no logits: shape {list(rows.shape)}")
+        if not np.isfinite(rows.max(axis=1)).all():
             raise ConfigError(f"{self.metric}: logits of the exact tensors hold NaN or infinity")
-        return Baseline(_Compared(self.logits, kept), {KL: 0.0, TOP1: 1.0})
+        return Baseline(_AgreementWithExact(self.logits, rows), {KL: 0.0, TOP1: 1.0})
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """Compares logits with those that are kept; can be sent to another process."""
+class _AgreementWithExact:
+    """The agreement of a trial with exact logits; a class, so that it can be pickled."""
 
     logits: Callable[[State], Any]
-    kept: Logits
+    exact: Logits
 
     @property
     def metric(self) -> str:
         return name_of(self.logits)
 
     def __call__(self, state: State) -> dict[str, float]:
-        """Return divergence and agreement; not finite if the logits are not."""
-        decoded = _rows_of(self.logits(state), self.metric)
-        if decoded.shape != self.kept.shape:
-            n_found, n_kept = (" x ".join(map(str, logits.shape)) for logits in (decoded, self.kept))
+        """Return "kl" and "top1"; NaN if a logit is not finite."""
+        decoded = _logit_rows(self.logits(state), self.metric)
+        if decoded.shape != self.exact.shape:
+            n_decoded, n_exact = (" x ".join(map(str, logits.shape)) for logits in (decoded, self.exact))
             raise ConfigError(
-                f"{self.metric} returned {n_found} logits for a trial and {n_kept} for the exact tensors; "
+                f"{self.metric} returned {n_decoded} logits for a trial and {n_exact} for the exact tensors; "
                 "evaluate the same inputs each time"
             )
-        return agreement_of(self.kept, decoded)
+        return agreement_of(self.exact, decoded)
 
 
 def agreement_of(exact: Logits, decoded: Logits) -> dict[str, float]:
-    """Compare logits, float32 [positions, entries]: "kl" in nats, and "top1", the share of equal first ranks.
+    """Compare the logits of two models on the same inputs.
 
-    Both are NaN if `decoded` has rows without a largest finite logit.
+    Args:
+        exact, decoded: float32 [positions, entries].
+
+    Returns:
+        "kl" in nats, and "top1", the share of positions with the same first rank; both NaN if the largest
+        logit of a row of `decoded` is not finite.
     """
     if not np.isfinite(decoded.max(axis=1)).all():
         return {KL: float("nan"), TOP1: float("nan")}
     divergence, n_equal = 0.0, 0
     n_rows = max(CHUNK_ENTRIES // exact.shape[1], 1)
     for begin in range(0, len(exact), n_rows):
-        own, other = exact[begin : begin + n_rows], decoded[begin : begin + n_rows]
-        divergence += _divergence(_log_shares(own), _log_shares(other))
-        n_equal += int((own.argmax(axis=1) == other.argmax(axis=1)).sum())
+        p, q = exact[begin : begin + n_rows], decoded[begin : begin + n_rows]
+        divergence += _divergence(_log_softmax(p), _log_softmax(q))
+        n_equal += int((p.argmax(axis=1) == q.argmax(axis=1)).sum())
     return {KL: max(divergence, 0.0) / len(exact), TOP1: n_equal / len(exact)}
 
 
-def _log_shares(logits: Logits) -> Reals:
-    """Logarithms of softmax shares, in double precision."""
-    wide = logits.astype(np.float64)
-    wide -= wide.max(axis=1, keepdims=True)
-    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    return wide
+def _log_softmax(logits: Logits) -> Reals:
+    log_p = logits.astype(np.float64)
+    log_p -= log_p.max(axis=1, keepdims=True)
+    log_p -= np.log(np.exp(log_p).sum(axis=1, keepdims=True))
+    return log_p
 
 
-def _divergence(exact: Reals, decoded: Reals) -> float:
-    """Sum the divergence over positions; entries that the exact model excludes count nothing."""
-    shares = np.exp(exact)
-    apart = np.subtract(exact, decoded, out=np.zeros_like(exact), where=shares > 0)
-    return float(product(shares.ravel(), apart.ravel()))
+def _divergence(log_p: Reals, log_q: Reals) -> float:
+    """Sum p * (log p - log q) over positions and entries; 0 where p is 0."""
+    p = np.exp(log_p)
+    difference = np.subtract(log_p, log_q, out=np.zeros_like(log_p), where=p > 0)
+    return float(product(p.ravel(), difference.ravel()))
 
 
-def _rows_of(logits: Any, name: str) -> Logits:
-    """Logits [positions, entries] from a tensor or an array."""
+def _logit_rows(logits: Any, name: str) -> Logits:
+    """Convert a tensor or an array [..., entries] to float32 [positions, entries]."""
     if hasattr(logits, "detach"):
         logits = logits.detach().cpu().float()  # numpy has no bfloat16
     try:
@@ -261,21 +270,21 @@ def _rows_of(logits: Any, name: str) -> Logits:
 
 @dataclass(frozen=True, slots=True)
 class ResumeProbe:
-    """A budget's quality: the loss after some steps of training from a state.
+    """Measures the loss after training on from a state.
 
-    Before the first trial it runs four times: from the exact state, from it again, from it with noise, and
-    from it twice as far. The larger of the first two differences is the noise floor. Where that is above the
-    budget, the budget cannot be measured, and counts as not met. The last one is the slope: what is lost,
-    over what a step gains, are steps of training lost. Where the loss falls by less than the noise floor,
-    that is not measurable.
+    Before the first trial it runs four times: twice from the exact state, once from the exact state with
+    noise, and once for twice the number of steps. The larger difference between the first run and the next
+    two is the noise floor; a budget below it cannot be measured and counts as not met. The last run measures
+    the gain of one step. A loss divided by this gain is a number of training steps; it is unknown if the
+    gain is within the noise floor.
 
     Attributes:
-        resume: `resume(state, n_steps) -> loss`: trains on from the state and returns a validation loss, best
-            a mean over its last steps. It builds its own model and optimizer, and restores its own position
-            in the data and its own random numbers. The state has all tensors of the checkpoint, optimizer
-            state included, by their names in it.
-        n_steps: how far to train.
-        noise_floor: if it is known; two runs less then.
+        resume: a function of a state and a number of steps that trains on and returns a validation loss,
+            preferably a mean over its last steps. It builds its own model and optimizer, and restores its
+            own position in the data and random numbers. The state has all tensors of the checkpoint, with
+            optimizer state, by their names in the file.
+        n_steps: number of steps to train.
+        noise_floor: the noise floor, if it is known; saves two runs.
 
     Example:
         >>> from ckptz import Budget, ResumeProbe
@@ -287,12 +296,12 @@ class ResumeProbe:
     resume: Callable[[State, int], Any]
     n_steps: int = 20
     noise_floor: float | None = None
-    metric: ClassVar[str] = METRIC
-    trains: ClassVar[bool] = True  # and so needs optimizer state
+    metric: ClassVar[str] = RESUME
+    trains: ClassVar[bool] = True  # needs optimizer state
 
     def __post_init__(self) -> None:
         if not callable(self.resume):
-            raise ConfigError(f"a resume probe needs a function, got {self.resume!r}")
+            raise ConfigError(f"ResumeProbe needs a function, got {self.resume!r}")
         coerce_numeric_fields(self)
         check_int("n_steps", self.n_steps, 1)
         if self.noise_floor is not None and not self.noise_floor >= 0:
@@ -300,56 +309,56 @@ class ResumeProbe:
 
     @property
     def data_digest(self) -> str | None:
-        """A digest of the data, as `resume` gives it."""
+        """The digest of the data that `resume` has as an attribute, or None."""
         return digest_of(self.resume)
 
     def against(self, exact: ExactState) -> Baseline:
-        """Measure the exact state and the noise of the measurement, for trials to be compared with."""
-        resumed = _Resumed(self.resume, self.n_steps)
-        loss, noise = resumed(exact.state()), self.noise_floor
+        """Measure the exact state, the noise floor and the gain of a training step."""
+        resumed_loss = _ResumedLoss(self.resume, self.n_steps)
+        loss, noise = resumed_loss(exact.state()), self.noise_floor
         if not math.isfinite(loss):
-            return Baseline(resumed, loss, noise or 0.0)
+            return Baseline(resumed_loss, loss, noise or 0.0)
         if noise is None:
-            others = (resumed(exact.state()), resumed(exact.disturbed(DISTURBANCE, seed=0)))
-            apart = [abs(other - loss) for other in others]
-            noise = max(one if math.isfinite(one) else math.inf for one in apart)
-        gain = loss - replace(resumed, n_steps=2 * self.n_steps)(exact.state())
-        return Baseline(resumed, loss, noise, gain / self.n_steps if gain > noise else None)
+            losses = (resumed_loss(exact.state()), resumed_loss(exact.noisy_state(NOISE_SHARE, seed=0)))
+            differences = [abs(repeated - loss) for repeated in losses]
+            noise = max(d if math.isfinite(d) else math.inf for d in differences)
+        gain = loss - replace(resumed_loss, n_steps=2 * self.n_steps)(exact.state())
+        return Baseline(resumed_loss, loss, noise, gain / self.n_steps if gain > noise else None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Resumed:
-    """The loss after the steps; can be sent to another process."""
+class _ResumedLoss:
+    """The loss after the steps of a `ResumeProbe`; a class, so that it can be pickled."""
 
     resume: Callable[[State, int], Any]
     n_steps: int
-    metric: ClassVar[str] = METRIC
+    metric: ClassVar[str] = RESUME
     trains: ClassVar[bool] = True
 
     def __call__(self, state: State) -> float:
-        return number(self.resume(state, self.n_steps), name_of(self.resume))
+        return to_float(self.resume(state, self.n_steps), name_of(self.resume))
 
 
 @dataclass(frozen=True, slots=True)
 class NamedFunction:
-    """A function that is loaded where it is called, in another process too."""
+    """A function given as "package.module:function" or "file.py:function", which is loaded when called."""
 
     text: str  # as the user wrote it
 
     def __post_init__(self) -> None:
         if not all(self.text.rpartition(":")):
-            raise ConfigError(f"{self.text!r} names no function; {HOW}")
+            raise ConfigError(f"{self.text!r} names no function; {FUNCTION_FORM}")
 
     def load(self) -> Callable[..., Any]:
-        """Load the function's module and find it there.
+        """Import the module and return the function.
 
         Raises:
-            ConfigError: there is none; or its module fails to load.
+            ConfigError: the module cannot be imported, or has no such function.
         """
         return _load(self.text)
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function; what it prints goes to stderr, as stdout is for the report."""
+        """Call the function; its prints go to stderr, because stdout is for the report."""
         function = self.load()
         with contextlib.redirect_stdout(sys.stderr):
             return function(*args)
@@ -361,12 +370,12 @@ class NamedFunction:
 
     @property
     def unit(self) -> str:
-        """The name of what one value is, as the function says."""
+        """The name of one example, such as "token"."""
         return unit_of(self.load())
 
     @property
     def data_digest(self) -> Any:
-        """A digest of the data, as the function gives it; None if it does not."""
+        """The attribute `data_digest` of the function, or None."""
         return getattr(self.load(), "data_digest", None)
 
 
@@ -381,17 +390,17 @@ def _load(text: str) -> Callable[..., Any]:
         raise ConfigError(f"{where}: {type(error).__name__} while it was loaded: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{where}: has no function {name!r}; {HOW}")
+        raise ConfigError(f"{where}: has no function {name!r}; {FUNCTION_FORM}")
     return function
 
 
 def _module_of_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; {HOW}")
-    _make_importable(str(path.absolute().parent))  # as if it were run as a script
+        raise ConfigError(f"{path}: no such file; {FUNCTION_FORM}")
+    _make_importable(str(path.absolute().parent))  # as Python does for a script
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"{path}: cannot be loaded as Python; {HOW}")
+        raise ConfigError(f"{path}: cannot be loaded as Python; {FUNCTION_FORM}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -404,8 +413,8 @@ def _module_named(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # found, and one of its own imports is missing
-        raise ConfigError(f"no module {error.name!r} is found from {os.getcwd()}; {HOW}") from None
+            raise  # the module exists; one of its imports is missing
+        raise ConfigError(f"no module {error.name!r} is found from {os.getcwd()}; {FUNCTION_FORM}") from None
 
 
 def _make_importable(folder: str) -> None:

@@ -1,9 +1,9 @@
-"""Searches for the smallest configuration that keeps a budget, and writes its file.
+"""Searches for the configuration with the smallest file within a budget, and writes that file.
 
-Strategies propose configurations. Each trial is a whole file beside the target under a temporary name; what
-counts is measured on the tensors decoded from it. Only the best one so far is kept, and the last one left
-gets its records and its name. So an interrupted search leaves the best it found, or nothing. Frames that no
-setting changes are encoded for the first trial and copied into the others.
+Strategies propose configurations. Each trial is written to a temporary file beside the target, and evaluated
+on the tensors decoded from it. Only the best file is kept; at the end it gets its quality records and its
+name. An interrupted search publishes the best file so far, or nothing. Frames that no setting changes are
+encoded for the first trial and copied into the others.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ckptz.format.publish import Publication
 from ckptz.format.reader import Container
 from ckptz.format.written import Written, amend_quality
 from ckptz.parallel import Workers
-from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in, used_by_changes
-from ckptz.search.evaluation import Judge, Measurements, Scope, is_of_training, judge_of, opened_trial
+from ckptz.search.budget import SearchOptions, SearchReport, TrialReport, recorded_in, used_by_examples
+from ckptz.search.evaluation import Judge, Measurements, Scope, is_of_training, judge_of, open_trial
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.spaces import CubeSpace, MultiplierSpace, space_of
 from ckptz.search.strategies import (
@@ -48,52 +48,55 @@ from ckptz.write.frame_writer import Earlier, FilePlan, matching_base
 from ckptz.write.job import WriteJob, prepared
 from ckptz.write.writer import write_container
 
-# Strategies, one after another; sizes of configurations before they are tried, if these need them; how many.
-Route = tuple[Sequence[Strategy], Predict | None, int]
+# Strategies in order, a function that predicts file sizes or None, and the number of predicted sizes.
+StrategyPlan = tuple[Sequence[Strategy], Predict | None, int]
 __all__ = ["SearchOptions", "SearchReport", "SearchRun", "TrialReport", "search_and_write"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRun:
-    """Threads, folders and checks that a search works with."""
+    """Threads, folders and checks of a search."""
 
     workers: Workers  # threads
-    base_paths: tuple[Path, ...] = ()  # the files behind `WriteJob.bases`
-    search_path: tuple[Path, ...] = ()  # folders to look for its own bases in
-    like: Sequence[Path] = ()  # files whose permissions the target gets, if it replaces none
-    # called before the target gets its name; raises if what was read has changed
-    check: Callable[[], None] = lambda: None
-    owner: str = ""  # begins the names of temporary files
-    prefix: str = ""  # what begins the names of weights in the file, and not those that qualities see
+    base_paths: tuple[Path, ...] = ()  # files of `WriteJob.bases`
+    search_path: tuple[Path, ...] = ()  # folders in which bases of the base are searched
+    like: Sequence[Path] = ()  # files whose permissions a new target gets
+    check: Callable[[], None] = lambda: None  # called before publishing; raises if an input has changed
+    owner: str = ""  # prefix of temporary file names
+    prefix: str = ""  # prefix of weight names in the file, removed for qualities
 
 
 def search_and_write(
     target: Path, job: WriteJob, options: SearchOptions, run: SearchRun
 ) -> tuple[Written, SearchReport]:
-    """Find the smallest configuration that keeps the budgets and publish its file.
+    """Publish the smallest file within the budgets; a lossless file if no configuration meets them.
 
-    Where nothing keeps them, the file is lossless and the report says so.
+    Args:
+        target: path of the file.
+        job: its tensors, base and side information.
+        options: budgets and limits of the search.
+        run: threads, folders and checks.
 
     Raises:
-        ConfigError: an evaluation fails, or the exact tensors have no quality to measure a drop from.
-        KeyboardInterrupt: before any trial kept the budgets; nothing is written.
+        ConfigError: an evaluation fails, or the exact tensors have values that cannot be compared with.
+        KeyboardInterrupt: interrupted before any trial was within the budgets; nothing is written.
     """
     with prepared(replace(job, config=options.template)) as ready:
         if options.max_evaluations == 0:
-            return _replay(target, ready, options, run)
+            return _write_with_parent(target, ready, options, run)
         weights = tuple(name for name in job.tensors if _is_of_model(name, job, ready))
-        return _searched(target, ready, weights, options, run)
+        return _search(target, ready, weights, options, run)
 
 
-def _replay(
+def _write_with_parent(
     target: Path, ready: WriteJob, options: SearchOptions, run: SearchRun
 ) -> tuple[Written, SearchReport]:
-    """Write with the parent's settings; nothing is measured, so the file promises nothing."""
+    """Write with the parent's settings, without an evaluation; the file promises nothing."""
     start, config = time.perf_counter(), parent_config(options, ready)
     if config is None:
-        raise ConfigError("with 0 evaluations a base or a plan must record settings, and none does")
-    with contextlib.ExitStack() as held:
-        trial = write_trial(target, FilePlan.of(replace(ready, config=config)), run, held)
+        raise ConfigError("max_evaluations=0 needs settings from a base or --config, but none records any")
+    with contextlib.ExitStack() as stack:
+        trial = write_trial(target, FilePlan.of(replace(ready, config=config)), run, stack)
         trial.publish(run, options)
     report = SearchReport(
         method=options.template.name,
@@ -105,18 +108,18 @@ def _replay(
     return trial.written, report
 
 
-def _searched(
+def _search(
     target: Path, ready: WriteJob, weights: tuple[str, ...], options: SearchOptions, run: SearchRun
 ) -> tuple[Written, SearchReport]:
     """Search with the prepared job; `weights` are the names of the model's tensors."""
     template, start = searched_template(options), time.perf_counter()
     lossy = _lossy_names(ready, template)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         options.on_begin(None, None)
         judge = _judge(ready, weights, options, run)
         exact_seconds = time.perf_counter() - start
-        stages, predict, n_predicted = route_of(options, ready, run.workers.map)
-        searcher = Searcher(target, ready, options, run, judge, predict, held)
+        stages, predict, n_predicted = choose_strategies(options, ready, run.workers.map)
+        searcher = Searcher(target, ready, options, run, judge, predict, stack)
         is_interrupted = searcher.search(stages if lossy and not judge.unmeasurable else [])
         written, records = searcher.publish()
     best, trials = searcher.best, searcher.reports
@@ -128,11 +131,11 @@ def _searched(
         is_interrupted=is_interrupted,
         is_dry_run=options.is_dry_run,
         config=best.report.config if best else None,
-        metrics=tuple(one.exact.metric for one in judge.checks),
-        exact=tuple(one.exact.value for one in judge.checks),
+        metrics=tuple(check.exact.metric for check in judge.checks),
+        exact=tuple(check.exact.value for check in judge.checks),
         trials=tuple(trials),
         n_predicted=n_predicted,
-        noise=tuple(one.noise for one in judge.checks),
+        noise=tuple(check.noise for check in judge.checks),
         unmeasurable=judge.unmeasurable if lossy else (),
         doubts=judge.doubts(last.judgements) if last else (),
         quality=records,
@@ -144,36 +147,36 @@ def _searched(
 
 def _judge(ready: WriteJob, weights: tuple[str, ...], options: SearchOptions, run: SearchRun) -> Judge:
     tensors = ready.tensors
-    others = tuple(name for name in tensors if name not in set(weights))
-    scope = Scope(weights, others, tied_names(ready.tree, tensors), run.prefix)
+    optimizer = tuple(name for name in tensors if name not in set(weights))
+    scope = Scope(weights, optimizer, tied_names(ready.tree, tensors), run.prefix)
     return judge_of(
         *(options.budgets, tensors, scope, run.workers.map),
         restores=options.restores,
-        # A later checkpoint, which begins at a parent's settings, is found in one or two evaluations.
+        # With a parent's settings one or two evaluations are enough; a repeat would add much to their time.
         repeats=parent_config(options, ready) is None,
     )
 
 
 def _is_of_model(name: str, job: WriteJob, ready: WriteJob) -> bool:
-    """Return whether a tensor belongs to the model: a weight or an integer buffer, no optimizer state."""
+    """Return whether a tensor is a weight or buffer of the model, not optimizer state."""
     source, role = job.tensors[name], (ready.roles or {})[name]
     if not source.dtype.is_float:
         role = (job.roles or {}).get(name) or role_of(name, source.shape, is_float=True, rules=job.role_rules)
     return role.role == "weight"
 
 
-# --- what is tried -------------------------------------------------------------------------------
+# --- configurations and strategies ---------------------------------------------------------------
 
 
 def searched_template(options: SearchOptions) -> Method:
-    """Return the template of a search, as its budgets need it."""
+    """Return the template of a search, adapted to its budgets and restarts."""
     trains = any(map(is_of_training, options.budgets))
     template = options.template
     return space_of(template).template(template, trains=trains, restarts=options.restores > 0)
 
 
 def parent_config(options: SearchOptions, job: WriteJob) -> Method | None:
-    """Return the user's settings, or those of the base if it was written by the same method; else None."""
+    """Return the settings to start from: the user's, else those that the base records, else None."""
     template = searched_template(options)
     parent = options.parent if options.parent is not None else recorded_in(job.bases, template)
     space = space_of(template)
@@ -182,17 +185,17 @@ def parent_config(options: SearchOptions, job: WriteJob) -> Method | None:
     return space.scaled(template, space.multiplier(parent))
 
 
-def route_of(options: SearchOptions, ready: WriteJob, run: MapFunction) -> Route:
-    """Find the strategies for the options of a search; `run` maps a function over tensors."""
+def choose_strategies(options: SearchOptions, ready: WriteJob, run: MapFunction) -> StrategyPlan:
+    """Choose the strategies of a search; `run` maps a function over tensors."""
     template, parent = searched_template(options), parent_config(options, ready)
     space = space_of(template)
     if isinstance(space, MultiplierSpace):
         first = MultiplierSearch(template=template, space=space)
         if parent is None:
             return [first], None, 0
-        # Where the parent's multiplier leads nowhere near, the search goes on as if it were the first.
-        first = replace(first, start=space.multiplier(parent), draws=options.restores > 0)
-        return [replace(first, most=MAX_LATER, close=CLOSE_LATER), first], None, 0
+        # If the parent's multiplier is far off, the search continues like a first one.
+        first = replace(first, start=space.multiplier(parent), is_stochastic=options.restores > 0)
+        return [replace(first, max_trials=MAX_LATER, close=CLOSE_LATER), first], None, 0
     assert isinstance(space, CubeSpace)
     lossy = _lossy_names(ready, template)
     roles, all_guides = ready.roles or {}, ready.guides or {}
@@ -205,15 +208,16 @@ def route_of(options: SearchOptions, ready: WriteJob, run: MapFunction) -> Route
         base = matching_base(tensor, ready.bases.get(name))
         tensors_to_encode[name] = TensorToEncode(tensor, base, all_guides.get(name, NO_SIDE_INFORMATION))
     finer = space.finer(template)
-    others = (*finer, parent) if parent is not None else finer
     points = (cube.config(point) for cube in cubes for point in cube.points)
-    configs = list(dict.fromkeys([*points, *others]))
+    configs = list(dict.fromkeys([*points, *finer, *(() if parent is None else (parent,))]))
     predict = predicted_sizes(tensors_to_encode, roles, configs, run).__getitem__
-    guided = Guided(cubes=cubes, predict=predict, n_left=len(finer))
+    guided = Guided(cubes=cubes, predict=predict, n_reserved=len(finer))
     stages: list[Strategy] = [guided, Finer(configs=finer)]
     if parent is not None:
-        keeps = options.restores > 0
-        stages.insert(0, Neighbourhood(parent=parent, cubes=cubes, predict=predict, keeps=keeps))
+        neighbourhood = Neighbourhood(
+            parent=parent, cubes=cubes, predict=predict, tries_parent=options.restores > 0
+        )
+        stages.insert(0, neighbourhood)
     return stages, predict, len(configs)
 
 
@@ -227,30 +231,30 @@ def _lossy_names(ready: WriteJob, config: Method) -> list[str]:
 
 @dataclass(slots=True)
 class Trial:
-    """A file that is written and has no name yet."""
+    """A written file that is not published yet."""
 
     publication: Publication
     path: Path
     written: Written
 
     def publish(self, run: SearchRun, options: SearchOptions) -> None:
-        """Publish the file, unless its inputs have changed or this is a dry run."""
+        """Check the inputs, and publish the file unless this is a dry run."""
         run.check()
         if not options.is_dry_run:
             self.publication.commit()
 
 
-def write_trial(target: Path, plan: FilePlan, run: SearchRun, held: contextlib.ExitStack) -> Trial:
-    """Write a file beside `target`, under a temporary name; `held` removes it if it gets no other."""
+def write_trial(target: Path, plan: FilePlan, run: SearchRun, stack: contextlib.ExitStack) -> Trial:
+    """Write a temporary file beside `target`; closing `stack` removes it unless it was published."""
     publication = Publication(run.owner)
-    held.callback(publication.discard)  # first: an interrupt may come as soon as the file is written
+    stack.callback(publication.discard)  # before writing, because an interrupt may follow at once
     with publication.file(target, run.like) as sink:
         written = write_container(sink, plan, run.workers)
     return Trial(publication, Path(sink.name), written)
 
 
 class Best(NamedTuple):
-    """The smallest trial so far that keeps the budgets."""
+    """The smallest trial so far within the budgets."""
 
     trial: Trial
     report: TrialReport
@@ -259,7 +263,7 @@ class Best(NamedTuple):
 
 @dataclass(slots=True)
 class Searcher:
-    """One search: writes trials, has them measured, keeps the best."""
+    """Writes and evaluates the trials of one search, and keeps the best file."""
 
     target: Path
     ready: WriteJob
@@ -267,47 +271,51 @@ class Searcher:
     run: SearchRun
     judge: Judge
     predict: Predict | None
-    held: contextlib.ExitStack  # closes the first trial, and removes files that have no name
+    stack: contextlib.ExitStack  # closes the first trial, and removes unpublished files
     reports: list[TrialReport] = field(default_factory=list)
     best: Best | None = None
-    earlier: Earlier | None = None  # what later trials copy, from the first
+    earlier: Earlier | None = None  # frames of the first trial that later ones copy
 
     def search(self, stages: Sequence[Strategy]) -> bool:
-        """Try until the strategies are done; tell whether Ctrl-C came before."""
+        """Run the strategies; returns True if Ctrl-C ended them early.
+
+        Raises:
+            KeyboardInterrupt: interrupted before any trial was within the budget.
+        """
         try:
-            run_stages(stages, self.try_one, self.options.max_evaluations)
+            run_stages(stages, self.try_config, self.options.max_evaluations)
         except KeyboardInterrupt:
             if self.best is None:
                 n = len(self.reports)
-                what = f"{n} evaluations of trials, none of which keeps the budget; nothing is written"
+                what = f"{n} evaluations, none of which meets the budget; nothing is written"
                 raise KeyboardInterrupt(what) from None
             return True
         return False
 
     def _write(self, config: Method) -> Trial:
-        """Write a trial; the first one stays open, as most of a training state comes out the same in all."""
-        draw = sum(report.config == asdict(config) for report in self.reports)
-        plan = FilePlan.of(replace(self.ready, config=config), self.earlier, draw)
-        trial = write_trial(self.target, plan, self.run, self.held)
+        """Write a trial; the first one stays open, because later ones copy its unchanged frames."""
+        n_tried = sum(report.config == asdict(config) for report in self.reports)
+        plan = FilePlan.of(replace(self.ready, config=config), self.earlier, n_tried)
+        trial = write_trial(self.target, plan, self.run, self.stack)
         if self.earlier is None:
-            file = FileBytes(trial.path)  # readable until it is closed, also when it has lost its name
-            self.held.callback(file.close)
+            file = FileBytes(trial.path)  # stays readable after the file is removed
+            self.stack.callback(file.close)
             notes = dict(trial.written.tensor_notes)
             self.earlier = Earlier(tensors=Container(file).tensors, recipes=plan.recipes, notes=notes)
         return trial
 
-    def try_one(self, config: Method, strategy: str) -> Outcome:
-        """Write a configuration and measure it; keep it if it is the best so far."""
+    def try_config(self, config: Method, strategy: str) -> Outcome:
+        """Write and evaluate a configuration, and keep its file if it is the best so far."""
         start, settings = time.perf_counter(), asdict(config)
         self.options.on_begin(settings, None)
         trial, written = self._write(config), time.perf_counter()
         self.options.on_begin(settings, trial.written.stored_bytes)
-        with opened_trial(trial.path, self.run.base_paths, self.run.search_path) as decoded:
+        with open_trial(trial.path, self.run.base_paths, self.run.search_path) as decoded:
             measurements = self.judge.measure(decoded)
         evaluation_seconds = time.perf_counter() - written
         judgements = self.judge.judgements(measurements)
-        used = max(math.inf if one.used is None else one.used for one in judgements)
-        outcome = Outcome(config, used, trial.written.stored_bytes, max(map(used_by_changes, judgements)))
+        used = max(math.inf if judged.used is None else judged.used for judged in judgements)
+        outcome = Outcome(config, used, trial.written.stored_bytes, max(map(used_by_examples, judgements)))
         report = TrialReport(
             config=settings,
             strategy=strategy,
@@ -322,21 +330,21 @@ class Searcher:
         )
         self.reports.append(report)
         if outcome.is_feasible and (self.best is None or outcome.n_bytes < self.best.report.n_bytes):
-            # The new one first: an interrupt must not leave a best whose file is removed.
-            before, self.best = self.best, Best(trial, report, measurements)
-            if before is not None:
-                before.trial.publication.discard()
+            # Replaced first: after an interrupt `best` must not be a removed file.
+            previous, self.best = self.best, Best(trial, report, measurements)
+            if previous is not None:
+                previous.trial.publication.discard()
         else:
             trial.publication.discard()
         self.options.on_trial(report)
         return outcome
 
     def publish(self) -> tuple[Written, tuple[QualityRecord, ...]]:
-        """Publish the best file with its quality records; a lossless one if nothing is within the budget."""
+        """Publish the best file with its quality records, or a lossless file if no trial met the budgets."""
         records: tuple[QualityRecord, ...] = ()
         if self.best is None:
             plan = FilePlan.of(replace(self.ready, config=LOSSLESS), self.earlier)
-            trial = write_trial(self.target, plan, self.run, self.held)
+            trial = write_trial(self.target, plan, self.run, self.stack)
         else:
             trial = self.best.trial
             records = self.judge.records(self.best.measurements)

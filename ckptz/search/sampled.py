@@ -1,7 +1,7 @@
-"""Size and time of a file that is not written, predicted from a sample of its tensors.
+"""Predicts size and time of a file from a sample of its tensors.
 
-The sample is written to memory as a file is, by the same plans: of tensors that are alike some, and of a long
-tensor blocks of whole rows from all over it. What a frame takes beside its streams is as large for the whole.
+The sample is written to memory like a file. Of tensors of the same kind it contains some, and of a long
+tensor blocks of rows from all parts. Stream sizes are scaled up; headers and tables of a frame are not.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from ckptz.write.frame_writer import FilePlan, matching_base
 from ckptz.write.job import WriteJob, prepared
 from ckptz.write.writer import write_container
 
-SAMPLE: Final = 1 << 23  # values in all: 32 MB of fp32, a second or two
-LEAST: Final = 1 << 18  # of a tensor, so that it is planned as a long one
-BLOCKS: Final = 64  # rows of a tensor are not alike: those of embeddings are in the order of their frequency
-LEAST_ALIKE: Final = 3  # of tensors that are alike, at least so many
+SAMPLE: Final = 1 << 23  # values in the sample: 32 MB of fp32, a second or two
+MIN_VALUES: Final = 1 << 18  # values of a tensor, so that it is planned like a long one
+BLOCKS: Final = 64  # blocks of rows, because rows differ: embeddings are sorted by token frequency
+MIN_OF_KIND: Final = 3  # tensors of each kind
 CHUNK_BYTES: Final = 90  # record of a chunk, and lane states
 Bounds = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample(TensorSource):
-    """Parts of a tensor, in memory."""
+    """Blocks of rows of a tensor, in memory."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -59,18 +59,18 @@ class _Sample(TensorSource):
 
     @classmethod
     def of(cls, source: TensorSource, bounds: Bounds) -> TensorSource:
-        """Read the parts of a tensor; the tensor itself where that is all of it."""
+        """Read blocks `bounds` of a tensor; returns the tensor itself if they cover it."""
         n_patterns = sum(end - begin for begin, end in bounds)
         if n_patterns == source.n_patterns:
             return source
-        whole = CachedTensor(source, "sampled", CachedChunks(HELD_BYTES))  # a chunk has several parts
+        cached = CachedTensor(source, "sampled", CachedChunks(HELD_BYTES))  # a chunk may have several blocks
         pieces = [piece for part in bounds for piece in _within_chunks(*part)]
-        codes = [] if source.n_codes is None else [whole.codes(*piece) for piece in pieces]
+        codes = [] if source.n_codes is None else [cached.codes(*piece) for piece in pieces]
         row = source.n_patterns // n_rows_of(source.shape)
         return cls(
             dtype=source.dtype,
             shape=(n_patterns // row, *source.shape[1:]),
-            flat=np.concatenate([whole.patterns(*piece) for piece in pieces]),
+            flat=np.concatenate([cached.patterns(*piece) for piece in pieces]),
             flat_codes=np.concatenate([part for part in codes if part is not None]) if codes else None,
             n_codes=source.n_codes,
             stored=source.stored,
@@ -84,11 +84,11 @@ class _Sample(TensorSource):
 
 
 def predict(job: WriteJob, workers: Workers) -> tuple[Written, float]:
-    """Predict what writing a file would give, and the seconds that it would take.
+    """Predict size and time of writing a file.
 
     Returns:
-        (a report without content id, of which sizes and counts are estimates; seconds without those of
-        compiling kernels).
+        A report with estimated sizes and counts and no content id, and the seconds of writing, without
+        those of compiling kernels.
 
     Raises:
         ConfigError: see `prepared`.
@@ -96,55 +96,55 @@ def predict(job: WriteJob, workers: Workers) -> tuple[Written, float]:
     start = working_seconds()
     with prepared(job) as ready:
         seconds = working_seconds() - start
-        # Loads kernels, which takes as long for any file.
+        # Not timed: loads the kernels, which takes equally long for any file.
         Sampler(ready, SAMPLE >> 4).written(job.config, workers)
         written, sample_seconds = Sampler(ready).written(job.config, workers)
         return written, seconds + sample_seconds
 
 
 class Sampler:
-    """The sample of one job, from which the size of any configuration's file is predicted."""
+    """Predicts file sizes of one job for any configuration from a sample of its tensors."""
 
     def __init__(self, ready: WriteJob, n_values: int = SAMPLE) -> None:
         self._ready = ready
         self._rate = min(1.0, n_values / max(_n_patterns(ready.tensors.values()), 1))
-        self._least = min(LEAST, n_values // 4)
+        self._min_values = min(MIN_VALUES, n_values // 4)
         stored = (base.stored for base in ready.bases.values())
-        # Rows keep the steps that a lossy base has for them, which parts of it do not tell.
-        self._needs_whole = any(one is not None and one.method is not None for one in stored)
+        # A delta of a lossy base keeps the base's step of each row, which blocks of the base do not contain.
+        self._needs_all = any(form is not None and form.method is not None for form in stored)
 
     def _bounds(self, source: TensorSource) -> Bounds:
-        """Choose the parts of a tensor, in patterns: tensors of one shape have the same."""
+        """Choose the blocks of a tensor, as pattern bounds; equal for tensors of one shape."""
         n, n_rows = source.n_patterns, n_rows_of(source.shape)
-        wanted = max(self._least, round(n * self._rate))
-        if self._needs_whole or n <= wanted or n % n_rows or n_rows < 2 * BLOCKS:
+        n_sampled = max(self._min_values, round(n * self._rate))
+        if self._needs_all or n <= n_sampled or n % n_rows or n_rows < 2 * BLOCKS:
             return [(0, n)]
         row = n // n_rows
-        rows = max(wanted // row // BLOCKS, 1)
+        rows = max(n_sampled // row // BLOCKS, 1)
         starts = np.linspace(0, n_rows - rows, BLOCKS).astype(int)
         return [(int(at) * row, int(at + rows) * row) for at in starts]
 
-    def _chosen(self, recipes: Mapping[str, Recipe]) -> dict[str, float]:
-        """Choose tensors, and how many of the file's each stands for, by name."""
+    def _choose_tensors(self, recipes: Mapping[str, Recipe]) -> dict[str, float]:
+        """Choose the tensors of the sample; returns the number of tensors that each represents, by name."""
         job, roles = self._ready, self._ready.roles or {}
-        alike: dict[Any, list[str]] = defaultdict(list)
+        kinds: dict[Any, list[str]] = defaultdict(list)
         for name, source in job.tensors.items():
             has_base = matching_base(source, job.bases.get(name)) is not None
-            alike[source.dtype, source.shape, roles.get(name), recipes[name], has_base].append(name)
-        chosen = dict[str, float]()
-        for names in alike.values():
-            n = _length(self._bounds(job.tensors[names[0]]))
+            kinds[source.dtype, source.shape, roles.get(name), recipes[name], has_base].append(name)
+        weights = dict[str, float]()
+        for names in kinds.values():
+            n = sum(end - begin for begin, end in self._bounds(job.tensors[names[0]]))
             share = self._rate * len(names) * job.tensors[names[0]].n_patterns
-            n_chosen = min(max(LEAST_ALIKE, round(share / max(n, 1))), len(names))
-            picked = {names[i] for i in np.linspace(0, len(names) - 1, n_chosen).astype(int)}
-            chosen |= dict.fromkeys(picked, len(names) / len(picked))
-        return chosen
+            n_chosen = min(max(MIN_OF_KIND, round(share / max(n, 1))), len(names))
+            chosen = {names[i] for i in np.linspace(0, len(names) - 1, n_chosen).astype(int)}
+            weights |= dict.fromkeys(chosen, len(names) / len(chosen))
+        return weights
 
     def written(self, config: Method, workers: Workers) -> tuple[Written, float]:
-        """Predict the report on a configuration's file, and the seconds that writing it takes."""
+        """Predict the report on a configuration's file, and the seconds of writing it."""
         job = self._ready
         recipes = replace(job, config=config).recipes()
-        weights = self._chosen(recipes)
+        weights = self._choose_tensors(recipes)
         needed = {name: recipes[name].context_tensor for name in weights}
         names = [name for name in job.tensors if name in weights or name in needed.values()]
         bounds = {name: self._bounds(job.tensors[name]) for name in names}
@@ -173,10 +173,10 @@ class Sampler:
         n_deltas = 0.0
         for name, weight in weights.items():
             header, entry, n = frames[name].header, frames[name].entry, job.tensors[name].n_patterns
-            more = n / max(tensors[name].n_patterns, 1)
-            n_records = n_chunks_of(n) - n_chunks_of(tensors[name].n_patterns)
-            beside = entry.n_bytes - header.payload_bytes + CHUNK_BYTES * n_records
-            n_bytes += weight * (beside + header.payload_bytes * more)
+            scale = n / max(tensors[name].n_patterns, 1)
+            n_more_chunks = n_chunks_of(n) - n_chunks_of(tensors[name].n_patterns)
+            header_bytes = entry.n_bytes - header.payload_bytes + CHUNK_BYTES * n_more_chunks
+            n_bytes += weight * (header_bytes + header.payload_bytes * scale)
             n_deltas += weight * header.plan.needs_base
         return replace(
             written,
@@ -190,7 +190,7 @@ class Sampler:
 
 
 def _sampled(guide: SideInformation, bounds: Bounds, *, is_whole: bool) -> SideInformation:
-    """Return what is known of the parts of a tensor; inputs that belong to its rows are left out."""
+    """Return the side information of the sampled blocks; inputs along the rows do not apply to blocks."""
     if is_whole:
         return guide
     gradient, second_moment = (
@@ -207,10 +207,6 @@ def _within_chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
         after = min((begin // CHUNK_VALUES + 1) * CHUNK_VALUES, end)
         yield begin, after
         begin = after
-
-
-def _length(bounds: Bounds) -> int:
-    return sum(end - begin for begin, end in bounds)
 
 
 def _n_patterns(sources: Iterable[TensorSource]) -> int:

@@ -1,8 +1,8 @@
-"""Search spaces: which settings of a method a search varies, and how it reads them from a file's records.
+"""Search spaces: the settings of a method that a search varies, and how they are read from a file's records.
 
 A `MultiplierSpace` has one number that scales all steps of a method. A `CubeSpace` has several axes, each
-with values from the mildest to the most aggressive one. A method without a row in `SPACES` cannot be searched
-for; a package that registers a method adds a row itself: `SPACES["sign"] = MultiplierSpace("gain")`.
+with values from the mildest to the most aggressive one. Only methods in `SPACES` can be searched for; a
+package that registers a method adds its space: `SPACES["sign"] = MultiplierSpace("gain")`.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from ckptz.format.index import LossyRecord
 Point: TypeAlias = tuple[int, ...]  # of a cube: the index of a value on each axis, 0 is the mildest
 M = TypeVar("M", bound=Method)
 DEFAULT_METHOD: Final = Grid
-SMALLEST, LARGEST = 2.0**-6, 2.0**6  # multipliers; below, weights take 8 bits and more
-PROTECTED_BITS: Final = 24.0  # that an element takes which k-means stores exactly, about
-MOST_LEVELS: Final = 255
-# Settings by a number with which sizes grow, the smallest number, and the largest.
+SMALLEST, LARGEST = 2.0**-6, 2.0**6  # multipliers; at the smallest, weights take 8 bits and more
+PROTECTED_BITS: Final = 24.0  # approximate bits of a protected element of k-means
+MAX_LEVELS: Final = 255
+# Settings at a position on a scale along which sizes grow, the lowest position, and the highest.
 Scale: TypeAlias = tuple[Callable[[float], Method], float, float]
 
 
 class Space:
-    """The settings of one method that a search may vary. Subclasses hold no state of a search."""
+    """The settings of one method that a search may vary. Spaces have no state."""
 
     def template(self, config: M, *, trains: bool, restarts: bool) -> M:
         """Return the settings that a search starts from.
 
         Args:
             config: the user's settings.
-            trains: one of the budgets trains on from the file, so that it measures optimizer state too.
-            restarts: training will go on from the file.
+            trains: True if a budget resumes training, and so measures optimizer state too.
+            restarts: True if training will resume from the file.
         """
         del trains, restarts
         return config
@@ -50,27 +50,27 @@ class Space:
         """Return the settings that a file was written with, or None if it was written by another method.
 
         Args:
-            template: has the settings that records do not contain.
+            template: supplies the settings that records do not contain.
             records: of the file's lossy tensors.
         """
         del template, records
         return None
 
     def scale(self, template: Method) -> Scale:
-        """Return the settings by which files become finer.
+        """Return a scale of settings along which files become finer and larger.
 
         Raises:
             ConfigError: the method has none.
         """
-        raise ConfigError(f"method {template.name} has no setting that its sizes grow with")
+        raise ConfigError(f"method {template.name} has no scale of file sizes; use another --method")
 
 
 @dataclass(frozen=True, slots=True)
 class MultiplierSpace(Space):
-    """Settings of which one number scales all steps; a larger number is a smaller, worse file.
+    """A space of one number that scales all steps; a larger multiplier makes a smaller, worse file.
 
     Attributes:
-        field: name of that number among the method's fields.
+        field: the method's field with this number.
     """
 
     field: str
@@ -94,12 +94,12 @@ class MultiplierSpace(Space):
 
 
 class GridSpace(MultiplierSpace):
-    """The step of grids; the steps of moments follow in proportion (`Grid.scaled`)."""
+    """The multiplier of grid steps; steps of moments are scaled in proportion (`Grid.scaled`)."""
 
     __slots__ = ()
 
     def template(self, config: Any, *, trains: bool, restarts: bool) -> Any:
-        """Keep moments exact where no budget would measure their loss."""
+        """Keep moments exact if no budget measures their loss."""
         purpose = "resume" if restarts and config.purpose == "auto" else config.purpose
         return replace(config, moments=config.moments if trains else None, purpose=purpose)
 
@@ -112,9 +112,9 @@ class Cube:
     """All combinations of values along some axes; quality and size fall along each axis."""
 
     space: CubeSpace
-    template: Method  # every setting that is on no axis
+    template: Method  # settings that are not on an axis
     axes: Mapping[str, tuple[float, ...]]  # values along each axis, the mildest first
-    name: str = ""  # where the space has several cubes
+    name: str = ""  # of a space with several cubes
 
     @property
     def points(self) -> list[Point]:
@@ -128,25 +128,25 @@ class Cube:
 
     def point(self, config: Method) -> Point:
         """Return the coarsest point that is at least as fine as `config` on every axis."""
-        wanted = self.space.coordinates(config)
-        return tuple(_coarsest(values, wanted[name]) for name, values in self.axes.items())
+        coordinates = self.space.coordinates(config)
+        return tuple(_coarsest(values, coordinates[name]) for name, values in self.axes.items())
 
 
-def _coarsest(values: Sequence[float], wanted: float) -> int:
-    """Return the index of the last of `values` (rising or falling) not beyond `wanted`; 0 if all are."""
+def _coarsest(values: Sequence[float], bound: float) -> int:
+    """Return the index of the last of `values` (rising or falling) not beyond `bound`; 0 if all are."""
     rises = values[-1] > values[0]
-    fits = [value <= wanted if rises else value >= wanted for value in values]
+    fits = [value <= bound if rises else value >= bound for value in values]
     return max(sum(fits) - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class CubeSpace(Space):
-    """Settings with several axes.
+    """A space of several settings, each with a few values.
 
     Attributes:
         axes: the values of each setting, from the mildest to the most aggressive one.
-        cube_field: a setting with one cube for each of its values, or empty.
-        cube_names: these values.
+        cube_field: a setting whose values have a cube each, or empty.
+        cube_names: the values of `cube_field`.
     """
 
     axes: Mapping[str, tuple[float, ...]]
@@ -159,16 +159,16 @@ class CubeSpace(Space):
         """Return the cubes to search.
 
         Args:
-            template: every setting that is on no axis.
-            names: the cubes that the user asked for; empty for all.
-            layer_types: of the tensors that become lossy.
-            is_ranked: whether sensitivities of some of these tensors are known.
+            template: settings that are not on an axis.
+            names: names of cubes to search; empty for all.
+            layer_types: layer types of the lossy tensors.
+            is_ranked: True if the sensitivities of some of these tensors are known.
         """
         del names, layer_types, is_ranked
         return (Cube(space=self, template=template, axes=self.axes),)
 
     def finer(self, template: M) -> tuple[M, ...]:
-        """Return settings milder than every cube, the smallest file first; a search tries them last."""
+        """Return configurations milder than every cube, the smallest file first; a search tries them last."""
         del template
         return ()
 
@@ -196,14 +196,14 @@ class KMeansSpace(CubeSpace):
         """Return 216 settings for each way to prune, 108 where the file has no embedding."""
         template = template if is_ranked else replace(template, protect_by="magnitude")
         axes = {n: v for n, v in self.axes.items() if n != "embedding_levels" or "embedding" in layer_types}
-        wanted = [name for name in names or self.cube_names if is_ranked or name == "magnitude"]
+        usable = [name for name in names or self.cube_names if is_ranked or name == "magnitude"]
         return tuple(
             Cube(space=self, template=replace(template, prune_by=name), axes=axes, name=name)
-            for name in wanted or ["magnitude"]
+            for name in usable or ["magnitude"]
         )
 
     def scale(self, template: Any) -> Scale:
-        """Return more levels, and between one number of levels and the next more protected elements."""
+        """Return a scale of increasing levels; between two numbers of levels, more elements are protected."""
 
         def config_at(x: float) -> Method:
             levels = math.floor(math.exp(x))
@@ -211,14 +211,14 @@ class KMeansSpace(CubeSpace):
             finer: Method = replace(template, levels=levels, protect=template.protect + share)
             return finer
 
-        return config_at, math.log(2.0), math.log(MOST_LEVELS)
+        return config_at, math.log(2.0), math.log(MAX_LEVELS)
 
     def finer(self, template: Any) -> Any:
         template = replace(template, prune=0.0, layer_prune=(), embedding_levels=None)
         return tuple(replace(template, levels=levels) for levels in FINER_LEVELS)
 
     def at(self, config: Any, coordinates: Mapping[str, Any]) -> Any:
-        """Return the configuration with other values; without pruning both ways to prune are the same."""
+        """Return the configuration with other values along the axes; `prune_by` only matters with pruning."""
         prune_by = config.prune_by if coordinates["prune"] else "magnitude"
         return replace(config, **{"embedding_levels": None, **coordinates, "prune_by": prune_by})
 
@@ -227,18 +227,18 @@ class KMeansSpace(CubeSpace):
         return values | {"embedding_levels": config.embedding_levels or config.levels}
 
     def recorded(self, template: M, records: Sequence[LossyRecord]) -> M | None:
-        """Return the settings that most tensors of the file have."""
+        """Return the most frequent settings of the file's tensors."""
         records = [record for record in records if record.method == template.name]
         embeddings = [record for record in records if record.layer_type == "embedding"]
-        others = [record for record in records if record.layer_type != "embedding"] or embeddings
-        if not others:
+        layers = [record for record in records if record.layer_type != "embedding"] or embeddings
+        if not layers:
             return None
-        settings = {name: _usual(others, name) for name in RECORDED}
+        settings = {name: _usual(layers, name) for name in RECORDED}
         settings["embedding_levels"] = _usual(embeddings, "levels")
         return _config_or_none(type(template), {n: v for n, v in settings.items() if v is not None})
 
 
-# Levels to try where no point of the cubes keeps the budget; a lossless file takes 26 bits.
+# Levels to try if no point of the cubes is within the budget; a lossless file takes 26 bits per weight.
 FINER_LEVELS: Final = (64, 255)
 RECORDED: Final = ("levels", "prune", "protect", "prune_by", "protect_by", "protect_as")
 SPACES: Final[dict[str, Space]] = {
@@ -254,8 +254,7 @@ SPACES: Final[dict[str, Space]] = {
         cube_names=("magnitude", "sensitivity"),
     ),
 }
-# Settings that a search starts from unless the user gives others; by default those of the method.
-# Those of the paper keep protected elements in BF16.
+# Default settings of a search, if they differ from the method's. The paper stores protected elements in BF16.
 REFERENCES: Final[dict[str, Method]] = {KMeans.name: KMeans(protect_as="bf16", protect_by="either")}
 
 
@@ -263,7 +262,7 @@ def space_of(method: Method | type[Method]) -> Space:
     """Return the search space of a method.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the method cannot be searched for.
     """
     if method.name not in SPACES:
         raise ConfigError(f"method {method.name} has no search space; searchable are {', '.join(SPACES)}")
@@ -271,7 +270,7 @@ def space_of(method: Method | type[Method]) -> Space:
 
 
 def reference(method: type[Method]) -> Method:
-    """Return the settings that a search for a method starts from unless the user gives others."""
+    """Return the default settings of a search for a method."""
     return REFERENCES.get(method.name) or method()
 
 
@@ -282,7 +281,7 @@ def _usual(records: Sequence[LossyRecord], name: str) -> Setting | None:
 
 
 def _config_or_none(method: type[M], settings: Mapping[str, Any]) -> M | None:
-    """Build a configuration of recorded settings; None if this version of the method does not know them."""
+    """Build a configuration from recorded settings; None if this version of the method lacks one of them."""
     try:
         return msgspec.convert(settings, method)
     except (msgspec.ValidationError, ConfigError):

@@ -1,7 +1,7 @@
-"""Strategies: what a search tries next, of what it has tried so far.
+"""Search strategies: propose the next configuration, given the outcomes of all trials so far.
 
-A strategy proposes configurations, somebody tries them, and the best that fits is kept. It is a function of
-what was tried and keeps nothing of its own, so a search can be stopped, replayed and tested without a model.
+A strategy is a function of these outcomes and has no state, so a search can be stopped, repeated and tested
+without a model.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ FULL: Final = 1.0  # share of the budget that may be used
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The size and the quality of one configuration that was tried."""
+    """The file size and the quality of one trial."""
 
-    config: Method  # what was tried
+    config: Method  # settings of the trial
     used: float  # share of the budget that is used; infinite if it could not be measured
-    n_bytes: int  # size of the file
-    by_changes: float = math.inf  # share that the changes of single answers use; infinite if not measured
+    n_bytes: int  # file size
+    used_by_examples: float = math.inf  # share that the per-example change uses; infinite if not measured
 
     @property
     def is_feasible(self) -> bool:
-        """True if the budget is kept."""
+        """True if the trial is within the budget."""
         return self.used <= FULL
 
 
@@ -41,82 +41,82 @@ Predict = Callable[[Method], float]
 Try = Callable[[Method, str], Outcome]
 
 
-# Each has a name, which is reported with a trial, and `propose(history)`: what to try next after all that was
-# tried, in order, by other strategies too; None if nothing is left to learn.
+# Each has a name, which trials report, and `propose(history)`, which returns the next configuration, or None
+# at the end. The history contains the trials of all strategies in order.
 Strategy: TypeAlias = "Guided | Neighbourhood | Finer | MultiplierSearch"
 
 
 def best_of(history: History) -> Outcome | None:
-    """Find the smallest outcome that keeps the budget."""
+    """Return the outcome with the smallest file within the budget; None if there is none."""
     return min((o for o in history if o.is_feasible), key=lambda o: o.n_bytes, default=None)
 
 
-def run_stages(stages: Sequence[Strategy], try_one: Try, most: int | None = None) -> list[Outcome]:
-    """Search with one strategy after another until one of them leaves something that keeps the budget.
+def run_stages(stages: Sequence[Strategy], try_config: Try, max_trials: int | None = None) -> list[Outcome]:
+    """Run strategies in order until one of them ends with a trial within the budget.
 
     Args:
         stages: strategies, the cheapest first.
-        try_one: tries a configuration; is told the strategy's name.
-        most: trials in all.
+        try_config: writes and evaluates a configuration; also gets the name of the strategy.
+        max_trials: largest number of trials in all.
 
     Returns:
         All outcomes, in order.
     """
     history: list[Outcome] = []
     for stage in stages:
-        while len(history) != most and (config := stage.propose(history)) is not None:
-            history.append(try_one(config, stage.name))
+        while len(history) != max_trials and (config := stage.propose(history)) is not None:
+            history.append(try_config(config, stage.name))
         if best_of(history) is not None:
             break
     return history
 
 
-DRAWS: Final = 3  # of the rounding of one configuration
+MAX_SEEDS: Final = 3  # rounding seeds of one configuration
 
 
-def _is_chance(history: History, config: Method) -> bool:
-    """Return whether only this configuration was tried, and only its mean exceeded the budget each time.
+def _deserves_new_seed(history: History, config: Method) -> bool:
+    """Return whether `config` should be tried again with another seed of stochastic rounding.
 
-    Where weights are rounded at random, errors of the first order move a mean up or down by chance. Another
-    draw may keep the budget at the same size, on the levels of the base, which other settings would leave.
+    That is so if it alone was tried and only its mean exceeded the budget: first-order errors move a mean up
+    or down by chance. Another seed may meet the budget at the same size with the levels of the base, which
+    other settings would not keep.
     """
     return (
-        0 < len(history) < DRAWS
-        and all(one.config == config and one.by_changes <= FULL < one.used for one in history)
-        and len({one.used for one in history}) == len(history)
+        0 < len(history) < MAX_SEEDS
+        and all(o.config == config and o.used_by_examples <= FULL < o.used for o in history)
+        and len({outcome.used for outcome in history}) == len(history)
     )
 
 
 # --- cubes --------------------------------------------------------------------------------------
 Mask = NDArray[np.bool_]
-MIN_GAIN: Final = 0.005  # a trial must promise to be so much smaller than the best; predictions err as much
-# Measurements are noisy: a trial that uses up to 1 + DOUBT of the budget does not exclude configurations
-# within NEAR steps of it.
-DOUBT, NEAR = 0.5, 2
-ENOUGH: Final = 20  # trials, those of strategies before included: more gain under 0.1 % on average
-MAX_SHARE: Final = 0.25  # of the configurations: the descent ends there at the latest
+MIN_GAIN: Final = 0.005  # predicted saving over the best that justifies a trial; predictions err as much
+# Measurements are noisy: a trial that uses at most 1 + NOISE_MARGIN of the budget does not exclude
+# configurations within NEAR steps of it.
+NOISE_MARGIN, NEAR = 0.5, 2
+MAX_GUIDED: Final = 20  # trials of all strategies; more gain under 0.1 % on average
+MAX_SHARE: Final = 0.25  # of all configurations: the end of the descent
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guided:
-    """Finds the smallest configuration that keeps a budget, where quality falls along every axis of a cube.
+    """Finds the smallest file within a budget, assuming that quality falls along every axis of a cube.
 
-    Each trial excludes: one that breaks the budget everything at least as aggressive, one that keeps it
-    everything that is predicted to be larger. The next to try is the one that excludes most whichever way it
-    turns out, which for a whole cube is near the middle of its diagonal; what is left are sub-cubes, to
-    which the same applies. This is the guided search of Inshrinkerator (arXiv 2306.11800, section 5) with
-    predicted sizes as a second order.
+    A trial that exceeds the budget excludes all configurations that are at least as aggressive; a trial
+    within the budget excludes all with a larger predicted size. The next trial is the one that excludes most
+    in the worse of these cases: for a cube that is near the middle of its diagonal. This is the guided search
+    of Inshrinkerator (arXiv 2306.11800, section 5) with predicted sizes as a second order.
 
-    Real quality does not fall along every axis: accuracy on few samples jumps, and k-means spends its levels
-    elsewhere when fewer values are protected. Once nothing is left to exclude, the search therefore descends:
-    it tries the neighbours of the best one, the smallest first, and moves on to any that keeps the budget.
+    Real quality is not monotonic: accuracy on few samples jumps, and k-means places its levels differently
+    when fewer values are protected. Once no configuration is left, the search therefore descends: it tries
+    the neighbours of the best one, the smallest first, and moves to any that is within the budget.
 
-    The last trial of all, if nothing has kept the budget, is the mildest that is left.
+    If no trial was within the budget, the last one is the mildest configuration left.
     """
 
-    cubes: Sequence[Cube]  # what is searched
-    predict: Predict  # bytes of a configuration's file
-    n_left: int = 0  # trials that are left to others if nothing has kept the budget
+    cubes: Sequence[Cube]  # configurations to search
+    predict: Predict  # predicts file sizes in bytes
+    n_reserved: int = 0  # trials reserved for later strategies while no trial is within the budget
     name: str = "guided"
 
     @functools.cached_property
@@ -125,83 +125,83 @@ class Guided:
 
     def propose(self, history: History) -> Method | None:
         points, best = self._points, best_of(history)
-        most = ENOUGH - (self.n_left if best is None else 0)
-        if len(history) >= most:
+        max_trials = MAX_GUIDED - (self.n_reserved if best is None else 0)
+        if len(history) >= max_trials:
             return None
-        open_ = np.ones(len(points.configs), np.bool_)
+        is_left = np.ones(len(points.configs), np.bool_)
         for outcome in history:
-            self._exclude(points, open_, outcome)
-        if open_.any():
-            left = np.flatnonzero(open_)
-            if best is None and len(history) == most - 1:
+            self._exclude(points, is_left, outcome)
+        if is_left.any():
+            left = np.flatnonzero(is_left)
+            if best is None and len(history) == max_trials - 1:
                 return points.configs[left[points.sizes[left].argmax()]]
             return points.configs[_middle(points, left)]
-        return None if best is None else _beside(points, history, best)
+        return None if best is None else _next_neighbour(points, history, best)
 
-    def _exclude(self, points: _Points, open_: Mask, outcome: Outcome) -> None:
-        """Close the points that need no trial after this outcome."""
-        tried = points.places.get(outcome.config, [])
+    def _exclude(self, points: _Points, is_left: Mask, outcome: Outcome) -> None:
+        """Clear `is_left` for points that need no trial after this outcome."""
+        tried = points.indices.get(outcome.config, [])
         if outcome.is_feasible:
             size = points.sizes[tried[0]] if tried else outcome.n_bytes
-            open_ &= points.sizes < size * (1 - MIN_GAIN)
+            is_left &= points.sizes < size * (1 - MIN_GAIN)
         for i in tried:
-            open_[i] = False
+            is_left[i] = False
             if not outcome.is_feasible:
-                excluded = points.is_beyond[:, i]
-                if outcome.used <= FULL + DOUBT:
+                excluded = points.dominates[:, i]
+                if outcome.used <= FULL + NOISE_MARGIN:
                     excluded = excluded & (points.steps - points.steps[i] > NEAR)
-                open_ &= ~excluded
+                is_left &= ~excluded
 
 
 @dataclass(frozen=True, slots=True)
 class _Points:
-    """All points of all cubes."""
+    """The points of all cubes, as arrays."""
 
-    configs: list[Method]  # one a point; without pruning, cubes share theirs
-    places: dict[Method, list[int]]  # the points of each configuration
-    at: NDArray[np.int64]  # the points, steps from the mildest one by axis [n, axes]
-    home: NDArray[np.int64]  # index of each one's cube [n]
+    configs: list[Method]  # configuration of each point; without pruning, cubes share some
+    indices: dict[Method, list[int]]  # points of each configuration
+    coordinates: NDArray[np.int64]  # steps from the mildest point along each axis [n, axes]
+    cubes: NDArray[np.int64]  # index of the cube of each point [n]
     sizes: NDArray[np.float64]  # predicted bytes [n]
-    steps: NDArray[np.int64]  # from the mildest point, over all axes [n]
-    is_beyond: Mask  # whether the first is at least as aggressive as the second, in one cube [n, n]
+    steps: NDArray[np.int64]  # steps from the mildest point along all axes [n]
+    dominates: Mask  # True if point i is at least as aggressive as point j of the same cube [n, n]
 
     @classmethod
     def of(cls, cubes: Sequence[Cube], predict: Predict) -> _Points:
         points = [(i, point) for i, cube in enumerate(cubes) for point in cube.points]
         configs = [cubes[i].config(point) for i, point in points]
         at = np.array([point for _, point in points])
-        home = np.array([i for i, _ in points])
-        is_beyond = (at[:, None] >= at[None, :]).all(axis=2) & (home[:, None] == home[None, :])
-        places: dict[Method, list[int]] = {}
+        cube = np.array([i for i, _ in points])
+        dominates = (at[:, None] >= at[None, :]).all(axis=2) & (cube[:, None] == cube[None, :])
+        indices: dict[Method, list[int]] = {}
         for i, config in enumerate(configs):
-            places.setdefault(config, []).append(i)
+            indices.setdefault(config, []).append(i)
         sizes = np.array([predict(config) for config in configs])
-        return cls(configs, places, at, home, sizes, at.sum(axis=1), is_beyond)
+        return cls(configs, indices, at, cube, sizes, at.sum(axis=1), dominates)
 
-    def beside(self, i: int) -> Mask:
-        """Mark points of the same cube that are at most one step away along each axis [n]."""
-        near: Mask = (np.abs(self.at - self.at[i]) <= 1).all(axis=1) & (self.home == self.home[i])
-        return near
+    def neighbours(self, i: int) -> Mask:
+        """Mark the points of the same cube at most one step away along each axis [n]."""
+        is_near = (np.abs(self.coordinates - self.coordinates[i]) <= 1).all(axis=1)
+        return np.logical_and(is_near, self.cubes == self.cubes[i])
 
 
-def _beside(points: _Points, history: History, best: Outcome) -> Method | None:
-    """Return the smallest untried neighbour of the best configuration, if it is predicted to be smaller."""
-    places = points.places.get(best.config, [])
-    if not places or len(history) >= int(MAX_SHARE * len(points.places)):
+def _next_neighbour(points: _Points, history: History, best: Outcome) -> Method | None:
+    """Return the untried neighbour of the best configuration with the smallest predicted file, if smaller."""
+    indices = points.indices.get(best.config, [])
+    if not indices or len(history) >= int(MAX_SHARE * len(points.indices)):
         return None
     tried = {outcome.config for outcome in history}
-    is_near = np.logical_or.reduce([points.beside(i) for i in places])
-    is_near &= points.sizes < points.sizes[places[0]] * (1 - MIN_GAIN)
-    ordered = sorted(np.flatnonzero(is_near), key=lambda i: points.sizes[i])
+    is_candidate = np.logical_or.reduce([points.neighbours(i) for i in indices])
+    is_candidate &= points.sizes < points.sizes[indices[0]] * (1 - MIN_GAIN)
+    ordered = sorted(np.flatnonzero(is_candidate), key=lambda i: points.sizes[i])
     return next((points.configs[i] for i in ordered if points.configs[i] not in tried), None)
 
 
 def _middle(points: _Points, left: NDArray[np.int64]) -> int:
-    """Find the point that excludes most whichever way it turns out; of several the smallest."""
-    if_broken = points.is_beyond[np.ix_(left, left)].sum(axis=0)
+    """Return the point whose trial excludes most in the worse case; among equals the smallest file."""
+    if_exceeded = points.dominates[np.ix_(left, left)].sum(axis=0)
     sizes = points.sizes[left]
-    if_kept = len(left) - np.searchsorted(np.sort(sizes), sizes, side="left")
-    return int(left[np.lexsort((sizes, -np.minimum(if_broken, if_kept)))[0]])
+    if_within = len(left) - np.searchsorted(np.sort(sizes), sizes, side="left")
+    return int(left[np.lexsort((sizes, -np.minimum(if_exceeded, if_within)))[0]])
 
 
 def dominates(point: Point, other: Point) -> bool:
@@ -209,66 +209,66 @@ def dominates(point: Point, other: Point) -> bool:
     return all(a >= b for a, b in zip(point, other, strict=True))
 
 
-MAX_TRIALS: Final = 10
-REACH: Final = 3  # steps from the parent, over all axes
+MAX_NEIGHBOURS: Final = 10
+MAX_STEPS: Final = 3  # from the parent, along all axes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbourhood:
-    """Tries what is near the parent, at most ten configurations; goes before every other strategy.
+    """Tries at most ten configurations near those of the previous checkpoint; the first strategy.
 
-    Inshrinkerator (arXiv 2306.11800, section 5): never more aggressive than the parent; the other prune
-    metric with the same knobs first, then by falling ratio; the first that keeps the budget wins.
+    Inshrinkerator (arXiv 2306.11800, section 5): never more aggressive than the parent; first the other prune
+    metric with the same settings, then the smallest predicted files; the first within the budget wins.
     """
 
     parent: Method  # the previous checkpoint's configuration
-    keeps: bool = False  # try the parent's own settings first, with which its levels stay, and draw again
+    tries_parent: bool = False  # try the parent's settings first, which keep its levels, with several seeds
     cubes: Sequence[Cube]  # one for each prune metric
-    predict: Predict  # bytes of a configuration's file
+    predict: Predict  # predicts file sizes in bytes
     name: str = "neighbourhood"
 
     def propose(self, history: History) -> Method | None:
-        if best_of(history) is not None or len(history) >= MAX_TRIALS:
+        if best_of(history) is not None or len(history) >= MAX_NEIGHBOURS:
             return None
-        if self.keeps and _is_chance(history, self.parent):
+        if self.tries_parent and _deserves_new_seed(history, self.parent):
             return self.parent
-        broken = [outcome.config for outcome in history]
-        return next((config for config in self._ordered() if not self._is_excluded(config, broken)), None)
+        tried = [outcome.config for outcome in history]
+        return next((config for config in self._ordered() if not self._is_excluded(config, tried)), None)
 
     def _ordered(self) -> list[Method]:
-        others = [cube for cube in self.cubes if cube.name != cube.space.cube_name(self.parent)]
-        same_knobs = [cube.config(cube.point(self.parent)) for cube in others]
-        rest: set[Method] = set()
-        for cube in self.cubes:  # as aggressive as the parent, or a few steps milder
+        other_cubes = [cube for cube in self.cubes if cube.name != cube.space.cube_name(self.parent)]
+        same_settings = [cube.config(cube.point(self.parent)) for cube in other_cubes]
+        milder: set[Method] = set()
+        for cube in self.cubes:
             at = cube.point(self.parent)
-            near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= REACH)
-            rest.update(map(cube.config, near))
-        by_ratio = sorted(rest, key=lambda config: (self.predict(config), repr(config)))
-        kept = [self.parent] if self.keeps and self._is_of_cubes() else []
-        return list(dict.fromkeys([*kept, *same_knobs, *by_ratio]))
+            near = (p for p in cube.points if dominates(at, p) and sum(at) - sum(p) <= MAX_STEPS)
+            milder.update(map(cube.config, near))
+        by_size = sorted(milder, key=lambda config: (self.predict(config), repr(config)))
+        first = [self.parent] if self.tries_parent and self._has_parent() else []
+        return list(dict.fromkeys([*first, *same_settings, *by_size]))
 
-    def _is_of_cubes(self) -> bool:
-        """Return whether the parent differs from a cube's template along its axes only."""
+    def _has_parent(self) -> bool:
+        """Return whether the parent differs from the template of a cube only along its axes."""
         return any(
             cube.space.at(cube.template, values) == cube.space.at(self.parent, values)
             for cube in self.cubes
             if (values := cube.space.coordinates(self.parent))
         )
 
-    def _is_excluded(self, config: Method, broken: Sequence[Method]) -> bool:
-        """Return whether a configuration was tried, or is beyond one that exceeded the budget."""
+    def _is_excluded(self, config: Method, tried: Sequence[Method]) -> bool:
+        """Return whether a configuration is at least as aggressive as one that exceeded the budget."""
         return any(
-            dominates(point, other)
+            dominates(point, tried_point)
             for cube in self.cubes
             if (point := _point_in(cube, config)) is not None
-            for tried in broken
-            if (other := _point_in(cube, tried)) is not None
+            for tried_config in tried
+            if (tried_point := _point_in(cube, tried_config)) is not None
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finer:
-    """Tries what is milder than the cubes, where nothing in them has kept the budget; the first wins."""
+    """Tries configurations finer than the cubes if none in them was within the budget; the first wins."""
 
     configs: Sequence[Method]  # the smallest first
     name: str = "finer"
@@ -279,72 +279,69 @@ class Finer:
 
 
 def _point_in(cube: Cube, config: Method) -> Point | None:
-    """Find the point of exactly this configuration, if the cube has it."""
+    """Return the point with exactly this configuration, or None."""
     point = cube.point(config)
     return point if cube.config(point) == config else None
 
 
 # --- one multiplier -----------------------------------------------------------------------------
 MAX_FIRST: Final = 8  # trials of a first checkpoint
-MAX_LATER: Final = 3  # of one whose parent says where to begin
-TARGET: Final = 0.95  # share of the budget to aim at: half of the near misses would be for nothing
-CLOSE: Final = 0.88  # from there on, a larger multiplier saves under 2 % of the bytes
-CLOSE_LATER: Final = 0.7  # likewise, but an evaluation would cost more than the 5 % that it may save
-NARROW: Final = 0.03  # a bracket of 3 % in the multiplier is worth 0.04 bits a weight
+MAX_LATER: Final = 3  # trials that start from a parent's multiplier
+TARGET: Final = 0.95  # share of the budget to aim at; at 1, half of the close trials would exceed it
+CLOSE: Final = 0.88  # share of the budget at which a larger multiplier saves under 2 % of the bytes
+CLOSE_LATER: Final = 0.7  # with a parent: a further evaluation costs more than the 5 % that it may save
+NARROW: Final = 0.03  # logarithm of a bracket that is worth only 0.04 bits per weight
 USUAL_POWER: Final = 2.0
-POWERS: Final = (1.0, 4.0)  # what is believed of two measurements, which are noisy
-LEAST_USED: Final = 0.02  # less may be noise, or an improvement
-LONGEST: Final = math.log(4)  # of one extrapolation
-MARGIN: Final = 0.15  # of a bracket, at either end: a trial must narrow it
-SAME: Final = 5e-3  # multipliers that differ by less are one
+POWERS: Final = (1.0, 4.0)  # range of plausible powers; two measurements are noisy
+MIN_USED: Final = 0.02  # smaller shares may be noise, or an improvement
+MAX_EXTRAPOLATION: Final = math.log(4)
+MARGIN: Final = 0.15  # of a bracket, at either end, so that each trial narrows it
+SAME: Final = 5e-3  # relative difference below which multipliers count as equal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiplierSearch:
-    """Looks for the largest multiplier that keeps the budget; all steps follow from it.
+    """Finds the largest multiplier of all steps within the budget.
 
-    The sum of expected loss change and lambda times bits is smallest where every part of a checkpoint pays
-    the same loss for its last bit. For small errors the change is a_i * step_i^2 and the bits are n_i *
+    The sum of expected loss change and lambda times bits is smallest where the last bit of every part of a
+    checkpoint costs the same loss. For small errors the change is a_i * step_i^2 and the bits are n_i *
     log2(1 / step_i), so step_i = sqrt(lambda * n_i / (2 ln 2 * a_i)): all steps are proportional to
-    sqrt(lambda), which is the multiplier of the search space. What is special to a tensor, a_i, is in the
-    reference steps already: in `ckptz.codec.grid_steps.row_steps` for weights, in the roots of second moments
-    for first ones. Moments follow in proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for
-    0.05 bit (docs/search.md).
+    sqrt(lambda), which is the multiplier of the search space. The reference steps contain a_i: for weights by
+    `ckptz.codec.grid_steps.row_steps`, for first moments by the roots of second ones. Moments follow in
+    proportion up to 8 octaves: 16 cost 0.4 % more of the resumed loss for 0.05 bit (docs/search.md).
 
-    The share of a budget that is used then grows about with the multiplier's square. Two measurements give
-    its power, and the next trial is where the line through them meets the budget, in logarithms.
-    Measurements may be noisy: of several that keep the budget the largest counts, whatever failed below.
+    The used share of the budget grows about with the square of the multiplier. Two measurements determine
+    the actual power, and the next trial is where the line through them, in logarithms, meets the budget.
+    Measurements may be noisy: the largest multiplier within the budget counts, whatever exceeded it below.
     """
 
-    template: Method  # steps at a multiplier of 1, and everything that does not follow from it
+    template: Method  # settings at a multiplier of 1
     space: MultiplierSpace
     start: float = 1.0  # the first multiplier to try
-    most: int = MAX_FIRST  # trials, those of strategies before this one included
-    close: float = CLOSE  # share of the budget that is near enough to it
-    draws: bool = False  # weights are rounded at random to the levels of a base
+    max_trials: int = MAX_FIRST  # trials, those of earlier strategies included
+    close: float = CLOSE  # used share of the budget at which to stop
+    is_stochastic: bool = False  # weights are rounded stochastically, so that another seed may help
     name: str = "multiplier"
 
     def propose(self, history: History) -> Method | None:
-        points = _Bracket.of(history, self.space)
-        if len(history) >= self.most or points.is_done(self.close):
+        bracket = _Bracket.of(history, self.space)
+        if len(history) >= self.max_trials or bracket.is_done(self.close):
             return None
-        if self.draws and _is_chance(history, first := self.space.scaled(self.template, self.start)):
+        first = self.space.scaled(self.template, self.start)
+        if self.is_stochastic and _deserves_new_seed(history, first):
             return first
-        config = self.space.scaled(self.template, self._multiplier(points.next(math.log(self.start))))
+        config = self.space.scaled(self.template, self._multiplier(bracket.next(math.log(self.start))))
         return None if any(outcome.config == config for outcome in history) else config
 
     def _multiplier(self, x: float) -> float:
-        """Round a multiplier to three digits, or return the parent's exact one.
-
-        Only at the very same one does the grid of the parent's file stay.
-        """
+        """Return exp(x) to three digits; near the parent's multiplier exactly that, to keep its grid."""
         multiplier = float(f"{math.exp(x):.3g}")
         return self.start if math.isclose(multiplier, self.start, rel_tol=SAME) else multiplier
 
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A trial: logarithms of its multiplier and of the share of the budget that it used."""
+    """A trial: logarithms of its multiplier (x) and of its used share of the budget (y)."""
 
     x: float
     y: float
@@ -352,55 +349,57 @@ class _Point:
 
 @dataclass(frozen=True, slots=True)
 class _Bracket:
-    """The largest multiplier that kept the budget, and the smallest above it that did not."""
+    """The largest multiplier within the budget, and the smallest above it that exceeds it."""
 
-    kept: _Point | None  # None if none did
-    broken: _Point | None  # None if all above did
-    power: float  # of the multiplier, by which the share that is used grows
+    within: _Point | None
+    beyond: _Point | None
+    power: float  # the used share grows with this power of the multiplier
 
     @classmethod
     def of(cls, history: History, space: MultiplierSpace) -> Self:
-        trials = [(space.multiplier(o.config), max(o.used, LEAST_USED)) for o in history]
+        trials = [(space.multiplier(o.config), max(o.used, MIN_USED)) for o in history]
         points = sorted((_Point(math.log(x), math.log(y)) for x, y in trials), key=lambda p: p.x)
-        kept = max((p for p in points if p.y <= math.log(FULL)), key=lambda p: p.x, default=None)
-        above = [p for p in points if kept is None or p.x > kept.x]
-        return cls(kept, above[0] if above else None, _power(points))
+        within = max((p for p in points if p.y <= math.log(FULL)), key=lambda p: p.x, default=None)
+        above = [p for p in points if within is None or p.x > within.x]
+        return cls(within, above[0] if above else None, _power(points))
 
     def is_done(self, close: float) -> bool:
         """Return whether another trial would gain too little or leave the range."""
-        if self.kept is None:
-            return self.broken is not None and self.broken.x <= math.log(SMALLEST)
-        if self.kept.y >= math.log(close) or self.kept.x >= math.log(LARGEST):
+        if self.within is None:
+            return self.beyond is not None and self.beyond.x <= math.log(SMALLEST)
+        if self.within.y >= math.log(close) or self.within.x >= math.log(LARGEST):
             return True
-        return self.broken is not None and self.broken.x - self.kept.x <= NARROW
+        return self.beyond is not None and self.beyond.x - self.within.x <= NARROW
 
     def next(self, start: float) -> float:
-        """Return the logarithm of the next multiplier to measure."""
-        low = math.log(SMALLEST) if self.kept is None else self.kept.x
-        high = math.log(LARGEST) if self.broken is None else self.broken.x
-        return _within(self._wanted(start), low, high)
+        """Return the logarithm of the next multiplier to try."""
+        low = math.log(SMALLEST) if self.within is None else self.within.x
+        high = math.log(LARGEST) if self.beyond is None else self.beyond.x
+        return _clip(self._estimate(start), low, high)
 
-    def _wanted(self, start: float) -> float:
-        if self.kept is not None and self.broken is not None:
-            share = 0.5  # where the line through both meets the target, not too near to either
-            if math.isfinite(self.broken.y):
-                wanted = (math.log(TARGET) - self.kept.y) / (self.broken.y - self.kept.y)
-                share = _within(wanted, MARGIN, 1 - MARGIN)
-            return self.kept.x + share * (self.broken.x - self.kept.x)
-        known = self.kept or self.broken
-        if known is None:
+    def _estimate(self, start: float) -> float:
+        """Estimate the logarithm of the multiplier that uses `TARGET` of the budget."""
+        if self.within is not None and self.beyond is not None:
+            share = 0.5
+            if math.isfinite(self.beyond.y):
+                crossing = (math.log(TARGET) - self.within.y) / (self.beyond.y - self.within.y)
+                share = _clip(crossing, MARGIN, 1 - MARGIN)
+            return self.within.x + share * (self.beyond.x - self.within.x)
+        point = self.within or self.beyond
+        if point is None:
             return start
-        return known.x + _within((math.log(TARGET) - known.y) / self.power, -LONGEST, LONGEST)
+        step = (math.log(TARGET) - point.y) / self.power
+        return point.x + _clip(step, -MAX_EXTRAPOLATION, MAX_EXTRAPOLATION)
 
 
 def _power(points: Sequence[_Point]) -> float:
-    """Fit the power of the multiplier by which the used share grows, to the two trials nearest the budget."""
-    usable = [p for p in points if math.log(LEAST_USED) < p.y < math.inf]
+    """Fit the power with which the used share grows to the two trials nearest the budget."""
+    usable = [p for p in points if math.log(MIN_USED) < p.y < math.inf]
     near = sorted(usable, key=lambda p: abs(p.y))[:2]
     if len(near) < 2 or near[0].x == near[1].x:
         return USUAL_POWER
-    return _within((near[1].y - near[0].y) / (near[1].x - near[0].x), *POWERS)
+    return _clip((near[1].y - near[0].y) / (near[1].x - near[0].x), *POWERS)
 
 
-def _within(value: float, low: float, high: float) -> float:
+def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)

@@ -648,7 +648,7 @@ class _Compression:
             check=partial(_check_unchanged, stamps),
         )
         if self.search is None:
-            from ckptz.search.fitted import write_to_size
+            from ckptz.search.target_size import write_to_size
 
             limit = _parse_size(self.target_size or "", tensor_bytes(job.tensors))
             return write_to_size(target, job, limit, run)

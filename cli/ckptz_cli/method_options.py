@@ -221,10 +221,10 @@ def load_config(path: Path) -> tuple[Method | None, dict[str, dict[str, Any]]]:
     """
     from ckptz.codec.registry import method_named
     from ckptz.errors import ConfigError
-    from ckptz.search.budget import load_found
+    from ckptz.search.budget import load_searched
 
     if path.suffix != ".toml":
-        return load_found(path), {}
+        return load_searched(path), {}
     try:
         settings = tomllib.loads(path.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -65,15 +65,15 @@ def _promise(report: CompressReport) -> str:
 
 def judged_text(judged: Judgement) -> str:
     """Compare a trial with its budget, and state whether the examples resolve the difference."""
-    if judged.change is None:
+    if judged.mean_change is None:
         return "not finite"
     is_relative = judged.is_relative
-    text = moved(judged.change, is_relative=is_relative)
-    if judged.error is not None and judged.changes is not None:
-        allowed = amount(judged.most_changes, is_relative=is_relative)
-        text += f" +- {amount(judged.error, is_relative=is_relative)}"
+    text = moved(judged.mean_change, is_relative=is_relative)
+    if judged.standard_error is not None and judged.example_change is not None:
+        allowed = amount(judged.example_limit, is_relative=is_relative)
+        text += f" +- {amount(judged.standard_error, is_relative=is_relative)}"
         text += "" if judged.is_resolved else f", too few {printable(judged.unit)}s to be sure"
-        changes = amount(judged.changes, is_relative=is_relative)
+        changes = amount(judged.example_change, is_relative=is_relative)
         text += f", per-{printable(judged.unit)} change {changes} (limit {allowed})"
     return text
 

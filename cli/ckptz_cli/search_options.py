@@ -360,9 +360,9 @@ def require_budgets(reports: Sequence[CompressReport]) -> None:
         return
     what = f"{', '.join(output for output, _ in unmet)}: no settings keep the budget; written without loss"
     last = [judged for _, search in unmet for trial in search.trials[-1:] for judged in trial.judgements]
-    wanted = [judged for judged in last if not judged.is_resolved and judged.allowed]
+    wanted = [judged for judged in last if not judged.is_resolved and judged.mean_limit]
     if wanted:
-        most = max(wanted, key=lambda judged: judged.n_wanted)
-        few, n = f"{most.n_values} {most.unit}s are too few to be sure", float(f"{most.n_wanted:.2g}")
+        most = max(wanted, key=lambda judged: judged.n_needed)
+        few, n = f"{most.n_values} {most.unit}s are too few to be sure", float(f"{most.n_needed:.2g}")
         what += f". {few}: use about {n:,.0f}, or --allow-unsure"
     raise BudgetError(what)

@@ -59,7 +59,7 @@ OWNERS = {
 OPTIONAL = ("torch", "transformers", "ml_dtypes", "vl_convert", "jinja2")
 LATE = (  # what few runs of a command need, for its start
     ("ckptz.verbs.compress", "ckptz.search.run"),
-    ("ckptz.verbs.compress", "ckptz.search.fitted"),
+    ("ckptz.verbs.compress", "ckptz.search.target_size"),
     ("ckptz.api.save", "ckptz.write.job"),
     ("ckptz.api.save", "ckptz.write.writer"),
     ("ckptz.guidance.side_information", "ckptz.foreign.inputs"),

@@ -102,30 +102,30 @@ def test_both_numbers_and_the_standard_error_are_those_of_the_definition() -> No
     rng = np.random.default_rng(0)
     exact, apart = rng.uniform(1, 3, 500), 0.001 * rng.standard_normal(500)
     found, mean = judged(exact, apart), exact.mean()
-    assert found.change == pytest.approx(apart.mean() / mean)
-    assert found.error == pytest.approx(apart.std(ddof=1) / np.sqrt(500) / mean)
-    assert found.changes == pytest.approx((apart**2).mean() / 2 / mean)
+    assert found.mean_change == pytest.approx(apart.mean() / mean)
+    assert found.standard_error == pytest.approx(apart.std(ddof=1) / np.sqrt(500) / mean)
+    assert found.example_change == pytest.approx((apart**2).mean() / 2 / mean)
     absolute = judged(exact, apart, Limit(0.01, False))
-    assert absolute.changes == pytest.approx((apart**2).mean() / 2)
-    assert absolute.change == pytest.approx(apart.mean())
+    assert absolute.example_change == pytest.approx((apart**2).mean() / 2)
+    assert absolute.mean_change == pytest.approx(apart.mean())
 
 
 @pytest.mark.parametrize(("sign", "lower"), [(1, True), (-1, True), (1, False), (-1, False)])
 def test_the_mean_may_move_by_the_budget_in_either_direction(sign: int, lower: bool) -> None:
     kept, broken = (judged([2.0] * 100, [sign * 0.02 * share] * 100, lower=lower) for share in (0.99, 1.01))
-    assert kept.is_kept
-    assert not broken.is_kept
+    assert kept.is_met
+    assert not broken.is_met
     assert kept.used == pytest.approx(0.99)
-    assert (kept.change > 0) == (lower == (sign > 0))
+    assert (kept.mean_change > 0) == (lower == (sign > 0))
 
 
 def test_changes_that_cancel_in_the_mean_use_the_budget_all_the_same() -> None:
     signs = np.tile([1.0, -1.0], 5000)
     kept, broken = (judged(np.full(10_000, 2.0), size * signs) for size in (0.28, 0.29))
-    assert kept.change == pytest.approx(0)
+    assert kept.mean_change == pytest.approx(0)
     assert kept.is_resolved
-    assert kept.is_kept
-    assert not broken.is_kept
+    assert kept.is_met
+    assert not broken.is_met
     assert kept.used == pytest.approx(0.28**2 / 2 / 2 / 0.02)
 
 
@@ -135,9 +135,9 @@ def test_a_change_beyond_the_limit_is_refused_however_few_answers_there_are() ->
     apart += 0.04 - apart.mean()  # 2 % of the mean, 1.7 standard errors
     found = judged(np.full(64, 2.0), apart)
     assert not found.is_resolved
-    assert not found.is_kept
+    assert not found.is_met
     assert found.used == pytest.approx(2)
-    assert judged(np.full(64, 2.0), apart, UNSURE).is_kept
+    assert judged(np.full(64, 2.0), apart, UNSURE).is_met
 
 
 def test_of_unsure_answers_the_changes_may_decide() -> None:
@@ -145,15 +145,15 @@ def test_of_unsure_answers_the_changes_may_decide() -> None:
     apart = 0.18 * rng.standard_normal(64)
     apart += 0.04 - apart.mean()  # 2 % of the mean, 1.7 standard errors
     found = judged(np.full(64, 2.0), apart, UNSURE)
-    assert found.change == pytest.approx(0.02)
+    assert found.mean_change == pytest.approx(0.02)
     assert not found.is_resolved
-    assert found.is_kept
-    assert found.used == pytest.approx((found.changes or 0) / 0.01)
-    assert not judged(np.full(64, 2.0), 1.2 * apart, UNSURE).is_kept  # held to the budget, not twice it
-    assert found.n_wanted == pytest.approx(64 * ((found.error or 0) / 0.005) ** 2)
+    assert found.is_met
+    assert found.used == pytest.approx((found.example_change or 0) / 0.01)
+    assert not judged(np.full(64, 2.0), 1.2 * apart, UNSURE).is_met  # held to the budget, not twice it
+    assert found.n_needed == pytest.approx(64 * ((found.standard_error or 0) / 0.005) ** 2)
     many = judged(np.full(64 * 40, 2.0), np.tile(apart, 40), UNSURE)
     assert many.is_resolved
-    assert not many.is_kept
+    assert not many.is_met
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,14 @@ def test_of_unsure_answers_the_changes_may_decide() -> None:
 )
 def test_single_changes_are_allowed_less_the_less_the_mean_can_tell(error: float, most: float) -> None:
     found = Judgement(
-        metric="loss", unit="answer", n_values=9, allowed=0.02, is_relative=True, error=0.02 * error
+        metric="loss",
+        unit="answer",
+        n_values=9,
+        mean_limit=0.02,
+        is_relative=True,
+        standard_error=0.02 * error,
     )
-    assert found.most_changes == pytest.approx(0.02 * most)
+    assert found.example_limit == pytest.approx(0.02 * most)
     assert share_used(0.0, 0.02 * error, 0.02, Limit(0.02, True)) == pytest.approx(1 / most)
 
 
@@ -173,8 +178,8 @@ def test_a_mean_beyond_the_budget_by_more_than_chance_breaks_it_with_few_answers
     apart += 0.2 - apart.mean()  # 10 % of the mean, 16 standard errors
     found = judged(np.full(64, 2.0), apart, UNSURE)
     assert not found.is_resolved
-    assert found.changes < 0.02
-    assert not found.is_kept
+    assert found.example_change < 0.02
+    assert not found.is_met
 
 
 def test_of_right_and_wrong_answers_those_that_changed_count_and_not_their_balance() -> None:
@@ -183,9 +188,9 @@ def test_of_right_and_wrong_answers_those_that_changed_count_and_not_their_balan
     apart[3:1000:4], apart[1000:2000:8] = 1.0, -1.0
     apart[1002:2000:8] = -1.0  # as many right ones became wrong as wrong ones right
     found = judged(exact, apart, lower=False)
-    assert found.change == pytest.approx(0)
-    assert found.changes == pytest.approx((apart != 0).mean() / 2 / 0.75)
-    assert not found.is_kept
+    assert found.mean_change == pytest.approx(0)
+    assert found.example_change == pytest.approx((apart != 0).mean() / 2 / 0.75)
+    assert not found.is_met
 
 
 def test_sums_with_their_counts_say_what_their_single_answers_would() -> None:
@@ -195,11 +200,11 @@ def test_sums_with_their_counts_say_what_their_single_answers_would() -> None:
     begins = np.cumsum(lengths) - lengths
     tokens = judged(exact, apart)
     sums = judged(*(np.add.reduceat(x, begins) for x in (exact, apart)), counts=lengths.astype(float))
-    assert sums.change == pytest.approx(tokens.change)
-    assert sums.changes == pytest.approx(tokens.changes, rel=0.1)
-    assert sums.error == pytest.approx(tokens.error, rel=0.1)
+    assert sums.mean_change == pytest.approx(tokens.mean_change)
+    assert sums.example_change == pytest.approx(tokens.example_change, rel=0.1)
+    assert sums.standard_error == pytest.approx(tokens.standard_error, rel=0.1)
     means = judged(*(np.add.reduceat(x, begins) / lengths for x in (exact, apart)))
-    assert (means.changes or 0) < (tokens.changes or 0) / 5
+    assert (means.example_change or 0) < (tokens.example_change or 0) / 5
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e200])
@@ -210,7 +215,7 @@ def test_a_trial_of_which_one_answer_is_no_number_or_overflows_breaks_the_budget
         Measurement("loss", np.array([1.0, value, 1]), True),
     )
     assert found.used is None
-    assert not found.is_kept
+    assert not found.is_met
 
 
 # --- what an evaluation returns -----------------------------------------------------------------
@@ -237,7 +242,7 @@ def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
     loss.unit = "token"
     given = {"loss": torch.tensor([6.0, 2.0]), "counts": torch.tensor([3, 1])}
     reading = Budget(loss).read(given)
-    assert (reading.value, reading.total, reading.unit) == (2.0, 4.0, "token")
+    assert (reading.value, reading.n_examples, reading.unit) == (2.0, 4.0, "token")
     assert Budget(loss).read({"loss": 2.0, "counts": "many"}).value == 2.0
 
 
@@ -247,7 +252,7 @@ def test_sums_are_read_with_their_counts_and_a_number_has_none() -> None:
         (torch.ones(4).to_sparse(), "cannot be read: can't convert Sparse"),
         (torch.ones(4, device="meta"), "cannot be read: Cannot copy out of meta"),
         (torch.ones(4, dtype=torch.complex64), "which is not a number"),
-        ([1.0, 2.0], "a list of 2; return the values of all answers in one tensor"),
+        ([1.0, 2.0], "a list of 2; return the values of all examples in one tensor"),
         (np.array(["1", "2"]), "which is not a number"),
     ],
 )
@@ -288,7 +293,7 @@ def test_what_cannot_be_judged_is_refused_with_its_numbers(
 
 def test_other_counts_the_second_time_are_refused() -> None:
     exact, found = (Measurement("loss", np.ones(2), True, np.array([3.0, n])) for n in (4.0, 5.0))
-    with pytest.raises(ConfigError, match="a sum over 5 at place 1 for a trial and over 4"):
+    with pytest.raises(ConfigError, match="a sum over 5 at index 1 for a trial and over 4"):
         judge(ONE_PERCENT, exact, found)
 
 
@@ -330,7 +335,7 @@ def test_a_search_by_single_losses_keeps_what_their_mean_lets_go(
     assert by_losses.stored_bytes > by_mean.stored_bytes
     [judgement] = kept.judgements
     assert not judgement.is_resolved
-    assert 0.5 * judgement.most_changes < judgement.changes <= judgement.most_changes < 0.02
+    assert 0.5 * judgement.example_limit < judgement.example_change <= judgement.example_limit < 0.02
     assert kept.drop == judgement.used
 
 
@@ -364,7 +369,7 @@ def test_too_few_answers_are_said_with_how_many_would_do(folder: Path, functions
     kept = next(t for t in report.search.trials if t.config == report.search.config).judgements[0]
     assert not kept.is_resolved
     assert "8 answers are too few to be sure, because the standard error of the mean's change is" in doubt
-    assert doubt.endswith(f"about {float(f'{kept.n_wanted:.2g}'):,.0f} answers would decide")
+    assert doubt.endswith(f"about {float(f'{kept.n_needed:.2g}'):,.0f} answers would decide")
 
 
 @pytest.mark.parametrize("options", [(), ("--allow-unsure",)], ids=["by default", "allowed"])
@@ -439,7 +444,7 @@ def test_a_note_on_each_file_of_a_chain_is_said_once(folder: Path) -> None:
 
 def test_a_single_number_is_judged_with_a_warning(folder: Path, functions: dict[str, Any]) -> None:
     report = search(folder, functions["loss"])
-    assert any("a single number, of which nobody can know" in note for note in report.notes)
+    assert any("a single number, so nobody can know" in note for note in report.notes)
     assert len(inspect(folder / "out.ckptz").quality) == 1
 
 
@@ -465,9 +470,9 @@ def test_restarts_share_what_is_allowed_of_single_changes(restores: int, sharing
     signs = np.tile([1.0, -1.0], 5000)
     size = math.sqrt(2 * 2 * 0.02 / sharing)  # of changes that use all that is allowed, of a mean of 2
     kept, broken = (judged(np.full(10_000, 2.0), share * size * signs, limit) for share in (0.99, 1.01))
-    assert (kept.is_kept, broken.is_kept) == (True, False)
-    assert kept.most_changes == pytest.approx(0.02 / sharing)
-    of_one = Budget(lambda state: 2.0, 0.01).limit(None, restores, is_one=True)
+    assert (kept.is_met, broken.is_met) == (True, False)
+    assert kept.example_limit == pytest.approx(0.02 / sharing)
+    of_one = Budget(lambda state: 2.0, 0.01).limit(None, restores, is_mean=True)
     assert of_one.max_drop == pytest.approx(0.01 / sharing)
 
 
@@ -481,8 +486,8 @@ def test_restores_divide_single_changes(folder: Path, functions: dict[str, Any])
     mean, changes = often.search.quality if often.search is not None else ()
     kept = next(t for t in often.search.trials if t.config == often.search.config).judgements[0]
     assert mean.max_drop == pytest.approx(0.05)
-    assert kept.sharing == 3
-    assert changes.max_drop == pytest.approx(kept.most_changes * mean.exact)
+    assert kept.restart_divisor == 3
+    assert changes.max_drop == pytest.approx(kept.example_limit * mean.exact)
     assert often.stored_bytes > once.stored_bytes
 
 
@@ -497,11 +502,11 @@ def test_levels_of_the_base_are_tried_first_where_a_run_restarts() -> None:
     parent = CUBE.config((2, 1, 1, 0))
     sizes: Callable[[Method], float] = lambda config: float(config.prune)  # noqa: E731
     for keeps in (False, True):
-        first = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, keeps=keeps).propose([])
+        first = Neighbourhood(parent=parent, cubes=BOTH, predict=sizes, tries_parent=keeps).propose([])
         assert (first == parent) == keeps
     finer, other = SPACE.finer(TEMPLATE)[0], replace(parent, protect_by="magnitude")
     for parent, is_first in ((finer, True), (other, False)):
-        near = Neighbourhood(parent=parent, cubes=(CUBE,), predict=lambda config: 1.0, keeps=True)
+        near = Neighbourhood(parent=parent, cubes=(CUBE,), predict=lambda config: 1.0, tries_parent=True)
         assert (near.propose([]) == parent) == is_first
 
 
@@ -533,8 +538,8 @@ def test_a_search_of_levels_for_a_run_that_restarts_loses_no_movement(folder: Pa
 
 GRID = GridSpace("step")
 PARENT = CUBE.config((2, 1, 1, 0))
-NEAR = Neighbourhood(parent=PARENT, cubes=(CUBE,), predict=lambda config: 1.0, keeps=True)
-KNOB = MultiplierSearch(space=GRID, template=Grid(moments=None), start=0.8, draws=True)
+NEAR = Neighbourhood(parent=PARENT, cubes=(CUBE,), predict=lambda config: 1.0, tries_parent=True)
+KNOB = MultiplierSearch(space=GRID, template=Grid(moments=None), start=0.8, is_stochastic=True)
 
 
 @pytest.mark.parametrize(
@@ -553,9 +558,9 @@ def test_rounding_is_drawn_again_where_it_alone_broke_the_mean(
     strategy: Any, broken: list[tuple[float, float]], again: bool
 ) -> None:
     first = strategy.propose([])
-    history = [Outcome(first, used, 9, by_changes) for used, by_changes in broken]
+    history = [Outcome(first, used, 9, used_by_examples) for used, used_by_examples in broken]
     assert (strategy.propose(history) == first) == again
-    never = replace(strategy, **{"keeps" if strategy is NEAR else "draws": False})
+    never = replace(strategy, **{"tries_parent" if strategy is NEAR else "is_stochastic": False})
     assert never.propose(history) != first
 
 

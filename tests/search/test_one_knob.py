@@ -127,7 +127,9 @@ def test_a_failure_below_a_success_is_taken_for_noise() -> None:
 
 def later(start: float) -> tuple[MultiplierSearch, MultiplierSearch]:
     """The strategies of a checkpoint with a parent."""
-    first = MultiplierSearch(space=SPACE, template=TEMPLATE, start=start, most=MAX_LATER, close=CLOSE_LATER)
+    first = MultiplierSearch(
+        space=SPACE, template=TEMPLATE, start=start, max_trials=MAX_LATER, close=CLOSE_LATER
+    )
     return first, MultiplierSearch(space=SPACE, template=TEMPLATE, start=start)
 
 
@@ -235,7 +237,7 @@ def test_no_evaluation_replays_the_parent_and_promises_nothing(folder: Path) -> 
 
 
 def test_no_evaluation_needs_a_parent(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="a plan must record settings"):
+    with pytest.raises(ConfigError, match="needs settings from a base or --config"):
         search(folder / "step-0.safetensors", folder / "0.ckptz", max_evaluations=0)
     assert not (folder / "0.ckptz").exists()
 
@@ -264,7 +266,7 @@ def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:
         (("--method", "grid", "--set", "step=2"), "what a search looks for"),
         (("--set", "protect_as=exact"), "method grid has no such setting"),
         (("--method", "kmeans", "--set", "dead_zone=0.1"), "method kmeans has no such setting"),
-        (("--set", "search.max_evaluations=0"), "a plan must record settings"),
+        (("--set", "search.max_evaluations=0"), "needs settings from a base or --config"),
     ],
 )
 def test_options_of_another_method_exit_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:

@@ -15,7 +15,7 @@ from ckptz import Agreement, Budget, ResumeProbe
 from ckptz import compress as compress_files
 from ckptz.errors import ConfigError
 from ckptz.search.budget import Measurement, check_consistent
-from ckptz.search.measures import CHUNK_ENTRIES, DISTURBANCE, agreement_of, prepare
+from ckptz.search.measures import CHUNK_ENTRIES, NOISE_SHARE, agreement_of, prepare
 from ckptz.search.run import SearchOptions
 from ckptz.torch import load_file
 from ckptz.verbs.compress import CompressReport
@@ -114,8 +114,8 @@ class Exact:
         self.n_copies += 1
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
-    def disturbed(self, share: float, seed: int) -> State:
-        assert share == DISTURBANCE
+    def noisy_state(self, share: float, seed: int) -> State:
+        assert share == NOISE_SHARE
         self.n_disturbed += 1
         return {name: tensor * (1 + share) for name, tensor in self.tensors.items()}
 
@@ -220,14 +220,14 @@ def test_a_probe_measures_its_noise_by_a_repeat_and_a_disturbance() -> None:
     prepared = prepare(ResumeProbe(resume, n_steps=10), exact)
     assert prepared.exact == 2.0
     assert prepared.noise == pytest.approx(0.002)
-    assert prepared.per_step == pytest.approx(0.01)
+    assert prepared.gain_per_step == pytest.approx(0.01)
     assert seen == [10, 10, 10, 20]
     assert (exact.n_copies, exact.n_disturbed) == (3, 1)
 
 
 def test_a_gain_below_the_noise_is_no_slope() -> None:
     losses = iter((2.0, 2.002, 1.999, 1.999))
-    assert prepare(ResumeProbe(lambda state, n_steps: next(losses)), Exact({})).per_step is None
+    assert prepare(ResumeProbe(lambda state, n_steps: next(losses)), Exact({})).gain_per_step is None
 
 
 def test_a_known_noise_floor_is_not_measured() -> None:
@@ -408,7 +408,7 @@ def test_a_metric_that_a_plain_number_may_not_be_is_refused() -> None:
 
     for metric in ("loss", "accuracy", "perplexity"):
         assert Budget(perplexity, metric=metric).read(7.0).metric == metric
-    with pytest.raises(ConfigError, match="about 'los'; write 'loss' or 'accuracy'"):
+    with pytest.raises(ConfigError, match="for 'los'; write 'loss' or 'accuracy'"):
         Budget(perplexity, metric="los").read(7.0)
 
 
@@ -442,7 +442,7 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
         (("--eval", "{f}:logits", "--budget", "kl"), "is no budget"),
         (
             ("--eval", "{f}:loss", "--budget", "los<=1%"),
-            "values without a name, and the budget is about 'los'; write",
+            "values without a name, but the budget is for 'los'; write",
         ),
         (("--eval", "{f}:logits", "--budget", "kl<=1%"), "give nats"),
         (("--eval", "{f}:logits", "--budget", "kl>=1"), "kl is better when lower"),

@@ -24,8 +24,8 @@ from ckptz.parallel import Workers
 from ckptz.search.budget import Limit, Measurement, judge
 from ckptz.search.predicted_sizes import predicted_sizes
 from ckptz.search.strategies import (
-    ENOUGH,
-    MAX_TRIALS,
+    MAX_GUIDED,
+    MAX_NEIGHBOURS,
     Finer,
     Guided,
     Neighbourhood,
@@ -93,8 +93,8 @@ def test_a_number_uses_the_budget_in_both_directions(
     exact: float, measured: float, lower: bool, limit: Limit, change: float | None, used: float | None
 ) -> None:
     judged = judge(limit, *(Measurement("loss", np.array([value]), lower) for value in (exact, measured)))
-    assert (judged.change, judged.used) == (pytest.approx(change), pytest.approx(used))
-    assert (judged.error, judged.changes) == (None, None)
+    assert (judged.mean_change, judged.used) == (pytest.approx(change), pytest.approx(used))
+    assert (judged.standard_error, judged.example_change) == (None, None)
 
 
 @pytest.mark.parametrize("value", [0.0, 5e-4, -5e-4, -2.0])
@@ -194,7 +194,7 @@ def test_a_search_takes_twenty_trials_at_most_and_the_last_is_the_mildest() -> N
         Neighbourhood(parent=CUBE.config((5, 5, 2, 1)), cubes=(CUBE,), predict=scene.predict),
         Guided(cubes=(CUBE,), predict=scene.predict),
     )
-    assert len(found) <= ENOUGH
+    assert len(found) <= MAX_GUIDED
     assert found[-1].is_feasible
 
 
@@ -203,9 +203,9 @@ def test_what_is_milder_than_a_cube_is_tried_where_nothing_in_it_keeps_the_budge
     for n_bad in range(len(finer) + 1):
         used = dict.fromkeys(scene.used, 1.4) | {c: 2.0 if i < n_bad else 0.9 for i, c in enumerate(finer)}
         other = replace(scene, used=used, sizes=scene.sizes | dict.fromkeys(finer, 1e9))
-        guided = Guided(cubes=(CUBE,), predict=scene.predict, n_left=len(finer))
+        guided = Guided(cubes=(CUBE,), predict=scene.predict, n_reserved=len(finer))
         found = other.search(guided, Finer(configs=finer))
-        assert len(found) <= ENOUGH
+        assert len(found) <= MAX_GUIDED
         best = best_of(found)
         assert (best and best.config) == (finer[n_bad] if n_bad < len(finer) else None)
 
@@ -224,7 +224,7 @@ def test_the_neighbourhood_tries_the_other_metric_first_and_is_never_more_aggres
     nothing = replace(scene, used={config: 2.0 for config in scene.used})
     found = nothing.search(Neighbourhood(parent=parent, cubes=BOTH, predict=scene.predict))
     assert found[0].config == BOTH[1].config((3, 2, 1, 1))
-    assert 1 < len(found) <= MAX_TRIALS
+    assert 1 < len(found) <= MAX_NEIGHBOURS
     for outcome in found:
         assert dominates((3, 2, 1, 1), CUBE.point(outcome.config))
     sizes = [scene.predicted[outcome.config] for outcome in found[1:]]
@@ -241,7 +241,7 @@ def test_the_neighbourhood_ends_with_the_first_that_keeps_the_budget() -> None:
         )
         near = Neighbourhood(parent=parent, cubes=BOTH, predict=scene.predict)
         found = scene.search(near)
-        assert len(found) <= MAX_TRIALS
+        assert len(found) <= MAX_NEIGHBOURS
         assert not any(outcome.is_feasible for outcome in found[:-1])
         assert scene.smallest is None or found[-1].is_feasible
 
@@ -252,7 +252,7 @@ def test_where_the_neighbourhood_has_nothing_guided_takes_over() -> None:
     strict = replace(scene, used={c: 0.5 if CUBE.point(c)[0] == 0 else 3.0 for c in scene.used})
     near = Neighbourhood(parent=parent, cubes=(CUBE,), predict=scene.predict)
     found = strict.search(near, Guided(cubes=(CUBE,), predict=scene.predict))
-    assert not any(outcome.is_feasible for outcome in found[:MAX_TRIALS])
+    assert not any(outcome.is_feasible for outcome in found[:MAX_NEIGHBOURS])
     assert strict.excess(found) <= 0.005
     assert len(found) == len({outcome.config for outcome in found})
 
@@ -260,7 +260,7 @@ def test_where_the_neighbourhood_has_nothing_guided_takes_over() -> None:
 def test_a_search_stops_after_the_most_trials() -> None:
     scene = landscape(0)
     stages = [Guided(cubes=(CUBE,), predict=scene.predict)]
-    assert len(run_stages(stages, lambda config, _: Outcome(config, 2.0, 1), most=3)) == 3
+    assert len(run_stages(stages, lambda config, _: Outcome(config, 2.0, 1), max_trials=3)) == 3
 
 
 # --- predicted sizes ----------------------------------------------------------------------------

@@ -297,7 +297,7 @@ def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n
     trials: list[TrialReport] = []
     options: dict[str, Any] = {"drop": 0.03, "on_trial": trials.append}
     if n_calls == 2:
-        with pytest.raises(KeyboardInterrupt, match="none of which keeps the budget; nothing is written"):
+        with pytest.raises(KeyboardInterrupt, match="none of which meets the budget; nothing is written"):
             search(folder / "exact.safetensors", output, interrupted, **options)
         assert not output.exists()
     else:
