@@ -165,7 +165,7 @@ def truth(condition: Any) -> bool:
     return bool(condition)
 
 
-def told(conditions: Sequence[tuple[Any, str]]) -> list[bool]:
+def to_bools(conditions: Sequence[tuple[Any, str]]) -> list[bool]:
     """Ask the device for all truth values at once."""
     return [bool(wrong) for wrong, _ in conditions]
 

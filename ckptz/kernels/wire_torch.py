@@ -321,7 +321,7 @@ def truth(condition: Any) -> Any:
     return condition
 
 
-def told(conditions: Sequence[tuple[Any, str]]) -> list[bool]:
+def to_bools(conditions: Sequence[tuple[Any, str]]) -> list[bool]:
     flags: list[bool] = torch.stack([wrong for wrong, _ in conditions]).tolist() if conditions else []
     return flags
 

@@ -4,7 +4,7 @@ Implements spec/08-wire.md.
 
     from ckptz.wire import LinkPolicy, CompressLink, CompressedPipelineStage, TopK, Uniform
 
-Names come when they are asked for, so that only what needs torch loads it.
+Names are imported lazily: only those that need torch load it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ __all__ = [
     "simulate",
 ]
 
-# Where each public name is defined; links, stages and hooks of DDP need torch.
+# The module of each public name.
 _HOMES: Final = {
     "PRESETS": "policy",
     "RAW": "policy",

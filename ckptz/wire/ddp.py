@@ -1,13 +1,13 @@
-"""Gradients of data parallelism in 4 bits, with an error that is kept over steps and reset (LoCo).
+"""Gradients of data-parallel training in 4 bits, with error feedback that is reset at intervals (LoCo).
 
     model = DistributedDataParallel(model)
     model.register_comm_hook(LoCo(), loco_hook)      # or, with fully_shard(model): shard_with(model, LoCo())
 
-After LoCo (arXiv 2407.04480): each rank sends every other one its part of a bucket, adds up the parts
-that arrive, and, where the model is whole on each rank, sends the mean to all. What travels are messages
-of links with their headers and checksums: rank i to rank j is link i->j, the mean of rank i is link i->i.
-A rank's own part is not compressed on its way to itself. DDP lays out its buckets anew after the first
-step: a bucket whose layout is new to this process goes raw, and errors wait for the layout that stays.
+After LoCo (arXiv 2407.04480): each rank sends every other rank its part of a bucket and sums the parts that
+it receives. With DDP, where every rank has the whole model, it then sends the mean to all. These are link
+messages with headers and checksums: link i->j from rank i to rank j, link i->i for the mean of rank i. A
+rank does not compress its own part. DDP changes the layout of its buckets after the first step, so a bucket
+with a new layout is sent raw, without error feedback.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ckptz.errors import UnsupportedError
 from ckptz.wire.header import Direction
-from ckptz.wire.link import TensorLink, load_state, naming, state_of
+from ckptz.wire.link import TensorLink, links_state, load_state, transport_errors
 from ckptz.wire.policy import Codec, LinkPolicy, Tiled, Uniform
 from ckptz.wire.state import MessageKey
 
@@ -28,15 +28,15 @@ FORWARD = Direction.FORWARD
 
 
 class LoCo:
-    """The links of one rank to all others, and their errors.
+    """The links of one rank to all others, with their error feedback.
 
     Args:
-        codec: of gradients; messages have one size, so gaps and coded levels are of no use.
-        decay: share of the old error in the one that is kept. LoCo averages; in bench/studies/loco.py that
-            differs by no more than chance from the newest error alone, 0.0.
-        reset_every: steps after which errors are forgotten; 0 never does.
-        group: process group; the default one.
-        device: where gradients live.
+        codec: codec of gradients. Messages have a fixed size, so Rice gaps and rANS have no effect.
+        decay: share of the old error in the new one. LoCo averages errors; in bench/studies/loco.py that
+            differs from the newest error alone, 0.0, by no more than chance.
+        reset_every: number of steps after which errors are reset; 0 for never.
+        group: process group, by default the default group.
+        device: device of the gradients.
         options: as for `TensorLink`.
     """
 
@@ -62,57 +62,70 @@ class LoCo:
         self._layouts: dict[int, tuple[int, ...]] = {}
 
     def sent_bytes(self) -> int:
-        """Count the bytes that this rank has sent: parts to each other rank, and means to all of them."""
+        """Return the bytes that this rank has sent: parts to each other rank, and means to all ranks."""
         means = self._means[self.rank].link.sent_bytes[FORWARD] * len(self.peers)
         return means + sum(link.link.sent_bytes[FORWARD] for link in self._to.values())
 
     def sum_of_parts(self, parts: Sequence[Tensor], tensor: int, *, is_raw: bool = False) -> Tensor:
-        """Return the sum over ranks of this rank's part, float32 [n]; `parts` has one [n] per rank.
+        """Return the sum over ranks of this rank's part, float32 [n].
+
+        Args:
+            parts: gradients for each rank, [n] each.
+            tensor: index of the bucket.
+            is_raw: send the parts uncompressed.
 
         Raises:
-            WireError: a rank is gone, or sent another message than the one that is due.
+            WireError: a rank is gone, or sent an unexpected message.
         """
         parts = [self._rows(part) for part in parts]
-        place, mine = self._place(tensor, is_raw), parts[self.rank]
+        key, own_part = self._message_key(tensor, is_raw), parts[self.rank]
         if not self.peers:
-            return mine.to(torch.float32).view(-1)
-        messages = [self._to[rank].send(FORWARD, parts[rank], place)[0] for rank in self.peers]
+            return own_part.to(torch.float32).view(-1)
+        messages = [self._to[rank].send(FORWARD, parts[rank], key)[0] for rank in self.peers]
         sizes = [0 if rank == self.rank else len(messages[0]) for rank in range(self.n_ranks)]
         arrived = torch.empty_like(torch.cat(messages))
-        with naming(self._from[self.peers[0]].link.name_of(FORWARD, place), "parts"):
+        with transport_errors(self._from[self.peers[0]].link.name_of(FORWARD, key), "parts"):
             dist.all_to_all_single(arrived, torch.cat(messages), sizes, sizes, group=self.group)
-        total = mine.to(torch.float32, copy=True)
+        total = own_part.to(torch.float32, copy=True)
         for rank, message in zip(self.peers, arrived.view(len(messages), -1).unbind(), strict=True):
-            total += self._from[rank].receive(FORWARD, message, mine.dtype, tuple(mine.shape), place)
+            total += self._from[rank].receive(FORWARD, message, own_part.dtype, tuple(own_part.shape), key)
         return total.view(-1)
 
-    def means_of_all(self, mean: Tensor, tensor: int, *, is_raw: bool = False) -> Tensor:
-        """Return the concatenated means [n] of all ranks; every rank decodes the same values.
+    def gather_means(self, mean: Tensor, tensor: int, *, is_raw: bool = False) -> Tensor:
+        """Send this rank's mean to all ranks; returns the means of all ranks, concatenated.
+
+        Args:
+            mean: this rank's part of the averaged gradients [n].
+            tensor: index of the bucket.
+            is_raw: send the mean uncompressed.
+
+        Returns:
+            Decoded means [n_ranks * n], equal on every rank.
 
         Raises:
-            WireError: as `sum_of_parts`.
+            WireError: a rank is gone, or sent an unexpected message.
         """
         mean = self._rows(mean)
-        place, shape = self._place(tensor, is_raw), tuple(mean.shape)
-        message, decode = self._means[self.rank].send(FORWARD, mean, place)
+        key, shape = self._message_key(tensor, is_raw), tuple(mean.shape)
+        message, decode = self._means[self.rank].send(FORWARD, mean, key)
         arrived = message.new_empty(self.n_ranks, len(message))
-        with naming(self._means[self.rank].link.name_of(FORWARD, place), "means"):
+        with transport_errors(self._means[self.rank].link.name_of(FORWARD, key), "means"):
             dist.all_gather(list(arrived.unbind()), message, group=self.group)
         means = [
             decode()
             if rank == self.rank
-            else self._means[rank].receive(FORWARD, each, mean.dtype, shape, place)
-            for rank, each in enumerate(arrived.unbind())
+            else self._means[rank].receive(FORWARD, received, mean.dtype, shape, key)
+            for rank, received in enumerate(arrived.unbind())
         ]
         return torch.cat(means).view(-1)
 
     def _rows(self, part: Tensor) -> Tensor:
-        """Make each tile a row of its own where they fit, so that tiles differ in bits."""
+        """Reshape to one tile per row if possible, so that each tile can have its own number of bits."""
         if isinstance(self._codec, Tiled) and not len(part) % self._codec.tile:
             return part.view(-1, self._codec.tile)
         return part
 
-    def _place(self, tensor: int, is_raw: bool) -> MessageKey:
+    def _message_key(self, tensor: int, is_raw: bool) -> MessageKey:
         return MessageKey(self._steps.get(tensor, 0), tensor=tensor, is_raw=is_raw)
 
     def is_new(self, tensor: int, layout: tuple[int, ...]) -> bool:
@@ -121,14 +134,14 @@ class LoCo:
         return before != layout
 
     def end_step(self, tensor: int) -> None:
-        """Count one reduction of a bucket."""
+        """Advance the step counter of a bucket."""
         self._steps[tensor] = self._steps.get(tensor, 0) + 1
 
     def check(self) -> None:
-        """Look at what `verify="step"` found on a device; call it before the optimizer's step.
+        """Evaluate the pending checks of `verify="step"`; call it before the optimizer's step.
 
         Raises:
-            WireError: a message was damaged, or another one than was due.
+            WireError: a message was damaged or unexpected.
         """
         for link in self._links:
             link.link.check()
@@ -138,18 +151,18 @@ class LoCo:
         return [*self._to.values(), *self._from.values(), *self._means.values()]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return errors and counters, as numpy arrays: this rank's part of a checkpoint."""
-        numbers = np.array(sorted(self._steps.items()), np.int64).reshape(-1, 2)
-        return state_of(f"wire/loco/{self.rank}/{self.n_ranks}", numbers, self._links)
+        """Return errors and counters of this rank for a checkpoint, as numpy arrays by name."""
+        counters = np.array(sorted(self._steps.items()), np.int64).reshape(-1, 2)
+        return links_state(f"wire/loco/{self.rank}/{self.n_ranks}", counters, self._links)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave.
+        """Restore the state that `state_dict` returned.
 
         Raises:
             WireError: the state is of another rank, of another number of ranks, or incomplete.
         """
-        numbers = load_state(f"wire/loco/{self.rank}/{self.n_ranks}", state, self._links)
-        self._steps = {int(tensor): int(step) for tensor, step in numbers}
+        counters = load_state(f"wire/loco/{self.rank}/{self.n_ranks}", state, self._links)
+        self._steps = {int(tensor): int(step) for tensor, step in counters}
 
 
 def loco_hook(
@@ -162,7 +175,7 @@ def loco_hook(
     parts = nn.functional.pad(flat, (0, size * state.n_ranks - len(flat))).view(-1, size).unbind()
     is_raw = state.is_new(tensor, tuple(map(id, bucket.parameters())))
     mean = (state.sum_of_parts(parts, tensor, is_raw=is_raw) / state.n_ranks).to(flat.dtype)
-    means = state.means_of_all(mean, tensor, is_raw=is_raw)
+    means = state.gather_means(mean, tensor, is_raw=is_raw)
     state.end_step(tensor)
     done: Any = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
     done.set_result(means[: len(flat)])
@@ -176,7 +189,7 @@ class _ReduceScatter:
         self._state, self._tensor = state, tensor
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Make memory for gradients."""
+        """Allocate memory for gradients [size]."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -185,14 +198,14 @@ class _ReduceScatter:
         """Reduce `input_tensor` [ranks * n] into `output_tensor` [n]."""
         del group, async_op
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise UnsupportedError(f"LoCo adds up gradients or averages them; {op} is neither")
+            raise UnsupportedError(f"LoCo supports SUM and AVG, got {op}")
         total = self._state.sum_of_parts(input_tensor.view(-1, len(output_tensor)).unbind(), self._tensor)
         self._state.end_step(self._tensor)
         output_tensor.copy_(total / self._state.n_ranks if op == dist.ReduceOp.AVG else total)
 
 
 def shard_with(model: nn.Module, state: LoCo) -> None:
-    """Send the gradients of all modules that `fully_shard` made through LoCo; weights travel as they did."""
+    """Send the gradients of all `fully_shard` modules through LoCo; weights are sent as before."""
     sharded = (module for module in model.modules() if hasattr(module, "set_custom_reduce_scatter"))
     for tensor, module in enumerate(sharded):
         module.set_custom_reduce_scatter(_ReduceScatter(state, tensor))  # type: ignore[operator]

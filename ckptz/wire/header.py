@@ -1,6 +1,6 @@
-"""The 64 bytes before every payload. Implements spec/08-wire.md#header.
+"""The 64-byte header of every message. Implements spec/08-wire.md#header.
 
-Knows nothing of codecs, tensors or transports: it says which message this is and how long it is.
+The header identifies the message and its length. This module knows no codecs, tensors or transports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAGIC: Final = 0x5A57  # "WZ"
 VERSION: Final = 1
 HEADER_BYTES: Final = 64
 MASK_64: Final = 0xFFFFFFFFFFFFFFFF
-_LAYOUT: Final = struct.Struct("<H6B4H8IQ")  # all but the checksum of the header
+_LAYOUT: Final = struct.Struct("<H6B4H8IQ")  # the header without its checksum
 
 
 class Direction(IntEnum):
@@ -29,7 +29,7 @@ class Direction(IntEnum):
 
     @property
     def word(self) -> str:
-        """The direction as a word in messages."""
+        """The direction in lower case, for messages and names."""
         return self.name.lower()
 
 
@@ -49,21 +49,21 @@ class LinkHeader:
     """The header of a message: spec/08-wire.md#header, fields in the order of their bytes."""
 
     codec: int  # id of the codec, spec/08-wire.md#codecs
-    param: int  # its bits: of a code, or of a TopK value
+    param: int  # bits of a code or of a TopK value
     dtype: int  # frame id of the element type
     flags: int
     src: int
     dst: int
     tensor: int
-    mode: int  # how the codec's variable part is written
+    mode: int  # encoding of the codec's variable part
     step: int
     microbatch: int
-    state_seq: int  # messages before this one that used the same slot of state
-    plan: int  # hash of codec, dtype and shape, which both ends agreed on
+    state_seq: int  # number of earlier messages of the same state slot
+    plan: int  # hash of codec, dtype and shape, equal at both ends
     n: int  # elements
-    count: int  # values that follow: TopK's k in all, else the number of blocks
+    count: int  # number of TopK values, or of blocks
     payload_bytes: int
-    batch: int  # hash of the sample ids, 0 without
+    batch: int  # hash of the sample ids, or 0
     checksum: int
 
     def pack(self) -> bytes:
@@ -73,15 +73,15 @@ class LinkHeader:
 
     @classmethod
     def parse(cls, raw: bytes | memoryview) -> Self:
-        """Read what `pack` gave.
+        """Parse the 64 bytes of a header.
 
         Raises:
-            FormatError: the bytes are no header.
+            FormatError: the bytes are not a valid header.
             UnsupportedError: a newer version wrote it.
         """
         if len(raw) < HEADER_BYTES:
             raise TruncatedError(
-                f"header: a message of {len(raw)} bytes, the header alone takes {HEADER_BYTES}"
+                f"header: the message has {len(raw)} bytes, fewer than the {HEADER_BYTES} of a header"
             )
         magic, version, length, *fields = _LAYOUT.unpack(raw[: _LAYOUT.size])
         if magic != MAGIC:
@@ -89,7 +89,7 @@ class LinkHeader:
         if header_checksum(raw[: _LAYOUT.size]) != int.from_bytes(raw[_LAYOUT.size : HEADER_BYTES], "little"):
             raise ChecksumError("header checksum: the header was changed on its way")
         if version != VERSION or length != HEADER_BYTES // 16:
-            raise UnsupportedError(f"version: message version {version} is not known here; upgrade ckptz")
+            raise UnsupportedError(f"version: message version {version} is unknown; upgrade ckptz")
         header = cls(*fields)
         if header.flags & Flag.UNDEFINED:
             raise UnsupportedError(f"flags: {header.flags:#x} sets unknown flags; upgrade ckptz")
@@ -97,7 +97,7 @@ class LinkHeader:
 
 
 def header_checksum(body: bytes | memoryview) -> int:
-    """Sum up the first seven words of a header as a payload is."""
+    """Compute the checksum of the first seven 64-bit words of a header, as for a payload."""
     words = (int.from_bytes(body[i : i + 8], "little") for i in range(0, len(body), 8))
     steps = (word + (i + 1) * 0x9E3779B97F4A7C15 for i, word in enumerate(words))
     return sum(mix_64(step & MASK_64) for step in steps) & MASK_64

@@ -1,10 +1,9 @@
-"""Links that carry torch tensors: over `torch.distributed`, or within one process.
+"""Links for torch tensors: over `torch.distributed`, or simulated within one process.
 
-Tensors on the CPU go through the compiled kernels without a copy, others through torch's operations.
+The compiled kernels process CPU tensors without a copy, torch operations those on other devices.
 
-Within one process a loopback gives what a pipeline would compute, without a pipeline: results are equal to
-the bit to those of frames between processes, with the same policy, stages, steps and microbatches. The
-bytes that would travel are counted.
+A simulated link computes the tensors that a pipeline of several processes would receive, bit for bit, for
+the same policy, stages, steps and microbatches. It counts the bytes that would be sent.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ckptz.errors import DTypeError, WireError
 from ckptz.format.dtypes import DTYPE_NAMES, DType, dtype_of
 from ckptz.kernels import wire_torch
 from ckptz.kernels.torch import PATTERN_TYPES, current
-from ckptz.wire.endpoint import Link, can_wait
+from ckptz.wire.endpoint import Link, can_check_later
 from ckptz.wire.header import Direction
 from ckptz.wire.policy import METADATA_KEY, LinkPolicy, check_policy, policy_metadata, policy_of
 from ckptz.wire.state import MessageKey
 
-# Those that messages can carry.
+# Dtypes that messages can carry.
 CODES: Final = (
     *("BOOL", "U8", "I8", "I16", "I32", "I64"),
     *("F16", "BF16", "F32", "F64", "C64", "F8_E4M3", "F8_E5M2"),
@@ -36,11 +35,11 @@ CODES: Final = (
 NAMES: Final = {getattr(torch, DTYPE_NAMES[code]): code for code in CODES}
 
 
-def dtype_named(dtype: torch.dtype) -> DType:
-    """Find the row of the dtype table.
+def wire_dtype(dtype: torch.dtype) -> DType:
+    """Return the entry of a torch dtype in the dtype table.
 
     Raises:
-        DTypeError: messages cannot carry this type.
+        DTypeError: messages cannot carry this dtype.
     """
     if dtype not in NAMES:
         raise DTypeError(f"messages cannot carry {dtype}; cast the tensor before it is sent")
@@ -52,10 +51,10 @@ class TensorLink:
 
     Args:
         src, dst, policy, options: as for `Link`.
-        device: where the tensors live.
-        use_torch: take torch's kernels on the CPU too.
-        fixed: as for `Link`; NCCL needs it.
-        verify: as for `Link`; by default "step" on a device, where the policy and `fixed` allow it.
+        device: device of the tensors.
+        use_torch: use the torch kernels on the CPU too.
+        fixed: as for `Link`; required for NCCL.
+        verify: as for `Link`; by default "step" on devices other than the CPU if policy and `fixed` allow it.
     """
 
     def __init__(
@@ -75,14 +74,14 @@ class TensorLink:
         kernels = wire_torch if self._use_torch else None
         like = torch.zeros(0, dtype=torch.uint8, device=self.device) if self._use_torch else None
         if verify is None:
-            waits = self.device.type != "cpu" and can_wait(policy_of(policy), fixed)
-            verify = "step" if waits else "message"
+            checks_later = self.device.type != "cpu" and can_check_later(policy_of(policy), fixed)
+            verify = "step" if checks_later else "message"
         options |= {"kernels": kernels, "like": like, "fixed": fixed, "verify": verify}
         self.link = Link(src, dst, policy, **options)
 
     def _patterns(self, tensor: Tensor) -> Any:
-        """Return the bit patterns of a tensor, flat; they share its memory where it is contiguous."""
-        dtype = dtype_named(tensor.dtype)
+        """Return the bit patterns of a tensor, flat [n]; they share the memory of a contiguous tensor."""
+        dtype = wire_dtype(tensor.dtype)
         flat = tensor.detach().contiguous().view(-1)
         if not len(flat):
             flat = flat.new_empty(0)
@@ -90,19 +89,23 @@ class TensorLink:
         return patterns if self._use_torch else patterns.numpy().view(f"<u{dtype.pattern_bytes}")
 
     def _tensor(self, patterns: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Make the tensor of bit patterns, in their memory; inverse of `_patterns`."""
+        """Return the tensor that shares the memory of bit patterns; inverse of `_patterns`."""
         if not self._use_torch:
-            signed = PATTERN_TYPES[dtype_named(dtype).pattern_bytes]
+            signed = PATTERN_TYPES[wire_dtype(dtype).pattern_bytes]
             patterns = torch.from_numpy(patterns.view(f"<i{patterns.itemsize}")).view(signed)
         return patterns.view(dtype).view(shape)
 
     def send(
-        self, direction: Direction, tensor: Tensor, place: MessageKey
+        self, direction: Direction, tensor: Tensor, key: MessageKey
     ) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Encode a tensor as (message as uint8, function that makes the tensor which the other end gets)."""
+        """Encode a tensor.
+
+        Returns:
+            The message, uint8 [n_bytes], and a function that computes the tensor that the other end receives.
+        """
         shape = tuple(tensor.shape)
         with current(self.device):
-            sent = self.link.send(direction, self._patterns(tensor), dtype_named(tensor.dtype), shape, place)
+            sent = self.link.send(direction, self._patterns(tensor), wire_dtype(tensor.dtype), shape, key)
         message = sent.message if self._use_torch else torch.from_numpy(sent.message)
 
         def decode() -> Tensor:
@@ -112,19 +115,19 @@ class TensorLink:
         return message, decode
 
     def simulate(
-        self, direction: Direction, tensor: Tensor, place: MessageKey, *, is_repeated: bool = False
+        self, direction: Direction, tensor: Tensor, key: MessageKey, *, is_repeated: bool = False
     ) -> Tensor:
         """Return the tensor that `send` would deliver, in new memory; see `Link.simulate`."""
-        shape, patterns, dtype = tuple(tensor.shape), self._patterns(tensor), dtype_named(tensor.dtype)
+        shape, patterns, dtype = tuple(tensor.shape), self._patterns(tensor), wire_dtype(tensor.dtype)
         with current(self.device):
-            received = self.link.simulate(direction, patterns, dtype, shape, place, is_repeated=is_repeated)
+            received = self.link.simulate(direction, patterns, dtype, shape, key, is_repeated=is_repeated)
         result = self._tensor(received, tensor.dtype, shape)
         return result.clone() if received is patterns else result
 
-    def buffer(self, direction: Direction, like: Tensor, place: MessageKey) -> Tensor:
-        """Make memory for the message that is due."""
+    def buffer(self, direction: Direction, like: Tensor, key: MessageKey) -> Tensor:
+        """Allocate memory for the next message, uint8 [n_bytes]; `like` has its dtype and shape."""
         shape = tuple(like.shape)
-        n_bytes = self.link.message_cap(direction, dtype_named(like.dtype), shape, place)
+        n_bytes = self.link.message_cap(direction, wire_dtype(like.dtype), shape, key)
         return torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
 
     def receive(
@@ -133,27 +136,31 @@ class TensorLink:
         message: Tensor,
         dtype: torch.dtype,
         shape: tuple[int, ...],
-        place: MessageKey,
+        key: MessageKey,
     ) -> Tensor:
         """Decode the tensor in a message.
 
+        Args:
+            message: uint8 [n_bytes].
+            direction, dtype, shape, key: of the expected message.
+
         Raises:
-            WireError: the message is damaged, or another one than the one that is due.
+            WireError: the message is damaged or unexpected.
         """
         data = message if self._use_torch else message.numpy()
         with current(self.device):
-            patterns = self.link.receive(direction, data, dtype_named(dtype), tuple(shape), place)
+            patterns = self.link.receive(direction, data, wire_dtype(dtype), tuple(shape), key)
         return self._tensor(patterns, dtype, tuple(shape))
 
 
 class DistributedLink:
-    """A plain `send`/`recv` pair over `torch.distributed`, outside of any schedule.
+    """A `send`/`recv` pair over `torch.distributed`, without a pipeline schedule.
 
     Args:
         src, dst, policy, options: as for `TensorLink`.
         peer: rank of the other end.
-        group: process group; the default one.
-        fixed: messages of fixed size; by default where the backend is not gloo.
+        group: process group, by default the default group.
+        fixed: send messages of fixed size; by default True unless the backend is gloo.
     """
 
     def __init__(
@@ -175,13 +182,13 @@ class DistributedLink:
         self._received = dict.fromkeys(Direction, 0)
 
     def send(
-        self, tensor: Tensor, direction: Direction = Direction.FORWARD, place: MessageKey | None = None
+        self, tensor: Tensor, direction: Direction = Direction.FORWARD, key: MessageKey | None = None
     ) -> Tensor:
-        """Send a tensor to the peer; gives the tensor that the peer decodes."""
-        place = place or MessageKey(self._sent[direction])
-        message, decode = self.link.send(direction, tensor, place)
-        self._sent[direction] = place.step + 1
-        with naming(self.link.link.name_of(direction, place), "send"):
+        """Send a tensor to the peer; returns the tensor that the peer decodes."""
+        key = key or MessageKey(self._sent[direction])
+        message, decode = self.link.send(direction, tensor, key)
+        self._sent[direction] = key.step + 1
+        with transport_errors(self.link.link.name_of(direction, key), "send"):
             dist.send(message, self._peer, self._group)
         return decode()
 
@@ -190,39 +197,39 @@ class DistributedLink:
         shape: tuple[int, ...],
         dtype: torch.dtype = torch.float32,
         direction: Direction = Direction.FORWARD,
-        place: MessageKey | None = None,
+        key: MessageKey | None = None,
     ) -> Tensor:
         """Receive the next tensor from the peer.
 
         Raises:
             WireError: the peer is gone, or the message is not the one that is due.
         """
-        place = place or MessageKey(self._received[direction])
+        key = key or MessageKey(self._received[direction])
         like = torch.empty(shape, dtype=dtype, device="meta")
-        buffer = self.link.buffer(direction, like, place).zero_()
-        with naming(self.link.link.name_of(direction, place), "receive"):
+        buffer = self.link.buffer(direction, like, key).zero_()
+        with transport_errors(self.link.link.name_of(direction, key), "receive"):
             dist.recv(buffer, self._peer, self._group)
-        self._received[direction] = place.step + 1
-        return self.link.receive(direction, buffer, dtype, tuple(shape), place)
+        self._received[direction] = key.step + 1
+        return self.link.receive(direction, buffer, dtype, tuple(shape), key)
 
 
 @contextlib.contextmanager
-def naming(name: str, what: str) -> Iterator[None]:
-    """Name the message in the error of a transport that fails on it."""
+def transport_errors(name: str, operation: str) -> Iterator[None]:
+    """Convert a RuntimeError of the transport to a WireError that names the message and the operation."""
     try:
         yield
     except RuntimeError as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise WireError(f"{name}: {what}: {reason}") from error
+        raise WireError(f"{name}: {operation}: {reason}") from error
 
 
 def sample_ids_of(ids: Tensor | None) -> Any:
-    """Return sample ids as int64, as links expect them."""
+    """Convert sample ids [n] to an int64 array; None to None."""
     return None if ids is None else np.ascontiguousarray(ids.detach().cpu().numpy(), np.int64)
 
 
-def state_of(name: str, counters: Any, links: Iterable[TensorLink]) -> dict[str, Any]:
-    """Return counters under a name and the states of links as numpy arrays, for a checkpoint."""
+def links_state(name: str, counters: Any, links: Iterable[TensorLink]) -> dict[str, Any]:
+    """Return counters, under `name`, and the states of links for a checkpoint, as numpy arrays by name."""
     out: dict[str, Any] = {name: np.array(counters, np.int64)}
     for link in links:
         out |= link.link.state_dict()
@@ -230,7 +237,7 @@ def state_of(name: str, counters: Any, links: Iterable[TensorLink]) -> dict[str,
 
 
 def load_state(name: str, state: Mapping[str, Any], links: Iterable[TensorLink]) -> Any:
-    """Take over the states of links, and give the counters of this name.
+    """Restore the states of links, and return the counters under `name`.
 
     Raises:
         WireError: the state is of another stage or rank, or incomplete.
@@ -242,29 +249,29 @@ def load_state(name: str, state: Mapping[str, Any], links: Iterable[TensorLink])
     return np.asarray(state[name])
 
 
-class _Through(torch.autograd.Function):
-    """Activation through the link; its gradient back through the same link."""
+class _SimulatedTransfer(torch.autograd.Function):
+    """Sends an activation forward through a simulated link, and its gradient back."""
 
     @staticmethod
-    def forward(ctx: Any, activation: Tensor, link: TensorLink, place: MessageKey) -> Tensor:
-        ctx.link, ctx.place, ctx.is_repeated = link, place, False
-        return link.simulate(Direction.FORWARD, activation, place)
+    def forward(ctx: Any, activation: Tensor, link: TensorLink, key: MessageKey) -> Tensor:
+        ctx.link, ctx.key, ctx.is_repeated = link, key, False
+        return link.simulate(Direction.FORWARD, activation, key)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        link, place = ctx.link, ctx.place
-        gradient = link.simulate(Direction.BACKWARD, gradients[0], place, is_repeated=ctx.is_repeated)
-        ctx.is_repeated = True  # a graph that is retained comes here again
+        link, key = ctx.link, ctx.key
+        gradient = link.simulate(Direction.BACKWARD, gradients[0], key, is_repeated=ctx.is_repeated)
+        ctx.is_repeated = True  # backward may run again on a retained graph
         return gradient, None, None
 
 
 class Simulation:
-    """A function that compresses activations, and the gradients of what it gives, as a link would.
+    """Compresses activations and their gradients as a link between two stages would.
 
     Args:
         policy: the link's policy, or the name of a preset.
-        n_microbatches: calls in one training step.
-        options: `src`, `dst` and others of `TensorLink`.
+        n_microbatches: number of calls in one training step.
+        options: `src`, `dst` and other arguments of `TensorLink`.
     """
 
     def __init__(self, policy: LinkPolicy | str, *, n_microbatches: int = 1, **options: Any) -> None:
@@ -276,50 +283,56 @@ class Simulation:
     def __call__(
         self, activation: Tensor, *, sample_ids: Tensor | None = None, is_eval: bool = False
     ) -> Tensor:
-        """Return the tensor as the other end receives it; differentiable. AQ-SGD needs sample ids."""
+        """Return the tensor that the other end receives; differentiable.
+
+        Args:
+            activation: the tensor to send.
+            sample_ids: ids of the samples [n_samples], which AQ-SGD needs.
+            is_eval: inference, without a gradient.
+        """
         ids = sample_ids_of(sample_ids)
         if is_eval:
-            place = MessageKey(self._n_evals, sample_ids=ids, is_eval=True)
+            key = MessageKey(self._n_evals, sample_ids=ids, is_eval=True)
         else:
             step, microbatch = divmod(self._n_calls, self.n_microbatches)
-            place = MessageKey(step, microbatch, sample_ids=ids)
+            key = MessageKey(step, microbatch, sample_ids=ids)
         if activation.is_floating_point():
-            result: Tensor = _Through.apply(activation, self.link, place)  # type: ignore[no-untyped-call]
+            result: Tensor = _SimulatedTransfer.apply(activation, self.link, key)  # type: ignore[no-untyped-call]
         else:
-            result = self.link.simulate(Direction.FORWARD, activation, place)
-        # Last: after an interrupt the next call has the same place, and the link sees that it is a retry.
+            result = self.link.simulate(Direction.FORWARD, activation, key)
+        # Last: after an interrupt the next call repeats the same message, which the link detects.
         self._n_evals += is_eval
         self._n_calls += not is_eval
         return result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counters and the link's state as numpy arrays, for resuming."""
+        """Return counters and the link's state for a checkpoint, as numpy arrays by name."""
         src, dst = self._options["src"], self._options["dst"]
         calls = np.array([self._n_calls, self._n_evals], np.int64)
         return {f"wire/{src}-{dst}/calls": calls} | self.link.link.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
-        rest = dict(state)
-        calls = rest.pop(f"wire/{self._options['src']}-{self._options['dst']}/calls")
+        """Restore the state that `state_dict` returned."""
+        entries = dict(state)
+        calls = entries.pop(f"wire/{self._options['src']}-{self._options['dst']}/calls")
         self._n_calls, self._n_evals = (int(n) for n in calls)
-        self.link.link.load_state_dict(rest)
+        self.link.link.load_state_dict(entries)
 
 
 def simulate(policy: LinkPolicy | str, **options: Any) -> Simulation:
-    """Make a `Simulation` of a link, by the same arguments."""
+    """Create a `Simulation` of a link with the same arguments."""
     return Simulation(policy, **options)
 
 
 class CompressLink(nn.Module):
-    """A layer that stands at a cut of the model; identity without a policy.
+    """A layer that simulates a compressed link between two parts of a model; identity without a policy.
 
-    The policy travels in the module's state dict: a model that was trained with TopK and is loaded into
-    links without it warns and says why.
+    The policy is part of the module's state dict. Loading a model into links with an unsuitable policy, such
+    as one trained with TopK into links without it, emits a `PolicyWarning`.
 
     Args:
         policy: the link's policy, the name of a preset, or None for no compression.
-        options: `n_microbatches` and others of `simulate`.
+        options: `n_microbatches` and other arguments of `simulate`.
     """
 
     def __init__(self, policy: LinkPolicy | str | None = None, **options: Any) -> None:
@@ -337,16 +350,16 @@ class CompressLink(nn.Module):
         return self.simulation(activation, sample_ids=sample_ids, is_eval=is_eval)
 
     def get_extra_state(self) -> Tensor:
-        """Return the policy as bytes in a tensor, which every checkpoint format can hold."""
+        """Return the policy as JSON in a uint8 tensor [n_bytes], which every checkpoint format can store."""
         record = {} if self.simulation is None else policy_metadata(self.simulation.policy)
         return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Compare the policy that the model was trained with; warns if they do not fit."""
+        """Warn if the model was trained with a policy that does not suit this one."""
         record = json.loads(bytes(state.tolist()))
         if METADATA_KEY in record:
             check_policy(record, None if self.simulation is None else self.simulation.policy)
 
     def extra_repr(self) -> str:
-        """Describe the policy in words."""
+        """Describe the policy, for `repr`."""
         return "none" if self.simulation is None else str(self.simulation.policy)

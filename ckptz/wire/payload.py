@@ -1,8 +1,8 @@
-"""A payload: one tensor by one plan, encoded and decoded. Implements spec/08-wire.md#codecs.
+"""Payload: encodes and decodes one tensor by its plan. Implements spec/08-wire.md#codecs.
 
-Codes stand for uniform levels, and are packed or entropy-coded by the functions that files use; TopK gives
-some values of a tensor of zeros, and where they are. Arrays belong to one of the wire's kernel modules, which
-the caller hands in as `k`; what is found wrong is told to a `Check`, which need not look at it at once.
+Codes of uniform levels are packed, or entropy-coded with the functions of the file format; TopK sends some
+values and their positions, and the other values are zero. Arrays belong to a kernel module of the wire, `k`.
+Conditions that would make a payload invalid go to a `Check`, which may evaluate them later.
 """
 
 from __future__ import annotations
@@ -22,67 +22,68 @@ from ckptz.kernels import floats, wire_arrays
 from ckptz.wire.policy import BLOCK, TensorPlan, Tiled, TopK, Uniform
 
 Array = Any  # of numpy, or of torch
-Truth = Any  # a bool, or an array of one where the device has not told
-Check = Callable[[Truth, str], None]  # is this wrong, and why
+Condition = Any  # a bool, or an array of one bool on a device
+Check = Callable[[Condition, str], None]  # called with a condition of a wrong payload, and the reason
 PACKED, RANS = 0, 1  # modes of uniform payloads
 BITMAP, RICE = 0, 1  # modes of TopK payloads: RICE + r has r low bits
 MAX_RICE: Final = 16
-ZERO_TILE, NAN_TILE, MOST_STEPS = 255, 254, 253  # of a tile's range below the greatest, in 1/8 octaves
+# A tile's range is stored as steps of 1/8 octave below the largest range, or as a special value.
+ZERO_TILE, NAN_TILE, MAX_STEPS = 255, 254, 253
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """A payload before it is joined."""
+    """An encoded tensor in several parts."""
 
     parts: Sequence[Array]  # byte arrays, each to be padded to 16 bytes
     mode: int  # for the header
-    decoded: Callable[[], Array]  # makes what the other end will see, F32 patterns; patterns for raw
+    decoded: Callable[[], Array]  # computes the receiver's F32 patterns [n]; for raw, the patterns
     mask: Array | None = None  # 1 for each value that TopK sent
-    not_finite: Truth = False  # whether something not finite is in it
+    not_finite: Condition = False  # True if a value is not finite
 
 
-def at_once(wrong: Truth, why: str) -> None:
-    """Refuse a payload as soon as something is found wrong with it."""
+def raise_if(wrong: Condition, reason: str) -> None:
+    """Raise `CorruptionError` if a payload is wrong."""
     if wrong:
-        raise CorruptionError(why)
+        raise CorruptionError(reason)
 
 
 @dataclass
 class _PayloadReader:
-    """A payload that is taken apart; padding must be zero."""
+    """A cursor over the parts of a payload; requires zero padding."""
 
     k: Any
     plan: TensorPlan
     left: Array
     mode: int
-    not_finite: Truth
+    not_finite: Condition
     check: Check
 
     def take(self, n_bytes: int, what: str) -> Array:
-        """Take the next part of `n_bytes` bytes, and its padding."""
+        """Read the next part of `n_bytes` bytes, and skip its padding."""
         padded = -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
         wrong = n_bytes < 0 or padded > len(self.left)
-        at_once(wrong, f"{what}: needs {n_bytes} bytes, {len(self.left)} are left")
+        raise_if(wrong, f"{what}: needs {n_bytes} bytes, {len(self.left)} are left")
         if n_bytes < padded:
             self.check((self.left[n_bytes:padded] != 0).any(), f"{what}: its padding is not zero")
         part, self.left = self.left[:n_bytes], self.left[padded:]
         return part
 
     def unpacked(self, bits: int, n: int, what: str) -> Array:
-        """Take n codes of so many bits, uint8 [n]."""
+        """Read n codes of `bits` bits, uint8 [n]."""
         packed = self.take((n * bits + 7) // 8, what)
         if n * bits % 8:
-            self.check((packed[-1] >> (n * bits % 8)) != 0, f"{what}: bits behind the last one are set")
+            self.check((packed[-1] >> (n * bits % 8)) != 0, f"{what}: bits after the last code are set")
         return self.k.unpack(packed, bits, n)
 
-    def needs_mode(self, is_there: bool) -> None:
-        """Refuse a mode that the plan does not have."""
-        at_once(not is_there, f"mode: {self.mode} does not exist for this codec, or with reused positions")
+    def check_mode(self, is_valid: bool) -> None:
+        """Require a mode that the plan allows."""
+        raise_if(not is_valid, f"mode: {self.mode} does not exist for this codec, or with reused positions")
 
     # --- uniform levels
 
     def blocks(self, n: int, block: int, codes: Callable[[], Array]) -> Array:
-        """Decode ranges, and the n codes behind them."""
+        """Decode n values from the ranges of blocks and the codes after them, F32 patterns [n]."""
         n_blocks = math.ceil(n / block)
         ranges = self.take(4 * n_blocks, "scales")
         offsets, scales = (
@@ -96,7 +97,7 @@ class _PayloadReader:
 
     def uniform(self, codec: Uniform) -> Array:
         """Decode uniform levels, F32 patterns [n]."""
-        self.needs_mode(self.mode == PACKED or (self.mode == RANS and codec.rans))
+        self.check_mode(self.mode == PACKED or (self.mode == RANS and codec.rans))
         n, bits = self.plan.n, codec.bits
 
         def codes() -> Array:
@@ -110,26 +111,30 @@ class _PayloadReader:
         coder = source.u8("coder")
         stream = source.take(source.u32("stream length"), "stream")
         wrong = source.left >= wire_arrays.ALIGN or any(source.peek())
-        at_once(wrong, "stream: its padding is not zero, or too long")
+        raise_if(wrong, "stream: its padding is not zero, or too long")
         check_coder(coder, is_of_codes=False)
         codes = np.empty(self.plan.n, np.uint8)
         decode_stream(coder, stream, codes)
-        at_once(int(codes.max()) >> bits, f"codes: {int(codes.max())} needs more than {bits} bits")
+        raise_if(int(codes.max()) >> bits, f"codes: {int(codes.max())} needs more than {bits} bits")
         return self.k.from_bytes(codes, coded)
 
     # --- TopK
 
     def topk(self, codec: TopK, mask: Array | None) -> tuple[Array, Array]:
-        """Decode the greatest values and their mask [n]; `mask` has the positions that are reused."""
+        """Decode TopK values; `mask` [n] has the positions if they are reused.
+
+        Returns:
+            F32 patterns [n], zero at other positions, and the mask of positions [n].
+        """
         k, plan = self.k, self.plan
-        self.needs_mode(self.mode == BITMAP or (codec.tries_rice and not plan.reuse))
+        self.check_mode(self.mode == BITMAP or (codec.tries_rice and not plan.reuse))
         if self.mode != BITMAP:
             mask = self._rice_mask(self.mode - RICE)
         elif not plan.reuse:
             mask = self.unpacked(1, plan.n, "bitmap")
         assert mask is not None
         wrong = (k.wide(mask).reshape(plan.n_samples, -1).sum(1) != plan.k).any()
-        self.check(wrong, f"positions: a sample has not {plan.k} values")
+        self.check(wrong, f"positions: a sample does not have {plan.k} values")
         if codec.values == 8:
             values = self.blocks(plan.count, BLOCK, lambda: self.take(plan.count, "values"))
         else:
@@ -140,38 +145,38 @@ class _PayloadReader:
 
     def _rice_mask(self, r: int) -> Array:
         n, n_values, like = self.plan.n, self.plan.count, self.left
-        at_once(r > MAX_RICE, f"mode: {RICE + r} is not defined for this plan")
+        raise_if(r > MAX_RICE, f"mode: {RICE + r} is not defined for this plan")
         n_unary = int.from_bytes(bytes(self.k.host_bytes(self.take(4, "length of gaps"))), "little")
         wrong = not n_values <= n_unary <= n_values + (n >> r)
-        at_once(wrong, f"length of gaps: {n_unary} bits for {n_values} values in {n} elements")
+        raise_if(wrong, f"length of gaps: {n_unary} bits for {n_values} values in {n} elements")
         ends = np.flatnonzero(self.k.host_bytes(self.unpacked(1, n_unary, "gaps")))
         wrong = len(ends) != n_values or int(ends[-1]) != n_unary - 1
-        at_once(wrong, f"gaps: {len(ends)} of {n_values}, or zeros behind the last")
+        raise_if(wrong, f"gaps: {len(ends)} of {n_values}, or zeros after the last")
         gaps = (np.diff(ends, prepend=-1) - 1) << r
         for at in range(0, r, 8):
             low = self.k.host_bytes(self.unpacked(min(r - at, 8), n_values, "gaps"))
             gaps += low.astype(np.int64) << at
-        where = np.cumsum(gaps + 1) - 1
-        at_once(int(where[-1]) >= n, f"gaps: a value at {int(where[-1])} in a tensor of {n}")
-        return self.k.from_bytes(_ones_at(where, n), like)
+        positions = np.cumsum(gaps + 1) - 1
+        raise_if(int(positions[-1]) >= n, f"gaps: a value at {int(positions[-1])} in a tensor of {n}")
+        return self.k.from_bytes(_ones_at(positions, n), like)
 
     # --- tiles
 
     def tiled(self, codec: Tiled) -> Array:
         """Decode tiles, F32 patterns [n]."""
         k, plan = self.k, self.plan
-        self.needs_mode(not self.mode)
+        self.check_mode(not self.mode)
         head = self.take(2 + plan.count, "ranges")
         top, steps = k.wide(k.as_patterns(head[:2], 2))[0], k.wide(head[2:])
         widths = k.wide(self.unpacked(4, plan.n_rows, "widths"))
         planes = self.take(plan.n_planes * plan.row // 8, "codes")
         wrong = (top > wire_arrays.BF16_MAX) | ((steps == NAN_TILE).any() != self.not_finite)
-        self.check(wrong, "ranges: one is too great, or the flag for what is not finite is wrong")
+        self.check(wrong, "ranges: one is too large, or the flag for values that are not finite is wrong")
         wrong = ((widths < 2) | (widths > 8)).any() | (widths.sum() > plan.n_planes)
         self.check(wrong, f"widths: not 2 to 8 bits, or more than {plan.n_planes} in all")
         unused = k.count(plan.n_planes, widths) >= widths.sum()
         wrong = ((planes != 0).reshape(plan.n_planes, -1).any(1) & unused).any()
-        self.check(wrong, "codes: bits behind the last one are set")
+        self.check(wrong, "codes: bits after the last code are set")
         codes = k.unpack_rows(planes, widths, plan.row)
         return _from_tiles(k, plan, codec, _peaks(top, steps), widths, codes)
 
@@ -192,14 +197,14 @@ def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> 
 
 def _encode_blocks(
     k: Any, values: Array, block: int, bits: int, seed: int | None, largest: float
-) -> tuple[Array, Array, Callable[[], Array], Truth]:
-    """Quantize to (ranges, codes, what makes the decoded values, whether something was not finite)."""
+) -> tuple[Array, Array, Callable[[], Array], Condition]:
+    """Quantize to (ranges, codes, function that computes the decoded values, any value not finite)."""
     offsets, scales, codes = k.quantize(values, block, bits, seed)
     ranges = _join(k, [k.as_bytes(offsets), k.as_bytes(scales)], values)
     return ranges, codes, lambda: k.dequantize(offsets, scales, codes, block, largest), _has_nan(scales)
 
 
-def _has_nan(scales: Array) -> Truth:
+def _has_nan(scales: Array) -> Condition:
     return ((scales & 0x7F80) == 0x7F80).any()
 
 
@@ -220,7 +225,7 @@ def _encode_uniform(
 
 
 def _value_kind(plan: TensorPlan) -> int:
-    """Choose the type of 16-bit values: F16 where the tensor is, else BF16, which reaches as far as F32."""
+    """Return the type of 16-bit values: F16 for F16 tensors, else BF16, which has the range of F32."""
     return floats.F16 if plan.kind == floats.F16 else floats.BF16
 
 
@@ -252,7 +257,7 @@ def _encode_mask(k: Any, codec: TopK, mask: Array, n_values: int, vary: bool) ->
 
 
 def _encode_rice(k: Any, mask: Array, n_values: int) -> tuple[int, list[Array]]:
-    """Code gaps on the host as (r, parts): quotients by 2^r in unary, low and high bytes of the rest."""
+    """Encode gaps on the host as (r, parts): quotients by 2^r in unary, then bytes of the remainders."""
     gaps = np.diff(np.flatnonzero(k.host_bytes(mask)), prepend=-1) - 1
     guess = int(math.log2(max(len(mask) / n_values * math.log(2), 1)))
     choices = range(max(guess - 1, 0), min(guess + 1, MAX_RICE) + 1)
@@ -262,12 +267,12 @@ def _encode_rice(k: Any, mask: Array, n_values: int) -> tuple[int, list[Array]]:
     codes = [(_ones_at(ends, n_unary), 1)]
     codes += [((low >> at).astype(np.uint8), min(r - at, 8)) for at in range(0, r, 8)]
     parts = [k.from_bytes(n_unary.to_bytes(4, "little"), mask)]
-    return r, parts + [k.pack(k.from_bytes(each, mask), bits) for each, bits in codes]
+    return r, parts + [k.pack(k.from_bytes(part, mask), bits) for part, bits in codes]
 
 
-def _ones_at(where: Array, n: int) -> Array:
+def _ones_at(positions: Array, n: int) -> Array:
     mask = np.zeros(n, np.uint8)
-    mask[where] = 1
+    mask[positions] = 1
     return mask
 
 
@@ -281,7 +286,7 @@ def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: i
     peaks = k.tile_peaks(tiles, codec.tile)
     bad = peaks > wire_arrays.BF16_MAX
     top = (peaks * ~bad).max()
-    steps = ((top - peaks).clip(0, 16 * MOST_STEPS) >> 4) * (peaks > 0) * ~bad
+    steps = ((top - peaks).clip(0, 16 * MAX_STEPS) >> 4) * (peaks > 0) * ~bad
     steps = steps + ZERO_TILE * (peaks == 0) + NAN_TILE * bad
     peaks = _peaks(top, steps)
     logs = (peaks * ~bad).reshape(plan.n_rows, -1).sum(1) // (plan.row // codec.tile)
@@ -294,8 +299,8 @@ def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: i
 
 
 def _peaks(top: Array, steps: Array) -> Array:
-    """Return the greatest magnitude of each tile as a bf16 pattern, int64 [tiles]: 0, or not finite."""
-    peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MOST_STEPS)
+    """Return the largest magnitude of each tile as a bf16 pattern, int64 [tiles]; may be 0 or not finite."""
+    peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MAX_STEPS)
     return peaks + wire_arrays.NAN_SCALE * (steps == NAN_TILE)
 
 
@@ -324,10 +329,10 @@ def encode_payload(
     Args:
         k: kernels.
         plan: the tensor's plan.
-        values: F32 patterns; patterns for a raw plan.
-        seed: of stochastic rounding, or None for nearest.
-        mask: positions that TopK must take, or None.
-        vary: whether the transport allows messages shorter than the cap.
+        values: F32 patterns [n]; for a raw plan, patterns of the dtype.
+        seed: seed of stochastic rounding, or None for rounding to nearest.
+        mask: positions that TopK must select, or None.
+        vary: True if the transport allows messages of variable size.
     """
     codec = plan.codec
     if isinstance(codec, Uniform):
@@ -344,11 +349,23 @@ def decode_payload(
     plan: TensorPlan,
     payload: Array,
     mode: int,
-    not_finite: Truth,
+    not_finite: Condition,
     mask: Array | None = None,
-    check: Check = at_once,
+    check: Check = raise_if,
 ) -> tuple[Array, Array | None]:
-    """Decode a payload into (F32 patterns, TopK's mask); into patterns for a raw plan.
+    """Decode a payload.
+
+    Args:
+        k: kernels.
+        plan: the tensor's plan.
+        payload: bytes of the payload.
+        mode: from the header.
+        not_finite: flag of the header for values that are not finite.
+        mask: reused TopK positions, or None.
+        check: gets the conditions of a wrong payload.
+
+    Returns:
+        F32 patterns [n], or patterns of the dtype for a raw plan; and the mask of TopK or None.
 
     Raises:
         FormatError: the payload contradicts the plan.
@@ -363,5 +380,5 @@ def decode_payload(
     else:
         values = k.as_patterns(source.take(plan.raw_bytes, "raw values"), plan.dtype.pattern_bytes)
         check((mode != 0) | not_finite, "mode: raw messages have none")
-    at_once(len(source.left), f"payload: {len(source.left)} bytes follow its end")
+    raise_if(len(source.left), f"payload: {len(source.left)} bytes follow its end")
     return values, mask

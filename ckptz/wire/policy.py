@@ -1,9 +1,9 @@
-"""The user's policy of a link, saved with the checkpoint, and its meaning for one tensor.
+"""The policy of a link, which is saved with the checkpoint, and the plan that it makes for one tensor.
 
     policy = LinkPolicy(forward=Uniform(bits=4), backward=Uniform(bits=8))
 
-Implements spec/08-wire.md#codecs. Codecs and policies are frozen values, the same at both ends; `plan_of`
-binds a codec to a dtype and a shape and fixes every size.
+Implements spec/08-wire.md#codecs. Codecs and policies are frozen and equal at both ends. `plan_of` binds a
+codec to a dtype and a shape, which determines all sizes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ckptz.format.values import KINDS as KINDS
 from ckptz.kernels import wire_arrays
 from ckptz.wire.header import HEADER_BYTES, Direction
 
-BLOCK: Final = 256  # elements of a block; 4 bytes of offset and scale are 0.016 byte an element
-MIN_ELEMENTS: Final = 4096  # of the default policy; a smaller tensor goes raw: its message is all latency
-RAW_SHARE: Final = 0.75  # of the raw bytes; a codec that saves less than a quarter goes raw
-RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a bitmap costs little more
+BLOCK: Final = 256  # elements of a block; offset and scale add 0.016 bytes per element
+MIN_ELEMENTS: Final = 4096  # smaller tensors are sent raw by default: latency dominates
+RAW_SHARE: Final = 0.75  # of the raw bytes; a tensor whose payload would be larger is sent raw
+RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a bitmap is nearly as small
 MAX_BYTES: Final = (1 << 32) - 1
 
 
@@ -43,7 +43,7 @@ class CodecId(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """The tensor's bytes as they are."""
+    """The uncompressed bytes of the tensor."""
 
     def __str__(self) -> str:
         return "raw"
@@ -54,13 +54,14 @@ RAW: Final = Raw()
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """2^bits levels between the least and the greatest value of a block.
+    """2^bits uniform levels between the smallest and the largest value of a block.
 
     Attributes:
         bits: 2, 3, 4, 6 or 8.
-        scale: what shares a range: "block", "sample" (first dimension), or "tensor" as in the paper.
+        scale: the values with a common range: "block", "sample" (first dimension), or "tensor" as in the
+            paper.
         block: elements of a block.
-        rans: entropy-code the codes where that is smaller; only on transports of variable length.
+        rans: entropy-code the codes if that is smaller; only on transports with variable message sizes.
     """
 
     bits: int = 8
@@ -83,12 +84,13 @@ class Uniform:
 
 @dataclass(frozen=True, slots=True)
 class TopK:
-    """The `share` of greatest magnitude of each sample; all other elements arrive as zero.
+    """The largest magnitudes of each sample; all other elements are received as zero.
 
     Attributes:
-        share: of the elements of a sample, above 0 and at most 1; at least one element is kept.
+        share: share of elements of a sample that is sent, above 0 and at most 1; at least one element.
         values: bits of a value, 16 or 8.
-        index: "bitmap", "rice" gaps, or "auto": gaps up to 3 % where lengths may vary.
+        index: encoding of positions: "bitmap", "rice" gaps, or "auto": gaps for shares up to 3 % if message
+            sizes may vary.
     """
 
     share: float = 0.1
@@ -110,21 +112,21 @@ class TopK:
 
     @property
     def tries_rice(self) -> bool:
-        """True if gaps are an option."""
+        """True if Rice-coded gaps may be used."""
         return self.index == "rice" or (self.index == "auto" and self.share <= RICE_BELOW)
 
 
 @dataclass(frozen=True, slots=True)
 class Tiled:
-    """Tiles of a row, each with its own range, and more bits for the rows whose values spread wider.
+    """Tiles with a range each, and more bits for rows with larger values.
 
-    After TAH-Quant (arXiv 2506.01352). A row is the last dimension, as one token's activations, if it is
-    a multiple of the tile; else each tile is a row.
+    After TAH-Quant (arXiv 2506.01352). A row is the last dimension, such as the activations of one token, if
+    it is a multiple of the tile; else each tile is a row.
 
     Attributes:
-        bits: mean bits of a code, 2 to 8 in steps of 1/16; a row has 2 to 8.
-        tile: elements that share a range and are rotated together: 16, 64 or 256.
-        rotate: rotate tiles by signs and a Hadamard matrix, which spreads outliers over a tile.
+        bits: mean bits per code, 2 to 8 in steps of 1/16; each row has 2 to 8.
+        tile: elements with a common range and rotation: 16, 64 or 256.
+        rotate: multiply tiles by signs and a Hadamard matrix, which spreads outliers over the tile.
     """
 
     bits: float = 4.0
@@ -149,13 +151,17 @@ _CLASSES: Final[Mapping[str, type[Codec]]] = {"raw": Raw, "uniform": Uniform, "t
 
 
 def codec_to_dict(codec: Codec) -> dict[str, Any]:
-    """Return a codec as JSON values."""
+    """Convert a codec to a dict of JSON values."""
     name = next(name for name, kind in _CLASSES.items() if isinstance(codec, kind))
     return {"codec": name} | dataclasses.asdict(codec)
 
 
 def codec_from_dict(record: Mapping[str, Any]) -> Codec:
-    """Read what `codec_to_dict` gave."""
+    """Convert the dict of `codec_to_dict` to a codec.
+
+    Raises:
+        ConfigError: unknown codec or invalid settings.
+    """
     fields = dict(record)
     name = str(fields.pop("codec", None))
     if name not in _CLASSES:
@@ -168,10 +174,10 @@ def codec_from_dict(record: Mapping[str, Any]) -> Codec:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """A codec bound to a dtype and a shape: every size of a message is fixed here."""
+    """A codec for one dtype and shape, with all sizes of its messages."""
 
-    wanted: Codec  # what was asked for
-    codec: Codec  # the one in force: raw for integers, small tensors, and where little would be saved
+    requested: Codec  # codec of the policy
+    codec: Codec  # codec in use: raw for integers, small tensors, and if it would save little
     dtype: DType
     shape: tuple[int, ...]
     reuse: bool = False  # TopK values at positions that the other direction sent
@@ -188,12 +194,12 @@ class TensorPlan:
 
     @property
     def kind(self) -> int:
-        """The kernels' number of the float type."""
+        """The number of the float type in the kernels."""
         return KINDS[self.dtype.name]
 
     @property
     def largest(self) -> float:
-        """Greatest finite value of the type."""
+        """Largest finite value of the dtype."""
         return wire_arrays.LARGEST_F32[self.kind]
 
     @property
@@ -203,7 +209,7 @@ class TensorPlan:
 
     @property
     def block(self) -> int:
-        """Elements that share a range."""
+        """Elements with a common range."""
         codec = self.codec
         if not isinstance(codec, Uniform) or codec.scale == "block":
             return codec.block if isinstance(codec, Uniform) else BLOCK
@@ -211,26 +217,26 @@ class TensorPlan:
 
     @property
     def k(self) -> int:
-        """Values that TopK keeps of each sample: the share rounded half up, at least one."""
+        """Values that TopK sends of each sample: the share rounded half up, at least one."""
         assert isinstance(self.codec, TopK)
         size = self.n // self.n_samples
         return min(max(int(self.codec.share * size + 0.5), 1), size)
 
     @property
     def row(self) -> int:
-        """Elements of a row of tiles, which share a number of bits."""
+        """Elements of a row of tiles, which have a common number of bits."""
         assert isinstance(self.codec, Tiled)
         tile = self.codec.tile
         return tile if not self.shape or self.shape[-1] % tile else self.shape[-1]
 
     @property
     def n_rows(self) -> int:
-        """Rows of tiles; the last one is filled up with zeros."""
+        """Rows of tiles; the last one is padded with zeros."""
         return -(-self.n // self.row)
 
     @property
     def n_planes(self) -> int:
-        """Bits of all rows together that a message has room for."""
+        """Bit planes of all rows in a message."""
         assert isinstance(self.codec, Tiled)
         return int(self.codec.bits * self.n_rows)
 
@@ -246,12 +252,12 @@ class TensorPlan:
 
     @property
     def cap(self) -> int:
-        """Greatest size of a message, header included; the exact size of one of fixed length."""
+        """Largest size of a message in bytes, with its header; the exact size with `fixed`."""
         return HEADER_BYTES + self.payload_cap
 
     @property
     def payload_cap(self) -> int:
-        """Greatest size of a payload."""
+        """Largest size of a payload in bytes."""
         codec = self.codec
         if isinstance(codec, Uniform):
             return self._blocks_bytes(self.n, self.block, codec.bits)
@@ -272,13 +278,13 @@ class TensorPlan:
 
     @property
     def id(self) -> int:
-        """Hash of everything that both ends must agree on."""
-        text = f"{self.wanted}|{self.codec}|{self.dtype.name}|{list(self.shape)}|{self.reuse}"
+        """Hash of the plan, which must be equal at both ends."""
+        text = f"{self.requested}|{self.codec}|{self.dtype.name}|{list(self.shape)}|{self.reuse}"
         return xxh64(text.encode()) & 0xFFFFFFFF
 
     @property
     def codec_id(self) -> CodecId:
-        """Id of the codec in force."""
+        """Id of the codec in use."""
         codecs = {Uniform: CodecId.UNIFORM, TopK: CodecId.TOPK, Tiled: CodecId.TILED}
         return codecs.get(type(self.codec), CodecId.RAW)
 
@@ -303,7 +309,14 @@ def plan_of(
     reuse: bool = False,
     min_elements: int = MIN_ELEMENTS,
 ) -> TensorPlan:
-    """Bind a codec to a tensor; one of fewer than `min_elements` goes raw.
+    """Make the plan of a codec for one tensor.
+
+    Args:
+        codec: the requested codec.
+        dtype: of the tensor.
+        shape: of the tensor.
+        reuse: send TopK values at the positions that the other direction sent.
+        min_elements: smaller tensors are sent raw.
 
     Raises:
         ConfigError: the message would exceed 4 GiB.
@@ -323,26 +336,26 @@ FEEDBACKS: Final = ("ef", "ef21", "ef-mixed", "aqsgd")
 
 
 class PolicyWarning(UserWarning):
-    """A model is used under another wire policy than it was trained with."""
+    """A model is used with an unsuitable link policy, given the policy that it was trained with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkPolicy:
-    """Codecs, feedback and rounding of the tensors on a link.
+    """Codecs, error feedback and rounding of the tensors on a link.
 
     Attributes:
         forward: codec of activations.
         backward: codec of gradients.
-        feedback: "ef21" or "ef" in both directions, "aqsgd" forward only; a pair names each direction by
-            itself; None keeps no state. "ef-mixed" is received, and sent by bench/studies/paper_b alone.
-        reuse: gradients take the positions of the activation's TopK, and no positions travel back.
-        rounding: "stochastic" is unbiased: the choice for gradients of 2 or 3 bits.
-        eval: "same" compresses at inference too, "raw" does not; "auto" is "raw" with EF21 or AQ-SGD.
-        warmup_steps: first steps, sent raw.
-        seed: of stochastic rounding.
-        ef_decay: share of the old error in the error that "ef" keeps, 0 to 1; 0.0 keeps the newest alone.
-        ef_reset: messages after which "ef" forgets its error; 0 never does.
-        min_elements: tensors of fewer elements are sent as they are, with a header of 64 bytes.
+        feedback: "ef" or "ef21" in both directions, "aqsgd" forward only, or None; a pair sets each direction
+            separately. "ef-mixed" can only be received.
+        reuse: send gradients at the TopK positions of the activation, so that no positions are sent back.
+        rounding: "nearest" or "stochastic"; stochastic is unbiased, for gradients of 2 or 3 bits.
+        eval: compression at inference: "same", "raw" for none, or "auto": "raw" with EF21 or AQ-SGD.
+        warmup_steps: number of first steps that are sent raw.
+        seed: seed of stochastic rounding.
+        ef_decay: share of the old error in the new error of "ef", at least 0 and below 1.
+        ef_reset: number of messages after which "ef" resets its error; 0 for never.
+        min_elements: smaller tensors are sent raw, with a header of 64 bytes.
     """
 
     forward: Codec = RAW
@@ -367,7 +380,7 @@ class LinkPolicy:
         if self.eval not in ("auto", "same", "raw"):
             raise ConfigError(f"eval must be auto, same or raw, got {self.eval!r}")
         if self.warmup_steps < 0 or self.ef_reset < 0 or not 0 <= self.ef_decay < 1:
-            raise ConfigError("warmup_steps and ef_reset must not be negative, and ef_decay be 0 to 1")
+            raise ConfigError("warmup_steps and ef_reset must be at least 0, ef_decay 0 to below 1")
         check_int("min_elements", self.min_elements, 1)
         self._check_feedback()
         if self.reuse and _share(self.forward) != _share(self.backward):
@@ -381,7 +394,7 @@ class LinkPolicy:
             if kind not in (None, *FEEDBACKS):
                 raise ConfigError(f"feedback {kind!r} is not one of {', '.join(FEEDBACKS)}")
             if kind == "aqsgd" and direction is Direction.BACKWARD:
-                raise ConfigError("aqsgd keeps activations of samples: it is for the forward direction")
+                raise ConfigError("aqsgd keeps activations of samples; use it for the forward direction only")
 
     def codec(self, direction: Direction) -> Codec:
         """Return the codec of a direction."""
@@ -397,7 +410,7 @@ class LinkPolicy:
 
     @property
     def compresses_eval(self) -> bool:
-        """True if inference is compressed too."""
+        """True if messages are compressed at inference too."""
         if self.eval != "auto":
             return self.eval == "same"
         return self.feedback_of(Direction.FORWARD) not in ("ef21", "aqsgd")
@@ -405,31 +418,31 @@ class LinkPolicy:
     def plan(
         self, direction: Direction, dtype: DType, shape: tuple[int, ...], *, raw: bool = False
     ) -> TensorPlan:
-        """Bind the codec of a direction to a tensor; `raw` in warm-up and evaluation without compression."""
+        """Make the plan of a direction for a tensor; `raw` for warm-up and uncompressed inference."""
         if raw:
             return plan_of(RAW, dtype, shape)
         reuse = self.reuse and direction is Direction.BACKWARD
-        if reuse:  # where the activation's plan sends positions
+        if reuse:  # only if the activation's plan sends positions
             forward = plan_of(self.forward, dtype, shape, min_elements=self.min_elements)
             reuse = isinstance(forward.codec, TopK)
         return plan_of(self.codec(direction), dtype, shape, reuse=reuse, min_elements=self.min_elements)
 
     def to_json(self) -> str:
-        """Return the policy as text, for metadata."""
+        """Serialize the policy to JSON, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
             record[name] = codec_to_dict(record[name])
         for name in ("ef_decay", "ef_reset", "min_elements"):
             if record[name] == type(self).__dataclass_fields__[name].default:
-                del record[name]  # policies without them keep their text, and so their hash
+                del record[name]  # added later; the text, and so the hash, of older policies stays the same
         return json.dumps(record, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> LinkPolicy:
-        """Read what `to_json` gave.
+        """Parse the JSON of `to_json`.
 
         Raises:
-            ConfigError: the text is no policy.
+            ConfigError: the text is not a policy.
         """
         try:
             record = json.loads(text)
@@ -449,7 +462,7 @@ class LinkPolicy:
 
     @property
     def digest(self) -> int:
-        """32 bits that differ between policies."""
+        """32-bit hash of the policy."""
         return xxh64(self.to_json().encode()) & 0xFFFFFFFF
 
 
@@ -468,7 +481,11 @@ PRESETS: Final[Mapping[str, LinkPolicy]] = MappingProxyType(
 
 
 def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
-    """Return a policy, or the preset of this name."""
+    """Return a policy, or the preset with this name.
+
+    Raises:
+        ConfigError: no such preset.
+    """
     if isinstance(policy, LinkPolicy):
         return policy
     if not isinstance(policy, str) or policy not in PRESETS:
@@ -477,18 +494,18 @@ def policy_of(policy: LinkPolicy | str) -> LinkPolicy:
 
 
 def policy_metadata(policy: LinkPolicy | str) -> dict[str, str]:
-    """Make a checkpoint's metadata: `save_file(tensors, path, metadata=policy_metadata(policy))`."""
+    """Return the policy as metadata: `save_file(tensors, path, metadata=policy_metadata(policy))`."""
     return {METADATA_KEY: policy_of(policy).to_json()}
 
 
 def check_policy(
     metadata: Mapping[str, str] | None, policy: LinkPolicy | str | None = None
 ) -> LinkPolicy | None:
-    """Find the policy that a checkpoint was trained with; warn if it is used under an unfit one.
+    """Return the policy that a checkpoint was trained with, or None; warn if the new one is unsuitable.
 
     Args:
-        metadata: of the checkpoint, `safe_open(path).metadata()`.
-        policy: what the model will run under, None for no compression.
+        metadata: metadata of the checkpoint, `safe_open(path).metadata()`.
+        policy: the policy that the model will be used with, None for no compression.
     """
     text = (metadata or {}).get(METADATA_KEY)
     if text is None:
@@ -501,18 +518,17 @@ def check_policy(
 
 
 def _mismatch(trained: LinkPolicy, used: LinkPolicy) -> str | None:
-    """Return the reason why a model should not run under a policy; None if it may."""
+    """Return the reason why a policy is unsuitable for a model, or None."""
     compressed = used.compresses_eval and used.codec(Direction.FORWARD) != RAW
     feedback = trained.feedback_of(Direction.FORWARD)
     if feedback in ("ef21", "aqsgd"):
         if compressed:
-            return f"trained with {trained}: its state is not there at inference; run it without compression"
+            return f"trained with {trained}: its feedback state is missing at inference; disable compression"
         return None
     share = _share(trained.forward)
     if share and (not compressed or _share(used.forward) != share):
         return (
-            f"trained with {trained}: the layers behind each cut have only seen the greatest "
-            f"{share:.0%} of activations, and lose accuracy on whole ones; "
-            "load with the same policy, or train with EF21"
+            f"trained with {trained}: the layers after each link have only seen the largest {share:.0%} of "
+            "activations, and lose accuracy on complete ones; load with the same policy, or train with EF21"
         )
     return None

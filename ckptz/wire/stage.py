@@ -3,9 +3,9 @@
     stage = CompressedPipelineStage(module, index, n_stages, device, policy="balanced")
     schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss)
 
-The parent builds every send and receive; this class puts a message in place of each tensor, and a
-decoded tensor in place of each buffer. Works with every schedule; neighbours on one rank, as in V
-schedules, exchange tensors without a wire and without compression. Tested with torch 2.13.
+The parent class builds the sends and receives; this class replaces each tensor by a message, and each
+receive buffer by the decoded tensor. It works with every schedule. Stages on one rank, as in V schedules,
+exchange tensors directly, without compression. Tested with torch 2.13.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from ckptz.errors import UnsupportedError
 from ckptz.wire.header import HEADER_BYTES, Direction
-from ckptz.wire.link import TensorLink, load_state, naming, sample_ids_of, state_of
+from ckptz.wire.link import TensorLink, links_state, load_state, sample_ids_of, transport_errors
 from ckptz.wire.policy import LinkPolicy, policy_metadata, policy_of
 from ckptz.wire.state import MessageKey
 
@@ -30,9 +30,9 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
 
 class _NamedOperation:
-    """An `isend` or `irecv` whose failure, then or while it is waited for, names the message.
+    """An `isend` or `irecv` whose errors, when it is called or waited for, name the message.
 
-    It compares as what it stands for, because schedules ask whether all operations of a list are sends.
+    It is equal to the wrapped operation, because schedules test whether all operations of a list are sends.
     """
 
     def __init__(self, op: Any, name: str) -> None:
@@ -45,33 +45,33 @@ class _NamedOperation:
         return hash(self._op)
 
     def __call__(self, tensor: Tensor, *, group: Any, tag: int, **peer: int) -> Any:
-        (rank,) = peer.values()  # named for receives where a schedule mixes both
+        (rank,) = peer.values()  # schedules use the keyword of receives for sends too
         to = {f"group_{'dst' if self._op is dist.isend else 'src'}": rank}
-        with self._naming():
+        with self._transport_errors():
             self._work = self._op(tensor, group=group, tag=tag, **to)
         return None if self._work is None else self
 
     def wait(self, *timeout: Any) -> Any:
-        """Wait as the work of the operation does."""
-        with self._naming():
+        """Wait for the operation to complete."""
+        with self._transport_errors():
             return self._work.wait(*timeout)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
-    def _naming(self) -> Any:
-        return naming(self._name, "send" if self._op is dist.isend else "receive")
+    def _transport_errors(self) -> Any:
+        return transport_errors(self._name, "send" if self._op is dist.isend else "receive")
 
 
 class CompressedPipelineStage(PipelineStage):
-    """A pipeline stage whose activations and gradients travel compressed; see the module.
+    """A pipeline stage that sends compressed activations and gradients; see the module.
 
     Args:
         args: as for `PipelineStage`.
-        policy: of both links of this stage, or the name of a preset; the same on every stage.
-        fixed: messages of fixed size; by default where the backend is not gloo.
-        verify: as for `TensorLink`: "step" tells what was wrong at the begin of the next step, or in `check`.
-        samples: file and number of samples of AQ-SGD's buffers; in memory by default.
+        policy: policy of both links of this stage, equal on every stage, or the name of a preset.
+        fixed: send messages of fixed size; by default True unless the backend is gloo.
+        verify: as for `TensorLink`; with "step" errors are raised at the next step's start or in `check`.
+        samples: file and number of samples of AQ-SGD's buffers; by default they are in memory.
         kwargs: as for `PipelineStage`.
     """
 
@@ -93,17 +93,16 @@ class CompressedPipelineStage(PipelineStage):
         self.policy = policy_of(policy)
         if fixed is None:
             fixed = dist.get_backend(self.group) != "gloo"
-        here = self.stage_index
+        i = self.stage_index
         options: Any = {"device": self.device, "fixed": fixed, "samples": samples, "verify": verify}
-        before, after = (here - 1, here), (here, here + 1)
-        self.incoming = None if self.is_first else TensorLink(*before, self.policy, **options)
-        self.outgoing = None if self.is_last else TensorLink(*after, self.policy, **options)
+        self.incoming = None if self.is_first else TensorLink(i - 1, i, self.policy, **options)
+        self.outgoing = None if self.is_last else TensorLink(i, i + 1, self.policy, **options)
         self._inbox: dict[tuple[Direction, int], list[tuple[int, Tensor]]] = {}
         self._n_steps, self._n_evals = 0, 0
         self._ids: list[Any] = []
 
     def clear_runtime_states(self) -> None:
-        """Begin a step; schedules call this first."""
+        """Start a step; schedules call this method first."""
         super().clear_runtime_states()
         self._inbox.clear()
         self.check()
@@ -115,96 +114,96 @@ class CompressedPipelineStage(PipelineStage):
             self._n_evals += 1
 
     def check(self) -> None:
-        """Look at what `verify="step"` found; call it before `optimizer.step` to keep NaN out of the weights.
+        """Evaluate the pending checks of `verify="step"`; call it before the optimizer's step.
 
         Raises:
-            WireError: a message was damaged, or another one than was due.
+            WireError: a message was damaged or unexpected; its tensor was NaN.
         """
         for link in self._links:
             link.link.check()
 
     def set_batch_ids(self, ids: Tensor, n_microbatches: int) -> None:
-        """Name the samples of the next step, on every stage, for AQ-SGD."""
+        """Set the sample ids [n_samples] of the next step for AQ-SGD; call it on every stage."""
         self._ids = [sample_ids_of(part) for part in torch.tensor_split(ids, n_microbatches)]
 
     @property
     def _links(self) -> list[TensorLink]:
         return [link for link in (self.incoming, self.outgoing) if link is not None]
 
-    def _place(self, microbatch: int, tensor: int) -> MessageKey:
+    def _message_key(self, microbatch: int, tensor: int) -> MessageKey:
         ids = self._ids[microbatch] if microbatch < len(self._ids) else None
         is_eval = not self.has_backward
         step = (self._n_evals if is_eval else self._n_steps) - 1
         return MessageKey(step, microbatch, tensor, ids, is_eval)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the parent's sends, with messages for tensors."""
+        """Return the sends of activations as messages."""
         ops = super().get_fwd_send_ops(fwd_chunk_id)
-        return self._named(FORWARD, fwd_chunk_id, ops, range(len(ops)), is_sent=True)
+        return self._with_messages(FORWARD, fwd_chunk_id, ops, range(len(ops)), is_sent=True)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the parent's sends, with messages for tensors."""
+        """Return the sends of gradients as messages."""
         ops = super().get_bwd_send_ops(bwd_chunk_id)
         stages = enumerate(self.grad_send_info or ()) if ops else ()
         indices = [i for i, stage in stages if stage is not None and self._get_grad_send_meta(i) is not None]
-        return self._named(BACKWARD, bwd_chunk_id, ops, indices, is_sent=True)
+        return self._with_messages(BACKWARD, bwd_chunk_id, ops, indices, is_sent=True)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the parent's receives, into memory for messages."""
+        """Return the receives of activations as messages."""
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
         infos = enumerate(self.args_recv_info[fwd_chunk_id] if ops else ())
         indices = [i for i, info in infos if not info.is_root_arg and info.buffer is not None]
-        return self._named(FORWARD, fwd_chunk_id, ops, indices, is_sent=False)
+        return self._with_messages(FORWARD, fwd_chunk_id, ops, indices, is_sent=False)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the parent's receives, into memory for messages."""
+        """Return the receives of gradients as messages."""
         ops = super().get_bwd_recv_ops(bwd_chunk_id)
         infos = enumerate(self.grad_recv_info[bwd_chunk_id] if ops else ())
         indices = [i for i, info in infos if info.buffer is not None]
-        return self._named(BACKWARD, bwd_chunk_id, ops, indices, is_sent=False)
+        return self._with_messages(BACKWARD, bwd_chunk_id, ops, indices, is_sent=False)
 
-    def _named(
+    def _with_messages(
         self, direction: Direction, microbatch: int, ops: list[dist.P2POp], indices: Any, *, is_sent: bool
     ) -> list[dist.P2POp]:
-        """Put messages, or memory for them, in place of tensors."""
+        """Replace the tensors of operations by messages, or by memory for messages."""
         link = self.outgoing if (direction is FORWARD) == is_sent else self.incoming
         for op, index in zip(ops, indices, strict=True):
             assert link is not None
-            place = self._place(microbatch, index)
+            key = self._message_key(microbatch, index)
             if is_sent:
-                op.tensor, _ = link.send(direction, op.tensor, place)
+                op.tensor, _ = link.send(direction, op.tensor, key)
             else:
-                op.tensor = link.buffer(direction, op.tensor, place)
+                op.tensor = link.buffer(direction, op.tensor, key)
                 self._inbox.setdefault((direction, microbatch), []).append((index, op.tensor))
-            op.op = _NamedOperation(op.op, link.link.name_of(direction, place))
+            op.op = _NamedOperation(op.op, link.link.name_of(direction, key))
         return ops
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        self._open(FORWARD, fwd_chunk_id, self.args_recv_info[fwd_chunk_id])
+        self._decode_received(FORWARD, fwd_chunk_id, self.args_recv_info[fwd_chunk_id])
         return super()._retrieve_recv_activations(fwd_chunk_id)
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
-        self._open(BACKWARD, bwd_chunk_id, self.grad_recv_info[bwd_chunk_id])
+        self._decode_received(BACKWARD, bwd_chunk_id, self.grad_recv_info[bwd_chunk_id])
         return super()._retrieve_recv_grads(bwd_chunk_id)
 
-    def _open(self, direction: Direction, microbatch: int, infos: Any) -> None:
-        """Decode what arrived into a new tensor each; nothing arrived from a neighbour on this rank."""
+    def _decode_received(self, direction: Direction, microbatch: int, infos: Any) -> None:
+        """Decode the received messages; a stage on the same rank sends none."""
         link = self.incoming if direction is FORWARD else self.outgoing
         for index, message in self._inbox.pop((direction, microbatch), ()):
             assert link is not None
-            due, place = infos[index].buffer, self._place(microbatch, index)
-            infos[index].buffer = link.receive(direction, message, due.dtype, tuple(due.shape), place)
+            buffer, key = infos[index].buffer, self._message_key(microbatch, index)
+            infos[index].buffer = link.receive(direction, message, buffer.dtype, tuple(buffer.shape), key)
 
     @property
     def _state_name(self) -> str:
         return f"wire/stage/{self.stage_index}/steps"
 
     def wire_state_dict(self) -> dict[str, Any]:
-        """Return the state of this stage's links, as numpy arrays: this rank's part of the checkpoint."""
-        return state_of(self._state_name, [self._n_steps, self._n_evals], self._links)
+        """Return the state of this stage's links for a checkpoint, as numpy arrays by name."""
+        return links_state(self._state_name, [self._n_steps, self._n_evals], self._links)
 
     def load_wire_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `wire_state_dict` gave.
+        """Restore the state that `wire_state_dict` returned.
 
         Raises:
             WireError: the state is of another stage, or incomplete.
@@ -212,24 +211,24 @@ class CompressedPipelineStage(PipelineStage):
         self._n_steps, self._n_evals = map(int, load_state(self._state_name, state, self._links))
 
     def wire_metadata(self) -> dict[str, str]:
-        """Return metadata for the checkpoint that lets a later load be checked."""
+        """Return the policy as metadata for the checkpoint, which `check_policy` compares."""
         return policy_metadata(self.policy)
 
     def wire_notes(self) -> tuple[str, ...]:
-        """Name the tensors that this stage sends uncompressed because they are small."""
+        """Return notes on the tensors that this stage sends uncompressed because they are small."""
         notes = []
         for direction, link in ((FORWARD, self.outgoing), (BACKWARD, self.incoming)):
             if link is not None and (shapes := link.link.small_shapes(direction)):
-                least, shown = self.policy.min_elements, ", ".join(str(list(shape)) for shape in shapes)
+                shown = ", ".join(str(list(shape)) for shape in shapes)
                 notes.append(
-                    f"{direction.word}: tensors of {shown} have fewer than {least:,} elements; nothing is "
-                    f"compressed, and {HEADER_BYTES} bytes more are sent for each than without; "
+                    f"{direction.word}: tensors of {shown} have fewer than {self.policy.min_elements:,} "
+                    f"elements and are not compressed; each message adds {HEADER_BYTES} bytes; "
                     "LinkPolicy(min_elements=...) lowers the limit"
                 )
         return tuple(notes)
 
     def wire_bytes(self) -> dict[str, tuple[int, int]]:
-        """Count (bytes sent, bytes they stand for) of each direction that this stage sends."""
+        """Return (sent bytes, uncompressed bytes) of each direction that this stage sends."""
         out = {}
         for direction, link in ((FORWARD, self.outgoing), (BACKWARD, self.incoming)):
             if link is not None:

@@ -1,8 +1,8 @@
-"""Everything one end of a link remembers between messages: slots, sample buffers, positions to reuse.
+"""State of one end of a link between messages: slots, sample buffers, TopK positions to reuse.
 
-Implements spec/08-wire.md#state. Knows nothing of messages; `endpoint.py` asks it before and after each.
-Each kind of feedback answers three questions: what is encoded, what the receiver takes for the tensor, what
-is kept. Arrays are F32 patterns of one of the wire's kernel modules.
+Implements spec/08-wire.md#state. `endpoint.py` reads it before and updates it after each message. Each kind
+of feedback defines the encoded values, the receiver's tensor, and the update of its state. Arrays are F32
+patterns of one of the wire's kernel modules.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ckptz.wire.policy import KINDS, RAW, LinkPolicy, TensorPlan
 
 Array = Any
 TWO_SIDED = ("ef21", "aqsgd")  # the receiver has state too
-NO_ALLOCATION: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # of file systems without it
-ZEROS: Final = 1 << 20  # bytes written at once where blocks cannot be allocated
-End = Literal["tx", "rx"]
-ENTRY: Final = re.compile(  # spec/08-wire.md#names-in-a-checkpoint, behind the prefix of the link
+NO_ALLOCATION: Final = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)  # file system without fallocate
+ZEROS: Final = 1 << 20  # bytes per write if blocks cannot be allocated
+End = Literal["tx", "rx"]  # sending and receiving end
+ENTRY: Final = re.compile(  # spec/08-wire.md#names-in-a-checkpoint, without the prefix of the link
     r"(?P<direction>forward|backward)/(?P<tensor>\d{1,9})/"
     r"(level|samples/(?P<end>[tr]x)/(?P<samples>ids|rows)"
     r"|(?P<microbatch>\d{1,9})/(?P<slot_end>[tr]x)/(?P<slot>seq|state))",
@@ -39,7 +39,7 @@ ENTRY: Final = re.compile(  # spec/08-wire.md#names-in-a-checkpoint, behind the 
 
 
 class Memory:
-    """The state of one slot, as senders and receivers use it; this one remembers nothing."""
+    """The feedback state of one slot; the base class has none."""
 
     array: Array = None
 
@@ -57,14 +57,14 @@ class Memory:
         return decoded
 
     def keep(self, k: Any, target: Array, decoded: Array, skip: Any, seq: int = 0) -> None:
-        """Update after a message, the one after `seq` others; `skip` one that was not finite."""
+        """Update the state after message number `seq`, unless `skip`: a value was not finite."""
 
     def fill(self, k: Any, values: Array) -> None:
-        """Update after a raw message."""
+        """Update the state after a raw message."""
 
 
 class ErrorFeedback(Memory):
-    """EF: send C(x + e), keep e = x + e - C(x + e), or an average of it. Only the sender has state."""
+    """EF: send C(x + e), keep e = x + e - C(x + e) or its moving average. Only the sender has state."""
 
     def __init__(self, error: Array, policy: LinkPolicy) -> None:
         self.array, self._decay, self._reset = error, policy.ef_decay, policy.ef_reset
@@ -82,7 +82,7 @@ class ErrorFeedback(Memory):
 
 
 class Following(Memory):
-    """EF21: send C(x - a), both ends a += C(x - a), the receiver takes a."""
+    """EF21: send C(x - a); both ends add C(x - a) to a, which is the receiver's tensor."""
 
     def __init__(self, follower: Array, policy: LinkPolicy | None = None) -> None:
         del policy
@@ -99,7 +99,7 @@ class Following(Memory):
         self.array = k.unless(skip, self.array, k.add(self.array, decoded))
 
     def fill(self, k: Any, values: Array) -> None:
-        # A copy: the caller may write to its tensor.
+        # `+ 0` copies: the caller may write to its tensor.
         self.array = k.unless(k.not_finite(values), self.array, values + 0)
 
 
@@ -107,9 +107,9 @@ MEMORIES: dict[str, Any] = {"ef": ErrorFeedback, "ef21": Following}
 
 
 def allocate(path: Path, n_bytes: int) -> None:
-    """Create a file of zeros whose blocks are all on the disk.
+    """Create a file of `n_bytes` zeros with all blocks allocated.
 
-    A write through a memory map to a block that the disk has no room for ends the process with SIGBUS.
+    Writing to an unallocated block through a memory map ends the process with SIGBUS if the disk is full.
 
     Raises:
         WriteError: the disk is full, or the file cannot be created.
@@ -127,17 +127,17 @@ def allocate(path: Path, n_bytes: int) -> None:
         path.unlink(missing_ok=True)
         raise WriteError(
             f"{path}: cannot allocate {n_bytes} bytes for sample buffers ({error.strerror}); "
-            "free disk space, or put `samples` on another disk"
+            "free disk space, or set `samples` to a path on another disk"
         ) from None
 
 
 class SampleBuffers:
-    """AQ-SGD's last activation of each sample, in memory or in a memory-mapped file.
+    """The last activation of each sample for AQ-SGD, in memory or in a memory-mapped file.
 
     Args:
         size: elements of one sample.
-        path: file for the rows, made anew; None keeps them in memory.
-        n_samples: greatest sample id plus one; required with a file.
+        path: file for the rows, which is overwritten; None for memory.
+        n_samples: largest sample id plus one; required with a file.
     """
 
     def __init__(self, size: int, path: Path | None = None, n_samples: int | None = None) -> None:
@@ -151,38 +151,40 @@ class SampleBuffers:
             self._rows = np.memmap(path, np.uint32, "r+", shape=shape)
 
     def has(self, ids: NDArray[np.int64]) -> bool:
-        """Return whether every sample [n] was seen before."""
-        most = self._n_samples
-        if most is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < most:
-            raise ConfigError(f"sample ids must be 0..{most - 1}, got {ids.min()}..{ids.max()}")
+        """Return whether there is a row for every sample id [n].
+
+        Raises:
+            ConfigError: an id is out of range.
+        """
+        n = self._n_samples
+        if n is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < n:
+            raise ConfigError(f"sample ids must be 0..{n - 1}, got {ids.min()}..{ids.max()}")
         return self._seen.issuperset(ids.tolist())
 
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Read the rows of these samples, one after another [n, row patterns]."""
+        """Return the rows of these sample ids [n], concatenated: patterns [n * size]."""
         return np.concatenate([np.zeros(0, np.uint32), *(self._rows[i] for i in ids.tolist())])
 
     def write(self, ids: NDArray[np.int64], values: NDArray[np.uint32]) -> None:
-        """Replace the rows of these samples, float32 [n, row patterns]."""
+        """Replace the rows of these sample ids [n]; `values` are patterns [n * size]."""
         self.has(ids)
         for i, row in zip(ids.tolist(), values.reshape(len(ids), self.size), strict=True):
             self._rows[i] = row.copy()
             self._seen.add(i)
 
     def state(self) -> dict[str, NDArray[Any]]:
-        """Return sample ids [n] and their rows, float32 [n, row patterns]."""
+        """Return all sample ids [n] and their rows, patterns [n, size]."""
         ids = np.array(sorted(self._seen), np.int64)
         return {"ids": ids, "rows": self.read(ids).reshape(len(ids), self.size)}
 
 
 class PerSample(Following):
-    """AQ-SGD for one message: EF21 whose follower is the buffers of the message's samples."""
+    """AQ-SGD for one message: EF21 on the buffered rows of the message's samples."""
 
     def __init__(self, buffers: SampleBuffers, ids: NDArray[np.int64], like: Array, k: Any) -> None:
         self._buffers, self._ids = buffers, ids
-        seen = buffers.has(ids)
-        super().__init__(
-            k.as_patterns(k.from_bytes(buffers.read(ids).view(np.uint8), like), 4) if seen else None
-        )
+        rows = buffers.read(ids).view(np.uint8) if buffers.has(ids) else None
+        super().__init__(None if rows is None else k.as_patterns(k.from_bytes(rows, like), 4))
 
     def keep(self, k: Any, target: Array, decoded: Array, skip: Any, seq: int = 0) -> None:
         del target, seq
@@ -194,50 +196,50 @@ class PerSample(Following):
             self._buffers.write(self._ids, k.host_bytes(k.as_bytes(values)).view(np.uint32))
 
 
-NOTHING: Final = Memory()
-SENDERS: Final = Memory()  # the receiver's side of a direction whose state is the sender's alone
+NO_FEEDBACK: Final = Memory()
+SENDER_ONLY: Final = Memory()  # for the receiver, if only the sender has state
 
 
 @dataclass(frozen=True, slots=True)
 class MessageKey:
-    """Step, microbatch and tensor of a message."""
+    """The step, microbatch and tensor that identify a message."""
 
-    step: int  # training steps before this one; evaluations before it if `is_eval`
+    step: int  # index of the training step, or of the evaluation if `is_eval`
     microbatch: int = 0  # index within the step
     tensor: int = 0  # index among the tensors of the cut
     sample_ids: NDArray[np.int64] | None = None  # of the microbatch, for AQ-SGD
-    is_eval: bool = False  # whether no gradient comes back
-    is_raw: bool = False  # whether both ends agreed to send this message raw
+    is_eval: bool = False  # inference: no gradient is sent back
+    is_raw: bool = False  # both ends agreed to send this message uncompressed
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Positions of an activation, for its gradient."""
+    """TopK positions of an activation, which its gradient reuses."""
 
-    packed: Array | None  # the mask as a bitmap, or None where the activation was sent without positions
+    packed: Array | None  # bitmap, or None if the activation was sent raw
     step: int  # of the activation
     shape: tuple[int, ...]  # of the activation
-    k: int  # positions of each sample
+    k: int  # positions per sample
 
 
 @dataclass
 class Slot:
-    """State of one microbatch: its counter and what it remembers."""
+    """The message counter and the feedback state of one microbatch."""
 
     seq: int = 0
-    memory: Any = None  # a Memory with an `array`
+    memory: Any = None  # Memory with an `array`, or None
     shape: tuple[int, ...] = ()
 
 
 class LinkState:
-    """State of one end of a link, keyed by direction, tensor and slot.
+    """State of one end of a link, by direction, tensor and microbatch.
 
     Args:
-        name: "src-dst", the link's part of every name in a state dict.
-        policy: of the link.
-        kernels: a kernel module of the wire, or None for the compiled ones.
-        like: an array where the state is to live.
-        samples: file and number of samples of AQ-SGD's buffers; in memory by default.
+        name: "src-dst", part of every name in a state dict.
+        policy: policy of the link.
+        kernels: a kernel module of the wire, or None for the compiled kernels.
+        like: an array on the device where the state is allocated.
+        samples: file and number of samples of AQ-SGD's buffers; by default they are in memory.
     """
 
     def __init__(
@@ -251,65 +253,69 @@ class LinkState:
 
     @property
     def kernels(self) -> Any:
-        """The kernel module of the arrays on this link."""
+        """The kernel module for the arrays of this link."""
         return self._kernels or compiled()
 
-    def slot(self, end: End, direction: Direction, place: MessageKey) -> Slot:
-        """Return the state of a microbatch."""
-        return self._slots.setdefault((end, direction, place.tensor, place.microbatch), Slot())
+    def slot(self, end: End, direction: Direction, key: MessageKey) -> Slot:
+        """Return the slot of a message, created on first use."""
+        return self._slots.setdefault((end, direction, key.tensor, key.microbatch), Slot())
 
-    def seq(self, end: End, direction: Direction, place: MessageKey) -> int:
-        """Count the messages of this slot so far; evaluations are not counted."""
-        return 0 if place.is_eval else self.slot(end, direction, place).seq & 0xFFFFFFFF
+    def seq(self, end: End, direction: Direction, key: MessageKey) -> int:
+        """Return the number of messages of this slot, without evaluations."""
+        return 0 if key.is_eval else self.slot(end, direction, key).seq & 0xFFFFFFFF
 
-    def count(self, end: End, direction: Direction, place: MessageKey) -> None:
-        """Count one message more."""
-        self.slot(end, direction, place).seq += not place.is_eval
+    def count(self, end: End, direction: Direction, key: MessageKey) -> None:
+        """Increment the message counter of a slot, except for evaluations."""
+        self.slot(end, direction, key).seq += not key.is_eval
 
     def snapshot(
-        self, end: End, direction: Direction, place: MessageKey
+        self, end: End, direction: Direction, key: MessageKey
     ) -> tuple[Slot, dict[tuple[int, int], Positions]]:
-        """Copy references to all that a message may change, but for the rows of samples."""
-        slot = self.slot(end, direction, place)
+        """Copy references to the state that a message may change, except rows of sample buffers."""
+        slot = self.slot(end, direction, key)
         return Slot(slot.seq, copy.copy(slot.memory), slot.shape), self.masks.copy()
 
     def roll_back(
         self,
         end: End,
         direction: Direction,
-        place: MessageKey,
+        key: MessageKey,
         before: tuple[Slot, dict[tuple[int, int], Positions]],
     ) -> None:
-        """Return to a snapshot; arrays are replaced by messages and never written to."""
-        self._slots[end, direction, place.tensor, place.microbatch], self.masks = before
+        """Restore a snapshot; messages replace arrays and never write to them."""
+        self._slots[end, direction, key.tensor, key.microbatch], self.masks = before
 
     def memory(
-        self, end: End, direction: Direction, plan: TensorPlan, place: MessageKey
+        self, end: End, direction: Direction, plan: TensorPlan, key: MessageKey
     ) -> tuple[Memory, TensorPlan]:
-        """Find the state that a message goes through, and its plan: raw where the state is to be filled."""
+        """Return the feedback state for a message, and its plan, which is raw to fill empty buffers.
+
+        Raises:
+            ConfigError: AQ-SGD without matching sample ids, or a feedback that cannot be sent.
+        """
         kind = self._policy.feedback_of(direction)
-        if kind is None or place.is_eval or plan.dtype.name not in KINDS:
-            return NOTHING, plan
+        if kind is None or key.is_eval or plan.dtype.name not in KINDS:
+            return NO_FEEDBACK, plan
         if self._policy.plan(direction, plan.dtype, plan.shape).codec == RAW:
-            return NOTHING, plan
+            return NO_FEEDBACK, plan
         if end == "rx" and kind not in TWO_SIDED:
-            return SENDERS, plan
+            return SENDER_ONLY, plan
         if kind == "aqsgd":
-            return self._per_sample(end, plan, place)
+            return self._per_sample(end, plan, key)
         if kind not in MEMORIES:
-            raise ConfigError(f"{kind} is received, and sent by bench/studies/paper_b alone; use ef or ef21")
-        slot = self.slot(end, direction, place)
+            raise ConfigError(f"{kind} can only be received; send with ef or ef21")
+        slot = self.slot(end, direction, key)
         if slot.memory is None or slot.shape != plan.shape:
             slot.memory = MEMORIES[kind](self.kernels.zeros(plan.n, 4, self._like), self._policy)
             slot.shape = plan.shape
         return slot.memory, plan
 
-    def _per_sample(self, end: End, plan: TensorPlan, place: MessageKey) -> tuple[Memory, TensorPlan]:
-        ids = place.sample_ids
+    def _per_sample(self, end: End, plan: TensorPlan, key: MessageKey) -> tuple[Memory, TensorPlan]:
+        ids = key.sample_ids
         if ids is None or len(ids) != plan.n_samples:
             n = "none" if ids is None else len(ids)
             raise ConfigError(f"aqsgd needs the ids of {plan.n_samples} samples for each microbatch, got {n}")
-        buffers = self._sample_buffers(end, place.tensor, plan.n // plan.n_samples)
+        buffers = self._sample_buffers(end, key.tensor, plan.n // plan.n_samples)
         if not buffers.has(ids):
             plan = self._policy.plan(Direction.FORWARD, plan.dtype, plan.shape, raw=True)
         return PerSample(buffers, ids, self._like, self.kernels), plan
@@ -322,44 +328,44 @@ class LinkState:
             self._buffers[end, tensor] = SampleBuffers(size, path, n_samples)
         buffers = self._buffers[end, tensor]
         if buffers.size != size:
-            raise WireError(f"samples: {size} elements each, and those before had {buffers.size}")
+            raise WireError(f"samples: {size} elements each, but earlier ones had {buffers.size}")
         return buffers
 
-    def keep_mask(self, plan: TensorPlan, place: MessageKey, mask: Array | None) -> None:
-        """Remember the positions of an activation for its gradient, as a bitmap."""
-        if self._policy.reuse and not place.is_eval:
+    def keep_mask(self, plan: TensorPlan, key: MessageKey, mask: Array | None) -> None:
+        """Store the positions of an activation as a bitmap for its gradient, if the policy reuses them."""
+        if self._policy.reuse and not key.is_eval:
             packed, k = (None, 0) if mask is None else (self.kernels.pack(mask, 1), plan.k)
-            self.masks[place.microbatch, place.tensor] = Positions(packed, place.step, plan.shape, k)
+            self.masks[key.microbatch, key.tensor] = Positions(packed, key.step, plan.shape, k)
 
-    def _kept(self, place: MessageKey) -> Positions | None:
-        """Return the mask of this step's and microbatch's activation, or None."""
-        kept = self.masks.get((place.microbatch, place.tensor))
-        return kept if kept is not None and kept.step == place.step else None
+    def _positions(self, key: MessageKey) -> Positions | None:
+        """Return the positions of the activation of this step and microbatch, or None."""
+        positions = self.masks.get((key.microbatch, key.tensor))
+        return positions if positions is not None and positions.step == key.step else None
 
-    def lacks_mask(self, place: MessageKey) -> bool:
+    def lacks_mask(self, key: MessageKey) -> bool:
         """Return whether the activation of this microbatch was sent raw, so that its gradient is raw too."""
-        kept = self._kept(place)
-        return kept is not None and kept.packed is None
+        positions = self._positions(key)
+        return positions is not None and positions.packed is None
 
-    def take_mask(self, plan: TensorPlan, place: MessageKey) -> Array:
-        """Take the positions of the activation of this microbatch, once.
+    def pop_mask(self, plan: TensorPlan, key: MessageKey) -> Array:
+        """Remove and return the mask [n] of the activation of this microbatch.
 
         Raises:
-            WireError: there was none, or it had another shape than the gradient.
+            WireError: there was no activation, or its shape differs from the gradient's.
         """
-        kept = self._kept(place)
-        if kept is None or kept.packed is None:
+        positions = self._positions(key)
+        if positions is None or positions.packed is None:
             raise WireError("positions: no activation of this microbatch was on this link")
-        if (kept.shape, kept.k) != (plan.shape, plan.k):
+        if (positions.shape, positions.k) != (plan.shape, plan.k):
             raise WireError(
-                f"positions: {plan.k} of each sample of a gradient of shape {list(plan.shape)}, and "
-                f"{kept.k} of an activation of shape {list(kept.shape)}; send the gradient of the activation"
+                f"positions: the gradient has shape {list(plan.shape)} with {plan.k} values per sample, the "
+                f"activation {list(positions.shape)} with {positions.k}; send the gradient of the activation"
             )
-        del self.masks[place.microbatch, place.tensor]
-        return self.kernels.unpack(kept.packed, 1, plan.n)
+        del self.masks[key.microbatch, key.tensor]
+        return self.kernels.unpack(positions.packed, 1, plan.n)
 
     def state_dict(self) -> dict[str, NDArray[Any]]:
-        """Return the state of a link for resuming, as named arrays [n]; F32 patterns as uint32."""
+        """Return the state of the link as numpy arrays by name; F32 patterns [n] as uint32."""
         k, out = self.kernels, {}
         for (end, direction, tensor, microbatch), slot in self._slots.items():
             name = f"{self._prefix}{direction.word}/{tensor}/{microbatch}/{end}"
@@ -372,13 +378,13 @@ class LinkState:
         return out
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; entries of other links are left alone.
+        """Restore the state that `state_dict` returned; entries of other links are ignored.
 
         Raises:
-            WireError: the state lacks an entry, or one is not what this link would have saved.
+            WireError: an entry is missing or does not fit this link.
         """
-        for held in (self._slots, self._buffers, self.masks):
-            held.clear()
+        for entries in (self._slots, self._buffers, self.masks):
+            entries.clear()
         for name in sorted(state):
             if name.startswith(self._prefix):
                 self._load_entry(state, name, name.removeprefix(self._prefix))
@@ -386,12 +392,12 @@ class LinkState:
     def _load_entry(self, state: Mapping[str, Any], name: str, path: str) -> None:
         match = ENTRY.fullmatch(path)
         if match is None:
-            raise WireError(f"wire state: {name} is no entry of a link; start the link without it")
+            raise WireError(f"wire state: unknown entry {name}; start the link without this state")
         direction, tensor = Direction[match["direction"].upper()], int(match["tensor"])
         if match["samples"] == "ids":
             self._load_samples(state, name, match["end"], tensor)
         elif match["slot"] == "seq":
-            slot = self._loaded(state, name, direction)
+            slot = self._load_slot(state, name, direction)
             self._slots[match["slot_end"], direction, tensor, int(match["microbatch"])] = slot
 
     def _load_samples(self, state: Mapping[str, Any], name: str, end: str, tensor: int) -> None:
@@ -402,7 +408,7 @@ class LinkState:
             raise _misfit(name, f"rows {_title(rows)}, not F32 patterns")
         self._sample_buffers(end, tensor, rows.shape[1]).write(ids.astype(np.int64), rows.view(np.uint32))
 
-    def _loaded(self, state: Mapping[str, Any], name: str, direction: Direction) -> Slot:
+    def _load_slot(self, state: Mapping[str, Any], name: str, direction: Direction) -> Slot:
         values = _entry(state, name)
         if values.ndim != 1 or values.dtype.kind not in "iu" or not len(values) or (values < 0).any():
             raise _misfit(name, f"{_title(values)}, not a counter and a shape")
@@ -420,7 +426,7 @@ class LinkState:
 
 def _entry(state: Mapping[str, Any], name: str) -> NDArray[Any]:
     if name not in state:
-        raise WireError(f"wire state lacks {name}: it is incomplete; start the link without it")
+        raise WireError(f"wire state lacks {name}; start the link without this state")
     return np.asarray(state[name])
 
 
@@ -428,5 +434,5 @@ def _title(array: NDArray[Any]) -> str:
     return f"{array.dtype} {list(array.shape)}"
 
 
-def _misfit(name: str, what: str) -> WireError:
-    return WireError(f"wire state: {name} holds {what}; start the link without it")
+def _misfit(name: str, content: str) -> WireError:
+    return WireError(f"wire state: {name} holds {content}; start the link without this state")
