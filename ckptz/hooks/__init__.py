@@ -1,4 +1,4 @@
-"""Hooks for plain PyTorch training loops: they record gradients and the inputs of layers.
+"""Hooks for PyTorch training loops that record gradients and layer inputs.
 
     from ckptz.hooks import Calibration, SensitivityTracker
 

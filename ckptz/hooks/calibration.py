@@ -1,9 +1,8 @@
-"""Covariances of what layers see: how errors of a weight's columns add up in a layer's output.
+"""Covariances of layer inputs, which determine how errors of weights add up in a layer's output.
 
-A gather is a value that says how a layer takes its inputs: layers whose gathers are equal make the same
-sums of the same tensor. `shape` and `dtype` are those of the sums; `add` adds a tensor's inputs to a total
-in place and gives the number of input vectors. Sums are made once for layers that get the very same tensor,
-within a memory cap.
+A gather describes how a layer uses its input tensor. `shape` and `dtype` are those of its sums; `add` adds
+the input vectors of a tensor to a total in place and returns their number. Layers with equal gathers that get
+the same tensor share one sum. Sums take a limited amount of memory.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from ckptz.guidance.files import (
 from ckptz.hooks.parameters import ModelParameter, fingerprint_of, named_parameters, save_tensors
 from ckptz.state.modules import name_without_wrappers, unwrapped
 
-# The errors of float32 sums are far below the damping that Hessians get.
+# Rounding errors of float32 sums are far below the damping of the Hessians.
 SUM_DTYPE: Final = torch.float32
-PART_ELEMENTS: Final = 1 << 24  # of the inputs that are widened or unfolded at a time: 64 MiB
+PART_ELEMENTS: Final = 1 << 24  # elements that are converted or unfolded at a time: 64 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Linear layers: vectors along the last dimension. Sums are x x^T, [n, n]."""
+    """Gather of linear layers: vectors along the last dimension. Sums are x x^T, [n, n]."""
 
     n: int
     dtype: torch.dtype = SUM_DTYPE
@@ -62,17 +61,17 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True)
 class Patches:
-    """Convolutions of one or two dimensions: what lies under the kernel at each place.
+    """Gather of 1-d and 2-d convolutions: the patch of inputs at each position of the kernel.
 
     Vectors are in the order of `weight[0].flatten()`. Sums are x x^T, [n, n], or [n_groups, n, n].
     """
 
     n_channels: int  # of the input
-    kernel: tuple[int, ...]  # one number per dimension, and of the next two
+    kernel: tuple[int, ...]  # kernel, stride and dilation have one number per dimension
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     padding: tuple[tuple[int, int], ...]  # (before, after) per dimension
-    padding_mode: str  # as `torch.nn.functional.pad` calls it
+    padding_mode: str  # of `torch.nn.functional.pad`
     n_groups: int  # of channels
     dtype: torch.dtype = SUM_DTYPE
 
@@ -86,31 +85,31 @@ class Patches:
             tensor = tensor[None]
         totals = total.view(self.n_groups, *self.shape[-2:])
         n_vectors = 0
-        for samples in torch.split(tensor, self._n_at_once(tensor)):
+        for samples in torch.split(tensor, self._n_samples_per_part(tensor)):
             vectors = self._unfolded(samples)
             totals.baddbmm_(vectors.mT, vectors)
             n_vectors += vectors.shape[1]
         return n_vectors
 
-    def _n_at_once(self, tensor: torch.Tensor) -> int:
-        """Count the samples whose vectors fit into a part; at least one."""
-        n_places = math.prod(
+    def _n_samples_per_part(self, tensor: torch.Tensor) -> int:
+        """Return the number of samples whose vectors fit into `PART_ELEMENTS`; at least one."""
+        n_positions = math.prod(
             (size + sum(padding)) // stride + 1
             for size, padding, stride in zip(tensor.shape[2:], self.padding, self.stride, strict=True)
         )
-        return max(1, PART_ELEMENTS // (self.n_channels * math.prod(self.kernel) * n_places))
+        return max(1, PART_ELEMENTS // (self.n_channels * math.prod(self.kernel) * n_positions))
 
     def _unfolded(self, samples: torch.Tensor) -> torch.Tensor:
-        """Unfold samples [samples, channels, ...] to vectors [n_groups, samples * places, n]."""
+        """Unfold samples [samples, channels, ...] to vectors [n_groups, samples * positions, n]."""
         wide = samples.to(self.dtype)
         if any(map(any, self.padding)):
-            around = [n for before_after in reversed(self.padding) for n in before_after]
-            wide = functional.pad(wide, around, mode=self.padding_mode)
-        if len(self.kernel) == 1:  # as a picture of one row
+            padding = [n for before_after in reversed(self.padding) for n in before_after]
+            wide = functional.pad(wide, padding, mode=self.padding_mode)
+        if len(self.kernel) == 1:  # as an image of one row
             wide = wide[:, :, None]
-        one = (1,) * (2 - len(self.kernel))
+        row = (1,) * (2 - len(self.kernel))
         patches = functional.unfold(
-            wide, (*one, *self.kernel), dilation=(*one, *self.dilation), stride=(*one, *self.stride)
+            wide, (*row, *self.kernel), dilation=(*row, *self.dilation), stride=(*row, *self.stride)
         )
         grouped = patches.view(len(patches), self.n_groups, self.shape[-1], patches.shape[-1])
         return grouped.permute(1, 0, 3, 2).reshape(self.n_groups, -1, self.shape[-1])
@@ -118,7 +117,7 @@ class Patches:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Embeddings: how often each of `n` rows is looked up, [n]."""
+    """Gather of embeddings: the number of lookups of each of `n` rows, [n]."""
 
     n: int
     dtype: torch.dtype = torch.int64
@@ -137,17 +136,17 @@ Gather = Vectors | Patches | Tokens
 
 
 def gather_of(module: nn.Module) -> tuple[LayerKind, Gather] | None:
-    """Return the kind of a layer and how its inputs are gathered; None if it is not recorded."""
+    """Return the kind and the gather of a layer; None if its inputs cannot be recorded."""
     if isinstance(module, nn.Linear):
         return "linear", Vectors(module.in_features)
     if isinstance(module, nn.Conv1d | nn.Conv2d):
         return "conv", _patches(module)
     if isinstance(module, nn.Embedding):
         return "embedding", Tokens(module.num_embeddings)
-    # transformers' Conv1D, a linear layer whose weight is [in, out], told without importing it.
+    # Conv1D of transformers, a linear layer with weight [in, out], recognised without importing transformers.
     weight, n_out = getattr(module, "weight", None), getattr(module, "nf", None)
-    is_named = any(one.__name__ == "Conv1D" for one in type(module).__mro__)
-    if is_named and isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1] == n_out:
+    is_conv1d = any(cls.__name__ == "Conv1D" for cls in type(module).__mro__)
+    if is_conv1d and isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1] == n_out:
         return "conv1d_t", Vectors(weight.shape[0])
     return None
 
@@ -165,49 +164,49 @@ def _patches(module: nn.Conv1d | nn.Conv2d) -> Patches:
 
 
 def _paddings(module: nn.Conv1d | nn.Conv2d) -> Iterator[tuple[int, int]]:
-    """Yield the padding (before, after) of each dimension; "same" puts an odd one after."""
+    """Yield the padding (before, after) of each dimension; "same" pads one more after if it is odd."""
     for i, (kernel, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
         if module.padding == "same":
-            both = dilation * (kernel - 1)
-            yield both // 2, both - both // 2
+            n = dilation * (kernel - 1)
+            yield n // 2, n - n // 2
         elif isinstance(module.padding, str):  # "valid"
             yield 0, 0
         else:
             yield module.padding[i], module.padding[i]
 
 
-# --- sums that layers share ----------------------------------------------------------------------
+# --- sums shared by layers -----------------------------------------------------------------------
 
-Users = frozenset[str]
+Users = frozenset[str]  # names of layers
 _Key = tuple[int, int, Gather]
 
 
 @dataclass(slots=True)
 class Sum:
-    """A sum, and the number of vectors in it."""
+    """A sum over input vectors, and their number."""
 
     total: torch.Tensor
     n_samples: int
 
     @property
     def n_bytes(self) -> int:
-        """Memory of the sum."""
+        """Memory of the sum in bytes."""
         return self.total.numel() * self.total.element_size()
 
     def add(self, other: Sum) -> None:
-        """Add another one in place."""
+        """Add another sum in place."""
         self.total.add_(other.total)
         self.n_samples += other.n_samples
 
     def is_finite(self) -> bool:
-        """Return whether all added values were finite: the diagonal of squares bounds the other sums."""
+        """Return whether all inputs were finite; the diagonal, sums of squares, bounds the other sums."""
         diagonal = self.total.diagonal(dim1=-2, dim2=-1) if self.total.ndim > 1 else self.total
         return bool(diagonal.isfinite().all())
 
 
 @dataclass(slots=True)
 class _Open:
-    """A sum that further layers may come to share, as long as its tensor lives."""
+    """A sum of the current batch that further layers can share while its tensor is alive."""
 
     tensor: weakref.ref[torch.Tensor]
     users: list[str]
@@ -216,116 +215,116 @@ class _Open:
 
 @dataclass(slots=True)
 class Sums:
-    """Sums by the layers that share them; a layer's own is that of all sums that it is a user of."""
+    """Sums by the set of layers that share them. The total of a layer is that of all its sums."""
 
     by_users: dict[Users, Sum] = field(default_factory=dict)
 
-    def add(self, users: Users, one: Sum) -> None:
-        """Add a sum; its memory may become that of this object."""
+    def add(self, users: Users, added: Sum) -> None:
+        """Add a sum, which may be kept without a copy."""
         if users in self.by_users:
-            self.by_users[users].add(one)
+            self.by_users[users].add(added)
         else:
-            self.by_users[users] = one
+            self.by_users[users] = added
 
     def drop(self, layer: str) -> None:
-        """Forget a layer; a sum goes with its last user."""
-        kept = Sums()
-        for users, one in self.by_users.items():
+        """Remove a layer, and the sums that only it uses."""
+        remaining = Sums()
+        for users, shared in self.by_users.items():
             if users != {layer}:
-                kept.add(users - {layer}, one)
-        self.by_users = kept.by_users
+                remaining.add(users - {layer}, shared)
+        self.by_users = remaining.by_users
 
     def of(self, layer: str) -> Iterator[tuple[Users, Sum]]:
-        """Yield the sums that a layer uses."""
-        return ((users, one) for users, one in self.by_users.items() if layer in users)
+        """Yield the sums of a layer with their users."""
+        return ((users, shared) for users, shared in self.by_users.items() if layer in users)
 
     @property
     def n_bytes(self) -> int:
-        """Memory of all sums."""
-        return sum(one.n_bytes for one in self.by_users.values())
+        """Memory of all sums in bytes."""
+        return sum(shared.n_bytes for shared in self.by_users.values())
 
 
 def _sum_of(gather: Gather, tensor: torch.Tensor) -> Sum:
-    """Sum up one tensor in full precision, whatever mode the model runs in."""
+    """Compute the sum of one tensor, without autocast and inference mode."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
         total = torch.zeros(gather.shape, dtype=gather.dtype, device=tensor.device)
         return Sum(total, gather.add(tensor, total))
 
 
 class Recorder:
-    """Sums of complete batches, and of the one that is under way.
+    """Records sums of complete batches and of the current batch.
 
-    A batch counts as a whole or not at all, so its sums stand beside those of the batches before, each
-    in at most half of the bytes of the memory cap. Where it does not suffice, the layers with the largest
-    sums are skipped; of equally large ones, the last.
+    A batch is added completely or not at all, so its sums are separate from those of earlier batches. Each
+    may take half of the memory cap. If that is not enough, the layers with the largest sums are skipped;
+    among equal ones, the last.
     """
 
     def __init__(self, memory_cap: int) -> None:
         self._half = memory_cap // 2
-        self.kept, self._batch = Sums(), Sums()
+        self.complete, self._batch = Sums(), Sums()
         self._open: dict[_Key, _Open] = {}
         self._called: dict[str, None] = {}  # layers of this batch, in the order of their first calls
         self.skipped: dict[str, str] = {}
         self._smallest_skipped: int | None = None
 
     def record(self, layer: str, gather: Gather, tensor: torch.Tensor) -> None:
-        """Add the inputs that a layer gets, unless another has got the same ones from the same tensor."""
+        """Add the input of a layer; layers that get the same tensor share its sum."""
         if layer in self.skipped:
             return
         self._called[layer] = None
-        # Inference tensors do not count their changes, so none is known to be the same as before.
+        # Inference tensors have no version counter, so a change between two calls would go unnoticed.
         key = None if tensor.is_inference() else (id(tensor), tensor._version, gather)
-        opened = self._open.get(key) if key else None
-        if opened is not None and opened.tensor() is tensor and layer not in opened.users:
-            opened.users.append(layer)
+        shared = self._open.get(key) if key else None
+        if shared is not None and shared.tensor() is tensor and layer not in shared.users:
+            shared.users.append(layer)
             return
-        self._close(other for other, one in self._open.items() if other == key or one.tensor() is None)
+        self._close(k for k, entry in self._open.items() if k == key or entry.tensor() is None)
         n_bytes = math.prod(gather.shape) * gather.dtype.itemsize
-        if not self._has_room(layer, n_bytes):
+        if not self._make_room(layer, n_bytes):
             return
-        made = _sum_of(gather, tensor)
+        new = _sum_of(gather, tensor)
         if key is None:
-            self._batch.add(frozenset((layer,)), made)
+            self._batch.add(frozenset((layer,)), new)
         else:
-            self._open[key] = _Open(weakref.ref(tensor), [layer], made)
+            self._open[key] = _Open(weakref.ref(tensor), [layer], new)
 
     def _close(self, keys: Iterable[_Key]) -> None:
-        """Stop further layers from sharing these sums."""
+        """Move these sums to the batch; no further layer can share them."""
         for key in list(keys):
-            one = self._open.pop(key)
-            self._batch.add(frozenset(one.users), one.sum)
+            entry = self._open.pop(key)
+            self._batch.add(frozenset(entry.users), entry.sum)
 
     def discard(self) -> None:
-        """Leave the batch out."""
+        """Discard the current batch."""
         self._open.clear()
         self._called.clear()
         self._batch = Sums()
 
     def commit(self) -> list[str]:
-        """Count the batch if all its inputs were finite.
+        """Add the current batch to the complete ones, if all its inputs were finite.
 
         Returns:
-            The layers whose inputs were not, in the order of their calls.
+            The layers whose inputs were not finite, in the order of their calls.
         """
         self._close(self._open)
-        spoiled = {
-            user for users, one in self._batch.by_users.items() if not one.is_finite() for user in users
+        not_finite = {
+            user for users, total in self._batch.by_users.items() if not total.is_finite() for user in users
         }
-        layers = [layer for layer in self._called if layer in spoiled]
+        layers = [layer for layer in self._called if layer in not_finite]
         if not layers:
-            for users, one in self._batch.by_users.items():
-                self.kept.add(users, one)
+            for users, total in self._batch.by_users.items():
+                self.complete.add(users, total)
         self.discard()
         self._trim()
         return layers
 
-    def _has_room(self, layer: str, n_bytes: int) -> bool:
-        """Make room for one more sum in this batch; False if the layer is skipped itself."""
+    def _make_room(self, layer: str, n_bytes: int) -> bool:
+        """Make room for one more sum in this batch; returns False if the layer itself is skipped."""
         is_too_large = self._smallest_skipped is not None and n_bytes > self._smallest_skipped
         while not is_too_large and sum(n for _, n in self._sums_of_batch()) + n_bytes > self._half:
-            # Of equally large sums the one that was begun last goes.
+            # Among equally large sums, the newest is dropped.
             sums = reversed([*self._sums_of_batch()])
-            users, largest = max(sums, key=lambda one: one[1], default=((), 0))
+            users, largest = max(sums, key=lambda item: item[1], default=((), 0))
             is_too_large = n_bytes >= largest
             if not is_too_large:
                 self._skip(users, largest)
@@ -334,34 +333,34 @@ class Recorder:
         return not is_too_large
 
     def _sums_of_batch(self) -> Iterator[tuple[Iterable[str], int]]:
-        for users, one in self._batch.by_users.items():
-            yield users, one.n_bytes
-        for other in self._open.values():
-            yield other.users, other.sum.n_bytes
+        for users, total in self._batch.by_users.items():
+            yield users, total.n_bytes
+        for entry in self._open.values():
+            yield entry.users, entry.sum.n_bytes
 
     def _trim(self) -> None:
-        """Reduce the sums of complete batches to their half of the memory limit."""
-        while self.kept.n_bytes > self._half:
-            sums = reversed(self.kept.by_users.items())
-            users, one = max(sums, key=lambda item: item[1].n_bytes)
-            self._skip(users, one.n_bytes)
+        """Reduce the sums of complete batches to half of the memory cap."""
+        while self.complete.n_bytes > self._half:
+            sums = reversed(self.complete.by_users.items())
+            users, largest = max(sums, key=lambda item: item[1].n_bytes)
+            self._skip(users, largest.n_bytes)
 
     def _skip(self, layers: Iterable[str], n_bytes: int) -> None:
         smallest = n_bytes if self._smallest_skipped is None else min(self._smallest_skipped, n_bytes)
         self._smallest_skipped = smallest
         for layer in sorted(layers):
             self.skipped[layer] = f"its sum of {n_bytes} bytes does not fit into the memory cap"
-            self.kept.drop(layer)
+            self.complete.drop(layer)
             self._batch.drop(layer)
-            for key, one in [*self._open.items()]:
-                one.users = [user for user in one.users if user != layer]
-                if not one.users:
+            for key, entry in [*self._open.items()]:
+                entry.users = [user for user in entry.users if user != layer]
+                if not entry.users:
                     del self._open[key]
 
-    def take_over(self, kept: Sums, skipped: Mapping[str, str]) -> None:
-        """Go on from other sums, instead of these."""
+    def replace(self, complete: Sums, skipped: Mapping[str, str]) -> None:
+        """Replace all recorded sums."""
         self.discard()
-        self.kept, self.skipped, self._smallest_skipped = kept, dict(skipped), None
+        self.complete, self.skipped, self._smallest_skipped = complete, dict(skipped), None
         self._trim()
 
 
@@ -380,20 +379,20 @@ class _RecordedLayer:
 
 
 class Calibration:
-    """Records the inputs of a model's layers over a few batches: sum(x x^T), and counts of tokens.
+    """Records the inputs of a model's layers over a few batches: sum(x x^T), or counts of tokens.
 
-    Recorded are `nn.Linear`, `nn.Conv1d` and `nn.Conv2d` (unfolded), the Conv1D of transformers, and
-    `nn.Embedding`. Layers that get the very same tensor share one matrix. Sums are float32, on the device of
-    the inputs. Recording is forward only: gradients are off within the block. Put the model into the
-    mode that the inputs should be of, usually `model.eval()`.
+    It records `nn.Linear`, `nn.Conv1d` and `nn.Conv2d` (unfolded), the Conv1D of transformers, and
+    `nn.Embedding`. Layers that get the same tensor share one matrix. Sums are float32, on the device of the
+    inputs. Gradients are disabled within the block. Set the model to the mode of its later use first, usually
+    with `model.eval()`.
 
-    A batch is one call of the model. It counts as a whole or not at all.
+    A batch is one call of the model. It is added completely or, after an error, not at all.
 
     Args:
-        model: a plain module, or one in DistributedDataParallel; layers have the names that they have
-            without it. A compiled model is recorded by calling the one that was compiled.
-        memory_cap: bytes that sums may take while they are recorded. One half is for the batch under way.
-            Where it does not suffice, the layers with the largest sums are skipped; see `skipped`.
+        model: a module, also within DistributedDataParallel, which names of layers omit. Of a compiled
+            model, pass and call the original module.
+        memory_cap: bytes of memory for sums while recording; half of it is for the current batch. If it is
+            not enough, the layers with the largest sums are skipped; see `skipped`.
 
     Raises:
         ConfigError: `memory_cap` is not positive, or the model is sharded or not initialized.
@@ -413,39 +412,39 @@ class Calibration:
 
     def __init__(self, model: nn.Module, *, memory_cap: int = MEMORY_CAP) -> None:
         if not check_float("memory_cap", memory_cap) > 0:
-            raise ConfigError(f"memory_cap is a number of bytes, got {memory_cap}")
+            raise ConfigError(f"memory_cap must be a number of bytes above 0, got {memory_cap}")
         self._model = unwrapped(model)
         named = named_parameters(self._model)
         self._fingerprint = fingerprint_of(named)
         self._layers: dict[str, _RecordedLayer] = {}
-        self._unfit: dict[str, str] = {}
-        self._find_layers({id(one.parameter): one for one in named})
+        self._unsupported: dict[str, str] = {}
+        self._find_layers({id(parameter.parameter): parameter for parameter in named})
         self._recorder = Recorder(memory_cap)
         self._is_in_forward = False
         self._active: contextlib.ExitStack | None = None
 
     def _find_layers(self, named: dict[int, ModelParameter]) -> None:
         for name, module in self._model.named_modules():
-            gathering = gather_of(module)
-            if gathering is None:
+            kind_and_gather = gather_of(module)
+            if kind_and_gather is None:
                 continue
             name = name_without_wrappers(self._model, name)
             weight = named.get(id(module.weight))
             if weight is None:
-                self._unfit[name] = "its weight is computed and not a parameter"
+                self._unsupported[name] = "its weight is computed and not a parameter"
             elif not weight.parameter.is_floating_point():
-                self._unfit[name] = f"its weight is {weight.parameter.dtype}"
+                self._unsupported[name] = f"its weight is {weight.parameter.dtype}"
             else:
-                self._layers[name] = _RecordedLayer(name, module, *gathering, weight)
+                self._layers[name] = _RecordedLayer(name, module, *kind_and_gather, weight)
 
     def __enter__(self) -> Self:
-        """Record until the block ends; may be entered again, and goes on."""
+        """Start recording; entered again, it adds to earlier recordings."""
         if self._active is not None:
             raise ConfigError("this calibration is recording already; leave its block first")
         with contextlib.ExitStack() as active:
             active.enter_context(torch.no_grad())
             self._is_in_forward = False
-            # Before those of layers.
+            # Registered before the hooks of layers, because the model itself may be a recorded layer.
             active.callback(self._model.register_forward_pre_hook(self._begin).remove)
             for layer in self._layers.values():
                 record = functools.partial(self._record, layer)
@@ -463,9 +462,9 @@ class Calibration:
         self._commit()
 
     def _begin(self, *_: Any) -> None:
-        if self._is_in_forward:  # the call before has raised
+        if self._is_in_forward:  # the previous call raised an error
             self._recorder.discard()
-        self._commit()  # layers that were called without the model
+        self._commit()  # inputs of layers that were called outside of the model
         self._is_in_forward = True
 
     def _end(self, *_: Any) -> None:
@@ -482,16 +481,19 @@ class Calibration:
         if layers := self._recorder.commit():
             raise CalibrationError(
                 f"layer {layers[0]!r}: its input is not finite, or too large to be squared in float32; "
-                "the batch was left out: check the model and the batch"
+                "the batch was discarded; check the model and the batch"
             )
 
     def covariance(self, layer: str) -> torch.Tensor:
-        """Return a layer's sums: [n, n] or [n_groups, n, n], float32; for an embedding counts [n], int64.
+        """Return the sum of a layer.
+
+        Returns:
+            float32 [n, n] or [n_groups, n, n]; for an embedding the counts of tokens, int64 [n].
 
         Raises:
-            CalibrationError: nothing was recorded for it.
+            CalibrationError: no input was recorded for the layer.
         """
-        sums = [_mirrored(one.total) for _, one in self._recorder.kept.of(layer)]
+        sums = [_mirrored(shared.total) for _, shared in self._recorder.complete.of(layer)]
         if not sums:
             raise CalibrationError(f"layer {layer!r}: no input was recorded; see `skipped` and `missing`")
         total = sums[0].clone()
@@ -501,100 +503,101 @@ class Calibration:
 
     @property
     def n_samples(self) -> dict[str, int]:
-        """Input vectors by layer."""
+        """Number of recorded input vectors by layer."""
+        complete = self._recorder.complete
         return {
-            name: sum(one.n_samples for _, one in self._recorder.kept.of(name))
+            name: sum(shared.n_samples for _, shared in complete.of(name))
             for name in self._layers
-            if any(self._recorder.kept.of(name))
+            if any(complete.of(name))
         }
 
     @property
     def shared(self) -> list[tuple[str, ...]]:
-        """Layers that share a matrix, because they got the very same tensor in the same calls."""
-        return [self._ordered(users) for users in self._recorder.kept.by_users if len(users) > 1]
+        """Groups of layers that share a matrix, because they got the same tensors."""
+        return [self._ordered(users) for users in self._recorder.complete.by_users if len(users) > 1]
 
     @property
     def skipped(self) -> dict[str, str]:
         """Layers that are not recorded, with reasons."""
-        return self._unfit | self._recorder.skipped
+        return self._unsupported | self._recorder.skipped
 
     def missing(self) -> list[str]:
-        """Name the layers that are recorded and were not called."""
-        seen = self.n_samples
-        return [name for name in self._layers if name not in seen and name not in self._recorder.skipped]
+        """List the layers that were never called."""
+        called = self.n_samples
+        return [name for name in self._layers if name not in called and name not in self._recorder.skipped]
 
     def _ordered(self, users: Users) -> tuple[str, ...]:
         return tuple(name for name in self._layers if name in users)
 
     def recorded(self) -> Recordings[RecordedInputs]:
-        """Return a copy of the recordings for encoders, in host memory.
+        """Return a copy of the recordings in host memory, for encoders.
 
         Raises:
-            CalibrationError: nothing was recorded.
+            CalibrationError: no input was recorded.
         """
         rows, sums = self._rows("calibration")
-        copies = {name: _mirrored(one.total).to("cpu", copy=True).numpy() for name, one in sums.items()}
+        copies = {name: _mirrored(shared.total).to("cpu", copy=True).numpy() for name, shared in sums.items()}
         return Recordings("calibration", inputs_by_weight(rows, lambda name: copies[name].copy()))
 
-    def _rows(self, where: str | os.PathLike[str]) -> tuple[tuple[ModuleRow, ...], dict[str, Sum]]:
-        """Return a row for each layer that was called, and the sums by the names of their tensors."""
-        kept = self._recorder.kept
-        if not kept.by_users:
+    def _rows(self, name: str | os.PathLike[str]) -> tuple[tuple[ModuleRow, ...], dict[str, Sum]]:
+        """Return a row for each recorded layer, and the sums by tensor name; `name` is for the error."""
+        complete = self._recorder.complete
+        if not complete.by_users:
             raise CalibrationError(
-                f"{where}: no input was recorded; call the model, not compiled, in `with calibration:`"
+                f"{name}: no input was recorded; call the model, not compiled, in `with calibration:`"
             )
-        names = {users: "+".join(self._ordered(users)) for users in kept.by_users}
+        names = {users: "+".join(self._ordered(users)) for users in complete.by_users}
         rows = []
         for layer in self._layers.values():
-            inputs = tuple(InputRow(names[users], one.n_samples) for users, one in kept.of(layer.name))
+            inputs = tuple(InputRow(names[users], s.n_samples) for users, s in complete.of(layer.name))
             if inputs:
                 shape = tuple(layer.weight.parameter.shape)
                 rows.append(ModuleRow(layer.name, layer.kind, layer.weight.names, shape, inputs))
-        return tuple(rows), {names[users]: one for users, one in kept.by_users.items()}
+        return tuple(rows), {names[users]: shared for users, shared in complete.by_users.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the sums to a safetensors file, which appears whole or not at all.
+        """Write the sums to a safetensors file, which appears only when it is complete.
 
         Raises:
-            CalibrationError: nothing was recorded.
+            CalibrationError: no input was recorded.
         """
         rows, sums = self._rows(path)
         content = CalibrationContent(self._fingerprint, rows, self.skipped)
-        for one in sums.values():
-            one.total.copy_(_mirrored(one.total))  # one at a time, so that no second copy of all is made
-        order = dict.fromkeys(one.tensor for row in rows for one in row.inputs)
+        for shared in sums.values():
+            shared.total.copy_(_mirrored(shared.total))  # one by one, to keep the peak of memory low
+        order = dict.fromkeys(inputs.tensor for row in rows for inputs in row.inputs)
         save_tensors(path, {name: sums[name].total for name in order}, guide_metadata(content))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take over what `save` wrote, instead of what was recorded.
+        """Replace the recordings by those in a file of `save`.
 
         Raises:
-            CalibrationError: it belongs to another model, or is damaged.
+            CalibrationError: the file belongs to another model, or is damaged.
             FileNotFoundError: no such file.
         """
         with CalibrationFile(path) as file:
             self._check_owner(file)
-            users: dict[InputRow, list[str]] = {}
+            modules_by_input: dict[InputRow, list[str]] = {}
             for row in file.content.modules:
-                for one in row.inputs:
-                    users.setdefault(one, []).append(row.module)
+                for inputs in row.inputs:
+                    modules_by_input.setdefault(inputs, []).append(row.module)
             sums = Sums()
-            for one, modules in users.items():
+            for inputs, modules in modules_by_input.items():
                 device = self._layers[modules[0]].weight.parameter.device
-                total = torch.from_numpy(file.read(one.tensor)).to(device)
-                sums.add(frozenset(modules), Sum(total, one.n_samples))
-            skipped = {name: why for name, why in file.content.skipped.items() if name in self._layers}
-        self._recorder.take_over(sums, skipped)
+                total = torch.from_numpy(file.read(inputs.tensor)).to(device)
+                sums.add(frozenset(modules), Sum(total, inputs.n_samples))
+            skipped = {name: reason for name, reason in file.content.skipped.items() if name in self._layers}
+        self._recorder.replace(sums, skipped)
 
     def _check_owner(self, file: CalibrationFile) -> None:
-        is_ours = file.content.fingerprint == self._fingerprint and all(
+        belongs_to_model = file.content.fingerprint == self._fingerprint and all(
             row.module in self._layers and row.kind == self._layers[row.module].kind
             for row in file.content.modules
         )
-        if not is_ours:
+        if not belongs_to_model:
             raise file.error("is of another model; load it with the model it was recorded with")
 
 
 def _mirrored(total: torch.Tensor) -> torch.Tensor:
-    """Copy the upper triangle of a matrix to the lower: products are not symmetric to the last bit."""
+    """Copy the upper triangle of a matrix to the lower: computed products are not exactly symmetric."""
     return total if total.ndim == 1 else total.triu() + total.triu(1).mT

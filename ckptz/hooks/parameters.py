@@ -1,4 +1,4 @@
-"""Names of a model's parameters, each once, and files of tensors by these names."""
+"""Parameters of a model by name, tied ones once, and files of tensors by these names."""
 
 from __future__ import annotations
 
@@ -20,30 +20,31 @@ from ckptz.state.modules import name_without_wrappers
 
 @dataclass(frozen=True, slots=True)
 class ModelParameter:
-    """A parameter and all its names in the model; several where it is tied."""
+    """A parameter and its names in the model; several if it is tied."""
 
     parameter: nn.Parameter
     names: tuple[str, ...]
 
 
 def named_parameters(model: nn.Module) -> list[ModelParameter]:
-    """List the parameters of a model by their names without wrappers, tied ones once.
+    """List the parameters of a model with their names without wrappers; tied parameters once.
 
     Raises:
-        ConfigError: a parameter has no shape yet, or this process holds only a part of it.
+        ConfigError: a parameter is not initialized, or sharded.
     """
     by_identity: dict[int, ModelParameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name_without_wrappers(model, name)
         _check_parameter(name, parameter)
-        one = by_identity.get(id(parameter), ModelParameter(parameter, ()))
-        by_identity[id(parameter)] = ModelParameter(parameter, (*one.names, name))
+        earlier = by_identity.get(id(parameter))
+        names = () if earlier is None else earlier.names
+        by_identity[id(parameter)] = ModelParameter(parameter, (*names, name))
     return list(by_identity.values())
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if nn.parameter.is_lazy(parameter):
-        raise ConfigError(f"parameter {name!r} has no shape yet; run the model once before")
+        raise ConfigError(f"parameter {name!r} has no shape yet; run the model once first")
     if hasattr(parameter, "full_tensor"):  # a DTensor
         raise ConfigError(
             f"parameter {name!r} is sharded over several processes, which hooks do not support; "
@@ -53,13 +54,13 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
 
 def fingerprint_of(parameters: Iterable[ModelParameter]) -> str:
     """Return the `shape_fingerprint` of parameters."""
-    return shape_fingerprint({one.names[0]: tuple(one.parameter.shape) for one in parameters})
+    return shape_fingerprint({p.names[0]: tuple(p.parameter.shape) for p in parameters})
 
 
 def save_tensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file, chunk after chunk; it appears whole or not at all."""
+    """Write a safetensors file chunk by chunk; it appears only when it is complete."""
     sources = live_tensors(tensors)
     with publish(path) as sink:
         write_plain(sink, plain_regions(sources), metadata, read_chunks(sources))

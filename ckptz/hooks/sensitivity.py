@@ -1,4 +1,4 @@
-"""Averages of gradients while a model trains: how much its loss depends on each weight."""
+"""Averages the gradients of a training run, to estimate how much the loss depends on each weight."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from ckptz.errors import CalibrationError, ConfigError, check_float
 from ckptz.guidance.files import SensitivityContent, SensitivityFile, guide_metadata
 from ckptz.hooks.parameters import fingerprint_of, named_parameters, save_tensors
 
-# Gradients of half precision are averaged in float32: they are unscaled here, and would underflow.
+# Unscaled gradients of half precision would underflow in their own dtype.
 AVERAGE_DTYPE: Final = torch.float32
 
 
 class SensitivityTracker:
-    """Keeps an exponential moving average of the gradients that a model is trained with.
+    """Keeps an exponential moving average of the gradients of a model.
 
         average = beta * gradient + (1 - beta) * average
 
     The first gradient of a parameter is its first average. Averages are float32, on the device of their
-    parameter. They are updated before every step of an optimizer, any optimizer, that holds parameters
-    of the model. What is averaged is what the optimizer steps with: summed over micro batches, reduced over
-    ranks, unscaled and clipped. A step that a `GradScaler` skips is not counted.
+    parameter. They are updated before every step of any optimizer that has parameters of the model, with the
+    gradients of that step: summed over micro-batches, reduced over ranks, unscaled and clipped. A step that a
+    `GradScaler` skips is not counted.
 
     Args:
-        model: on the device where it trains. Parameters have their names without wrappers
-            (DistributedDataParallel, DataParallel, torch.compile, checkpoint_wrapper), wherever these are.
-        beta: the weight of the new gradient, above 0 and at most 1.
+        model: the model, on the device where it trains. Names of parameters omit wrappers
+            (DistributedDataParallel, DataParallel, torch.compile, checkpoint_wrapper).
+        beta: weight of the new gradient, above 0 and at most 1.
 
     Raises:
         ConfigError: `beta` is out of range, or the model is sharded or not initialized.
@@ -56,28 +56,28 @@ class SensitivityTracker:
         self.beta = beta
         named = named_parameters(model)
         self._fingerprint = fingerprint_of(named)
-        named = [one for one in named if one.parameter.is_floating_point()]
-        self._names = {one.names[0]: one.names for one in named}
-        self._parameters = {one.names[0]: one.parameter for one in named}
-        self._name_of = {id(one.parameter): one.names[0] for one in named}
+        named = [p for p in named if p.parameter.is_floating_point()]
+        self._names = {p.names[0]: p.names for p in named}
+        self._parameters = {p.names[0]: p.parameter for p in named}
+        self._name_of = {id(p.parameter): p.names[0] for p in named}
         self._averages: dict[str, torch.Tensor] = {}
-        alive = weakref.ref(self)  # PyTorch keeps the hooks of all optimizers for good
+        reference = weakref.ref(self)  # PyTorch never removes the hook by itself
 
         def update(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            if (tracker := alive()) is not None:
+            if (tracker := reference()) is not None:
                 tracker._update(optimizer)
 
         self._handle = register_optimizer_step_pre_hook(update)
         weakref.finalize(self, self._handle.remove).atexit = False
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Return the averages by parameter name: tensors that change with the next step."""
+        """Return the averages by parameter name; the next step changes these tensors."""
         return dict(self._averages)
 
     def sensitivity(self) -> dict[str, torch.Tensor]:
-        """Return |average * weight| by parameter name, float32: the change of the loss if the weight were 0.
+        """Return |average * weight| by parameter name, float32, for the current weights.
 
-        It is the first term of the Taylor series, with the weights as they are now.
+        This is the first-order change of the loss if the weight were set to 0.
         """
         return {
             name: (average * self._parameters[name].detach()).abs_()
@@ -85,11 +85,11 @@ class SensitivityTracker:
         }
 
     def missing(self) -> list[str]:
-        """Name the parameters that had no gradient in any step: frozen, unused, or in no optimizer."""
+        """List the parameters without a gradient in any step: frozen, unused, or in no optimizer."""
         return [name for name in self._parameters if name not in self._averages]
 
     def remove(self) -> None:
-        """Stop averaging; what was averaged stays."""
+        """Stop averaging, and keep the averages."""
         self._handle.remove()
 
     def __enter__(self) -> Self:
@@ -113,49 +113,50 @@ class SensitivityTracker:
         for name, gradient in gradients.items():
             average = self._averages.get(name)
             if average is None:
-                dense_one = gradient.to_dense() if gradient.layout != torch.strided else gradient
-                first = dense_one.to(AVERAGE_DTYPE, copy=True)
+                first = (gradient.to_dense() if gradient.layout != torch.strided else gradient).to(
+                    AVERAGE_DTYPE, copy=True
+                )
                 self._averages[name] = first if scale == 1.0 else first.div_(scale)
             elif gradient.layout == torch.strided:
                 averages.append(average)
                 dense.append(gradient)
-            else:  # sparse: an embedding's
+            else:  # sparse, as of an embedding
                 average.mul_(1 - self.beta).add_(gradient, alpha=self.beta / scale)
         if averages:
-            # One call for all, in place: no gradient is copied, whatever its precision.
+            # One call for all tensors, in place, which copies no gradient of any precision.
             torch._foreach_mul_(averages, 1 - self.beta)
             torch._foreach_add_(averages, dense, alpha=self.beta / scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: "beta", "fingerprint" of the model, and "averages" by name."""
+        """Return the state: "beta", "fingerprint" of the model, and "averages", tensors by name."""
         return {"beta": self.beta, "fingerprint": self._fingerprint, "averages": self.gradients()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave; averages go to the devices of their parameters.
+        """Restore the state that `state_dict` returned, on the devices of the parameters.
 
         Raises:
-            CalibrationError: it belongs to another model.
+            CalibrationError: the state belongs to another model.
         """
         self._check_owner("the state", state["fingerprint"], state["averages"])
         self.beta = state["beta"]
-        self._averages = {name: self._placed(name, average) for name, average in state["averages"].items()}
+        self._averages = {name: self._on_device(name, average) for name, average in state["averages"].items()}
 
     def _check_owner(self, what: str, fingerprint: str, shapes: Mapping[str, Any]) -> None:
-        """Refuse what is of another model; the fingerprint does not say which averages there are."""
-        is_ours = fingerprint == self._fingerprint and all(
-            name in self._parameters and tuple(one.shape) == tuple(self._parameters[name].shape)
-            for name, one in shapes.items()
+        """Require a state of this model, with averages of its parameters."""
+        belongs_to_model = fingerprint == self._fingerprint and all(
+            name in self._parameters and tuple(average.shape) == tuple(self._parameters[name].shape)
+            for name, average in shapes.items()
         )
-        if not is_ours:
+        if not belongs_to_model:
             raise CalibrationError(
                 f"{what}: is of a model with other parameters; load it with the model it was made for"
             )
 
-    def _placed(self, name: str, average: torch.Tensor) -> torch.Tensor:
+    def _on_device(self, name: str, average: torch.Tensor) -> torch.Tensor:
         return average.detach().to(self._parameters[name].device, AVERAGE_DTYPE, copy=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the averages to a safetensors file, which appears whole or not at all.
+        """Write the averages to a safetensors file, which appears only when it is complete.
 
         Raises:
             CalibrationError: an average is not finite.
@@ -171,24 +172,25 @@ class SensitivityTracker:
         save_tensors(path, self._averages, guide_metadata(content))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Load the averages that `save` wrote.
+        """Load the averages from a file of `save`.
 
         Raises:
-            CalibrationError: it belongs to another model, or is damaged.
+            CalibrationError: the file belongs to another model, or is damaged.
             FileNotFoundError: no such file.
         """
         with SensitivityFile(path) as file:
             self._check_owner(str(path), file.content.fingerprint, file.recorded)
             self._averages = {
-                name: self._placed(name, torch.from_numpy(one.read())) for name, one in file.recorded.items()
+                name: self._on_device(name, torch.from_numpy(recorded.read()))
+                for name, recorded in file.recorded.items()
             }
             self.beta = file.content.beta
 
 
 def _gradient_scale(optimizer: Optimizer) -> float | None:
-    """Return the factor in the gradients; None if the optimizer will skip the step.
+    """Return the scale of the gradients; None if the optimizer will skip the step.
 
-    Fused optimizers unscale gradients themselves: `GradScaler.step` leaves them these two attributes.
+    `GradScaler.step` sets these two attributes for fused optimizers, which unscale gradients themselves.
     """
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     if found_inf is not None and float(found_inf):

@@ -1,11 +1,11 @@
-"""Weight sync: a trainer publishes what changed, and any number of inference engines follow.
+"""Weight sync: a trainer publishes its weights as deltas, and inference engines apply them.
 
     from ckptz.sync import Publisher, Follower
 
-    Publisher("run/weights").publish(model.state_dict(), step)       # the trainer, after every step
-    Follower("run/weights").apply_to(model.state_dict())             # an engine, whenever it likes
+    Publisher("run/weights").publish(model.state_dict(), step)       # in the trainer, after every step
+    Follower("run/weights").apply_to(model.state_dict())             # in an engine, at any time
 
-The folder is all that they share: a path, or an fsspec URL. See docs/weight-sync.md.
+They communicate only through the folder, a path or an fsspec URL. See docs/weight-sync.md.
 """
 
 from __future__ import annotations

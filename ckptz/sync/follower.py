@@ -1,4 +1,4 @@
-"""The inference engine's side of weight sync."""
+"""Weight sync in the inference engine: applies published files to tensors in place."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ckptz.run.versions import Version, full_files_of, newest_step, route, versi
 from ckptz.store.resolve import open_file
 from ckptz.store.storage import folder_at
 
-ATTEMPTS: Final = 5  # a file that the publisher retires while we choose our way; each time it is newer
+ATTEMPTS: Final = 5  # to choose a route; the publisher may remove a file of it in the meantime
 
 Live = Mapping[str, LiveTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Step and counts of one call of a `Follower`.
+    """The result of `Follower.apply_to`.
 
     Attributes:
-        step: the step that the tensors hold now.
-        previous: the step that they held before, or None if that was not known.
-        files: what was applied, in order; empty if there was nothing new.
-        n_bytes: their sizes together.
-        n_written: patterns written to tensors.
+        step: the step of the tensors now.
+        previous: their step before, or None if it was unknown.
+        files: names of the applied files, in order; empty if there was nothing new.
+        n_bytes: total size of these files.
+        n_written: number of elements written.
         seconds: time taken.
     """
 
@@ -46,20 +46,20 @@ class Update:
 
 
 class Follower:
-    """Brings tensors to what a `Publisher` published last, in place.
+    """Updates tensors in place to the newest step of a `Publisher`.
 
-    Any number may follow one folder; none of them writes to it. A follower that missed steps catches up
-    over the deltas or from a full file, whichever are fewer bytes. A new one finds out which step the
-    tensors hold, or else starts from a full file.
+    Any number of followers may read one folder; they never write to it. A follower that missed steps applies
+    deltas or a full file, whichever has fewer bytes. A new follower identifies the step of its tensors by
+    their values, or else starts from a full file.
 
     Args:
-        folder_or_url: what the publisher was given.
-        check: "base" holds all tensors against checksums at every update; "stored" trusts that nobody
-            else wrote to them since, and reads and writes only what changes.
-        jobs: threads, all cores by default.
+        folder_or_url: the folder of the publisher.
+        check: "base" verifies the checksums of all tensors at every update; "stored" assumes that only this
+            follower writes to them, and reads and writes only changed values.
+        jobs: number of threads, by default all cores.
 
     Attributes:
-        step: the step that the tensors hold, or None if it is not known.
+        step: the step of the tensors, or None if it is unknown.
 
     Example:
         >>> import torch
@@ -89,29 +89,30 @@ class Follower:
         return newest if newest is not None and (self.step is None or newest > self.step) else None
 
     def reset(self) -> None:
-        """Forget what the tensors hold, after something else wrote to them: `apply_to` looks afresh."""
+        """Forget the step of the tensors, after other code wrote to them; `apply_to` identifies it again."""
         self.step = self._content_id = None
 
     def apply_to(self, state_dict: State, step: int | None = None) -> Update:
         """Update tensors to the newest step, or to `step`.
 
-        Each file is applied whole or not at all. After an error the tensors hold the step that `step`
-        says, the one before or one on the way; where writing was interrupted, `step` is None and the next
-        call compares the tensors with the published checksums.
+        Each file is applied completely or not at all. After an error the tensors have the step in the
+        attribute `step`. If a write was interrupted it is None, and the next call identifies the step by
+        published checksums.
 
         Args:
-            state_dict: tensors by name, on any device, always the same ones; others in it are left alone.
-            step: where to go; by default, to the newest.
+            state_dict: tensors by name, on any device, the same ones in every call. Tensors that are not
+                published stay unchanged.
+            step: the step to update to, by default the newest.
 
         Raises:
-            MissingBaseError: nothing is published, a file on the way is missing, or the tensors were
-                changed by somebody else (then `reset`).
+            MissingBaseError: nothing is published, a file of the route is missing, or other code changed the
+                tensors (then call `reset`).
             ConfigError: the tensors are not those of the published model.
             FormatError: a file is damaged.
         """
         start, live = time.perf_counter(), live_tensors(state_dict)
         if self.step is None:
-            self._recognise(live)
+            self._identify_step(live)
         previous, applied, n_written = self.step, list[Version](), 0
         for version, patched in self._patches(live, step):
             applied.append(version)
@@ -129,12 +130,12 @@ class Follower:
             seconds=time.perf_counter() - start,
         )
 
-    def _patches(self, live: Live, wanted: int | None) -> Iterator[tuple[Version, Patched]]:
-        """Apply one file after another until the step is reached; the way is found anew if one is gone."""
+    def _patches(self, live: Live, step: int | None) -> Iterator[tuple[Version, Patched]]:
+        """Apply the files of a route to `step`; if a file was removed, choose another route."""
         n_left = ATTEMPTS
         while True:
             try:
-                for version in self._route(wanted):
+                for version in self._route(step):
                     yield version, self._apply(version, live)
                 return
             except FileNotFoundError:
@@ -142,33 +143,33 @@ class Follower:
                 if not n_left:
                     raise
 
-    def _route(self, wanted: int | None) -> Sequence[Version]:
+    def _route(self, step: int | None) -> Sequence[Version]:
         versions = versions_in(self._place.sizes())
-        target = newest_step(versions) if wanted is None else checked_step(wanted)
+        target = newest_step(versions) if step is None else checked_step(step)
         if target is None or target == self.step:
             return ()
-        if wanted is None and self.step is not None and target < self.step:
+        if step is None and self.step is not None and target < self.step:
             raise MissingBaseError(
-                f"{self._place.name}: its newest step is {target}, and the tensors hold {self.step}; "
-                "is it another run? reset() starts afresh"
+                f"{self._place.name}: the newest step is {target}, but the tensors have step {self.step}; "
+                "if this is another run, call reset()"
             )
         return route(versions, self.step, target, self._place.name)
 
     def _apply(self, version: Version, live: Live) -> Patched:
-        with self._opened(version) as container, Workers(self._jobs) as workers:
+        with self._open(version) as container, Workers(self._jobs) as workers:
             base = container.index.base
             if base is not None and self._content_id not in (None, base.content_id):
                 raise MissingBaseError(
-                    f"{container.name}: leads on from other values than step {self.step} has here, "
-                    f"{base.title}; is it another run? reset() starts afresh"
+                    f"{container.name}: its base {base.title} is not the step {self.step} of these tensors; "
+                    "if this is another run, call reset()"
                 )
-            # An interrupt after the write must not leave the old step here: the delta would be applied twice.
+            # `before_write` clears the step: after an interrupt the delta must not be applied twice.
             patched = patch(container, live, check=self._check, workers=workers, before_write=self.reset)
         self.step, self._content_id = version.step, patched.content_id
         return patched
 
     @contextlib.contextmanager
-    def _opened(self, version: Version) -> Iterator[Container]:
+    def _open(self, version: Version) -> Iterator[Container]:
         with contextlib.closing(open_file(self._place.open(version.name))) as file:
             if not isinstance(file, Container):
                 raise FormatError(f"{file.name}: not a .ckptz file")
@@ -176,15 +177,15 @@ class Follower:
                 raise CorruptionError(f"{file.name}: holds step {file.index.step}; it was renamed")
             yield file
 
-    def _recognise(self, live: Live) -> None:
-        """Find the tensors' values among the steps since the newest full file, by what the deltas say."""
+    def _identify_step(self, live: Live) -> None:
+        """Set the step whose content id matches the tensors, among deltas since the newest full file."""
         versions = versions_in(self._place.sizes())
         full_files = full_files_of(versions)
         deltas = [v for v in versions if full_files and v.base is not None and v.step >= full_files[-1].step]
         live_id = ""
         for version in reversed(deltas):
-            # What cannot be read now may be read, or complained of, when it is needed.
-            with contextlib.suppress(CkptzError, OSError, KeyError), self._opened(version) as container:
+            # A file that cannot be read raises later, if it is needed.
+            with contextlib.suppress(CkptzError, OSError, KeyError), self._open(version) as container:
                 index, base = container.index, container.index.base
                 live_id = live_id or content_id_of({name: live[name] for name in container.tensors})
                 if live_id == index.content_id:

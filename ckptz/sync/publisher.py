@@ -1,4 +1,4 @@
-"""The trainer's side of weight sync."""
+"""Weight sync in the trainer: publishes full files and deltas of a model's weights."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ SPARSE: Final = Lossless(sparse=True)
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """Step, size and counts of one call of `Publisher.publish`.
+    """The result of `Publisher.publish`.
 
     Attributes:
-        step: the step.
-        files: their names in the folder; a delta, a full file or both.
-        n_bytes: their sizes together.
+        step: the published step.
+        files: names of the new files: a delta, a full file, or both.
+        n_bytes: total size of these files.
         tensor_bytes: bytes of all tensors.
-        content_id: identity of the values.
+        content_id: content id of the tensors.
         seconds: time taken.
-        note: what the user should know, or empty.
+        note: notes for the user, or empty.
     """
 
     step: int
@@ -59,32 +59,32 @@ class PublishReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _Last:
-    """The step that the next delta leads on from."""
+class _Base:
+    """The last published step, which is the base of the next delta."""
 
     step: int
     ref: BaseRef
     tensors: Mapping[str, TensorSource]
-    spare: Mapping[str, TensorSource]  # an older copy, whose memory may be written to
+    spare: Mapping[str, TensorSource]  # an older copy, whose memory is reused for the next snapshot
 
 
 class Publisher:
-    """Publishes a model's weights step by step: a small delta every time, now and then a full file.
+    """Publishes the weights of a model: a delta for every step, and a full file at intervals.
 
-    A file appears in the folder when it is complete. The publisher keeps two copies of the weights in
-    host memory: what it published last, and what it is about to publish. After a restart it goes on from
-    the newest step in the folder. There may be one publisher for a folder.
+    A file appears in the folder when it is complete. The publisher keeps two copies of the weights in host
+    memory: of the last and of the current step. After a restart it continues from the newest step in the
+    folder. A folder can have only one publisher.
 
     Args:
-        folder_or_url: a folder, which is made if it is missing, or an fsspec URL such as "s3://bucket/run".
-        full_every: publish a full file with every so many steps; 1 to 64. A follower that starts late
-            reads a full file and at most this many deltas.
-        keep_full: remove what is older than the so many newest full files; None keeps everything.
-        smallest: make deltas as small as they get, about 30 % less than otherwise; writing and
-            applying them takes several times as long.
-        effort: "fast", "default" or "small": how much time to spend on smaller files; deltas of changed
-            positions are the same by each.
-        jobs: threads, all cores by default.
+        folder_or_url: a folder, which is created if it is missing, or an fsspec URL such as
+            "s3://bucket/run".
+        full_every: steps between full files, 1 to 64. A follower that starts late reads a full file and at
+            most this many deltas.
+        keep_full: number of newest full files to keep; older files are removed. None keeps everything.
+        smallest: make deltas about 30 % smaller; writing and applying them takes several times as long.
+        effort: "fast", "default" or "small": time to spend on smaller files. Sparse deltas, the default, do
+            not depend on it.
+        jobs: number of threads, by default all cores.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -121,26 +121,26 @@ class Publisher:
         self._rule, self._keep_full = ChainRule(full_every, is_forked=False), keep_full
         self._config: Method = LOSSLESS if smallest else SPARSE
         self._effort, self._jobs = effort_of(effort).name, jobs_of(jobs)
-        self._base: _Last | None = None
+        self._base: _Base | None = None
 
     @property
     def step(self) -> int | None:
-        """The step that this publisher published last."""
+        """The last step of this publisher, or None."""
         return None if self._base is None else self._base.step
 
     def publish(
         self, state_dict: State, step: int | None = None, metadata: Mapping[str, str] | None = None
     ) -> PublishReport:
-        """Publish the weights as they are now; they may change again when this returns.
+        """Publish the current weights; training may continue when this returns.
 
         Args:
             state_dict: tensors by name, on any device.
-            step: the training step, greater than all that were published; by default one more.
-            metadata: text to keep with the tensors.
+            step: training step, greater than all published ones; by default the next number.
+            metadata: text to store with the tensors.
 
         Raises:
-            ConfigError: the step is not newer than what the folder holds, or not ours.
-            OSError: the disk is full or fails; nothing is published, and the step may be tried again.
+            ConfigError: the step is not newer than those in the folder, or another publisher writes to it.
+            OSError: the disk is full or fails; nothing is published, and the step can be tried again.
         """
         start = time.perf_counter()
         check_tensor_names(state_dict)
@@ -149,21 +149,24 @@ class Publisher:
         step = self._checked_step(step, versions)
         notes: list[str] = []
         with Workers(self._jobs) as workers:
-            snapshot = _copied(state_dict, {} if self._base is None else self._base.spare, workers)
+            snapshot = _copy_to_host(state_dict, {} if self._base is None else self._base.spare, workers)
             job = WriteJob(tensors=snapshot, metadata=metadata, step=step, effort=self._effort)
             written = write_against(
-                lambda held: self._open_base(snapshot, versions, notes, held),
+                lambda stack: self._open_base(snapshot, versions, notes, stack),
                 lambda base: self._write(job, base, versions, workers),
                 notes,
-                f"step {newest_step(versions)} cannot be led on from, so this is a full file",
-                of_base=(FormatError, MissingBaseError),  # an upload that fails does so with a full file, too
+                f"step {newest_step(versions)} cannot be used as a base, so this is a full file",
+                of_base=(
+                    FormatError,
+                    MissingBaseError,
+                ),  # an upload that fails would fail for a full file, too
             )
-        notes += self._retire()
+        notes += self._remove_old()
         first = next(iter(written.values()))
         return PublishReport(
             step=step,
             files=tuple(version.name for version in written),
-            n_bytes=sum(one.stored_bytes for one in written.values()),
+            n_bytes=sum(file.stored_bytes for file in written.values()),
             tensor_bytes=first.original_bytes,
             content_id=first.content_id,
             seconds=time.perf_counter() - start,
@@ -175,37 +178,37 @@ class Publisher:
         if self._base is not None:
             if newest is not None and newest > self._base.step:
                 raise ConfigError(
-                    f"{self._place.name}: holds step {newest}, and this publisher's last is "
-                    f"{self._base.step}; another one writes here, and a folder takes one publisher"
+                    f"{self._place.name}: has step {newest}, but the last of this publisher is "
+                    f"{self._base.step}; another publisher writes here: stop one of the two"
                 )
             newest = self._base.step
         step = checked_step((0 if newest is None else newest + 1) if step is None else step)
         if newest is not None and step <= newest:
             raise ConfigError(
-                f"{self._place.name}: step {step} is not after {newest}, the newest that is published; "
-                "go on after that step, or publish to a new folder"
+                f"{self._place.name}: step {step} is not after the newest published step {newest}; "
+                "use a later step, or publish to a new folder"
             )
         return step
 
     def _open_base(
-        self, snapshot: Snapshot, versions: list[Version], notes: list[str], held: contextlib.ExitStack
-    ) -> _Last | None:
+        self, snapshot: Snapshot, versions: list[Version], notes: list[str], stack: contextlib.ExitStack
+    ) -> _Base | None:
         """Return the base of the next delta; None for a full file, with a note if its tensors differ."""
         newest = newest_step(versions)
         if newest is None:
             return None
         base = self._base
-        if base is None or base.step != newest:  # what an earlier publisher published last is read back
+        if base is None or base.step != newest:  # published by an earlier process
             files = route(versions, None, newest, self._place.name)
-            folder = held.enter_context(self._place.local_copies([version.name for version in files]))
-            opened = held.enter_context(contextlib.closing(open_checkpoint(folder / files[-1].name)))
-            base = _Last(newest, base_ref(opened), opened.tensors, {})
+            folder = stack.enter_context(self._place.local_copies([version.name for version in files]))
+            opened = stack.enter_context(contextlib.closing(open_checkpoint(folder / files[-1].name)))
+            base = _Base(newest, base_ref(opened), opened.tensors, {})
         if _layout(base.tensors) == _layout(snapshot):
             return base
-        notes.append("other tensors than in the step before, so this is a full file")
+        notes.append("names, dtypes or shapes changed since the last step, so this is a full file")
         return None
 
-    def _is_full_due(self, base: _Last | None, versions: list[Version]) -> bool:
+    def _is_full_due(self, base: _Base | None, versions: list[Version]) -> bool:
         full_files = full_files_of(versions)
         if base is None or not full_files or base.ref.depth > MAX_DEPTH:
             return True
@@ -213,78 +216,79 @@ class Publisher:
         return self._rule.base_of(n_since + 1) is None
 
     def _write(
-        self, job: WriteJob, base: _Last | None, versions: list[Version], workers: Workers
+        self, job: WriteJob, base: _Base | None, versions: list[Version], workers: Workers
     ) -> dict[Version, Written]:
-        """Write the files of one step; they appear when all of them are written."""
+        """Write the files of one step; they appear when all of them are complete."""
         assert job.step is not None
-        wanted: dict[Version, WriteJob] = {}
+        jobs: dict[Version, WriteJob] = {}
         if self._is_full_due(base, versions):
-            wanted[Version(job.step, None)] = job
+            jobs[Version(job.step, None)] = job
         if base is not None and base.ref.depth <= MAX_DEPTH:
-            wanted[Version(job.step, base.step)] = replace(
+            jobs[Version(job.step, base.step)] = replace(
                 job, base=base.ref, bases=base.tensors, config=self._config
             )
         written = {}
         try:
             with contextlib.ExitStack() as files:
-                for version, one in wanted.items():
+                for version, file_job in jobs.items():
                     sink = files.enter_context(self._place.publish(version.name))
-                    written[version] = write(sink, one, workers)
-            # An interrupt after the files appeared must not leave the step before here: nothing could be
-            # published any more. The next delta leads on from the full file if there is one.
+                    written[version] = write(sink, file_job, workers)
+            # Within `try`: after an interrupt between publishing and this, the files must be removed, or no
+            # further step could be published. The next base is the full file if there is one.
             version, first = next(iter(written.items()))
             depth = base.ref.depth if base is not None and version.base is not None and first.n_deltas else 0
             ref = BaseRef(first.content_id, version.name, depth + 1)
-            self._base = _Last(job.step, ref, job.tensors, {} if self._base is None else self._base.tensors)
+            self._base = _Base(job.step, ref, job.tensors, {} if self._base is None else self._base.tensors)
         except BaseException:
-            for version in wanted:
+            for version in jobs:
                 with contextlib.suppress(Exception):
                     self._place.remove(version.name)
             raise
         return written
 
-    def _retire(self) -> tuple[str, ...]:
-        """Remove what is older than the full files to be kept, as far as these can be read; notes.
+    def _remove_old(self) -> tuple[str, ...]:
+        """Remove files older than the full files to keep; returns notes.
 
-        The step is published whether this succeeds or not, and what stays is tried again.
+        Files stay if a full file to keep cannot be read, or if they cannot be removed; the next step tries
+        again.
         """
         try:
             versions = versions_in(self._place.sizes())
-        except Exception as error:  # stores behind URLs have errors of their own
-            return (f"what is older stays until the next step: {error}",)
+        except Exception as error:  # URL stores raise various errors
+            return (f"older files are kept until the next step: {error}",)
         full_files = {full.step: full for full in full_files_of(versions)}
         steps = KeepRules(last=self._keep_full).kept(full_files, {})
         if len(steps) == len(full_files):
             return ()
         kept = [full_files[step] for step in sorted(steps)]
-        # The delta that leads to the oldest full file loses its base; what stays can be restored.
+        # This removes the base of the delta that leads to the oldest full file, which is still readable.
         stays = what_stays(
-            _before(kept[0], versions), kept, self._checked, lambda one: _before(one, versions)
+            _before(kept[0], versions), kept, self._check_full, lambda full: _before(full, versions)
         )
-        for version in sorted(stays.may_go, key=lambda one: (one.step, one.base is None)):
+        for version in sorted(stays.may_go, key=lambda v: (v.step, v.base is None)):
             with contextlib.suppress(Exception):
                 self._place.remove(version.name)
         return stays.notes
 
-    def _checked(self, full: Version) -> tuple[Version, ...]:
-        """Require that the header of a full file can be read; it needs no other file."""
+    def _check_full(self, full: Version) -> tuple[Version, ...]:
+        """Require a readable header of a full file; returns the files that it needs, which are none."""
         with contextlib.closing(open_file(self._place.open_header(full.name, full.n_bytes))) as file:
             if not isinstance(file, Container) or file.index.base is not None:
-                raise CorruptionError("it is no full file")
+                raise CorruptionError("it is not a full file")
             return ()
 
 
 def _before(full: Version, versions: Sequence[Version]) -> list[Version]:
-    """List the files that a follower needs only if it does not start from this full file."""
-    return [one for one in versions if (one.step, one.base is None) < (full.step, True)]
+    """List the files that a follower which starts from this full file does not need."""
+    return [v for v in versions if (v.step, v.base is None) < (full.step, True)]
 
 
 def _layout(tensors: Mapping[str, TensorSource]) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (source.dtype.name, tuple(source.shape)) for name, source in tensors.items()}
 
 
-def _copied(state: State, spare: Mapping[str, TensorSource], workers: Workers) -> Snapshot:
-    """A copy of a state in host memory, in that of an older copy where it fits."""
+def _copy_to_host(state: State, spare: Mapping[str, TensorSource], workers: Workers) -> Snapshot:
+    """Copy a state to host memory, into the memory of `spare` for tensors of the same dtype and shape."""
     live = live_tensors(state)
     snapshot = {}
     for name, source in live.items():
