@@ -138,7 +138,7 @@ def test_an_interrupt_behind_the_names_of_files_takes_them_back(
     publisher = Publisher(tmp_path, jobs=1)
     publisher.publish(trained)
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_Last", interrupted)
+        patched.setattr(module, "_Base", interrupted)
         with pytest.raises(KeyboardInterrupt):
             publisher.publish(trained)
     assert publisher.step == 0

@@ -151,7 +151,7 @@ def test_verdicts_that_an_interrupt_has_kept_from_being_read_are_read_later(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(rx.state.kernels, "told", interrupt)
+        patched.setattr(rx.state.kernels, "to_bools", interrupt)
         with pytest.raises(KeyboardInterrupt):
             rx.check()
     with pytest.raises(WireError, match="payload checksum"):

@@ -120,7 +120,7 @@ class Cut(nn.Module):
 def test_loading_a_topk_model_without_compression_warns_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "model.ckptz"
     save_file(Cut("paper_top10").state_dict(), path)
-    with pytest.warns(PolicyWarning, match=r"only seen the greatest 10% of activations"):
+    with pytest.warns(PolicyWarning, match=r"only seen the largest 10% of activations"):
         Cut(None).load_state_dict(load_file(path))
     with pytest.warns(PolicyWarning, match="lose accuracy"):
         Cut("balanced").load_state_dict(load_file(path))
@@ -134,7 +134,7 @@ def test_loading_a_topk_model_without_compression_warns_with_the_reason(tmp_path
 def test_loading_a_file_says_why_its_links_are_needed_unless_they_are_given(tmp_path: Path) -> None:
     path = tmp_path / "top10.ckptz"
     save_file({"w": torch.ones(4)}, path, policy_metadata("paper_top10"))
-    with pytest.warns(PolicyWarning, match="have only seen the greatest 10%"):
+    with pytest.warns(PolicyWarning, match="have only seen the largest 10%"):
         assert load_file(path)["w"].tolist() == [1, 1, 1, 1]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -146,7 +146,7 @@ def test_metadata_tells_what_a_model_was_trained_with() -> None:
     with pytest.warns(PolicyWarning, match="load with the same policy"):
         assert check_policy(metadata) == PRESETS["paper_top10"]
     state = policy_metadata(LinkPolicy(forward=TopK(0.1), feedback="aqsgd"))
-    with pytest.warns(PolicyWarning, match="run it without compression"):
+    with pytest.warns(PolicyWarning, match="disable compression"):
         check_policy(state, LinkPolicy(forward=TopK(0.1), eval="same"))
     assert check_policy({}) is None
     with pytest.raises(ConfigError, match="not one of"):
