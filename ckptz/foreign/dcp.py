@@ -1,8 +1,8 @@
-"""Folders of `torch.distributed.checkpoint`, as torch's own writer makes them: read whole, and written.
+"""Reads and writes folders of `torch.distributed.checkpoint` in torch's own format.
 
-torch writes them, and loads each part of a tensor, which stands in a shard as `torch.save` writes it.
-`.metadata` is a pickle, which torch would run: it is read here as data. What the parts do not cover is an
-error. torch is imported when a folder is read or written.
+torch writes them, and loads each part of a tensor, which a shard contains in the format of `torch.save`. The
+pickle `.metadata` is read as data, without running code. The parts of a tensor must cover it. torch is
+imported when a folder is read or written.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from ckptz.parallel import LRUCache
 from ckptz.state.flatten import CODES, Chunks, unflatten
 from ckptz.state.skeleton import MAX_DEPTH, MAX_NODES, TensorRef, is_number, pack_node
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, and its shape
-MAX_CELLS: Final = 1 << 26  # of a grid whose lines are the edges of all parts
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape
+MAX_CELLS: Final = 1 << 26  # cells of the grid formed by the edges of all parts
 
 MAX_ELEMENTS: Final = (1 << 63) - 1
 METADATA_FILE: Final = ".metadata"
 SHARD_SUFFIX: Final = ".distcp"
-KEPT_TENSORS: Final = 2  # in memory: the one that is read, and the next, which threads have begun
+CACHED_TENSORS: Final = 2  # the tensor that is read, and the next, which threads have started
 Numbers = tuple[int, ...]
 _METADATA: Final = (
     *("metadata.Metadata", "metadata.MetadataIndex", "metadata.StorageMeta", "filesystem._StorageInfo"),
@@ -64,40 +64,39 @@ _OTHERS: Final = (
 
 
 def problem_of_parts(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
-    """Return the fault in the parts of a tensor; empty if there is none.
+    """Describe the problem if the parts of a tensor do not cover it exactly; "" if they do.
 
-    Takes time and memory by the number of parts or cells of their grid, never by the size of the tensor.
+    Time and memory depend on the number of parts and of cells of their grid, not on the size of the tensor.
     """
     if math.prod(shape) > MAX_ELEMENTS:
         return "has more than 2^63 elements"
     for begin, sizes in parts:
         if not len(begin) == len(sizes) == len(shape):
             return "a part has another number of dimensions"
-        if any(b < 0 or n < 0 or b + n > whole for b, n, whole in zip(begin, sizes, shape, strict=True)):
+        if any(b < 0 or n < 0 or b + n > size for b, n, size in zip(begin, sizes, shape, strict=True)):
             return "a part lies outside of it"
-    full = [(begin, sizes) for begin, sizes in parts if math.prod(sizes)]
-    if sum(math.prod(sizes) for _, sizes in full) != math.prod(shape):
-        return "its parts do not make it whole"
-    return _overlap(shape, full)
+    nonempty = [(begin, sizes) for begin, sizes in parts if math.prod(sizes)]
+    if sum(math.prod(sizes) for _, sizes in nonempty) != math.prod(shape):
+        return "its parts do not cover it exactly"
+    return _overlap(shape, nonempty)
 
 
 def _overlap(shape: tuple[int, ...], parts: Sequence[Box]) -> str:
-    """Paint the parts onto the grid of their edges, one boolean for each cell."""
+    """Describe the problem if parts overlap, by marking their cells in the grid of all edges; "" if not."""
     if len(parts) < 2:
         return ""
     begins, sizes = (np.array([part[i] for part in parts], np.int64) for i in (0, 1))
     edges = [
-        np.unique([0, whole, *low, *(low + n)])
-        for whole, low, n in zip(shape, begins.T, sizes.T, strict=True)
+        np.unique([0, size, *low, *(low + n)]) for size, low, n in zip(shape, begins.T, sizes.T, strict=True)
     ]
     cut = [i for i, lines in enumerate(edges) if len(lines) > 2]
     if math.prod(len(edges[i]) - 1 for i in cut) > MAX_CELLS:
         return "its parts are cut in too many different ways"
     first = [np.searchsorted(edges[i], begins[:, i]).tolist() for i in cut]
     last = [np.searchsorted(edges[i], (begins + sizes)[:, i]).tolist() for i in cut]
-    painted = np.zeros([len(edges[i]) - 1 for i in cut], np.bool_)
+    is_covered = np.zeros([len(edges[i]) - 1 for i in cut], np.bool_)
     for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
-        cells = painted[tuple(map(slice, low, high))]
+        cells = is_covered[tuple(map(slice, low, high))]
         if cells.any():
             return "its parts overlap"
         cells[...] = True
@@ -110,7 +109,7 @@ def is_dcp(folder: Path) -> bool:
 
 
 def dcp_files(folder: Path) -> list[Path]:
-    """List the files that a checkpoint consists of."""
+    """List the files of a checkpoint: `.metadata` and the shards."""
     return sorted(p for p in folder.iterdir() if p.name == METADATA_FILE or p.suffix == SHARD_SUFFIX)
 
 
@@ -119,7 +118,7 @@ def dcp_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True, slots=True)
 class _StoredPart:
-    """A stored part of a tensor, or an object, whose offset is None: bytes of a file."""
+    """The bytes of a file that contain a part of a tensor, or, with offset None, another object."""
 
     name: str
     offset: Numbers | None
@@ -129,73 +128,79 @@ class _StoredPart:
     n_bytes: int
 
     def load(self) -> Any:
-        """Load what torch wrote there."""
+        """Load the tensor or object with torch, without running code.
+
+        Raises:
+            FormatError: the file is missing or damaged.
+            UnsupportedError: the object needs code.
+        """
         try:
             if not self.n_bytes or self.begin + self.n_bytes > self.path.stat().st_size:
-                raise TruncatedError(f"{self.path}: is cut; copy the folder whole")
+                raise TruncatedError(f"{self.path}: is truncated; copy the complete folder")
             with self.path.open("rb") as file:
                 file.seek(self.begin)
                 return load_part(file.read(self.n_bytes))
         except FileNotFoundError:
-            raise FormatError(f"{self.path}: is missing, and {METADATA_FILE} names it") from None
+            raise FormatError(f"{self.path}: is missing, but {METADATA_FILE} names it") from None
         except CkptzError as error:
             raise with_context(error, repr(self.name)) from None
 
 
 def _source(
-    name: str, torch_type: str, shape: Numbers, parts: Sequence[_StoredPart], kept: LRUCache[Patterns]
+    name: str, torch_type: str, shape: Numbers, parts: Sequence[_StoredPart], cache: LRUCache[Patterns]
 ) -> LazySource:
-    """Return a source for a tensor of the folder, read as a whole; `kept` caches recently read ones."""
+    """Return a source for a tensor of the folder, which is read completely and cached."""
     if torch_type not in CODES:
-        raise UnsupportedError(
-            f"tensor {name!r} has the element type {torch_type!r}, which ckptz does not have"
-        )
+        raise UnsupportedError(f"tensor {name!r} has the dtype {torch_type!r}, which ckptz does not support")
     dtype = dtype_of(CODES[torch_type])
-    paths = {part.path for part in parts}  # a missing one is told of when it is read
+    paths = {part.path for part in parts}  # a missing file raises when it is read
     if all(map(Path.is_file, paths)) and dtype.n_bytes(shape) > sum(path.stat().st_size for path in paths):
-        raise TruncatedError(f"tensor {name!r}: the shards are smaller than it; copy the folder whole")
+        raise TruncatedError(f"tensor {name!r}: is larger than its shards; copy the complete folder")
 
     def read() -> Patterns:
         return _read(torch_type, shape, parts).view(PATTERN_TYPES[dtype.pattern_bytes])
 
-    return LazySource(dtype, shape, lambda begin, end: kept.get(name, read)[begin:end])
+    return LazySource(dtype, shape, lambda begin, end: cache.get(name, read)[begin:end])
 
 
 def _read(torch_type: str, shape: Numbers, parts: Sequence[_StoredPart]) -> Bytes:
-    """Read a tensor, as bytes."""
+    """Read a tensor of several parts as bytes [n_bytes]."""
     import torch
 
-    # The parts were found to cover it, and each is of exactly the shape that it has in the metadata.
+    # Not initialized: the parts cover the tensor, and each is checked to have its recorded shape.
     target = torch.empty(shape, dtype=getattr(torch, torch_type))
     for part in parts:
         tensor = part.load()
         if type(tensor) is not torch.Tensor or str(tensor.dtype) != f"torch.{torch_type}":
-            raise CorruptionError(f"{part.name!r} is of another type than {METADATA_FILE} says")
+            raise CorruptionError(f"the type of {part.name!r} differs from {METADATA_FILE}")
         if tuple(tensor.shape) != part.shape:
-            raise CorruptionError(f"a part of {part.name!r} has another shape than {METADATA_FILE} says")
+            raise CorruptionError(f"the shape of a part of {part.name!r} differs from {METADATA_FILE}")
         ends = (begin + n for begin, n in zip(part.offset or (), part.shape, strict=True))
         target[tuple(map(slice, part.offset or (), ends))] = tensor.detach()
-    found_bytes: Bytes = target.reshape(-1).view(torch.uint8).numpy()
-    return found_bytes
+    as_bytes: Bytes = target.reshape(-1).view(torch.uint8).numpy()
+    return as_bytes
 
 
 def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
-    """Open a folder that torch wrote: its tensors, read when they are asked for, and the tree of its state.
+    """Open a folder that torch wrote.
+
+    Returns:
+        Sources of its tensors by name, which are read on use, and the tree of the nested state.
 
     Raises:
         ConfigError: torch is not installed.
-        FormatError: damaged.
-        UnsupportedError: an object that needs code, or an element type that ckptz does not have.
+        FormatError: a file is damaged.
+        UnsupportedError: an object needs code, or ckptz lacks a dtype.
     """
     require_torch(folder)
     with error_context(str(folder)):
         tensors, objects, paths = _parse(read_metadata(folder / METADATA_FILE), folder)
         leaves: dict[str, Any] = {name: TensorRef(name) for name in tensors}
-        leaves |= {name: _Object(_loaded(part)) for name, part in objects.items()}
+        leaves |= {name: _Object(_load_object(part)) for name, part in objects.items()}
         return tensors, {"root": pack_node(_nested(leaves, paths)), "storages": []}
 
 
-def _loaded(part: _StoredPart) -> Any:
+def _load_object(part: _StoredPart) -> Any:
     """Load a value that is not a tensor."""
     try:
         return part.load()
@@ -207,25 +212,25 @@ def _loaded(part: _StoredPart) -> Any:
 
 
 def _nested(leaves: Mapping[str, Any], paths: Any) -> Any:
-    """Nest the state that torch's planner flattened: text in a path means a dict, a number a list."""
+    """Nest the state that torch's planner flattened: text in a path is a dict key, a number a list index."""
     if not isinstance(paths, dict):
-        return _Lists().made(dict(leaves))
+        return _Lists().convert(dict(leaves))
     root: dict[Any, Any] = {}
     for name, value in leaves.items():
         path = paths.get(name, (name,))
         if not isinstance(path, tuple) or not all(type(part) in (str, int) for part in path):
-            raise CorruptionError(f"the path of {name!r} is not made of names and numbers")
+            raise CorruptionError(f"the path of {name!r} does not consist of names and numbers")
         if not 1 <= len(path) <= MAX_DEPTH:
-            raise CorruptionError(f"the path of {name!r} has {len(path)} parts, and may have {MAX_DEPTH}")
+            raise CorruptionError(f"the path of {name!r} has {len(path)} parts, limit {MAX_DEPTH}")
         node = root
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if not isinstance(node, dict):
                 raise CorruptionError(f"the path of {name!r} leads through another value")
         if path[-1] in node:
-            raise CorruptionError(f"the path of {name!r} leads to another value")
+            raise CorruptionError(f"the path of {name!r} is that of another value")
         node[path[-1]] = value
-    return _Lists().made(root)
+    return _Lists().convert(root)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,33 +241,33 @@ class _Object:
 
 
 class _Lists:
-    """Turns dicts with numbers as keys into lists, which together are no longer than a tree may be."""
+    """Converts dicts with integer keys to lists; their total length is at most `MAX_NODES`."""
 
     def __init__(self) -> None:
         self._left = MAX_NODES
 
-    def made(self, node: Any) -> Any:
+    def convert(self, node: Any) -> Any:
         if not isinstance(node, dict):
             return node.value if isinstance(node, _Object) else node
-        made = {key: self.made(value) for key, value in node.items()}
-        if not made or not all(type(key) is int for key in made):
-            return made
-        self._left -= max(made) + 1
-        if min(made) < 0 or self._left < 0:
-            raise CorruptionError("a list of the state has no such position")
-        # torch leaves empty dicts and lists out, and puts None in their places in a list, as is done here.
-        return [made.get(i) for i in range(max(made) + 1)]
+        items = {key: self.convert(value) for key, value in node.items()}
+        if not items or not all(type(key) is int for key in items):
+            return items
+        self._left -= max(items) + 1
+        if min(items) < 0 or self._left < 0:
+            raise CorruptionError("a list of the state has an invalid index")
+        # Like torch, put None for missing items: it omits empty dicts and lists.
+        return [items.get(i) for i in range(max(items) + 1)]
 
 
 # --- the metadata -------------------------------------------------------------------------------------
 
 
 def read_metadata(path: Path) -> Any:
-    """Read `.metadata` as records, whose classes are those that torch's writers of the last years use.
+    """Read `.metadata` as `PickledObject` records of the classes that torch's writers use.
 
     Raises:
-        CorruptionError: damaged.
-        UnsupportedError: it names another class.
+        CorruptionError: the file is damaged.
+        UnsupportedError: it contains another class.
     """
     import torch
 
@@ -275,34 +280,34 @@ def read_metadata(path: Path) -> Any:
 
 
 def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _StoredPart], Any]:
-    """(tensors, objects, how the state was flattened)."""
+    """Return the tensors, the other objects, and the paths of the flattened state."""
     top = _attributes(raw, "Metadata")
-    places = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
-    kept: LRUCache[Patterns] = LRUCache(KEPT_TENSORS, lambda _: 1)
+    infos = {_index_of(key): _attributes(info, "_StorageInfo") for key, info in _dict(top, "storage_data")}
+    cache: LRUCache[Patterns] = LRUCache(CACHED_TENSORS, lambda _: 1)
     tensors: dict[str, TensorSource] = {}
     objects, stored = {}, list[_StoredPart]()
     for name, entry in _dict(top, "state_dict_metadata"):
         if type(name) is not str:
-            raise CorruptionError(f"{METADATA_FILE}: a name is no text")
+            raise CorruptionError(f"{METADATA_FILE}: a name is not text")
         if isinstance(entry, PickledObject) and entry.kind == "BytesStorageMetadata":
-            objects[name] = _part(folder, places, name, None, ())
+            objects[name] = _part(folder, infos, name, None, ())
             continue
         fields = _attributes(entry, "TensorStorageMetadata")
         shape, chunks, parts = _numbers(fields.get("size")), fields.get("chunks"), []
         for chunk in chunks if isinstance(chunks, list | tuple) else ():
             box = _attributes(chunk, "ChunkStorageMetadata")
             offset, sizes = _numbers(box.get("offsets")), _numbers(box.get("sizes"))
-            parts.append(_part(folder, places, name, offset, sizes))
+            parts.append(_part(folder, infos, name, offset, sizes))
         if problem := problem_of_parts(shape, [(part.offset or (), part.shape) for part in parts]):
             raise CorruptionError(f"tensor {name!r}: {problem}")
         stored += parts
-        tensors[name] = _source(name, _dtype(fields.get("properties"), name), shape, parts, kept)
+        tensors[name] = _source(name, _dtype(fields.get("properties"), name), shape, parts, cache)
     _check_disjoint([*objects.values(), *stored])
     return tensors, objects, top.get("planner_data")
 
 
 def _check_disjoint(parts: Sequence[_StoredPart]) -> None:
-    """Refuse parts that share bytes: a small file could become any number of objects in memory."""
+    """Refuse parts that share bytes, with which a small file could take any amount of memory."""
     ends: dict[Path, tuple[int, str]] = {}
     for part in sorted(parts, key=lambda part: (part.path, part.begin)):
         end, other = ends.get(part.path, (0, ""))
@@ -317,7 +322,7 @@ def _dtype(properties: Any, name: str) -> str:
     state = properties.state if isinstance(properties, PickledObject) else None
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, type) or dtype.__module__ != "torch":
-        raise CorruptionError(f"tensor {name!r} has no element type")
+        raise CorruptionError(f"tensor {name!r} has no dtype")
     return dtype.__name__
 
 
@@ -340,9 +345,9 @@ def _numbers(value: Any) -> Numbers:
         value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
     )
     if not isinstance(items, tuple) or not all(map(is_number, items)):
-        raise CorruptionError(f"{METADATA_FILE}: a size is not made of numbers")
+        raise CorruptionError(f"{METADATA_FILE}: a size does not consist of numbers")
     if len(items) > MAX_DIMS:
-        raise CorruptionError(f"{METADATA_FILE}: a tensor of more than {MAX_DIMS} dimensions")
+        raise CorruptionError(f"{METADATA_FILE}: a tensor has more than {MAX_DIMS} dimensions")
     return items
 
 
@@ -350,24 +355,26 @@ def _index_of(key: Any) -> tuple[str, Numbers | None]:
     fields = _attributes(key, "MetadataIndex")
     name, offset = fields.get("fqn"), fields.get("offset")
     if type(name) is not str:
-        raise CorruptionError(f"{METADATA_FILE}: a name is no text")
+        raise CorruptionError(f"{METADATA_FILE}: a name is not text")
     return name, None if offset is None else _numbers(offset)
 
 
 def _part(
-    folder: Path, places: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers
+    folder: Path, infos: Mapping[Any, Any], name: str, offset: Numbers | None, shape: Numbers
 ) -> _StoredPart:
-    """Find where a part is stored."""
-    info = places.get((name, offset))
+    """Return a stored part, given the storage information by (name, offset)."""
+    info = infos.get((name, offset))
     if info is None:
-        raise CorruptionError(f"{METADATA_FILE}: does not say where {name!r} is stored")
+        raise CorruptionError(f"{METADATA_FILE}: lacks the location of {name!r}")
     file, begin, n_bytes = (info.get(key) for key in ("relative_path", "offset", "length"))
     if type(file) is not str or not is_file_name(file) or not file.endswith(SHARD_SUFFIX):
         raise CorruptionError(f"{METADATA_FILE}: {name!r} is not in a shard")
     if not is_number(begin) or not is_number(n_bytes):
-        raise CorruptionError(f"{METADATA_FILE}: {name!r} is nowhere in its shard")
+        raise CorruptionError(f"{METADATA_FILE}: {name!r} has no valid position in its shard")
     if info.get("transform_descriptors"):
-        raise UnsupportedError(f"{name!r} went through an extension of torch's writer; load it with torch")
+        raise UnsupportedError(
+            f"{name!r} was written with an extension of torch's writer; load it with torch"
+        )
     return _StoredPart(name, offset, shape, folder / file, begin, n_bytes)
 
 
@@ -383,16 +390,16 @@ def write_dcp(
         folder: must not exist, or be empty.
         tensors: by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
-        chunks: gives the patterns of all tensors in order.
-        like: files whose common permissions the files of the folder get, from the first byte on.
+        chunks: yields the patterns of all tensors in order.
+        like: files whose common permissions the new files get.
 
     Raises:
-        ConfigError: the state is no dict, as torch wants it.
+        ConfigError: the state is not a dict.
     """
     require_torch(folder)
     state = unflatten(tensors, tree, scratch_folder(folder), chunks)
     if not isinstance(state, dict):
-        raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, and torch saves dicts here")
+        raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, but torch needs a dict")
     if is_url(folder):
         _upload_dcp(folder, state)
         return
@@ -404,10 +411,10 @@ def _save(folder: Path, state: dict[Any, Any], like: Iterable[Path], *, is_new: 
     """Write a state with torch's own writer.
 
     Args:
-        folder: is there.
-        state: what to write.
+        folder: must exist.
+        state: the state to write.
         like: see `write_dcp`.
-        is_new: whether the folder is removed on errors; in one that was there, files may be others'.
+        is_new: remove the folder after an error; a folder that existed may have other files.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -416,7 +423,7 @@ def _save(folder: Path, state: dict[Any, Any], like: Iterable[Path], *, is_new: 
     writer.fs = _file_system(mode_for(folder / METADATA_FILE, like))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it runs in a single process
+            warnings.simplefilter("ignore")  # torch warns that it runs in a single process
             save(state, storage_writer=writer, no_dist=True)
     except BaseException:
         if is_new:
@@ -425,17 +432,17 @@ def _save(folder: Path, state: dict[Any, Any], like: Iterable[Path], *, is_new: 
 
 
 def _upload_dcp(folder: Path, state: dict[Any, Any]) -> None:
-    """Write a folder behind a URL; its `.metadata`, which makes it a checkpoint, comes last."""
+    """Write a folder behind a URL; `.metadata`, which makes it a checkpoint, is uploaded last."""
     with tempfile.TemporaryDirectory(prefix="ckptz-") as name, publish_together() as files:
-        made = Path(name)
-        _save(made, state, (), is_new=False)
-        for path in sorted(made.iterdir(), key=lambda path: (path.name == METADATA_FILE, path.name)):
+        local = Path(name)
+        _save(local, state, (), is_new=False)
+        for path in sorted(local.iterdir(), key=lambda path: (path.name == METADATA_FILE, path.name)):
             with path.open("rb") as written, files.file(folder / path.name) as sink:
                 shutil.copyfileobj(written, sink, 1 << 20)
 
 
 def _file_system(mode: int) -> Any:
-    """Make a file system for torch's writer that creates files with this mode."""
+    """Return a file system for torch's writer that creates files with this mode."""
     from torch.distributed.checkpoint.filesystem import FileSystem
 
     class Files(FileSystem):

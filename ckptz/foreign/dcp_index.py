@@ -1,4 +1,4 @@
-"""The index of a folder of shards: which tensor has which piece in which file, as JSON.
+"""The index of a step that several ranks wrote: the pieces of each tensor and their files, as JSON.
 
     {"format": "ckptz.dcp", "version": 2,
      "files": [{"name": "shard-00000-5e1f.ckptz", "rank": 0}, ...],
@@ -8,9 +8,8 @@
      "paths": {"layer.weight": ["layer.weight"], ...},
      "checksum": "0f1e2d3c4b5a6978"}
 
-The checksum is XXH64 of the text before its own comma, closed by a brace; version 1 had none.
-
-Strict: what it says is checked before a file is opened by it. Knows no torch.
+The checksum is XXH64 of the text before the comma of the checksum, plus a closing brace; version 1 has none.
+The index is validated before any file that it names is opened. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ MAX_BYTES: Final = 1 << 30  # some five million pieces
 
 
 class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One stored part of a tensor: where it begins, its shape, and tensor `tensor` of file number `file`."""
+    """A stored piece of a tensor: its offset and shape in the tensor, and where it is stored."""
+
+    # Tensor `tensor` of file number `file`.
 
     offset: Shape
     shape: Shape
@@ -43,7 +44,7 @@ class Piece(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WholeTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tensor and its parts."""
+    """A tensor and its pieces."""
 
     dtype: str
     shape: Shape
@@ -51,7 +52,7 @@ class WholeTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StoredObject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A value that is no tensor: a tree, whose tensors, if it has some, are in file number `file`."""
+    """A value that is not a tensor, as a tree; tensors within it are in file number `file`."""
 
     file: Count
     tree: dict[str, Any]
@@ -65,7 +66,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything about a folder; `paths` as the planner of torch flattened a nested state."""
+    """The content of an index; `paths` are those of the nested state that torch's planner flattened."""
 
     format: Literal["ckptz.dcp"]
     version: Annotated[int, msgspec.Meta(ge=1)]
@@ -77,7 +78,7 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str | msgspec.UnsetType = msgspec.UNSET
 
     def layout(self) -> dict[int, set[tuple[Any, ...]]]:
-        """Return the pieces of each rank: (name, dtype, whole shape, offset, shape)."""
+        """Return the pieces of each rank as (name, dtype, tensor shape, offset, piece shape)."""
         by_rank: dict[int, set[tuple[Any, ...]]] = {rank: set() for rank in range(self.ranks)}
         for name, tensor in self.tensors.items():
             for piece in tensor.chunks:
@@ -88,43 +89,44 @@ class FolderIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return by_rank
 
     def file_of(self, rank: int) -> str | None:
-        """Name the file that a rank wrote."""
+        """Return the name of the file of a rank, or None."""
         return next((file.name for file in self.files if file.rank == rank), None)
 
 
 class InFolder:
-    """The folder of a checkpoint, as its writer and its reader share it."""
+    """Mixin of a storage writer or reader that has a checkpoint folder."""
 
     _folder: Path | None
 
     @property
     def folder(self) -> Path:
-        """The folder that holds the checkpoint.
+        """The folder of the checkpoint.
 
         Raises:
-            ConfigError: nobody said so.
+            ConfigError: no folder was set.
         """
         if self._folder is None:
-            who = type(self).__name__
-            raise ConfigError(f"{who} has no folder; give it a path, or the save or load a checkpoint_id")
+            raise ConfigError(
+                f"{type(self).__name__} has no folder; pass it a path, or pass checkpoint_id to save or load"
+            )
         return self._folder
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """Fields that every version has."""
+    """The fields that all versions have."""
 
     version: int
 
 
 def write_index(folder: Path, index: FolderIndex) -> None:
-    """Publish an index: from here on the folder is a checkpoint."""
+    """Publish an index, which makes the folder a checkpoint."""
     with publish(folder / INDEX_FILE) as sink:
         text = msgspec.json.encode(index)
         sink.write(text[:-1] + _tail(text))
 
 
 def _tail(text: bytes) -> bytes:
-    """Return the replacement of the last brace of an index."""
+    """Return the text with the checksum that replaces the last brace of an index."""
     return b',"checksum":"%016x"}' % xxh64(text)
 
 
@@ -134,11 +136,11 @@ def _is_as_written(raw: bytes) -> bool:
 
 
 def read_index(folder: Path) -> FolderIndex:
-    """Read what `write_index` wrote.
+    """Read and validate an index.
 
     Raises:
-        FileNotFoundError: there is none: no checkpoint, or one that was never finished.
-        CorruptionError: it was changed, or contradicts itself.
+        FileNotFoundError: no index: the folder is not a checkpoint, or an incomplete one.
+        CorruptionError: the index was changed, or is inconsistent.
         UnsupportedError: a newer ckptz wrote it.
     """
     path = folder / INDEX_FILE
@@ -148,7 +150,7 @@ def read_index(folder: Path) -> FolderIndex:
     try:
         version = msgspec.json.decode(raw, type=_Head).version
         if version > VERSION:
-            raise UnsupportedError(f"{path}: version {version}; this ckptz reads {VERSION}, upgrade it")
+            raise UnsupportedError(f"{path}: version {version}; this ckptz reads up to {VERSION}: upgrade it")
         index = msgspec.json.decode(raw, type=FolderIndex)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{path}: {error}") from None
@@ -165,7 +167,7 @@ def _problem(index: FolderIndex) -> str:
         if not is_file_name(file.name):
             return f"{file.name[:80]!r} is not a plain file name"
     numbers = [piece.file for tensor in index.tensors.values() for piece in tensor.chunks]
-    if any(n >= len(index.files) for n in [*numbers, *(one.file for one in index.objects.values())]):
+    if any(n >= len(index.files) for n in [*numbers, *(stored.file for stored in index.objects.values())]):
         return "names a file that it does not list"
     return next((p for n, t in index.tensors.items() if (p := _piece_problem(n, t))), "")
 
@@ -183,5 +185,5 @@ def shard_path(folder: Path, index: FolderIndex, number: int) -> Path:
     """
     path = folder / index.files[number].name
     if not path.is_file():
-        raise FormatError(f"{path}: is missing, and {INDEX_FILE} names it; copy the folder whole")
+        raise FormatError(f"{path}: is missing, but {INDEX_FILE} names it; copy the complete folder")
     return path

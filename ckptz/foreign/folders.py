@@ -1,11 +1,10 @@
-"""Folders of shards, as Hugging Face writes them: read with what stands beside them, recorded, and restored.
+"""Reads, records and restores folders of shards in the format of Hugging Face.
 
-Shards have an index or not. Trainers keep states of their own beside the model: optimizer.pt, scheduler.pt.
-Those that can be read without running code become part of the checkpoint; all other files are carried along
-as they are.
+Shards may have an index. Torch files with states beside the model, such as optimizer.pt, become part of the
+checkpoint if they can be read without running code; all other files are *carried*: copied unchanged.
 
-The record of a folder is that of spec/06-container.md#sharding. It may come from anywhere, so no name in it
-leads out of the folder that is written.
+The record of a folder is that of spec/06-container.md#sharding. It is untrusted, so names in it must not lead
+out of the folder that is written.
 """
 
 from __future__ import annotations
@@ -48,48 +47,48 @@ from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
 
 MAX_NAME_BYTES: Final = 255  # of most file systems
-MAX_DEPTH: Final = 32  # folders within the folder
+MAX_DEPTH: Final = 32  # components of a relative path
 SHARD_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth")
 INDEX_SUFFIXES: Final = (".safetensors.index.json", ".bin.index.json")
 
-Carried = tuple[str, Path]  # relative path with slashes, and where the file is
+Carried = tuple[str, Path]  # relative path with slashes, and path of the file
 
 
 def is_file_name(name: str) -> bool:
-    """Return whether `name` is one path component on every system, not hidden, without control characters."""
+    """Return whether `name` is one visible path component on every system, without control characters."""
     try:
         n_bytes = len(name.encode())
     except UnicodeEncodeError:
         return False
     is_plain = not any(c in "/\\:\x7f" or c < " " for c in name)
-    is_hidden = name.startswith(".")  # such files configure shells and tools
+    is_hidden = name.startswith(".")  # hidden files configure shells and tools
     return is_plain and not is_hidden and 0 < n_bytes <= MAX_NAME_BYTES and name.strip(" .") != ""
 
 
 def is_relative_path(path: str) -> bool:
-    """Return whether `path` is file names joined with slashes."""
+    """Return whether `path` consists of file names joined with slashes."""
     parts = path.split("/")
     return len(parts) <= MAX_DEPTH and all(map(is_file_name, parts))
 
 
 def is_shard_name(name: str) -> bool:
-    """Return whether this is an allowed name of a shard."""
+    """Return whether `name` is allowed for a shard."""
     return is_file_name(name) and name.endswith(SHARD_SUFFIXES)
 
 
-def parse_places(raw: Any) -> dict[str, str]:
-    """Read the file of each tensor from the JSON of an index.
+def parse_weight_map(raw: Any) -> dict[str, str]:
+    """Return the shard of each tensor from the parsed JSON of an index.
 
     Raises:
-        CorruptionError: it does not say so.
+        CorruptionError: there is no valid weight_map.
     """
-    places = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(places, dict) or not places:
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptionError("it has no weight_map")
-    for name, file in places.items():
+    for name, file in weight_map.items():
         if not isinstance(file, str) or not is_shard_name(file):
             raise CorruptionError(f"tensor {name!r}: {file!r} is not a plain file name of a shard")
-    return places
+    return weight_map
 
 
 def written_files(sharding: Sharding) -> list[str]:
@@ -99,17 +98,17 @@ def written_files(sharding: Sharding) -> list[str]:
 
 
 def check_sharding(sharding: Sharding, names: Collection[str]) -> None:
-    """Require that the record is safe to follow and speaks of exactly the tensors `names`.
+    """Require safe file names in a record, and that its tensors are exactly `names`.
 
     Raises:
-        CorruptionError: it does not; the message names the file or the tensor.
+        CorruptionError: the record is invalid; the message names the file or the tensor.
     """
     _check_files(sharding)
-    placed = Counter(name for shard in sharding.shards for name in shard.tensors)
+    n_shards = Counter(name for shard in sharding.shards for name in shard.tensors)
     for name in names:
-        if placed[name] != 1:
-            raise CorruptionError(f"sharding: tensor {name!r} is in {placed[name]} shards, not in one")
-    if unknown := sorted(set(placed) - set(names)):
+        if n_shards[name] != 1:
+            raise CorruptionError(f"sharding: tensor {name!r} is in {n_shards[name]} shards, not in one")
+    if unknown := sorted(set(n_shards) - set(names)):
         raise CorruptionError(f"sharding: tensor {unknown[0]!r} is not in the file")
 
 
@@ -135,11 +134,11 @@ def _check_index(sharding: Sharding) -> None:
     if not file.endswith(INDEX_SUFFIXES):
         raise CorruptionError(f"sharding: {file!r} has no suffix of an index file")
     try:
-        places = parse_places(strict_json(text.encode(), "index"))
+        weight_map = parse_weight_map(strict_json(text.encode(), "index"))
     except CorruptionError as error:
         raise with_context(error, f"sharding: {file!r}") from None
-    if unknown := set(places.values()) - {shard.file for shard in sharding.shards}:
-        raise CorruptionError(f"sharding: {file!r} names {min(unknown)!r}, which is no shard")
+    if unknown := set(weight_map.values()) - {shard.file for shard in sharding.shards}:
+        raise CorruptionError(f"sharding: {file!r} names {min(unknown)!r}, which is not a shard")
 
 
 def write_folder(
@@ -152,16 +151,19 @@ def write_folder(
     chunks: Chunks = read_chunks,
     like: Sequence[Path] = (),
 ) -> None:
-    """Write a folder back: all files appear when all are complete, shards first, the index last.
+    """Restore a folder; all files appear when all are complete, the index last.
 
     Args:
-        folder: is made if it does not exist; files of other names stay.
+        folder: is created if it does not exist; other files in it stay.
         tensors: by name.
-        sharding: the record, as `check_sharding` accepts it.
-        tree: `Index.tree`: the shards that it names were torch files, and become such again.
-        carried: the other files.
-        chunks: gives the patterns of all tensors of a shard in order.
-        like: files whose permissions shards and index get, as `publish` does it.
+        sharding: the record of the folder.
+        tree: `Index.tree`, which contains the states of torch files.
+        carried: other files to copy.
+        chunks: yields the patterns of all tensors of a shard in order.
+        like: files whose permissions shards and index get.
+
+    Raises:
+        CorruptionError: the record is invalid.
     """
     check_sharding(sharding, tensors)
     make_folder(folder)
@@ -175,8 +177,8 @@ def write_folder(
                 if shard.file in states:
                     dump_state(sink, states[shard.file], folder / shard.file)
                 else:
-                    own = {name: tensors[name] for name in shard.tensors}
-                    write_plain(sink, plain_regions(own), shard.metadata, chunks(own))
+                    shard_tensors = {name: tensors[name] for name in shard.tensors}
+                    write_plain(sink, plain_regions(shard_tensors), shard.metadata, chunks(shard_tensors))
         stage_carried(files, carried, folder)
         if sharding.index_file is not None and sharding.index_text is not None:
             with files.file(folder / sharding.index_file, like) as sink:
@@ -184,30 +186,30 @@ def write_folder(
 
 
 def torch_names(tree: Any, sharding: Sharding) -> list[str]:
-    """Name the tensors of the shards that were torch files: those that the tree has a state of.
+    """List the tensors of shards that are torch files, whose states the tree contains.
 
     Raises:
-        CorruptionError: the tree does not hold the states of shards.
+        CorruptionError: the tree does not contain the states of exactly these shards.
     """
     if tree is None:
         return []
     root = parse_tree(tree).root
-    others = {shard.file for shard in sharding.shards}
-    if not isinstance(root, dict) or not set(root) <= others:
+    files = {shard.file for shard in sharding.shards}
+    if not isinstance(root, dict) or not set(root) <= files:
         raise CorruptionError("tree: its root does not hold states of shards")
-    if not all(file.endswith(PLAIN_SUFFIX) for file in others - set(root)):
+    if not all(file.endswith(PLAIN_SUFFIX) for file in files - set(root)):
         raise CorruptionError("tree: its root does not hold one state for each shard of torch")
     return [name for shard in sharding.shards if shard.file in root for name in shard.tensors]
 
 
 def copy_carried(carried: Sequence[Carried], folder: Path) -> None:
-    """Copy the files that are no shards; one that is there already under this very path stays."""
+    """Copy carried files to a folder, except those that are already there (the same file)."""
     with publish_together() as files:
         stage_carried(files, carried, folder)
 
 
 def stage_carried(files: Publication, carried: Sequence[Carried], folder: Path) -> None:
-    """Copy the files that are no shards with others; one that is there already under this very path stays."""
+    """Add copies of carried files to a publication, except those that are already in the folder."""
     for name, source in carried:
         target = folder / name
         if target.exists() and is_same(target, source):
@@ -221,42 +223,38 @@ InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 INDEX_SUFFIX: Final = ".index.json"
 TORCH_SUFFIX: Final = ".bin"
 STATE_SUFFIXES: Final = (".pt", ".pth", TORCH_SUFFIX)
-NOTED_BYTES: Final = 1 << 20  # a file as large as that is missed in the ratio
+NOTED_BYTES: Final = 1 << 20  # a carried state of this size affects the ratio, and gets a note
 _NUMBERED: Final = re.compile(r"(.+)-\d+-of-\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An open input; `tensors` can be read until it is closed."""
+    """An open checkpoint of any format; `tensors` can be read until it is closed."""
 
     name: str  # for messages
-    kind: InputKind  # what was opened
-    stem: str  # what the checkpoint is called, without suffix
+    kind: InputKind
+    stem: str  # name of the checkpoint without suffix
     tensors: Mapping[str, TensorSource]  # sources by name, in stored order
-    metadata: Mapping[str, str] | None = None  # the user's own
-    sharding: Sharding | None = None  # how a folder was split
+    metadata: Mapping[str, str] | None = None  # of the user
+    sharding: Sharding | None = None  # record of a folder of shards
     tree: Any = None  # skeleton of a nested checkpoint, as in `Index.tree`
-    # files that go with the tensors, as (path relative to the folder, where it is)
-    carried: tuple[Carried, ...] = ()
-    # files that would go with them, but are not here or lead out of the folder
-    left_out: tuple[str, ...] = ()
-    # the opened file with its chain, if it is one of safetensors or ckptz
-    checkpoint: Checkpoint | None = None
-    shards: tuple[Checkpoint, ...] = ()  # the files of all ranks that wrote it
+    carried: tuple[Carried, ...] = ()  # other files to copy
+    left_out: tuple[str, ...] = ()  # other files that are missing, or lead out of the folder
+    checkpoint: Checkpoint | None = None  # the open file with its chain, if it is safetensors or ckptz
+    shards: tuple[Checkpoint, ...] = ()  # the open files of all ranks
     close: Callable[[], None] = lambda: None  # releases all files
-    notes: tuple[str, ...] = ()  # what the user should know of files that are carried as they are
-    # tensors of files that stand beside the model: optimizer state above all
-    optimizer_names: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()  # on carried states that could not be read
+    optimizer_names: frozenset[str] = frozenset()  # tensors of torch files beside the model
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which files of a folder hold tensors; `places` is the index's map of tensors to files."""
+    """The files of a folder that contain tensors, and its index."""
 
     files: tuple[str, ...]
     index_file: str | None = None
     index_text: str | None = None
-    places: Mapping[str, str] | None = None
+    weight_map: Mapping[str, str] | None = None  # shard of each tensor, from the index
 
     @property
     def stem(self) -> str:
@@ -271,23 +269,23 @@ def open_folder(folder: Path) -> Input:
     """Open a folder of shards.
 
     Raises:
-        FileNotFoundError: a shard that its index names is missing.
-        ConfigError: no tensors in it, or several checkpoints.
-        FormatError: a shard is damaged, or index and shards disagree.
+        FileNotFoundError: a shard that the index names is missing.
+        ConfigError: the folder has no tensors, or several checkpoints.
+        FormatError: a shard is damaged, or differs from the index.
     """
     layout = _find_layout(folder)
     index = [] if layout.index_file is None else [layout.index_file]
     for file in (*layout.files, *index):
         if not (is_shard_name(file) or (file in index and is_relative_path(file))):
-            raise ConfigError(f"{folder / file}: not every system can hold a file of this name; rename it")
-    with ExitStack() as opened:
-        states, notes = _states_beside(folder, layout)
-        shards, tensors, tree = _read_shards(folder, layout, opened, states)
+            raise ConfigError(f"{folder / file}: some systems do not allow this file name; rename it")
+    with ExitStack() as stack:
+        states, notes = _load_states(folder, layout)
+        shards, tensors, tree = _read_shards(folder, layout, stack, states)
         carried, left_out = _find_carried(folder, {*layout.files, layout.index_file, *states})
-        listed = tuple(name for name, _ in carried)
-        sharding = Sharding(shards, layout.index_file, layout.index_text, listed)
-        beside = {name for shard in shards if shard.file in states for name in shard.tensors}
-        close = opened.pop_all().close
+        carried_names = tuple(name for name, _ in carried)
+        sharding = Sharding(shards, layout.index_file, layout.index_text, carried_names)
+        optimizer_names = {name for shard in shards if shard.file in states for name in shard.tensors}
+        close = stack.pop_all().close
     first = shards[0].metadata
     metadata = first if all(shard.metadata == first for shard in shards) else None
     return Input(
@@ -302,19 +300,21 @@ def open_folder(folder: Path) -> Input:
         left_out=tuple(left_out),
         close=close,
         notes=tuple(notes),
-        optimizer_names=frozenset(beside),
+        optimizer_names=frozenset(optimizer_names),
     )
 
 
 def carried_in(folder: Path) -> list[Carried]:
-    """List the files of a folder that go with its `.ckptz` files, as (path relative to it, where it is)."""
+    """List the files of a folder to copy besides its `.ckptz` files, as (relative path, path)."""
     return _find_carried(folder, set())[0]
 
 
 def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
-    """Find the only file that a folder was packed to; None if it holds shards, or several files of ours.
+    """Return the only `.ckptz` file of a folder; None if there are several, or shards.
 
-    Second names of bases do not count, nor do shards `with_plain`.
+    Args:
+        folder: to look in. Linked bases in it are ignored.
+        with_plain: ignore shards too.
     """
     names = [entry.name for entry in os.scandir(folder) if entry.is_file() and not entry.name.startswith(".")]
     names = [name for name in names if not is_base_name(folder / name)]
@@ -325,13 +325,17 @@ def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
     return folder / packed[0] if len(packed) == 1 and not is_plain else None
 
 
-def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[str]]:
-    """Load the other torch files of the folder that a tree can hold; gives states by name, and notes."""
+def _load_states(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[str]]:
+    """Load the torch files beside the model that a tree can represent.
+
+    Returns:
+        States by file name, and notes on large files that cannot be read.
+    """
     states, notes, root = {}, [], folder.resolve()
     for file in sorted(entry.name for entry in os.scandir(folder) if entry.is_file()):
         path = folder / file
         is_state = file.endswith(STATE_SUFFIXES) and not is_model_file(file) and file not in layout.files
-        # What `_find_carried` leaves out stays out; a second form of the weights is carried as it is.
+        # Files that `_find_carried` leaves out are ignored; weights in a second format are carried.
         if not is_state or not (is_shard_name(file) and is_within(path, root)):
             continue
         if not is_torch_file(path):
@@ -340,28 +344,28 @@ def _states_beside(folder: Path, layout: _Layout) -> tuple[dict[str, Any], list[
             state = load_state(path)
             flatten(state)
             states[file] = state
-        except (UnsupportedError, ConfigError) as error:  # small ones are: training_args.bin, rng_state.pth
+        except (UnsupportedError, ConfigError) as error:  # as of training_args.bin and rng_state.pth
             if path.stat().st_size > NOTED_BYTES:
-                notes.append(f"{file} is carried as it is: {error}")
+                notes.append(f"{file} is copied uncompressed: {error}")
     return states, notes
 
 
 def is_model_file(file: str) -> bool:
-    """Return whether a torch file of a folder holds weights of the model, and not a state beside them."""
+    """Return whether a torch file contains weights of the model, by its name."""
     return "model" in file
 
 
 def _find_layout(folder: Path) -> _Layout:
-    # No restore may write hidden files, and those of macOS (._model.bin) only look like shards.
+    # Hidden files are never restored, and those of macOS (._model.bin) are not shards.
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
     plain = [name for name in names if name.endswith(PLAIN_SUFFIX) and not is_base_name(folder / name)]
-    # Trainers keep other pickles beside the model, as training_args.bin, which are no shards.
+    # Trainers write other pickles, such as training_args.bin, which are not shards.
     torch = [name for name in names if name.endswith(TORCH_SUFFIX) and is_model_file(name)]
     for suffix, files in ((PLAIN_SUFFIX, plain), (TORCH_SUFFIX, torch)):
         indexes = [name for name in names if name.endswith(suffix + INDEX_SUFFIX)]
         if len(indexes) > 1:
             raise ConfigError(
-                f"{folder}: holds several checkpoints ({', '.join(indexes)}); give each a folder of its own"
+                f"{folder}: holds several checkpoints ({', '.join(indexes)}); move each to a separate folder"
             )
         if indexes:
             return _read_index(folder, indexes[0])
@@ -371,7 +375,7 @@ def _find_layout(folder: Path) -> _Layout:
         raise ConfigError(f"{folder}: a folder of {SUFFIX} files; name one of them, such as {packed[0]}")
     raise ConfigError(
         f"{folder}: no tensors in this folder: no *{PLAIN_SUFFIX}, no *model*{TORCH_SUFFIX}, no index of "
-        "such; name the files themselves, or the folder that they are in"
+        "such files; name the files themselves, or their folder"
     )
 
 
@@ -381,49 +385,56 @@ def _read_index(folder: Path, index_file: str) -> _Layout:
         if path.stat().st_size > MAX_HEADER_BYTES:
             raise CorruptionError(f"larger than {MAX_HEADER_BYTES} bytes")
         raw = path.read_bytes()
-        places = parse_places(strict_json(raw, "index"))
+        weight_map = parse_weight_map(strict_json(raw, "index"))
         text = raw.decode()
     except UnicodeDecodeError:
         raise CorruptionError(f"{path}: not UTF-8") from None
     except CkptzError as error:
         raise with_context(error, str(path)) from None
-    files = sorted(set(places.values()))
+    files = sorted(set(weight_map.values()))
     for file in files:
         if not (folder / file).is_file():
             raise FileNotFoundError(ENOENT, f"shard missing that {index_file} names", str(folder / file))
-    return _Layout(tuple(files), index_file, text, places)
+    return _Layout(tuple(files), index_file, text, weight_map)
 
 
-def _check_places(folder: Path, layout: _Layout, homes: Mapping[str, str]) -> None:
+def _check_weight_map(folder: Path, layout: _Layout, shard_of: Mapping[str, str]) -> None:
     """Require that every tensor of the index is in the shard that it names."""
-    if layout.places is None:
+    if layout.weight_map is None:
         return
-    for name, file in layout.places.items():
-        if name not in homes:
+    for name, file in layout.weight_map.items():
+        if name not in shard_of:
             raise CorruptionError(
                 f"{folder / file}: tensor {name!r} is not in this shard, as {layout.index_file} says"
             )
-        if homes[name] != file:
+        if shard_of[name] != file:
             raise CorruptionError(
-                f"{folder / file}: tensor {name!r} is in {homes[name]}, not here as {layout.index_file} says"
+                f"{folder / file}: tensor {name!r} is in {shard_of[name]}, not here as {layout.index_file} "
+                "says"
             )
 
 
 def _read_shards(
-    folder: Path, layout: _Layout, opened: ExitStack, beside: Mapping[str, Any]
+    folder: Path, layout: _Layout, stack: ExitStack, extra_states: Mapping[str, Any]
 ) -> tuple[tuple[Shard, ...], Mapping[str, TensorSource], Any]:
-    """Open the shards of a layout, and put the states `beside` the model to their tensors.
+    """Open the shards of a layout, and flatten the states of its torch files.
+
+    Args:
+        folder: of the shards.
+        layout: its files.
+        stack: closes the files.
+        extra_states: states of the torch files beside the model, by file name.
 
     Returns:
-        (shards, tensors by name, the tree of those that are torch files or None).
+        The shards, tensors by name, and the tree of torch files or None.
     """
     shards, tensors = list[Shard](), dict[str, TensorSource]()
-    states, homes = dict[str, Any](), dict[str, str]()  # homes: the shard that has a tensor of this name
+    states, shard_of = dict[str, Any](), dict[str, str]()  # shard_of: tensor name -> shard
     for file in layout.files:
         if file.endswith(PLAIN_SUFFIX):
             checkpoint = _open_shard(folder / file)
-            opened.callback(checkpoint.close)
-            _claim(folder, layout, file, checkpoint.tensors, homes)
+            stack.callback(checkpoint.close)
+            _add_names(folder, layout, file, checkpoint.tensors, shard_of)
             tensors |= checkpoint.tensors
             metadata = None if checkpoint.metadata is None else dict(checkpoint.metadata)
             shards.append(Shard(file, tuple(checkpoint.tensors), metadata))
@@ -431,9 +442,9 @@ def _read_shards(
         states[file] = load_state(folder / file)
         if not isinstance(states[file], dict):
             raise FormatError(f"{folder / file}: not a dict of tensors by name")
-        _claim(folder, layout, file, states[file], homes)
-    _check_places(folder, layout, homes)
-    states |= beside
+        _add_names(folder, layout, file, states[file], shard_of)
+    _check_weight_map(folder, layout, shard_of)
+    states |= extra_states
     if not states:
         return tuple(shards), tensors, None
     with error_context(str(folder)):
@@ -451,54 +462,57 @@ def _open_shard(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def _claim(
-    folder: Path, layout: _Layout, file: str, names: Mapping[Any, object], homes: dict[str, str]
+def _add_names(
+    folder: Path, layout: _Layout, file: str, names: Mapping[Any, object], shard_of: dict[str, str]
 ) -> None:
+    """Record the tensor names of a shard in `shard_of`; refuse names that another shard has."""
     for name in names:
-        if homes.setdefault(name, file) == file:
+        if shard_of.setdefault(name, file) == file:
             continue
-        if layout.places is None and not all(_NUMBERED.fullmatch(Path(f).stem) for f in layout.files):
+        if layout.weight_map is None and not all(_NUMBERED.fullmatch(Path(f).stem) for f in layout.files):
             raise ConfigError(
-                f"{folder}: holds several checkpoints ({homes[name]} and {file} both have tensor {name!r}); "
-                "name the files themselves"
+                f"{folder}: holds several checkpoints ({shard_of[name]} and {file} both have tensor "
+                f"{name!r}); name the files themselves"
             )
-        raise CorruptionError(f"{folder / file}: tensor {name!r} is in {homes[name]} too")
+        raise CorruptionError(f"{folder / file}: tensor {name!r} is in {shard_of[name]} too")
 
 
-def _find_carried(folder: Path, taken: set[str | None]) -> tuple[list[Carried], list[str]]:
-    """Find the regular files of a folder and its subfolders, and what of it cannot be carried over.
+def _find_carried(folder: Path, excluded: set[str | None]) -> tuple[list[Carried], list[str]]:
+    """List the files of a folder and its subfolders to copy, and the names of those that are left out.
 
-    Links that lead out of the folder are not followed (a downloaded folder must not pick up files of
-    the machine), but for those of the Hugging Face cache, which consists of them. Hidden files stay, as
-    no restore may write such; so do outputs of ckptz, as a copy could replace the one being written. Names in
-    `taken` are at the folder's top, and looked after elsewhere.
+    Left out are links out of the folder, except those of the Hugging Face cache, because a downloaded folder
+    must not collect files of the machine; hidden files, which are never restored; and `.ckptz` files, whose
+    copy could replace the output. Names in `excluded`, at the top of the folder, are in neither list.
     """
     carried: list[Carried] = []
     left_out: list[str] = []
     root = folder.resolve()
-    for where, folders, files in os.walk(folder):
-        here = Path(where).relative_to(folder)
-        hidden = [name for name in folders if name.startswith(".") or (Path(where) / name).is_symlink()]
-        left_out += [(here / name).as_posix() for name in sorted(hidden)]
+    for parent, folders, files in os.walk(folder):
+        relative = Path(parent).relative_to(folder)
+        hidden = [name for name in folders if name.startswith(".") or (Path(parent) / name).is_symlink()]
+        left_out += [(relative / name).as_posix() for name in sorted(hidden)]
         folders[:] = sorted(set(folders) - set(hidden))
         for file in sorted(files):
-            name = (here / file).as_posix()
-            if name in taken or file.endswith(TEMPORARY_SUFFIX):
+            name = (relative / file).as_posix()
+            if name in excluded or file.endswith(TEMPORARY_SUFFIX):
                 continue
-            is_output = here == Path() and file.endswith(SUFFIX)
-            is_safe = is_relative_path(name) and is_within(Path(where) / file, root)
+            is_output = relative == Path() and file.endswith(SUFFIX)
+            is_safe = is_relative_path(name) and is_within(Path(parent) / file, root)
             if is_safe and not is_output:
-                carried.append((name, Path(where) / file))
+                carried.append((name, Path(parent) / file))
             else:
                 left_out.append(name)
     return carried, left_out
 
 
 def is_within(path: Path, root: Path) -> bool:
-    """Return whether `path` is a regular file in `root`, which is resolved, or in the cache it belongs to."""
+    """Return whether a path leads to a regular file in `root`, or in the Hugging Face cache of `root`.
+
+    `root` must be resolved.
+    """
     try:
         real = path.resolve(strict=True)
-    except (OSError, RuntimeError, UnicodeEncodeError):  # of a name that this locale cannot encode
+    except (OSError, RuntimeError, UnicodeEncodeError):  # the locale may be unable to encode the name
         return False
     is_cached = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
     return real.is_file() and (real.is_relative_to(root) or is_cached)

@@ -1,4 +1,4 @@
-"""Opens what conversions read, files and folders of all kinds, by one call, and names what they write."""
+"""Opens the inputs of conversions, files and folders of all formats, and chooses the paths of outputs."""
 
 from __future__ import annotations
 
@@ -40,88 +40,98 @@ FORCE: Final = "give --force (force=True) to replace it"
 INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin", ".ckpt")
 
 
-def paths(many: Iterable[PathLike]) -> list[Path]:
-    """Make paths of what callers give."""
-    return [path_of(one) for one in many]
+def to_paths(names: Iterable[PathLike]) -> list[Path]:
+    """Convert path-like arguments and URLs to paths."""
+    return [path_of(name) for name in names]
 
 
 def stem_of(path: Path) -> str:
-    """Return the file name without a checkpoint's suffix; other dots belong to the name."""
-    # "." and a trailing slash have no name of their own.
+    """Return the file name without the suffix of a checkpoint; other suffixes stay."""
+    # "." and paths that end with a slash have no name.
     name = path.name if is_url(path) else Path(os.path.abspath(path)).name
     return name.removesuffix(Path(name).suffix) if Path(name).suffix in INPUT_SUFFIXES else name
 
 
-def beside(path: Path) -> Path:
-    """Return the folder for outputs of a file: its own, or the working directory for a URL."""
+def output_folder(path: Path) -> Path:
+    """Return the default folder for outputs of an input file: its folder; for a URL the working directory."""
     return Path() if is_url(path) else path.parent
 
 
 def ends_as_folder(output: PathLike | None) -> bool:
-    """Return whether an output ends with a separator and so names a folder; a `Path` loses the separator."""
+    """Return whether an output ends with a separator and so names a folder; a `Path` has no such end."""
     return isinstance(output, str) and output.endswith(("/", os.sep))
 
 
 def file_path(output: PathLike) -> Path:
-    """Return the path of an output that is a single file.
+    """Return the path of an output that must be a file.
 
     Raises:
-        ConfigError: it is written as a folder.
+        ConfigError: the name ends with a separator.
     """
     if ends_as_folder(output):
-        raise ConfigError(f"{output}: is written as a folder; name a file")
+        raise ConfigError(f"{output}: names a folder; name a file")
     return path_of(output)
 
 
-def places_for(
-    sources: Sequence[Path], given: PathLike | None, suffix: str, *, is_chain: bool = False
+def output_paths(
+    sources: Sequence[Path], output: PathLike | None, suffix: str, *, is_chain: bool = False
 ) -> list[Path]:
-    """Choose where each source goes: a file; for a folder a folder, or a file if the output has the suffix.
+    """Choose the output path of each source.
 
-    Without an output, files go beside their sources, and folders into themselves. Those of a chain always
-    share a folder, as there may be more of them later; so do several, and one that is given a name with a
-    separator at its end. This folder is made. Where names collide in one folder, as with
-    `checkpoint-*/model.safetensors`, the name of the source's folder goes before.
+    Without an output, files are written beside their sources, and folders into themselves. The output is a
+    folder, which is created, for chains (more files may follow), for several sources, and if it ends with a
+    separator. Names that would collide in it, as of `checkpoint-*/model.safetensors`, get the name of the
+    source's folder as a prefix.
+
+    Args:
+        sources: input files and folders.
+        output: the user's choice.
+        suffix: suffix of output files.
+        is_chain: the outputs form a chain.
 
     Raises:
-        ConfigError: two sources would go to the same place, or several into a file.
+        ConfigError: two sources have the same output path, or several would be written to one file.
     """
-    output, is_folder = None if given is None else path_of(given), ends_as_folder(given)
+    target, is_folder = None if output is None else path_of(output), ends_as_folder(output)
     is_shared = is_chain or len(sources) > 1
-    if output is None:
-        places = [s if s.is_dir() else beside(s) / f"{stem_of(s)}{suffix}" for s in sources]
-    elif not is_shared and (sources[0].is_dir() or not (is_folder or output.is_dir())):
-        places = [output]
-    elif not output.is_dir() and (output.exists() or (is_shared and output.suffix == suffix)):
+    if target is None:
+        outputs = [s if s.is_dir() else output_folder(s) / f"{stem_of(s)}{suffix}" for s in sources]
+    elif not is_shared and (sources[0].is_dir() or not (is_folder or target.is_dir())):
+        outputs = [target]
+    elif not target.is_dir() and (target.exists() or (is_shared and target.suffix == suffix)):
         what = "a chain needs" if is_chain else "several inputs need" if is_shared else "the name means"
-        raise ConfigError(f"{output}: {what} a folder as output, and this is a file")
+        raise ConfigError(f"{target}: {what} a folder as output, and this is a file")
     else:
         names = zip(sources, _distinct_stems(sources), strict=True)
-        places = [output / (stem if source.is_dir() else f"{stem}{suffix}") for source, stem in names]
-    for place, n in Counter(places).items():
+        outputs = [target / (stem if source.is_dir() else f"{stem}{suffix}") for source, stem in names]
+    for path, n in Counter(outputs).items():
         if n > 1:
-            raise ConfigError(f"{place}: {n} inputs would be written here; name their outputs one by one")
-    if output is not None and output not in places:
-        make_folder(output, parents=False)
-    return places
+            raise ConfigError(f"{path}: {n} inputs would be written here; name their outputs one by one")
+    if target is not None and target not in outputs:
+        make_folder(target, parents=False)
+    return outputs
 
 
 def _distinct_stems(sources: Sequence[Path]) -> list[str]:
     stems = [stem_of(source) for source in sources]
-    taken = Counter(stems)
+    counts = Counter(stems)
     return [
-        f"{source.absolute().parent.name}-{stem}" if taken[stem] > 1 else stem
+        f"{source.absolute().parent.name}-{stem}" if counts[stem] > 1 else stem
         for source, stem in zip(sources, stems, strict=True)
     ]
 
 
 def check_target(target: Path, read: Iterable[Path], *, force: bool, remedy: str = FORCE) -> None:
-    """Refuse an output that is one of the files to be read, or that exists, or has no folder.
+    """Require an output path that can be written. Pipes, devices and dangling links are never replaced.
 
-    Pipes and devices are never replaced, nor links to nothing. `remedy` says what lets an existing one be.
+    Args:
+        target: the output path.
+        read: paths of the inputs.
+        force: an existing file may be replaced.
+        remedy: what the user can do about an existing file, for the message.
 
     Raises:
-        ConfigError: says which.
+        ConfigError: the output is an input, exists, is a folder, or has no folder.
     """
     for source in read:
         if is_same(target, source):
@@ -138,17 +148,22 @@ def check_target(target: Path, read: Iterable[Path], *, force: bool, remedy: str
 
 
 def exists(path: Path) -> bool:
-    """Return whether anything has this name, a link to nothing included."""
+    """Return whether the path exists; dangling links do."""
     return path.exists() if is_url(path) else os.path.lexists(path)
 
 
 def check_carried(
     carried: Iterable[tuple[str, Path]], folder: Path, *, force: bool, remedy: str = FORCE
 ) -> None:
-    """Refuse to copy (name, file) pairs over other files of `folder`; `remedy` as for `check_target`.
+    """Require that copies of (name, file) pairs to `folder` replace no other file.
+
+    Args:
+        carried: relative path and source of each file.
+        folder: where they are copied to.
+        force, remedy: as for `check_target`.
 
     Raises:
-        ConfigError: names the first.
+        ConfigError: a file exists.
     """
     for name, source in carried:
         target = folder / name
@@ -161,8 +176,8 @@ def check_carried(
 
 
 @contextlib.contextmanager
-def naming_output(target: Path) -> Iterator[None]:
-    """Name `target` in errors of writing that name no file, such as that of a full disk."""
+def output_context(target: Path) -> Iterator[None]:
+    """Add `target` to OSErrors without a file name, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -171,23 +186,23 @@ def naming_output(target: Path) -> Iterator[None]:
         raise
 
 
-def check_holds(folder: Path, paths: Iterable[str]) -> None:
-    """Require that a folder can hold files with these relative paths, each as a file of its own.
+def check_file_names(folder: Path, paths: Iterable[str]) -> None:
+    """Require that these relative paths are distinct files on the file system of a folder.
 
-    File systems of macOS and Windows take names for one that others tell apart, such as `A` and `a`. So the
-    file system itself is asked, with empty files. Object stores tell all names apart.
+    File systems of macOS and Windows treat some names as equal, such as `A` and `a`; empty files are created
+    to test it. Object stores distinguish all names.
 
     Raises:
-        UnsupportedError: names one that would replace another, or that the locale cannot encode.
+        UnsupportedError: two paths are the same file, or the locale cannot encode a path.
     """
     if is_url(folder):
         return
     with tempfile.TemporaryDirectory(dir=folder) as probe:
         for path in paths:
-            place = Path(probe) / path
+            file = Path(probe) / path
             try:
-                make_folder(place.parent)
-                place.touch(exist_ok=False)
+                make_folder(file.parent)
+                file.touch(exist_ok=False)
             except FileExistsError:
                 raise UnsupportedError(
                     f"{folder}: {path!r} and a file before it are one name on this disk; "
@@ -200,32 +215,36 @@ def check_holds(folder: Path, paths: Iterable[str]) -> None:
                 ) from None
 
 
-# --- what is read -------------------------------------------------------------------------------
+# --- inputs -------------------------------------------------------------------------------------
 
 ACCEPTED: Final = (
     "a .safetensors or .ckptz file, a torch file (.pt, .pth, .bin), a folder of .safetensors shards, or one "
     "of torch.distributed.checkpoint"
 )
-MODEL: Final = "model"  # stem of the weights in a folder of their own
+MODEL: Final = "model"  # stem of the weights file in a folder of one step
 WEIGHTS, STATE = f"{MODEL}{SUFFIX}", f"state{SUFFIX}"
-_BESIDE: Final = re.compile(r"(state|rng-\d+|model_\d+)\.ckptz")  # as the Trainer and accelerate name them
-Part = tuple[tuple[Shard, ...], list[Any], list[Any]]  # of a checkpoint that is joined; see `_part_of`
-_HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
+_OTHER_FILES: Final = re.compile(r"(state|rng-\d+|model_\d+)\.ckptz")  # of the Trainer and accelerate
+Part = tuple[tuple[Shard, ...], list[Any], list[Any]]  # part of a joined checkpoint; see `_part_of`
+_HEAD_BYTES: Final = 9  # length and first character of the header of a safetensors file
 
 
 def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
-    """Open a file or a folder, by its content; of a folder that was packed to one file, that file.
+    """Open a file or a folder by its content; for a folder with one packed file, that file.
+
+    Args:
+        path: of a checkpoint of any supported format, or DIR@STEP.
+        search_path: folders in which bases are searched.
 
     Raises:
-        FileNotFoundError: nothing there, or a shard of a folder is missing.
-        ConfigError: something else than a checkpoint, or a folder without tensors.
-        FormatError: damaged.
-        UnsupportedError: a torch file that needs code, or something newer than this ckptz.
+        FileNotFoundError: the path does not exist, or a shard of a folder is missing.
+        ConfigError: not a checkpoint, or a folder without tensors.
+        FormatError: a file is damaged.
+        UnsupportedError: a torch file that needs code, or a file of a newer ckptz.
     """
-    where = resolve(path)
-    path = where.path
-    if where.shards is not None:
-        return _of_shards(path, where.shards, search_path)
+    resolved = resolve(path)
+    path = resolved.path
+    if resolved.shards is not None:
+        return _open_shards(path, resolved.shards, search_path)
     if is_folder(path) and is_dcp(path):
         tensors, tree = open_dcp(path)
         return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
@@ -237,59 +256,63 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     if not path.is_file():
         raise ConfigError(f"{path}: not a regular file; give {ACCEPTED}")
     if not _is_torch_file(path):
-        return _of_checkpoint(path, search_path)
+        return _open_checkpoint(path, search_path)
     if is_url(path):
         with local_copy(path) as copy:
             flat = read(Path(copy.name))
     else:
         flat = read(path)
-    # The mapped file is closed with its last tensor, so that nothing is left to close.
+    # No `close`: the mapped file is closed with its last tensor.
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
 
 
-def _of_shards(path: Path, step: Path, search_path: Sequence[Path]) -> Input:
+def _open_shards(path: Path, step: Path, search_path: Sequence[Path]) -> Input:
     """Open a step that several ranks wrote."""
-    held = contextlib.ExitStack()
+    stack = contextlib.ExitStack()
     try:
-        tensors, tree, shards = open_shards(step, search_path, held)
+        tensors, tree, shards = open_shards(step, search_path, stack)
     except BaseException:
-        held.close()
+        stack.close()
         raise
-    return Input(str(path), "dcp", stem_of(step), tensors, tree=tree, shards=shards, close=held.close)
+    return Input(str(path), "dcp", stem_of(step), tensors, tree=tree, shards=shards, close=stack.close)
 
 
-def open_all(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> list[Input]:
-    """Open what `open_input` does, or all files of a checkpoint in a folder that holds `.ckptz` files only.
+def open_all(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) -> list[Input]:
+    """Open an input as `open_input`; in a run folder, all files of the newest step or of DIR@STEP.
 
-    That is the newest checkpoint, or the step of DIR@STEP: the weights first, then what belongs to them, as
-    exact as they are there. `held` closes the files.
+    Args:
+        path, search_path: as for `open_input`.
+        stack: closes the files.
+
+    Returns:
+        The inputs, weights first; exact where there are residual files.
 
     Raises:
-        CkptzError, OSError: see there.
+        CkptzError, OSError: as `open_input`.
     """
 
-    def opened(file: Path) -> Input:
-        return held.enter_context(contextlib.closing(open_input(file, search_path)))
+    def open_file(file: Path) -> Input:
+        return stack.enter_context(contextlib.closing(open_input(file, search_path)))
 
     weights = resolve(path).weights
     if weights is None:
         try:
-            return [opened(path)]
+            return [open_file(path)]
         except ConfigError:
             weights = newest_checkpoint(path) if is_folder(path) else None
             if weights is None:
                 raise
-    return [opened(exact_of(file)) for file in (weights, *beside_weights(weights))]
+    return [open_file(exact_of(file)) for file in (weights, *other_files_of_step(weights))]
 
 
-def beside_weights(weights: Path) -> list[Path]:
-    """List the files that a Checkpointer or an adapter wrote beside the weights of a step."""
+def other_files_of_step(weights: Path) -> list[Path]:
+    """List the state files of a step, given its weights file."""
     if (file := StepFile.parse(weights.name)) is not None:
         state = weights.with_name(StepFile(file.step, "state").name)
-        return [state] if state.exists() else []  # a keep rule may have taken it
+        return [state] if state.exists() else []  # a keep rule may have removed it
     if weights.name != WEIGHTS:
         return []
-    return sorted(path for path in weights.parent.iterdir() if _BESIDE.fullmatch(path.name))
+    return sorted(path for path in weights.parent.iterdir() if _OTHER_FILES.fullmatch(path.name))
 
 
 def is_trainer_folder(folder: Path) -> bool:
@@ -298,14 +321,14 @@ def is_trainer_folder(folder: Path) -> bool:
     return is_folder(folder) and all((folder / name).is_file() for name in files)
 
 
-def checked_kind(path: Path) -> Path:
-    """Return the path if its first bytes may begin a `.ckptz` or safetensors file.
+def check_not_torch(path: Path) -> Path:
+    """Return the path, after checking that it does not begin like a torch file.
 
     Raises:
-        ConfigError: a torch file, or no checkpoint at all.
+        ConfigError: a torch file, or not a checkpoint.
     """
     if not is_url(path) and path.is_file() and _is_torch_file(path):
-        raise ConfigError(f"{path}: is a torch file, not a .ckptz file; ckptz compress makes one of it")
+        raise ConfigError(f"{path}: is a torch file, not a .ckptz file; convert it with ckptz compress")
     return path
 
 
@@ -314,7 +337,7 @@ def _is_torch_file(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
-    # A safetensors file of another name: no torch file has this character there.
+    # A safetensors file with another suffix; no torch file has this character there.
     if head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES:
         return False
     if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)) or path.suffix in TORCH_SUFFIXES:
@@ -322,7 +345,7 @@ def _is_torch_file(path: Path) -> bool:
     raise ConfigError(f"{path}: not a checkpoint that ckptz knows; give {ACCEPTED}")
 
 
-def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
+def _open_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
     checkpoint = open_checkpoint(path, search_path)
     index = checkpoint.container.index if checkpoint.container else None
     sharding = index.sharding if index else None
@@ -333,9 +356,9 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
         checkpoint.close()
         raise with_context(error, str(path)) from None
     listed = sharding.carried if sharding else ()
-    places = [(name, folder) for name in listed for folder in reversed(folders_beside(path.absolute()))]
-    # Beside a link stands what was meant for it, so that it goes before what is beside the link's target.
-    carried = {name: where / name for name, where in places if is_within(where / name, where.resolve())}
+    # Reversed, so that a file beside a symbolic link replaces one beside the link's target.
+    folders = [(name, folder) for name in listed for folder in reversed(folders_beside(path.absolute()))]
+    carried = {name: folder / name for name, folder in folders if is_within(folder / name, folder.resolve())}
     return Input(
         name=str(path),
         kind="ckptz" if index else "safetensors",
@@ -355,60 +378,68 @@ def _of_checkpoint(path: Path, search_path: Sequence[Path]) -> Input:
 
 
 def join(model: Input, optimizer: Input) -> Input:
-    """Make one checkpoint of a model and its optimizer, which restores to both under their own names.
+    """Join a model and its optimizer to one checkpoint, which restores to both files.
 
     Raises:
-        ConfigError: they cannot stand in one file; the message says why.
+        ConfigError: an input is a folder or a `.ckptz` file, or file or tensor names collide.
     """
     parts = [_part_of(model), _part_of(optimizer)]
     if optimizer.kind == "folder":
         raise ConfigError(f"{optimizer.name}: --optimizer takes a file, and this is a folder; name the file")
-    own, added = (shards for shards, _, _ in parts)
-    for shard in added:
-        if any(shard.file == other.file for other in own):
-            both = f"{model.name} and {optimizer.name}"
-            raise ConfigError(f"{both}: both are called {shard.file}; rename one of them")
+    model_shards, optimizer_shards = (shards for shards, _, _ in parts)
+    for shard in optimizer_shards:
+        if any(shard.file == model_shard.file for model_shard in model_shards):
+            raise ConfigError(
+                f"{model.name} and {optimizer.name}: both are called {shard.file}; rename one of them"
+            )
     for name in optimizer.tensors:
         if name in model.tensors:
             raise ConfigError(
                 f"{optimizer.name}: tensor {name!r} is in {model.name} too; "
-                "give the optimizer's state alone, under names of its own"
+                "give a file with only the optimizer's state, under different names"
             )
     sharding = model.sharding or Sharding(())
     return replace(
         model,
         kind="folder",
         tensors={**model.tensors, **optimizer.tensors},
-        sharding=Sharding((*own, *added), sharding.index_file, sharding.index_text, sharding.carried),
+        sharding=Sharding(
+            (*model_shards, *optimizer_shards),
+            sharding.index_file,
+            sharding.index_text,
+            sharding.carried,
+        ),
         tree=_joint_tree(parts),
         checkpoint=None,
         optimizer_names=model.optimizer_names | frozenset(optimizer.tensors),
     )
 
 
-def _part_of(opened: Input) -> Part:
-    """Return the shards of an input, and the states [file, JSON node] and storages of torch files."""
-    if opened.kind == "ckptz":
-        raise ConfigError(f"{opened.name}: is a .ckptz file already; restore it first")
-    tree = opened.tree or {"root": {"dict": []}, "storages": []}
-    if opened.sharding is not None:
-        return opened.sharding.shards, tree["root"]["dict"], tree["storages"]
-    file = Path(opened.name).name
+def _part_of(source: Input) -> Part:
+    """Return the shards of an input, and the states [file, JSON node] and storages of its torch files."""
+    if source.kind == "ckptz":
+        raise ConfigError(f"{source.name}: is a .ckptz file already; restore it first")
+    tree = source.tree or {"root": {"dict": []}, "storages": []}
+    if source.sharding is not None:
+        return source.sharding.shards, tree["root"]["dict"], tree["storages"]
+    file = Path(source.name).name
     if not is_shard_name(file):
-        raise ConfigError(f"{opened.name}: name it with one of {', '.join(SHARD_SUFFIXES)} to join two files")
-    if opened.tree is None and not file.endswith(PLAIN_SUFFIX):
-        raise ConfigError(f"{opened.name}: a safetensors file; name it so, with the suffix {PLAIN_SUFFIX}")
-    metadata = None if opened.metadata is None else dict(opened.metadata)
-    states = [] if opened.tree is None else [[file, tree["root"]]]
-    return (Shard(file, tuple(opened.tensors), metadata),), states, tree["storages"]
+        raise ConfigError(
+            f"{source.name}: to join two files, rename it to one of {', '.join(SHARD_SUFFIXES)}"
+        )
+    if source.tree is None and not file.endswith(PLAIN_SUFFIX):
+        raise ConfigError(f"{source.name}: is a safetensors file; rename it to {PLAIN_SUFFIX}")
+    metadata = None if source.metadata is None else dict(source.metadata)
+    states = [] if source.tree is None else [[file, tree["root"]]]
+    return (Shard(file, tuple(source.tensors), metadata),), states, tree["storages"]
 
 
 def _joint_tree(parts: Sequence[Part]) -> dict[str, Any] | None:
     states: list[Any] = []
     storages: list[Any] = []
-    for _, own, held in parts:
-        states += _renumbered(own, len(storages))
-        storages += held
+    for _, part_states, part_storages in parts:
+        states += _renumbered(part_states, len(storages))
+        storages += part_storages
     return {"root": {"dict": states}, "storages": storages} if states else None
 
 

@@ -1,7 +1,7 @@
-"""A restricted unpickler: it knows a fixed list of names, and has limits.
+"""A restricted unpickler, with a fixed list of names and limits of time and memory.
 
-A plain unpickler imports whatever a stream names, and makes whatever it asks for: keys whose hash takes for
-ever, more objects than there is memory. This one stands in for both Python's and torch's.
+Python's unpickler imports any name in a stream and builds any object: keys whose hash takes exponential
+time, more objects than fit into memory. This unpickler checks a stream before torch loads it.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
 from ckptz.state.skeleton import MAX_EQUAL_HASHES
 
 MAX_BYTES: Final = 1 << 28
-MAX_OPERATIONS: Final = 1 << 25  # each takes at most some hundred bytes of memory, so 3.5 GB
-MAX_KEY_PARTS: Final = 64  # of a key that is a tuple, with all tuples in it
+MAX_OPERATIONS: Final = 1 << 25  # each takes at most about 100 bytes of memory: 3.5 GB in all
+MAX_KEY_PARTS: Final = 64  # parts of a key that is a tuple, those of nested tuples included
 
 _OPERATIONS: Final = (
     *("PROTO", "FRAME", "STOP", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -30,17 +30,17 @@ _OPERATIONS: Final = (
 
 
 class PickledObject:
-    """An object of a pickle: the arguments that it was made with, and its state."""
+    """An object of a pickle as data: constructor arguments and state."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
     state: Any
 
     def __new__(cls, *args: Any) -> PickledObject:
-        """Keep the arguments."""
-        made = super().__new__(cls)
-        made.args, made.state = args, None
-        return made
+        """Create an object without running code of its class."""
+        instance = super().__new__(cls)
+        instance.args, instance.state = args, None
+        return instance
 
     @property
     def kind(self) -> str:
@@ -55,18 +55,18 @@ class PickledObject:
 
 
 def record(name: str) -> type[PickledObject]:
-    """Make what stands for a class or a function of this full name."""
+    """Create a stand-in class for the class or function with this full name."""
     module, _, last = name.rpartition(".")
     return type(last, (PickledObject,), {"__slots__": (), "__module__": module})
 
 
-class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be replaced
-    """Reads a stream from where a file stands up to the stream's end.
+class Unpickler(pickle._Unpickler):  # the implementation in Python, whose operations can be replaced
+    """Reads a pickle from the current position of a file.
 
     Args:
-        file: with `read` and `readline`.
-        names: what stands for the classes and functions that the stream may name, with their modules.
-        stored: gives what is kept outside of the stream under a key.
+        file: an object with `read` and `readline`.
+        names: stand-ins for the classes and functions that the stream may use, by full name.
+        stored: returns the object that is stored outside of the stream under a key.
     """
 
     stack: list[Any]
@@ -81,17 +81,17 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
         self.n_operations = 0
 
     def read_all(self) -> Any:
-        """Read the stream.
+        """Read the pickle.
 
         Raises:
-            UnsupportedError: it names something else.
-            CorruptionError: not a pickle, or one with more than plain values.
+            UnsupportedError: the pickle uses another name.
+            CorruptionError: not a pickle of plain values.
         """
         try:
             return self.load()
         except CkptzError:
             raise
-        except Exception as error:  # of a stream that contradicts itself, from any of Python's types
+        except Exception as error:  # invalid streams raise errors of many types
             raise CorruptionError(f"not a pickle of plain values ({type(error).__name__})") from None
 
     def find_class(self, module: str, name: str) -> Any:
@@ -106,7 +106,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
     def persistent_load(self, pid: Any) -> Any:
         """Return an object that is stored outside of the stream."""
         if self._stored is None:
-            raise CorruptionError("refers to something outside of it")
+            raise CorruptionError("refers to an object outside of the pickle")
         return self._stored(pid)
 
     def _build(self) -> None:
@@ -118,7 +118,7 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
                 raise CorruptionError(f"an OrderedDict whose attribute {hidden[0][:80]!r} hides its method")
             vars(target).update(state)
         else:
-            raise CorruptionError("a state for something that has none")
+            raise CorruptionError("a state for an object without one")
 
     def _set_item(self) -> None:
         value, key = self.stack.pop(), self.stack.pop()
@@ -130,18 +130,18 @@ class Unpickler(pickle._Unpickler):  # the one in Python, whose steps can be rep
     def _set(self, pairs: list[Any]) -> None:
         target, keys = self.stack[-1], pairs[::2]
         if not isinstance(target, dict) or not all(map(_is_bounded_key, keys)):
-            raise CorruptionError("a key that is no name")
-        odd = [hash(key) for key in keys if isinstance(key, int | float | tuple)]
-        if odd:  # a stream may choose them so that each meets all before it
-            seen = self._hashes.setdefault(id(target), (target, Counter()))[1]
-            seen.update(odd)
-            if max(seen[one] for one in odd) > MAX_EQUAL_HASHES:
-                raise CorruptionError("a key that is one of many of the same hash")
+            raise CorruptionError("a key that is not a plain value")
+        hashes = [hash(key) for key in keys if isinstance(key, int | float | tuple)]
+        if hashes:  # a stream can choose keys with equal hashes, which take quadratic time
+            counts = self._hashes.setdefault(id(target), (target, Counter()))[1]
+            counts.update(hashes)
+            if max(counts[h] for h in hashes) > MAX_EQUAL_HASHES:
+                raise CorruptionError("too many keys with the same hash")
         target.update(zip(keys, pairs[1::2], strict=True))
 
 
 def _is_bounded_key(key: Any) -> bool:
-    """Return whether a value is hashed quickly: nested shared tuples may take exponential time."""
+    """Return whether hashing a key takes bounded time; nested shared tuples may take exponential time."""
     todo, n_parts = [key], 0
     while todo:
         value = todo.pop()
@@ -165,9 +165,13 @@ def _counted(step: Any) -> Any:
     return run
 
 
-_OWN: Final = {"BUILD": Unpickler._build, "SETITEM": Unpickler._set_item, "SETITEMS": Unpickler._set_items}
+_REPLACED: Final = {
+    "BUILD": Unpickler._build,
+    "SETITEM": Unpickler._set_item,
+    "SETITEMS": Unpickler._set_items,
+}
 Unpickler.dispatch = {
-    code: _counted(_OWN.get(name) or Unpickler.dispatch[code])
+    code: _counted(_REPLACED.get(name) or Unpickler.dispatch[code])
     for name in _OPERATIONS
     for code in getattr(pickle, name)
 }

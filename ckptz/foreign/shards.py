@@ -1,7 +1,6 @@
-"""Steps of a run that several ranks wrote (`CkptzStorageWriter`), opened as one checkpoint.
+"""Opens steps that several ranks wrote (`CkptzStorageWriter`) as one checkpoint.
 
-A tensor is put together from the pieces of all ranks when it is read, and two tensors at most are held, so
-memory does not grow with the checkpoint.
+A tensor is assembled from the pieces of all ranks when it is read. At most two tensors are in memory.
 """
 
 from __future__ import annotations
@@ -24,55 +23,56 @@ from ckptz.run.step_files import INDEX_FILE
 from ckptz.state.skeleton import TensorRef, pack_node, parse_tree
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
-HELD_TENSORS: Final = 2  # in memory: the one that is read, and the next, which threads have begun
+CACHED_TENSORS: Final = 2  # the tensor that is read, and the next, which threads have started
 
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A value that is packed for a tree already."""
+    """A value that is already packed as a node of a tree."""
 
     node: Any
 
 
 def is_sharded(folder: Path) -> bool:
-    """Return whether a folder holds a complete step of several ranks."""
+    """Return whether a folder is a complete step of several ranks."""
     return (folder / INDEX_FILE).is_file()
 
 
 def open_shards(
-    folder: Path, search_path: Sequence[Path], held: contextlib.ExitStack
+    folder: Path, search_path: Sequence[Path], stack: contextlib.ExitStack
 ) -> tuple[dict[str, TensorSource], dict[str, Any], tuple[Checkpoint, ...]]:
-    """Open all files of a step, as exact as they are there.
+    """Open all files of a step, exact where there are residual files.
 
     Args:
         folder: of the step.
-        search_path: folders to look for bases in.
-        held: closes the files.
+        search_path: folders in which bases are searched.
+        stack: closes the files.
 
     Returns:
-        Whole tensors by name, the tree of the nested state, and the files.
+        Complete tensors by name, the tree of the nested state, and the open files.
 
     Raises:
-        FormatError: a file is missing or damaged, or its tensors are not those of the index.
+        FormatError: a file is missing or damaged, or does not match the index.
         MissingBaseError: a base is missing.
-        UnsupportedError: a dtype of less than a byte, or an object that holds tensors.
+        UnsupportedError: a split tensor of less than a byte per element, or an object with tensors.
     """
     index = read_index(folder)
     paths = [shard_path(folder, index, number) for number in range(len(index.files))]
     files = tuple(
-        held.enter_context(contextlib.closing(open_checkpoint(exact_of(path), search_path))) for path in paths
+        stack.enter_context(contextlib.closing(open_checkpoint(exact_of(path), search_path)))
+        for path in paths
     )
-    recent: LRUCache[Patterns] = LRUCache(HELD_TENSORS, lambda _: 1)
+    cache: LRUCache[Patterns] = LRUCache(CACHED_TENSORS, lambda _: 1)
     tensors: dict[str, TensorSource] = {
-        name: _whole(name, tensor, files, recent) for name, tensor in index.tensors.items()
+        name: _assemble(name, tensor, files, cache) for name, tensor in index.tensors.items()
     }
     return tensors, {"root": _root(folder, index), "storages": []}, files
 
 
-def _whole(
-    name: str, tensor: WholeTensor, files: Sequence[Checkpoint], recent: LRUCache[Patterns]
+def _assemble(
+    name: str, tensor: WholeTensor, files: Sequence[Checkpoint], cache: LRUCache[Patterns]
 ) -> LazySource:
-    """Return a source of a whole tensor, after checking that every piece is there."""
+    """Return a source of a tensor of several pieces, after checking that all pieces exist."""
     dtype = dtype_of(tensor.dtype)
     pieces = [_piece(name, piece, dtype, files[piece.file]) for piece in tensor.chunks]
     if dtype.bits < 8 and len(pieces) > 1:
@@ -80,16 +80,15 @@ def _whole(
 
     def read() -> Patterns:
         n_per_element = dtype.n_patterns(tensor.shape) // max(int(np.prod(tensor.shape)), 1)
-        whole = np.empty((*tensor.shape, n_per_element), PATTERN_TYPES[dtype.pattern_bytes])
+        patterns = np.empty((*tensor.shape, n_per_element), PATTERN_TYPES[dtype.pattern_bytes])
         for piece, source in zip(tensor.chunks, pieces, strict=True):
-            places = tuple(slice(b, b + n) for b, n in zip(piece.offset, piece.shape, strict=True))
-            whole[places] = _patterns_of(source).reshape(*piece.shape, n_per_element)
-        return whole.reshape(-1)
+            box = tuple(slice(b, b + n) for b, n in zip(piece.offset, piece.shape, strict=True))
+            patterns[box] = _patterns_of(source).reshape(*piece.shape, n_per_element)
+        return patterns.reshape(-1)
 
     if len(pieces) == 1:
-        only = pieces[0]
-        return LazySource(dtype, tensor.shape, only.patterns)
-    return LazySource(dtype, tensor.shape, lambda begin, end: recent.get(name, read)[begin:end])
+        return LazySource(dtype, tensor.shape, pieces[0].patterns)
+    return LazySource(dtype, tensor.shape, lambda begin, end: cache.get(name, read)[begin:end])
 
 
 def _patterns_of(source: TensorSource) -> Patterns:
@@ -102,35 +101,41 @@ def _piece(name: str, piece: Piece, dtype: DType, file: Checkpoint) -> TensorSou
     if source is None:
         raise CorruptionError(f"{file.name}: has no tensor {piece.tensor!r}, which {INDEX_FILE} names")
     if (source.dtype, tuple(source.shape)) != (dtype, piece.shape):
-        stored, wanted = f"{source.dtype.name} {list(source.shape)}", f"{dtype.name} {list(piece.shape)}"
-        what = f"tensor {piece.tensor!r} of {name!r} is {stored}, and {INDEX_FILE} says {wanted}"
-        raise CorruptionError(f"{file.name}: {what}")
+        raise CorruptionError(
+            f"{file.name}: tensor {piece.tensor!r} of {name!r} is {source.dtype.name} {list(source.shape)}, "
+            f"but {INDEX_FILE} says {dtype.name} {list(piece.shape)}"
+        )
     return source
 
 
 def _root(folder: Path, index: FolderIndex) -> Any:
-    """Return the JSON tree of the state: nested as the planner of torch flattened it."""
+    """Return the JSON tree of the state, nested again after torch's planner flattened it."""
     leaves: dict[str, Any] = {name: TensorRef(name) for name in index.tensors}
     for name, stored in index.objects.items():
         with error_context(f"{folder / INDEX_FILE}: object {name!r}"):
             leaves[name] = _Node(_node(name, stored.tree))
     nested: dict[Any, Any] = {}
     for name, value in leaves.items():
-        *above, last = (index.paths or {}).get(name, (name,))
+        *parents, key = (index.paths or {}).get(name, (name,))
         level = nested
-        for part in above:
+        for part in parents:
             level = level.setdefault(part, {})
-        level[last] = value
+        level[key] = value
     return pack_node(_with_lists(nested), _leaf)
 
 
 def _node(name: str, raw: dict[str, Any]) -> Any:
-    """Return the node of an object, which the tree of its file holds under its name."""
+    """Return the node of an object from the tree of its file.
+
+    Raises:
+        CorruptionError: the root of the tree is not this object.
+        UnsupportedError: the object contains tensors.
+    """
     tree = parse_tree(raw)
     if type(tree.root) is not dict or list(tree.root) != [name]:
-        raise CorruptionError("its tree holds something else")
+        raise CorruptionError("its tree has another root")
     if tree.refs:
-        raise UnsupportedError("holds tensors; load the step with torch.distributed.checkpoint")
+        raise UnsupportedError("contains tensors; load the step with torch.distributed.checkpoint")
     [[_, node]] = raw["root"]["dict"]
     return node
 
@@ -142,9 +147,9 @@ def _leaf(value: Any, path: Any) -> dict[str, Any]:
 
 
 def _with_lists(node: Any) -> Any:
-    """Turn dicts with the keys 0 to n - 1 into lists, which torch's planner flattens to numbers."""
+    """Convert dicts with the keys 0 to n - 1 to lists, because torch's planner flattens lists that way."""
     if not isinstance(node, Mapping):
         return node
-    made = {key: _with_lists(value) for key, value in node.items()}
-    is_list = bool(made) and all(type(key) is int for key in made) and set(made) == set(range(len(made)))
-    return [made[i] for i in range(len(made))] if is_list else made
+    items = {key: _with_lists(value) for key, value in node.items()}
+    is_list = bool(items) and all(type(key) is int for key in items) and set(items) == set(range(len(items)))
+    return [items[i] for i in range(len(items))] if is_list else items

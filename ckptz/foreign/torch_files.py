@@ -1,11 +1,10 @@
-"""Files of `torch.save`: `.pt`, `.pth`, `.bin`, read and written by torch, without running code from them.
+"""Reads and writes files of `torch.save` (`.pt`, `.pth`, `.bin`) with torch, without running code from them.
 
-    zip:     NAME/data.pkl | NAME/data/0 | NAME/data/1 | ... , uncompressed
-    before:  magic | protocol | system | the pickle | keys of storages | of each, size u64 and bytes
+    zip:               NAME/data.pkl | NAME/data/0 | NAME/data/1 | ... , uncompressed
+    before torch 1.6:  magic | protocol | system | pickle | keys of storages | size u64 and bytes of each
 
-`torch.load` believes the sizes that the pickle names, and then gives out memory that nobody wrote, or asks
-for more than there is. So what a file claims is held against what is in it before torch loads it. torch is
-imported when one is read or written, and not before.
+`torch.load` trusts the sizes in the pickle: it may return uninitialized memory, or request more than there
+is. So sizes and names are checked before torch loads a file. torch is imported on first use.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from ckptz.state.skeleton import MAX_NUMBER, is_number
 
 TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 ZIP_MAGIC: Final = b"PK\x03\x04"
-LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a"  # a pickled long, the first thing in a file of torch before 1.6
+LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a"  # a pickled long, at the beginning of files before torch 1.6
 LEGACY_NUMBER: Final = 0x1950A86A20F9469CFC6C
 LOCAL_HEADER: Final = 30  # bytes of a zip record before its name
 END_RECORD, END_LOCATOR, END_RECORD_64 = 22, 20, 56  # bytes of the records at the end of a zip
-NONE_32: Final = (1 << 32) - 1  # in place of a number that only the record of 64 bits holds
+NONE_32: Final = (1 << 32) - 1  # placeholder for a number in the 64-bit record
 ALIGNMENT: Final = 16  # of the largest element
 MAX_DIMS: Final = 64
-MAX_LINE: Final = 1000  # the longest is the name of a class
+MAX_LINE: Final = 1000  # bytes; the longest lines are names of classes
 
 _ITEM_BYTES: Final = {
     **{"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2, "Long": 8, "Int": 4, "Short": 2, "Char": 1},
@@ -56,10 +55,10 @@ _ITEM_BYTES: Final = {
 
 
 def require_torch(path: Path) -> Any:
-    """Load the torch module.
+    """Import and return torch; `path` is for the error.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: torch is not installed.
     """
     try:
         import torch  # only torch files need it
@@ -69,15 +68,14 @@ def require_torch(path: Path) -> Any:
 
 
 def read(path: Path) -> Flat:
-    """Read the tensors by name and the tree of a torch file.
+    """Read a torch file as tensors by name and a tree.
 
-    The file stays mapped while the tensors are used, so they take no memory of their own; the form of
-    torch before 1.6 is read into memory.
+    The tensors are memory-mapped; files of torch before 1.6 are read into memory.
 
     Raises:
         FileNotFoundError: no such file.
         FormatError: damaged, or not a torch file.
-        UnsupportedError: it needs code, or holds what the tree has no place for.
+        UnsupportedError: the file needs code, or contains values that a tree cannot represent.
     """
     state = load_state(path)
     with error_context(str(path)):
@@ -85,13 +83,13 @@ def read(path: Path) -> Flat:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return whether a file begins as `torch.save` begins one."""
+    """Return whether a file begins like one of `torch.save`."""
     with path.open("rb") as file:
         return file.read(len(ZIP_MAGIC)).startswith((ZIP_MAGIC, LEGACY_MAGIC))
 
 
 def load_state(path: Path) -> Any:
-    """Load what `torch.save` was given, its tensors on the CPU and mapped where possible; see `read`."""
+    """Load the state in a torch file, with tensors on the CPU that are mapped if possible; see `read`."""
     require_torch(path)
     n_bytes = path.stat().st_size
     if not n_bytes:
@@ -103,11 +101,11 @@ def load_state(path: Path) -> Any:
 
 
 def load_part(data: bytes) -> Any:
-    """Load what `torch.save` wrote as a part of a file.
+    """Load bytes that `torch.save` wrote into a larger file.
 
     Raises:
-        FormatError: damaged, or not of `torch.save`.
-        UnsupportedError: it needs code, or holds what torch does not load without it.
+        FormatError: damaged, or not written by `torch.save`.
+        UnsupportedError: the object needs code.
     """
     check_torch(io.BytesIO(data), len(data))
     return _load(io.BytesIO(data), mmap=False)
@@ -117,23 +115,23 @@ def _load(file: Path | BinaryIO, *, mmap: bool) -> Any:
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about torch's own internals
+        warnings.simplefilter("ignore")  # on internals of torch
         try:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
         except (OSError, MemoryError):
             raise
         except pickle.UnpicklingError as error:
             raise UnsupportedError(
-                f"torch does not load it without running code ({_reason(error)}); save a plain state_dict"
+                f"torch cannot load it without running code ({_reason(error)}); save a plain state_dict"
             ) from None
         except Exception as error:  # torch raises many types for damaged files
             raise CorruptionError(
-                f"torch does not load it ({_reason(error)}): damaged, or not a file of torch.save"
+                f"torch cannot load it ({_reason(error)}): damaged, or not a file of torch.save"
             ) from None
 
 
 def _reason(error: Exception) -> str:
-    """Return the line with the cause from torch's error, which may follow long advice."""
+    """Return the line with the cause from an error of torch, which may come after long advice."""
     lines = str(error).rpartition("WeightsUnpickler error: ")[2].strip().splitlines()
     return (lines or [type(error).__name__])[0][:120]
 
@@ -148,11 +146,11 @@ def write(
     """Write a torch file; inverse of `read`.
 
     Args:
-        path: appears whole or not at all.
+        path: the file, which appears when it is complete.
         tensors: by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
-        chunks: gives the patterns of all tensors in order.
-        like: files whose permissions it gets, as `publish` does it.
+        chunks: yields the patterns of all tensors in order.
+        like: files whose permissions the new file gets.
     """
     require_torch(path)
     state = unflatten(tensors, tree, scratch_folder(path), chunks)
@@ -161,33 +159,33 @@ def write(
 
 
 def dump_state(file: BinaryIO, state: Any, path: Path) -> None:
-    """Write with `torch.save` into a file that will be `path`, which errors name."""
+    """Write a state with `torch.save`; `path` is the final name of the file, for errors."""
     torch = require_torch(path)
     try:
         torch.save(state, file)
     except RuntimeError as error:
         if isinstance(error.__context__, OSError):
-            raise error.__context__ from None  # the system's error, which torch's writer hides
+            raise error.__context__ from None  # the error of the system, which torch's writer hides
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{path}: torch cannot save this ({reason}); restore to safetensors") from None
 
 
-# --- what a file claims -------------------------------------------------------------------------
+# --- checks before loading ----------------------------------------------------------------------
 
 
 def check_torch(file: BinaryIO, n_bytes: int) -> bool:
-    """Check a file of `torch.save`, which may also stand in memory.
+    """Check a file of `torch.save` on disk or in memory.
 
     Args:
-        file: at its beginning.
-        n_bytes: its length.
+        file: the file, at its beginning.
+        n_bytes: size of the file.
 
     Returns:
-        Whether its storages can be used where they are: in a zip, and aligned.
+        True if its storages can be memory-mapped: in a zip, and aligned.
 
     Raises:
-        FormatError: damaged, or not what `torch.save` writes.
-        UnsupportedError: it needs code.
+        FormatError: damaged, or not written by `torch.save`.
+        UnsupportedError: the file needs code.
     """
     head = file.read(len(ZIP_MAGIC))
     file.seek(0)
@@ -206,18 +204,23 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Storage:
-    """Bytes outside of the pickle; `item` of them are an element of tensors that do not say their own."""
+    """A storage outside of the pickle."""
 
-    item: int
+    item: int  # bytes of an element, for tensors without a dtype
     n_bytes: int
 
 
 class _Storages:
-    """The storages that a pickle names; `room_of` says how many bytes there are for a key, or raises."""
+    """The storages that a pickle names.
 
-    def __init__(self, room_of: Callable[[str, int], int]) -> None:
-        self._room_of = room_of
-        self._sizes: dict[str, int] = {}  # bytes by key, as torch makes each once
+    Args:
+        size_in_file: returns the bytes of a storage in the file, given its key and claimed size; raises if it
+            is missing.
+    """
+
+    def __init__(self, size_in_file: Callable[[str, int], int]) -> None:
+        self._size_in_file = size_in_file
+        self._sizes: dict[str, int] = {}  # bytes by key
 
     def __call__(self, key: Any) -> _Storage:
         if type(key) is not tuple or len(key) not in (5, 6) or key[0] != "storage":
@@ -225,52 +228,53 @@ class _Storages:
         _, item, name, _, n_items, view = (*key, None)[:6]
         if type(item) is not int or not is_number(n_items):
             _refuse("a storage without a type or a size")
-        n_bytes = self._sized(name, n_items * item)
-        if n_bytes > self._room_of(name, n_bytes):
-            raise TruncatedError(f"storage {name[:80]!r} is cut; try an intact copy")
+        n_bytes = self._check_size(name, n_items * item)
+        if n_bytes > self._size_in_file(name, n_bytes):
+            raise TruncatedError(f"storage {name[:80]!r} is truncated; try an intact copy")
         if view is None:
             return _Storage(item, n_bytes)
         if type(view) is not tuple or len(view) != 3 or not all(map(is_number, view[1:])):
-            _refuse("a view of a storage that is none")
+            _refuse("an invalid view of a storage")
         if (view[1] + view[2]) * item > n_bytes:
-            raise TruncatedError("a view of a storage is cut; try an intact copy")
-        return _Storage(item, self._sized(view[0], view[2] * item))
+            raise TruncatedError("a view of a storage is truncated; try an intact copy")
+        return _Storage(item, self._check_size(view[0], view[2] * item))
 
-    def _sized(self, name: Any, n_bytes: int) -> int:
+    def _check_size(self, name: Any, n_bytes: int) -> int:
         if type(name) is not str or self._sizes.setdefault(name, n_bytes) != n_bytes:
             _refuse("a storage of two sizes")
         return n_bytes
 
 
 def _ordered(*args: Any) -> OrderedDict[Any, Any]:
-    """`OrderedDict()`, or of Python 2 with a list of pairs."""
+    """Check the arguments of `OrderedDict`, none or a list of pairs as from Python 2, and call it."""
     [pairs] = args or ([],)
     if type(pairs) is not list or not all(
         type(pair) in (list, tuple) and len(pair) == 2 and type(pair[0]) is str for pair in pairs
     ):
-        _refuse("an ordered dict of something")
+        _refuse("invalid arguments of an ordered dict")
     return OrderedDict(pairs)
 
 
 def _size(dims: Any) -> tuple[int, ...]:
     if type(dims) not in (tuple, list) or not all(type(n) is int and abs(n) <= MAX_NUMBER for n in dims):
-        _refuse("a size that is not made of numbers")
+        _refuse("a size that does not consist of numbers")
     return tuple(dims)
 
 
 def _text_bytes(text: Any, encoding: Any) -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
-        _refuse("bytes that are none")
+        _refuse("invalid bytes")
     return text.encode("latin-1")
 
 
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> object:
-    """Check the arguments that torch rebuilds a tensor from; the last ones may be a dtype and flags."""
-    item = next((one.itemsize for one in rest if hasattr(one, "itemsize")), getattr(storage, "item", 0))
+def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *dtype_and_flags: Any) -> object:
+    """Check the arguments from which torch rebuilds a tensor."""
+    sizes = (arg.itemsize for arg in dtype_and_flags if hasattr(arg, "itemsize"))
+    item = next(sizes, getattr(storage, "item", 0))
     if not isinstance(storage, _Storage) or not type(shape) is type(strides) is tuple:
         _refuse("a tensor without a storage or a shape")
     if len(shape) != len(strides) or not all(map(is_number, (offset, *shape, *strides))):
-        _refuse("a tensor whose shape and strides are no numbers")
+        _refuse("a tensor whose shape and strides are not numbers")
     if len(shape) > MAX_DIMS:
         raise UnsupportedError(f"a tensor of {len(shape)} dimensions; the limit is {MAX_DIMS}")
     geometry = Geometry("", item, shape, strides, offset)
@@ -279,7 +283,8 @@ def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> 
     return object()
 
 
-def _parameter(tensor: Any, *rest: Any) -> object:
+def _parameter(tensor: Any, *flags: Any) -> object:
+    del flags
     if type(tensor) is not object:
         _refuse("a parameter without a tensor")
     return tensor
@@ -287,7 +292,7 @@ def _parameter(tensor: Any, *rest: Any) -> object:
 
 @functools.cache
 def _names() -> dict[str, Any]:
-    """Map the names that a pickle may use to dtypes, to bytes an element for storages, and to functions."""
+    """Map the names that a pickle may use: to dtypes, to bytes per element of storages, and to functions."""
     import torch
 
     dtypes = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -315,31 +320,31 @@ def _check_zip(file: BinaryIO, n_bytes: int) -> bool:
         with zipfile.ZipFile(file) as archive:
             infos, start = archive.infolist(), archive.start_dir
     except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, struct.error) as error:
-        raise CorruptionError(f"cut or damaged ({error}); try an intact copy") from None
+        raise CorruptionError(f"truncated or damaged ({error}); try an intact copy") from None
     _check_directory(file, n_bytes, start)
     records = _records(file, start, infos)
     order = records.get("byteorder")
     if order is not None and (order.n_bytes > len("little") or order.read(file) != b"little"):
-        raise UnsupportedError("of a machine with another order of bytes; save it again on this one")
+        raise UnsupportedError("written on a machine with another byte order; save it again on this one")
 
-    def room_of(key: str, _: int) -> int:
+    def size_in_file(key: str, _: int) -> int:
         if f"data/{key}" not in records:
             raise CorruptionError(f"storage {key[:80]!r} is missing; try an intact copy")
         return records[f"data/{key}"].n_bytes
 
-    Unpickler(io.BytesIO(_pickle_in(records, file)), _names(), _Storages(room_of)).read_all()
+    Unpickler(io.BytesIO(_pickle_in(records, file)), _names(), _Storages(size_in_file)).read_all()
     return all(record.begin % ALIGNMENT == 0 for name, record in records.items() if name.startswith("data/"))
 
 
 def _check_directory(file: BinaryIO, n_bytes: int, start: int) -> None:
-    """Check that the central directory is where the end records say, without bytes before or behind it.
+    """Check that the central directory is where the end records say, without bytes around it.
 
-    Readers of zips differ in where they look if it is not: they would read different pickles.
+    Otherwise zip readers differ in where they look for it, and would read different pickles.
 
     Args:
-        file: the whole file.
-        n_bytes: its size.
-        start: where `zipfile` found the directory.
+        file: the zip file.
+        n_bytes: size of the file.
+        start: position of the directory according to `zipfile`.
     """
     end = n_bytes - END_RECORD
     file.seek(max(end, 0))
@@ -361,21 +366,21 @@ def _check_directory(file: BinaryIO, n_bytes: int, start: int) -> None:
 
 def _pickle_in(records: Mapping[str, _ZipRecord], file: BinaryIO) -> bytes:
     if "constants.pkl" in records:
-        raise UnsupportedError("a TorchScript program, not a checkpoint; save a plain state_dict of it")
+        raise UnsupportedError("a TorchScript program, not a checkpoint; save its state_dict instead")
     record = records.get("data.pkl")
     if record is None:
         _refuse("no data.pkl")
     if record.n_bytes > MAX_BYTES:
         raise CorruptionError("data.pkl is larger than 256 MiB")
     pickled = record.read(file)
-    if record.crc and zlib.crc32(pickled) != record.crc:  # 0 where torch was told not to compute it
+    if record.crc and zlib.crc32(pickled) != record.crc:  # 0 if torch was set not to compute it
         raise CorruptionError("its pickle was changed after it was written; try an intact copy")
     return pickled
 
 
 @dataclass(frozen=True, slots=True)
 class _ZipRecord:
-    """Where a record of a zip lies, and its checksum."""
+    """Position, size and checksum of a record of a zip."""
 
     begin: int
     n_bytes: int
@@ -387,9 +392,19 @@ class _ZipRecord:
 
 
 def _records(file: BinaryIO, n_bytes: int, infos: list[zipfile.ZipInfo]) -> dict[str, _ZipRecord]:
-    """Find the records of a zip, in its first `n_bytes`, by their names within; none may overlap."""
+    """Return the records of a zip by name, without the leading folder.
+
+    Args:
+        file: the zip file.
+        n_bytes: start of the central directory; records must end before it.
+        infos: entries of the directory.
+
+    Raises:
+        CorruptionError: records overlap, or have the same name.
+        UnsupportedError: a record is compressed.
+    """
     records: dict[str, _ZipRecord] = {}
-    seen: set[str] = set()
+    names: set[str] = set()
     at = 0
     for info in sorted(infos, key=lambda info: info.header_offset):
         if info.compress_type != zipfile.ZIP_STORED:
@@ -401,20 +416,20 @@ def _records(file: BinaryIO, n_bytes: int, infos: list[zipfile.ZipInfo]) -> dict
         begin = info.header_offset + LOCAL_HEADER + sum(struct.unpack_from("<HH", header, 26))
         at = begin + info.file_size
         if at > n_bytes or info.flag_bits & 1 or info.file_size != info.compress_size:
-            raise TruncatedError(f"record {info.filename[:80]!r} is cut")
+            raise TruncatedError(f"record {info.filename[:80]!r} is truncated")
         name = info.filename.partition("/")[2]
-        if name.lower() in seen:  # readers of zips differ in whether case counts
+        if name.lower() in names:  # some zip readers ignore case
             _refuse("two records of one name")
-        seen.add(name.lower())
+        names.add(name.lower())
         records[name] = _ZipRecord(begin, info.file_size, info.CRC)
     return records
 
 
-# --- the form of torch before 1.6 ---------------------------------------------------------------------
+# --- the format before torch 1.6 ----------------------------------------------------------------------
 
 
 class _Bounded:
-    """A file whose pickles ask for no more than it may have."""
+    """A file whose reads are limited in size, whatever a pickle requests."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -429,16 +444,16 @@ class _Bounded:
 def _check_legacy(file: BinaryIO, head: bytes, n_bytes: int) -> None:
     sizes: dict[str, int] = {}
 
-    def room_of(key: str, wanted: int) -> int:
-        sizes[key] = wanted
-        return n_bytes - sum(sizes.values()) + wanted
+    def size_in_file(key: str, claimed: int) -> int:
+        sizes[key] = claimed
+        return n_bytes - sum(sizes.values()) + claimed
 
-    def read() -> Any:  # another pickle may need code, which is to be said
+    def read() -> Any:
         return Unpickler(file, names, storages).read_all()
 
-    names, storages = _names(), _Storages(room_of)
+    names, storages = _names(), _Storages(size_in_file)
     if read() != LEGACY_NUMBER or head != LEGACY_MAGIC:
-        _refuse("it begins with other bytes")
+        _refuse("it begins with different bytes")
     for _ in ("protocol", "system", "state"):
         read()
     keys = read()

@@ -1,11 +1,11 @@
-"""Folders of `CkptzTrainerMixin`, written as transformers' own Trainer would have written them.
+"""Converts checkpoint folders of `CkptzTrainerMixin` to those of transformers' Trainer.
 
     model.ckptz      ->  model.safetensors, or adapter_model.safetensors in the folder of each adapter
     state.ckptz      ->  optimizer.pt, by numbers of parameters, scheduler.pt, scaler.pt
     rng-00000.ckptz  ->  rng_state.pth, or one for each of several ranks
 
-Everything else in the folder is what the Trainer wrote itself, and is copied, except for plain files with
-the same state, as an earlier restore into the folder leaves them: they may be of another step.
+The other files, which the Trainer wrote, are copied. Plain files with the same state, which an earlier
+restore into the folder may have left, are not copied, because they may be of another step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ckptz.state.flatten import Chunks, tied_names, unflatten
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import SUFFIX
 
-# Plain files with state of a checkpoint, of any form that the Trainer and PEFT load.
+# Plain files from which the Trainer and PEFT load state.
 _PLAIN_STATE: Final = re.compile(
     r"(?:(?:pytorch_|adapter_)?model(?:-\d+-of-\d+)?\.(?:safetensors|bin)(?:\.index\.json)?"
     r"|optimizer\.(?:pt|bin)|scheduler\.pt|scaler\.pt|rng_state(?:_\d+)?\.pth)"
@@ -47,10 +47,10 @@ class TrainerFolder:
     """The open files of a checkpoint.
 
     Attributes:
-        weights: of the model, or of its adapter.
-        state: of optimizer, scheduler and scaler.
-        rngs: random numbers of each rank.
-        carried: the other files.
+        weights: weights of the model, or of its adapter.
+        state: state of optimizer, scheduler and scaler.
+        rngs: random states of each rank.
+        carried: the other files, which are copied.
         stale: names of plain files with the same state, which are not copied.
     """
 
@@ -67,18 +67,18 @@ class TrainerFolder:
 
     @property
     def is_adapter(self) -> bool:
-        """True if the weights are those of PEFT's adapters."""
+        """True if the weights are those of PEFT adapters."""
         is_recorded = ADAPTERS_KEY in (self.weights.metadata or {})
         return is_recorded or any(name == CONFIG_FILE for name, _ in self.carried)
 
     @property
     def lacks_frozen(self) -> bool:
-        """True if frozen weights are left out that a full model needs; an adapter does not need them."""
+        """True if frozen weights are missing that a model needs; an adapter does not need them."""
         return FROZEN_KEY in (self.weights.metadata or {}) and not self.is_adapter
 
     @cached_property
     def weights_files(self) -> dict[str, dict[str, TensorSource]]:
-        """The tensors of each plain file of weights, tied ones once, but in each file of an adapter.
+        """The tensors of each plain weights file. Tied tensors are in it once; adapters have all names.
 
         Raises:
             CorruptionError: the record of adapters is damaged.
@@ -88,72 +88,77 @@ class TrainerFolder:
             return {"model.safetensors": dict(tensors)}
         stored = {name: name for name in tensors} | tied_names(self.weights.tree, tensors)
         record = (self.weights.metadata or {}).get(ADAPTERS_KEY)
-        if record is None:  # before there were such: one adapter, which was called "default"
-            keys = {"": {key_of(name, "default"): name for name in tensors}}
+        if record is None:  # written by an older version, for one adapter called "default"
+            keys_by_folder = {"": {key_of(name, "default"): name for name in tensors}}
         else:
-            keys = parse_adapters(record, stored)
+            keys_by_folder = parse_adapters(record, stored)
         return {
-            f"{folder}/{WEIGHTS_FILE}".lstrip("/"): {key: tensors[stored[name]] for key, name in own.items()}
-            for folder, own in keys.items()
+            f"{folder}/{WEIGHTS_FILE}".lstrip("/"): {key: tensors[stored[name]] for key, name in keys.items()}
+            for folder, keys in keys_by_folder.items()
         }
 
     @property
     def written(self) -> list[str]:
-        """Name the plain files that it becomes."""
+        """The names of the plain files to write."""
         return [*self.weights_files, "optimizer.pt", "scheduler.pt", "scaler.pt", *self.rng_files]
 
     @property
     def rng_files(self) -> list[str]:
-        """Name the plain files of random numbers."""
+        """The names of the plain files of random states."""
         n_ranks = len(self.rngs)
         return ["rng_state.pth"] if n_ranks == 1 else [f"rng_state_{i}.pth" for i in range(n_ranks)]
 
 
 def open_trainer_folder(
-    folder: Path, search_path: Sequence[Path], held: contextlib.ExitStack
+    folder: Path, search_path: Sequence[Path], stack: contextlib.ExitStack
 ) -> TrainerFolder:
-    """Open all files of a checkpoint, as exact as they are there; `held` closes them.
+    """Open all files of a checkpoint, exact where there are residual files.
+
+    Args:
+        folder: of the checkpoint.
+        search_path: folders in which bases are searched.
+        stack: closes the files.
 
     Raises:
         FormatError: a file is damaged.
         MissingBaseError: a base is not found.
     """
 
-    def opened(path: Path) -> Input:
-        return held.enter_context(contextlib.closing(open_input(exact_of(path), search_path)))
+    def open_file(path: Path) -> Input:
+        return stack.enter_context(contextlib.closing(open_input(exact_of(path), search_path)))
 
-    rngs = sorted(folder.glob(f"rng-*{SUFFIX}"))
-    weights, state, *others = [opened(path) for path in (folder / WEIGHTS, folder / STATE, *rngs)]
-    trainer = TrainerFolder(weights, state, tuple(others), tuple(carried_in(folder)))
+    paths = (folder / WEIGHTS, folder / STATE, *sorted(folder.glob(f"rng-*{SUFFIX}")))
+    weights, state, *rngs = map(open_file, paths)
+    trainer = TrainerFolder(weights, state, tuple(rngs), tuple(carried_in(folder)))
     stale = [
         name
         for name, _ in trainer.carried
         if name in trainer.written or _PLAIN_STATE.fullmatch(name) is not None
     ]
-    carried = tuple(one for one in trainer.carried if one[0] not in stale)
+    carried = tuple((name, path) for name, path in trainer.carried if name not in stale)
     return replace(trainer, carried=carried, stale=tuple(stale))
 
 
 def plain_state_in(folder: Path) -> list[str]:
-    """List the plain files in a folder that the Trainer or PEFT would load state from."""
-    own = [entry.name for entry in os.scandir(folder) if _PLAIN_STATE.fullmatch(entry.name)]
-    return sorted([*own, *(f"{path.parent.name}/{path.name}" for path in folder.glob("*/adapter_model.*"))])
+    """List the plain files of a folder from which the Trainer or PEFT would load state."""
+    files = [entry.name for entry in os.scandir(folder) if _PLAIN_STATE.fullmatch(entry.name)]
+    return sorted([*files, *(f"{path.parent.name}/{path.name}" for path in folder.glob("*/adapter_model.*"))])
 
 
 def write_plain_trainer(
     folder: Path, trainer: TrainerFolder, chunks: Chunks, like: Sequence[Path] = ()
 ) -> None:
-    """Write the folder of the plain Trainer: all files appear when all are complete.
+    """Write the folder of the plain Trainer; all files appear when all are complete.
 
     Args:
-        folder: is there; files of other names stay.
-        trainer: what to write.
-        chunks: gives the patterns of all tensors of a file in order.
-        like: files whose permissions the new ones get, as `publish` does it.
+        folder: an existing folder; other files in it stay.
+        trainer: the open checkpoint.
+        chunks: yields the patterns of all tensors of a file in order.
+        like: files whose permissions the new files get.
 
     Raises:
         CorruptionError: a file was not written by the mixin.
-        UnsupportedError: weights that no safetensors file can hold.
+        UnsupportedError: weights that a safetensors file cannot hold.
     """
     _check_tied(trainer.weights)
     with publish_together() as files:
@@ -167,7 +172,7 @@ def write_plain_trainer(
 
 
 def _check_tied(weights: Input) -> None:
-    """Refuse weights that share a part of their memory: transformers writes tied ones once, but whole."""
+    """Refuse weights that share memory in part; tied ones, which share all of it, are written once."""
     if weights.tree is None:
         return
     with error_context(weights.name):
@@ -175,13 +180,13 @@ def _check_tied(weights: Input) -> None:
         tied = tied_names(weights.tree, weights.tensors)
     if odd := sorted(names - weights.tensors.keys() - tied.keys()):
         raise UnsupportedError(
-            f"{weights.name}: {odd[0]!r} shares a part of its memory with others, which no safetensors "
-            "file can hold; restore model.ckptz by itself"
+            f"{weights.name}: {odd[0]!r} shares a part of its memory with others, which a safetensors "
+            "file cannot hold; restore model.ckptz by itself"
         )
 
 
 def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[str, Any]:
-    """Return the state that each torch file holds, by name."""
+    """Return the state for each torch file by file name."""
 
     def state_of(file: Input) -> Any:
         from ckptz.state.torch import from_plain
@@ -203,7 +208,7 @@ def _torch_files(trainer: TrainerFolder, folder: Path, chunks: Chunks) -> dict[s
 
 
 def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state in the form of `state_dict`: parameters numbered through all groups."""
+    """Return an optimizer's state in the form of `state_dict`, with numbers for parameter names."""
     names = [name for group in state["groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     return {
@@ -215,7 +220,12 @@ def _numbered(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _random_numbers(state: Mapping[str, Any], *, is_alone: bool) -> dict[str, Any]:
-    """Return the random states in the Trainer's form; a process has the state of one CUDA device."""
+    """Return the random states in the Trainer's form.
+
+    Args:
+        state: random states of a rank.
+        is_alone: there is only one rank; it then has the state of one CUDA device.
+    """
     python, legacy = state["python"], state["numpy"]
     keys = legacy["keys"].numpy().astype(np.uint32)
     states = {

@@ -23,14 +23,14 @@ from ckptz.foreign.inputs import (
     Input,
     PathLike,
     check_carried,
+    check_not_torch,
     check_target,
-    checked_kind,
     join,
-    naming_output,
     open_input,
-    paths,
-    places_for,
+    output_context,
+    output_paths,
     stem_of,
+    to_paths,
 )
 from ckptz.foreign.torch_files import TORCH_SUFFIXES
 from ckptz.format.byte_source import is_url, open_bytes, path_of
@@ -233,7 +233,7 @@ def compress(
             is_dry=is_dry,
             target_size=target_size,
             force=force,
-            search_path=paths(search_path),
+            search_path=to_paths(search_path),
             optimizer_of=optimizer_of,
             search=search,
             workers=held.enter_context(Workers(jobs)),
@@ -253,7 +253,7 @@ def _check_together(
     if base is not None and base.is_dir():
         raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
     if base is not None:
-        checked_kind(base)
+        check_not_torch(base)
     if needs_written and is_dry:
         raise ConfigError(
             "a lossy chain needs the file before, and a dry run writes none; leave one of the two out"
@@ -282,7 +282,7 @@ def _path(given: PathLike | None) -> Path | None:
 
 
 def _paths(given: PathLike | Sequence[PathLike]) -> list[Path]:
-    return [path_of(given)] if isinstance(given, str | os.PathLike) else paths(given)
+    return [path_of(given)] if isinstance(given, str | os.PathLike) else to_paths(given)
 
 
 def _search_of(
@@ -472,7 +472,7 @@ class _Compression:
         sources = self.sources
         # A folder for several outputs would be made.
         place = None if self.is_prediction else output
-        places = places_for(sources, place, SUFFIX, is_chain=self.chain)
+        places = output_paths(sources, place, SUFFIX, is_chain=self.chain)
         _check_suffixes(place for source, place in zip(sources, places, strict=True) if not source.is_dir())
         if len(sources) > 1 and not self.resume:  # outputs that are there are refused before the first write
             for source, place in zip(sources, places, strict=True):
@@ -571,7 +571,7 @@ class _Compression:
         search, seconds = None, None
         self.progress.start(opened.name, tensor_bytes(opened.tensors))
         try:
-            with naming_output(target):
+            with output_context(target):
                 if self.is_prediction:
                     written, seconds = predict(job, self.workers)
                 else:

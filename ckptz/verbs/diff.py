@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import check_int
-from ckptz.foreign.inputs import MODEL, Input, PathLike, open_all, paths
+from ckptz.foreign.inputs import MODEL, Input, PathLike, open_all, to_paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.reader import FrameSource, check_empty, has_own_frame
@@ -135,7 +135,7 @@ def diff(
     start = working_seconds()
     top = None if top is None else check_int("top (or None for all)", top, 0)
     with contextlib.ExitStack() as held:
-        a, b = (_side(path_of(one), paths(search_path), held) for one in (first, second))
+        a, b = (_side(path_of(one), to_paths(search_path), held) for one in (first, second))
         workers = held.enter_context(Workers(jobs))
         pairs = [_Pair(name, one, b.tensors[name]) for name, one in a.tensors.items() if name in b.tensors]
         progress.start(f"{a.name} and {b.name}", sum(pair.a.n_bytes for pair in pairs if pair.is_read))

@@ -11,7 +11,7 @@ from typing import Literal
 
 from ckptz.api.describe import InspectReport, described
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.foreign.inputs import PathLike, checked_kind, paths
+from ckptz.foreign.inputs import PathLike, check_not_torch, to_paths
 from ckptz.format.byte_source import is_folder, naming_urls, open_bytes, path_of
 from ckptz.format.envelope import PlainFile
 from ckptz.format.index import BaseRef, QualityRecord
@@ -47,10 +47,10 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
         FormatError: damaged.
         ConfigError: a file of another kind, or a folder without a `.ckptz` file.
     """
-    path, checkpoint, broken = checked_kind(resolve(path).newest_file()), None, None
+    path, checkpoint, broken = check_not_torch(resolve(path).newest_file()), None, None
     with contextlib.ExitStack() as held:
         try:
-            checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
+            checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, to_paths(search_path))))
             file = checkpoint.files[0]
         except CkptzError as error:  # its base is missing; a file that is damaged itself says so again
             file = held.enter_context(contextlib.closing(open_file(open_bytes(path))))
@@ -138,7 +138,7 @@ def log(
         raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
     files = run_files(folder)
     own = [_marked(_look(path, path.relative_to(folder).as_posix(), tell)) for path in files]
-    elsewhere = _elsewhere(folder, files, paths(search_path))
+    elsewhere = _elsewhere(folder, files, to_paths(search_path))
     others = [_look(path, str(path)) for where in elsewhere for path in _files(where, SUFFIX)]
     plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
     named = [_look(path, path.name if path.parent == folder else str(path)) for path in plain]

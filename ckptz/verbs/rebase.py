@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptz.api.read import decoded_chunks
 from ckptz.codec.restored import CachedTensor
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.foreign.inputs import PathLike, check_target, checked_kind, file_path, naming_output, paths
+from ckptz.foreign.inputs import PathLike, check_not_torch, check_target, file_path, output_context, to_paths
 from ckptz.format.byte_source import FileBytes, path_of
 from ckptz.format.publish import publish
 from ckptz.format.reader import Container, FrameSource, GroupMember
@@ -145,10 +145,10 @@ def rebase(
         MissingBaseError: a base is not found.
         ConfigError: a file of another kind, or the output cannot be written.
     """
-    start, path = working_seconds(), checked_kind(path_of(path))
+    start, path = working_seconds(), check_not_torch(path_of(path))
     output = None if output is None else file_path(output)
     with contextlib.ExitStack() as held:
-        checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, paths(search_path))))
+        checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, to_paths(search_path))))
         container = checkpoint.container
         if container is None:
             what = "a plain safetensors file has no base; rebase takes a .ckptz file"
@@ -162,7 +162,7 @@ def rebase(
         if is_changed:
             workers = held.enter_context(Workers(jobs))
             progress.start(checkpoint.name, bytes_to_write(tensors, bases) + n_decoded)
-            with naming_output(target), publish(target, [path]) as sink:
+            with output_context(target), publish(target, [path]) as sink:
                 write_inline(sink, container, bases, workers, progress.advance, tensors=tensors)
                 sink.flush()
                 _verify(Path(sink.name), target, container.index.content_id, workers, progress)

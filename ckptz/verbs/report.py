@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptz.api.describe import InspectReport
 from ckptz.errors import CkptzError, ConfigError, FormatError
-from ckptz.foreign.inputs import PathLike, check_target, file_path, naming_output, open_input, paths
+from ckptz.foreign.inputs import PathLike, check_target, file_path, open_input, output_context, to_paths
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import SILENT, Progress
@@ -114,7 +114,7 @@ def report(
         needed = "a report is made with jinja2 and vl-convert-python"
         raise ConfigError(f"{needed}; install them with: pip install 'ckptz[report]'")
     given = [paths_] if isinstance(paths_, str | Path) or not isinstance(paths_, Sequence) else paths_
-    folders, named, documents = _by_kind(paths(given))
+    folders, named, documents = _by_kind(to_paths(given))
     page = None if output is None else file_path(output)
     if page is not None:
         _check_output(page, named, force)
@@ -124,7 +124,7 @@ def report(
         (tell or (lambda error: None))(error)
         problems.append(str(error))
 
-    search_path = paths(search_path)
+    search_path = to_paths(search_path)
     runs = [log(folder, search_path=search_path, tell=note) for folder in folders]
     inside = [path for path in named if path.suffix == SUFFIX]
     inside += [path for folder, run in zip(folders, runs, strict=True) for path in _newest(folder, run)]
@@ -145,7 +145,7 @@ def report(
         shown = [*inside, *named, *documents]
         shown += [path / e.file for path, run in zip(folders, runs, strict=True) for e in run.entries]
         like = [path for path in shown if path.exists()]
-        with naming_output(page), publish(page, like) as file:
+        with output_context(page), publish(page, like) as file:
             file.write(made.html.encode())
     return made
 

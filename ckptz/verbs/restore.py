@@ -18,17 +18,17 @@ from ckptz.foreign.folders import packed_in, write_folder, written_files
 from ckptz.foreign.inputs import (
     Input,
     PathLike,
-    beside,
-    beside_weights,
     check_carried,
-    check_holds,
+    check_file_names,
     check_target,
     is_trainer_folder,
-    naming_output,
     open_input,
-    paths,
-    places_for,
+    other_files_of_step,
+    output_context,
+    output_folder,
+    output_paths,
     stem_of,
+    to_paths,
 )
 from ckptz.foreign.trainer_folders import open_trainer_folder, plain_state_in, write_plain_trainer
 from ckptz.format.byte_source import is_url, naming_urls, path_of
@@ -110,15 +110,15 @@ def restore(
     where = resolve(path)
     with contextlib.ExitStack() as held:
         if where.weights is None and is_trainer_folder(where.path):
-            job = _of_trainer(where.path, output, to, paths(search_path), held, force=force)
+            job = _of_trainer(where.path, output, to, to_paths(search_path), held, force=force)
         else:
-            job = _of_input(where, output, to, paths(search_path), held, force=force)
+            job = _of_input(where, output, to, to_paths(search_path), held, force=force)
         if job.kind != "safetensors" and any(one.tree is not None for one in job.inputs):
             torch_files.require_torch(job.target)  # before the time is taken: loading it is not restoring
         start, n_bytes = working_seconds(), sum(tensor_bytes(one.tensors) for one in job.inputs)
         _check_size(job, n_bytes, max_decoded_bytes)
         progress.start(job.name, n_bytes)
-        with Workers(jobs) as workers, naming_output(job.target):
+        with Workers(jobs) as workers, output_context(job.target):
             job.write(lambda tensors: decoded_chunks(tensors, workers, progress))
         checkpoints = [one.checkpoint for one in job.inputs if one.checkpoint is not None]
         checkpoints += [shard for one in job.inputs for shard in one.shards]
@@ -242,20 +242,20 @@ def _target_of(
     checkpoints = opened.shards or (opened.checkpoint,)
     read = [file for one in checkpoints if one is not None for file in one.paths]
     if kind == "dcp":
-        target = beside(path) / f"{stem_of(path)}.dcp" if output is None else path_of(output)
+        target = output_folder(path) / f"{stem_of(path)}.dcp" if output is None else path_of(output)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target}: is not an empty folder; name a new one")
         return target
     if kind != "folder":
-        [target] = places_for([path], output, ".pt" if kind == "pt" else PLAIN_SUFFIX)
+        [target] = output_paths([path], output, ".pt" if kind == "pt" else PLAIN_SUFFIX)
         check_target(target, read, force=force)
         return target
-    folder = beside(path) if output is None else path_of(output)
+    folder = output_folder(path) if output is None else path_of(output)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; name a folder")
     assert opened.sharding is not None
     make_folder(folder, parents=False)
-    check_holds(folder, written_files(opened.sharding))
+    check_file_names(folder, written_files(opened.sharding))
     for file in set(written_files(opened.sharding)) - set(opened.sharding.carried):
         check_target(folder / file, read, force=force)
     check_carried(opened.carried, folder, force=force)
@@ -279,7 +279,7 @@ def _check_size(job: _Restoration, n_bytes: int, max_decoded_bytes: int | None) 
 
 def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> Iterator[str]:
     """Yield notes on entries that are left out."""
-    if weights is not None and (others := beside_weights(weights)):
+    if weights is not None and (others := other_files_of_step(weights)):
         names = ", ".join(file.name for file in others)
         folder = weights.parent
         how = f"; ckptz restore {folder} -o DIR restores all" if is_trainer_folder(folder) else ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.foreign.inputs import Input, PathLike, checked_kind, open_input, paths
+from ckptz.foreign.inputs import Input, PathLike, check_not_torch, open_input, to_paths
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.index import Sharding
 from ckptz.format.reader import Container, FrameSource, check_empty, frames_of
@@ -73,14 +73,14 @@ def verify(
     start, where = working_seconds(), resolve(path)
     if where.shards is not None:
         return _verify_shards(path, where.shards, against, jobs, search_path, progress)
-    file = checked_kind(where.path) if where.weights is None else exact_of(where.weights)
+    file = check_not_torch(where.path) if where.weights is None else exact_of(where.weights)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
-        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, paths(search_path))))
+        checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, to_paths(search_path))))
         if checkpoint.container is None and against is None:
             raise ConfigError(f"{path}: a plain file holds no checksums; compare it with --against ORIGINAL")
         originals: Tensors = {}
         if against is not None:
-            original = open_input(path_of(against), paths(search_path))
+            original = open_input(path_of(against), to_paths(search_path))
             opened.callback(original.close)
             check_same_layout(checkpoint, original)
             originals = original.tensors
@@ -112,10 +112,10 @@ def _verify_shards(
 ) -> VerifyReport:
     """Verify the files of all ranks of a step, and its whole tensors against an original."""
     start = working_seconds()
-    with contextlib.closing(open_input(step, paths(search_path))) as opened:  # all are there, or an error
+    with contextlib.closing(open_input(step, to_paths(search_path))) as opened:  # all are there, or an error
         files = [shard.paths[0] for shard in opened.shards]
         if against is not None:
-            with contextlib.closing(open_input(path_of(against), paths(search_path))) as original:
+            with contextlib.closing(open_input(path_of(against), to_paths(search_path))) as original:
                 _compare_whole(opened, original)
         reports = [verify(file, jobs=jobs, search_path=search_path, progress=progress) for file in files]
         return VerifyReport(

@@ -41,12 +41,12 @@ def test_the_record_holds_exceptions_alone() -> None:
 @pytest.mark.parametrize(
     ("record", "what"),
     [
-        ([], "no object"),
-        ({"..": {"adapter": "x", "keys": {}}}, "no plain file name"),
-        ({"a/b": {"adapter": "x", "keys": {}}}, "no plain file name"),
-        ({"": []}, "no name and keys"),
-        ({"": {"adapter": 1, "keys": {}}}, "no name and keys"),
-        ({"": {"adapter": "x", "keys": {"k": 1}}}, "no name of a tensor"),
+        ([], "not an object"),
+        ({"..": {"adapter": "x", "keys": {}}}, "not a plain file name"),
+        ({"a/b": {"adapter": "x", "keys": {}}}, "not a plain file name"),
+        ({"": []}, "lacks its name or keys"),
+        ({"": {"adapter": 1, "keys": {}}}, "lacks its name or keys"),
+        ({"": {"adapter": "x", "keys": {"k": 1}}}, "tensor name of a key is not text"),
         ({"": {"adapter": "x", "keys": {"k": "gone"}}}, "'gone' is not in the file"),
     ],
 )

@@ -560,7 +560,7 @@ def test_a_large_state_that_stays_as_it_is_is_noted(run_folder: Path) -> None:
     torch.save({"state": torch.zeros(1 << 19), "of": np.float64(1)}, run_folder / "optimizer.pt")
     opened = open_input(run_folder)
     assert len(opened.notes) == 1
-    assert "optimizer.pt is carried as it is" in opened.notes[0]
+    assert "optimizer.pt is copied uncompressed" in opened.notes[0]
     assert "numpy" in opened.notes[0]
     assert "optimizer.pt" in {name for name, _ in opened.carried}
     opened.close()

@@ -167,7 +167,7 @@ def test_files_that_cannot_stand_together_are_refused(tmp_path: Path) -> None:
         compressed(tmp_path / "m.ckptz", optimizer, tmp_path / "a.ckptz")
     odd = tmp_path / "optimizer.state"
     optimizer.rename(odd)
-    with pytest.raises(ConfigError, match="name it with one of"):
+    with pytest.raises(ConfigError, match="rename it to one of"):
         compressed(model, odd.rename(tmp_path / "optimizer.ckpt"), tmp_path / "a.ckptz")
     assert not (tmp_path / "a.ckptz").exists()
 

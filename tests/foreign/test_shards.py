@@ -101,7 +101,7 @@ def test_a_restore_to_dcp_is_what_torch_loads(run: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("node", "said"),
     [
-        ({"tuple": [1, {"tensor": "held.1"}]}, "object 'held': holds tensors; load the step with torch"),
+        ({"tuple": [1, {"tensor": "held.1"}]}, "object 'held': contains tensors; load the step with torch"),
         ({"tensor": 1}, "object 'held': tree: "),
     ],
 )

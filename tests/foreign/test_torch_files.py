@@ -275,7 +275,7 @@ def test_a_storage_that_says_more_than_there_is_shows_no_other_memory(tmp_path: 
     path = tmp_path / "long.pt"
     torch.save({"w": torch.arange(9.0)}, path)
     rewrite(path, change=lambda raw: raw.replace(b"K\x09", b"K\x60"))
-    with pytest.raises(FormatError, match=r"long\.pt: storage '0' is cut"):
+    with pytest.raises(FormatError, match=r"long\.pt: storage '0' is truncated"):
         torch_files.read(path)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ckptz import compress, inspect, restore
 from ckptz.errors import ConfigError, MissingBaseError
-from ckptz.foreign.inputs import places_for, stem_of
+from ckptz.foreign.inputs import output_paths, stem_of
 from ckptz.verbs.compress import MAX_WRITTEN_DEPTH
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, write_plain
 
@@ -143,19 +143,19 @@ def test_a_stem_loses_only_the_suffix_of_a_checkpoint(name: str, stem: str) -> N
 
 def test_outputs_stand_beside_their_inputs(tmp_path: Path) -> None:
     paths = [tmp_path / "a" / "m.pt", tmp_path / "b" / "m.safetensors"]
-    assert places_for(paths, None, ".ckptz") == [tmp_path / "a" / "m.ckptz", tmp_path / "b" / "m.ckptz"]
+    assert output_paths(paths, None, ".ckptz") == [tmp_path / "a" / "m.ckptz", tmp_path / "b" / "m.ckptz"]
 
 
 def test_names_that_collide_in_a_folder_tell_where_they_are_from(tmp_path: Path) -> None:
     paths = [tmp_path / f"checkpoint-{i}" / "model.safetensors" for i in (1, 2)]
-    places = places_for(paths, tmp_path / "out", ".ckptz")
+    places = output_paths(paths, tmp_path / "out", ".ckptz")
     assert places == [tmp_path / "out" / f"checkpoint-{i}-model.ckptz" for i in (1, 2)]
 
 
 def test_one_input_goes_to_a_file_or_into_a_folder_that_exists(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
-    assert places_for([path], tmp_path / "new", ".ckptz") == [tmp_path / "new"]
-    assert places_for([path], tmp_path, ".ckptz") == [tmp_path / "m.ckptz"]
+    assert output_paths([path], tmp_path / "new", ".ckptz") == [tmp_path / "new"]
+    assert output_paths([path], tmp_path, ".ckptz") == [tmp_path / "m.ckptz"]
 
 
 def test_a_chain_of_one_goes_into_a_folder_where_others_follow(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_nothing_is_written_where_one_of_several_outputs_exists(tmp_path: Path) 
 
 def test_several_inputs_do_not_go_to_a_file(chain: Chain) -> None:
     with pytest.raises(ConfigError, match="folder"):
-        places_for([chain.first, chain.second], chain.full, ".ckptz")
+        output_paths([chain.first, chain.second], chain.full, ".ckptz")
     with pytest.raises(ConfigError, match="2 inputs"):
-        places_for([chain.first, chain.first], None, ".ckptz")
+        output_paths([chain.first, chain.first], None, ".ckptz")
 
 
 # --- folders --------------------------------------------------------------------------------------
