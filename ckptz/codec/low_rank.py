@@ -292,7 +292,9 @@ def _codes(vectors: Floats, means: Floats, steps: NDArray[np.float64]) -> Floats
     """Round vectors [n, rank] times means [n] to steps that are worth `steps` [rank] beside the means."""
     live = means[means > 0]
     floor = LEAST_ROOT * np.median(live) if len(live) else 1.0
-    typical = 1 / math.sqrt(np.mean(np.maximum(live, floor) ** -2.0, dtype=np.float64)) if len(live) else 1.0
+    with np.errstate(over="ignore"):  # of means of hardly anything: steps are then as fine as codes can say
+        squares = np.mean(np.maximum(live, floor) ** -2.0, dtype=np.float64) if len(live) else 1.0
+    typical = 1 / math.sqrt(squares)
     scaled = vectors * means[:, None]
     sizes = np.maximum(steps * typical, np.abs(scaled).max(axis=0, initial=0) / MOST)
     with np.errstate(all="ignore"):
