@@ -16,14 +16,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # No test cuts the power, and a disk takes long for it: who tests the call sets one of its own.
 os.fsync = lambda descriptor: None
 
-# Long files that would come last by name: one process would wait for the other.
-LONG = (
-    "test_vectors_damage.py",
-    "test_wire_kernels.py",
-    "test_wire_ddp.py",
-    "test_wire_fuzz.py",
-    "test_tree_trips.py",
-)
+# Long files that would come last by name: one process would wait for the other. The first one forks processes
+# that train, which its own must not have done before.
+LONG = ("test_front_doors.py", "test_interrupts.py", "test_search_files.py", "test_store_remote.py")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -35,7 +30,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the long files."""
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope="module")
