@@ -1,6 +1,7 @@
 """What the Checkpointer refuses: arguments, other models, and damaged steps."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,30 +48,120 @@ def test_a_step_is_saved_once_and_after_those_that_are_there(tmp_path: Path) -> 
         assert checkpointer.steps() == (2, 3)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, "every must be at least 1"),
-        ({"full_every": 0}, "full_every must be 1..64"),
-        ({"full_every": 65}, "full_every must be 1..64"),
-        ({"config": "lossless"}, "config must be a configuration"),
-        ({"keep": 5}, "keep must be a KeepPolicy"),
-    ],
-)
-def test_arguments_out_of_range_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Checkpointer(tmp_path, linear(), **options)
-    assert not names_in(tmp_path)
+Call = Callable[[Path], object]
 
 
-def test_a_state_dict_is_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module, got OrderedDict"):
-        Checkpointer(tmp_path, linear().state_dict())
+def saved(folder: Path, **how: Any) -> None:
+    """Save step 1, by default of a small model."""
+    with Checkpointer(folder, **({"model": linear()} | how)) as checkpointer:
+        checkpointer.save(1)
 
 
-def test_maybe_save_needs_to_know_when(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="every=N"):
-        Checkpointer(tmp_path, linear()).maybe_save(1)
+def opening(**options: Any) -> Call:
+    return lambda folder: Checkpointer(folder, **({"model": linear()} | options))
+
+
+def saving(**options: Any) -> Call:
+    return lambda folder: Checkpointer(folder, **({"model": linear()} | options)).save(1)
+
+
+def restoring(**options: Any) -> Call:
+    return lambda folder: Checkpointer(folder, **({"model": linear()} | options)).restore(1)
+
+
+def layers(n: int) -> nn.Module:
+    return nn.Sequential(*(linear() for _ in range(n)))
+
+
+def offloaded() -> nn.Module:
+    with torch.device("meta"):
+        return linear()
+
+
+def four_bits() -> torch.Tensor:
+    return torch.ones(4, dtype=torch.int32).view(torch.float4_e2m1fn_x2)
+
+
+def ragged() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+MODEL = linear()
+# What is refused before anything is written: the call, and words of its ConfigError.
+REFUSED: dict[str, tuple[Call, str]] = {
+    "every": (opening(every=0), "every must be at least 1"),
+    "no chain": (opening(full_every=0), r"full_every must be 1\.\.64"),
+    "long chain": (opening(full_every=65), r"full_every must be 1\.\.64"),
+    "name for a method": (opening(config="lossless"), "config must be a configuration"),
+    "another name": (opening(config="grid"), r"ckptz\.Grid\(\), got"),
+    "class for a method": (opening(config=Grid), r"ckptz\.Grid\(\), got"),
+    "number for a policy": (opening(keep=5), "keep must be a KeepPolicy"),
+    "state": (opening(model=MODEL.state_dict()), r"model must be a torch\.nn\.Module, got OrderedDict"),
+    "no interval": (lambda folder: Checkpointer(folder, linear()).maybe_save(1), "every=N"),
+    "optimizer": (saving(optimizer=optimizer_of(MODEL)), "parameters that are not the model's"),
+    "path": (saving(extra={"file": Path()}), "extra 'file' is a PosixPath"),
+    "no values": (saving(model=offloaded()), r"'(model\.)?weight' is on the meta device"),
+    "no type": (
+        saving(extra={"position": {"x": four_bits()}}),
+        r"step 1 was not saved: tensor 'extra\.position\.x' is of torch\.float4",
+    ),
+    "made of others": (
+        lambda _: Snapshot().take({"extra": {"rows": ragged()}}),
+        r"'extra\.rows' is a NestedTensor",
+    ),
+    "sparse": (
+        lambda _: Snapshot().take({"extra": {"mask": torch.eye(3).to_sparse()}}),
+        r"'extra\.mask' is sparse \(torch\.sparse_coo\)",
+    ),
+}
+# What is refused of a step that is there: what was saved, the call, and words of its ConfigError.
+UNFIT: dict[str, tuple[dict[str, Any], Call, str]] = {
+    "dtype": (
+        {"model": linear().bfloat16()},
+        restoring(),
+        r"the dtype differs: restore into model\.to\(torch\.bfloat16\)",
+    ),
+    "layer more": ({"model": layers(2)}, restoring(model=layers(3)), r"'2.weight' and 1 more"),
+    "layer less": ({"model": layers(3)}, restoring(model=layers(2)), r"'2.weight' and 1 more"),
+    "no values": ({}, restoring(model=offloaded()), r"'(model\.)?weight' is on the meta device"),
+    "parameter less": (
+        {"model": MODEL, "optimizer": optimizer_of(MODEL)},
+        restoring(model=MODEL, optimizer=torch.optim.AdamW([MODEL.weight])),
+        "'bias' is not in the optimizer",
+    ),
+    "extra less": (
+        {"extra": {"position": {}}},
+        restoring(),
+        "extra 'position' was saved, and is not given now",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_is_told_with_a_remedy_and_leaves_no_step(tmp_path: Path, name: str) -> None:
+    call, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        call(tmp_path)
+    assert not [file for file in names_in(tmp_path) if file.startswith("step-")]
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_step_of_something_else_is_refused_and_stays(tmp_path: Path, name: str) -> None:
+    before, call, words = UNFIT[name]
+    saved(tmp_path, **before)
+    files = names_in(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        call(tmp_path)
+    assert names_in(tmp_path) == files
+
+
+def test_a_model_may_be_cast_to_the_dtype_of_a_step(tmp_path: Path) -> None:
+    saved(tmp_path, model=linear().bfloat16())
+    assert Checkpointer(tmp_path, linear().to(torch.bfloat16)).restore(1) == 1
 
 
 def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
@@ -90,30 +181,6 @@ def test_a_model_of_another_shape_is_refused_and_left_alone(tmp_path: Path) -> N
             checkpointer.restore(9)
     assert same(state_of(other), before)
     assert other.position == seen
-
-
-def test_a_model_of_another_dtype_is_told_how_to_be_cast(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, linear().bfloat16()) as checkpointer:
-        checkpointer.save(1)
-    model = linear()
-    with pytest.raises(ConfigError, match=r"the dtype differs: restore into model\.to\(torch\.bfloat16\)"):
-        Checkpointer(tmp_path, model).restore(1)
-    assert Checkpointer(tmp_path, model.to(torch.bfloat16)).restore(1) == 1
-
-
-@pytest.mark.parametrize("config", ["grid", Grid])
-def test_a_method_is_no_configuration(tmp_path: Path, config: Any) -> None:
-    with pytest.raises(ConfigError, match=r"ckptz\.Grid\(\), got"):
-        Checkpointer(tmp_path, linear(), config=config)
-
-
-@pytest.mark.parametrize(("saved", "live"), [(2, 3), (3, 2)])
-def test_parameters_added_or_removed_are_named(tmp_path: Path, saved: int, live: int) -> None:
-    models = {n: nn.Sequential(*(linear() for _ in range(n))) for n in (2, 3)}
-    with Checkpointer(tmp_path, models[saved]) as checkpointer:
-        checkpointer.save(1)
-    with pytest.raises(ConfigError, match=r"'2.weight' and 1 more"):
-        Checkpointer(tmp_path, models[live]).restore_latest()
 
 
 def test_parameters_that_come_and_go_between_saves_stand_alone(tmp_path: Path) -> None:
@@ -147,29 +214,6 @@ def test_another_optimizer_between_saves_is_saved_and_not_restored_into_the_firs
         checkpointer.restore(1, weights_only=True)
 
 
-def test_an_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
-    optimizer = torch.optim.AdamW(linear().parameters())
-    with pytest.raises(ConfigError, match="parameters that are not the model's"):
-        Checkpointer(tmp_path, linear(), optimizer).save(1)
-
-
-def test_an_optimizer_of_fewer_parameters_is_refused(tmp_path: Path) -> None:
-    model = linear()
-    with Checkpointer(tmp_path, model, torch.optim.AdamW(model.parameters())) as checkpointer:
-        checkpointer.save(1)
-    with pytest.raises(ConfigError, match="'bias' is not in the optimizer"):
-        Checkpointer(tmp_path, model, torch.optim.AdamW([model.weight])).restore(1)
-
-
-def test_other_extras_are_refused(tmp_path: Path) -> None:
-    with Checkpointer(tmp_path, linear(), extra={"position": {}}) as checkpointer:
-        checkpointer.save(1)
-    with pytest.raises(ConfigError, match="extra 'position' was saved, and is not given now"):
-        Checkpointer(tmp_path, linear()).restore(1)
-    with pytest.raises(ConfigError, match="extra 'file' is a PosixPath"):
-        Checkpointer(tmp_path, linear(), extra={"file": Path()}).save(2)
-
-
 def test_values_that_need_code_are_named(tmp_path: Path) -> None:
     extra: dict[str, Any] = {"position": {"where": range(3)}}
     checkpointer = Checkpointer(tmp_path, linear(), extra=extra)
@@ -182,16 +226,6 @@ def test_values_that_need_code_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["save", "restore"])
-def test_tensors_without_values_are_named(tmp_path: Path, where: str) -> None:
-    with Checkpointer(tmp_path, linear()) as checkpointer:
-        checkpointer.save(1)
-    with torch.device("meta"):
-        offloaded = Checkpointer(tmp_path, linear())
-    with pytest.raises(ConfigError, match=r"'(model\.)?weight' is on the meta device"):
-        getattr(offloaded, where)(2 if where == "save" else 1)
-
-
-@pytest.mark.parametrize("where", ["save", "restore"])
 def test_sharded_models_are_sent_to_the_checkpointer_that_knows_them(tmp_path: Path, where: str) -> None:
     model = linear()
     with Checkpointer(tmp_path / "run", model, torch.optim.AdamW(model.parameters())) as checkpointer:
@@ -201,25 +235,6 @@ def test_sharded_models_are_sent_to_the_checkpointer_that_knows_them(tmp_path: P
         checkpointer = Checkpointer(tmp_path / "run", sharded, torch.optim.AdamW(sharded.parameters()))
         with pytest.raises(ConfigError, match=r"weight' is a DTensor.*ckptz\.integrations\.dcp"):
             getattr(checkpointer, where)(2 if where == "save" else 1)
-
-
-def test_tensors_made_of_others_are_named() -> None:
-    made = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with pytest.raises(ConfigError, match=r"'extra\.rows' is a NestedTensor"):
-        Snapshot().take({"extra": {"rows": made}})
-
-
-def test_sparse_tensors_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"'extra\.mask' is sparse \(torch\.sparse_coo\)"):
-        Snapshot().take({"extra": {"mask": torch.eye(3).to_sparse()}})
-
-
-def test_types_without_a_name_in_files_are_refused_when_they_are_saved(tmp_path: Path) -> None:
-    extra = {"position": {"x": torch.ones(4, dtype=torch.int32).view(torch.float4_e2m1fn_x2)}}
-    with pytest.raises(
-        ConfigError, match=r"step 1 was not saved: tensor 'extra\.position\.x' is of torch\.float4"
-    ):
-        Checkpointer(tmp_path, linear(), extra=extra).save(1)
 
 
 # --- damage ----------------------------------------------------------------------------------------
