@@ -77,7 +77,7 @@ class Follower:
     ) -> None:
         if check not in CHECKS:
             raise ConfigError(f"check must be one of {CHECKS}, got {check!r}")
-        self._place = folder_at(folder_or_url)
+        self._folder = folder_at(folder_or_url)
         self._check: Check = check
         self._jobs = jobs_of(jobs)
         self.step: int | None = None
@@ -85,7 +85,7 @@ class Follower:
 
     def poll(self) -> int | None:
         """Return the newest published step if it is newer than the tensors; else None."""
-        newest = newest_step(versions_in(self._place.sizes()))
+        newest = newest_step(versions_in(self._folder.sizes()))
         return newest if newest is not None and (self.step is None or newest > self.step) else None
 
     def reset(self) -> None:
@@ -119,7 +119,7 @@ class Follower:
             n_written += patched.n_written
         if self.step is None:
             raise MissingBaseError(
-                f"{self._place.name}: nothing is published here yet; wait, or check the path"
+                f"{self._folder.name}: nothing is published here yet; wait, or check the path"
             )
         return Update(
             step=self.step,
@@ -144,16 +144,16 @@ class Follower:
                     raise
 
     def _route(self, step: int | None) -> Sequence[Version]:
-        versions = versions_in(self._place.sizes())
+        versions = versions_in(self._folder.sizes())
         target = newest_step(versions) if step is None else checked_step(step)
         if target is None or target == self.step:
             return ()
         if step is None and self.step is not None and target < self.step:
             raise MissingBaseError(
-                f"{self._place.name}: the newest step is {target}, but the tensors have step {self.step}; "
+                f"{self._folder.name}: the newest step is {target}, but the tensors have step {self.step}; "
                 "if this is another run, call reset()"
             )
-        return route(versions, self.step, target, self._place.name)
+        return route(versions, self.step, target, self._folder.name)
 
     def _apply(self, version: Version, live: Live) -> Patched:
         with self._open(version) as container, Workers(self._jobs) as workers:
@@ -170,7 +170,7 @@ class Follower:
 
     @contextlib.contextmanager
     def _open(self, version: Version) -> Iterator[Container]:
-        with contextlib.closing(open_file(self._place.open(version.name))) as file:
+        with contextlib.closing(open_file(self._folder.open(version.name))) as file:
             if not isinstance(file, Container):
                 raise FormatError(f"{file.name}: not a .ckptz file")
             if file.index.step != version.step:
@@ -179,7 +179,7 @@ class Follower:
 
     def _identify_step(self, live: Live) -> None:
         """Set the step whose content id matches the tensors, among deltas since the newest full file."""
-        versions = versions_in(self._place.sizes())
+        versions = versions_in(self._folder.sizes())
         full_files = full_files_of(versions)
         deltas = [v for v in versions if full_files and v.base is not None and v.step >= full_files[-1].step]
         live_id = ""

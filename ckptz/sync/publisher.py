@@ -117,7 +117,7 @@ class Publisher:
     ) -> None:
         full_every = check_int("full_every", full_every, 1, MAX_DEPTH)
         keep_full = None if keep_full is None else check_int("keep_full (or None for all)", keep_full, 1)
-        self._place = folder_at(folder_or_url)
+        self._folder = folder_at(folder_or_url)
         self._rule, self._keep_full = ChainRule(full_every, is_forked=False), keep_full
         self._config: Method = LOSSLESS if smallest else SPARSE
         self._effort, self._jobs = effort_of(effort).name, jobs_of(jobs)
@@ -145,7 +145,7 @@ class Publisher:
         start = time.perf_counter()
         check_tensor_names(state_dict)
         check_texts(metadata)
-        versions = versions_in(self._place.sizes())
+        versions = versions_in(self._folder.sizes())
         step = self._checked_step(step, versions)
         notes: list[str] = []
         with Workers(self._jobs) as workers:
@@ -178,14 +178,14 @@ class Publisher:
         if self._base is not None:
             if newest is not None and newest > self._base.step:
                 raise ConfigError(
-                    f"{self._place.name}: has step {newest}, but the last of this publisher is "
+                    f"{self._folder.name}: has step {newest}, but the last of this publisher is "
                     f"{self._base.step}; another publisher writes here: stop one of the two"
                 )
             newest = self._base.step
         step = checked_step((0 if newest is None else newest + 1) if step is None else step)
         if newest is not None and step <= newest:
             raise ConfigError(
-                f"{self._place.name}: step {step} is not after the newest published step {newest}; "
+                f"{self._folder.name}: step {step} is not after the newest published step {newest}; "
                 "use a later step, or publish to a new folder"
             )
         return step
@@ -199,8 +199,8 @@ class Publisher:
             return None
         base = self._base
         if base is None or base.step != newest:  # published by an earlier process
-            files = route(versions, None, newest, self._place.name)
-            folder = stack.enter_context(self._place.local_copies([version.name for version in files]))
+            files = route(versions, None, newest, self._folder.name)
+            folder = stack.enter_context(self._folder.local_copies([version.name for version in files]))
             opened = stack.enter_context(contextlib.closing(open_checkpoint(folder / files[-1].name)))
             base = _Base(newest, base_ref(opened), opened.tensors, {})
         if _layout(base.tensors) == _layout(snapshot):
@@ -231,7 +231,7 @@ class Publisher:
         try:
             with contextlib.ExitStack() as files:
                 for version, file_job in jobs.items():
-                    sink = files.enter_context(self._place.publish(version.name))
+                    sink = files.enter_context(self._folder.publish(version.name))
                     written[version] = write(sink, file_job, workers)
             # Within `try`: after an interrupt between publishing and this, the files must be removed, or no
             # further step could be published. The next base is the full file if there is one.
@@ -242,7 +242,7 @@ class Publisher:
         except BaseException:
             for version in jobs:
                 with contextlib.suppress(Exception):
-                    self._place.remove(version.name)
+                    self._folder.remove(version.name)
             raise
         return written
 
@@ -253,7 +253,7 @@ class Publisher:
         again.
         """
         try:
-            versions = versions_in(self._place.sizes())
+            versions = versions_in(self._folder.sizes())
         except Exception as error:  # URL stores raise various errors
             return (f"older files are kept until the next step: {error}",)
         full_files = {full.step: full for full in full_files_of(versions)}
@@ -267,12 +267,12 @@ class Publisher:
         )
         for version in sorted(stays.may_go, key=lambda v: (v.step, v.base is None)):
             with contextlib.suppress(Exception):
-                self._place.remove(version.name)
+                self._folder.remove(version.name)
         return stays.notes
 
     def _check_full(self, full: Version) -> tuple[Version, ...]:
         """Require a readable header of a full file; returns the files that it needs, which are none."""
-        with contextlib.closing(open_file(self._place.open_header(full.name, full.n_bytes))) as file:
+        with contextlib.closing(open_file(self._folder.open_header(full.name, full.n_bytes))) as file:
             if not isinstance(file, Container) or file.index.base is not None:
                 raise CorruptionError("it is not a full file")
             return ()

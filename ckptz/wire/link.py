@@ -202,7 +202,7 @@ class DistributedLink:
         """Receive the next tensor from the peer.
 
         Raises:
-            WireError: the peer is gone, or the message is not the one that is due.
+            WireError: the peer is gone, or the message is damaged or unexpected.
         """
         key = key or MessageKey(self._received[direction])
         like = torch.empty(shape, dtype=dtype, device="meta")

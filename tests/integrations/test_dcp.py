@@ -287,7 +287,10 @@ def test_an_index_of_the_first_version_is_read(tmp_path: Path) -> None:
         ({"files": []}, "does not list"),
         ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([1], [2])]}}}, "outside"),
         ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([0, 0], [2])]}}}, "dimensions"),
-        ({"tensors": {"w": {"dtype": "F32", "shape": [3], "chunks": [a_piece([0], [2])]}}}, "whole"),
+        (
+            {"tensors": {"w": {"dtype": "F32", "shape": [3], "chunks": [a_piece([0], [2])]}}},
+            "cover it exactly",
+        ),
         ({"tensors": {"w": {"dtype": "F32", "shape": [2], "chunks": [a_piece([0], [1])] * 2}}}, "overlap"),
     ],
 )
@@ -517,10 +520,10 @@ def test_parts_that_make_a_tensor_whole_are_put_together(tmp_path: Path) -> None
     [
         ([4], [([0], [2]), ([1], [2])], "overlap"),  # and leave a hole, of the same size
         ([2, 2], [([0, 0], [1, 2]), ([0, 1], [2, 1])], "overlap"),
-        ([4], [([0], [2])], "whole"),
+        ([4], [([0], [2])], "cover it exactly"),
         ([4], [([2], [4])], "outside"),
-        ([4], [], "whole"),
-        ([1 << 40], [([0], [1])], "whole"),
+        ([4], [], "cover it exactly"),
+        ([1 << 40], [([0], [1])], "cover it exactly"),
         ([1 << 40, 1 << 40], [([0, 0], [1, 1])], "elements"),
         ([2], [([0, 0], [1, 2])], "dimensions"),
     ],
@@ -551,7 +554,7 @@ def test_a_name_that_takes_for_ever_to_hash_is_refused(tmp_path: Path) -> None:
     index = raw[:2] + b"}" + raw[2:].replace(b")\x81}", b")\x81}\x8c\x03fqn", 1) + info
     state = b"}(\x8c\x0cstorage_data" + index[2:] + b"\x8c\x13state_dict_metadata}ub."
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + place + b"metadata\nMetadata\n)\x81" + state)
-    with pytest.raises(CorruptionError, match="a name is no text"):
+    with pytest.raises(CorruptionError, match="a name is not text"):
         open_input(tmp_path)
 
 

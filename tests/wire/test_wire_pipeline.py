@@ -97,7 +97,7 @@ def test_tensors_below_the_limit_of_the_policy_go_raw_and_the_stage_says_so(
     assert small["losses"] == trained[0]["stock"]["losses"]
     [note] = small["notes"]
     assert note.startswith(
-        "forward: tensors of [16, 256] have fewer than 8,192 elements; nothing is compressed"
+        "forward: tensors of [16, 256] have fewer than 8,192 elements and are not compressed"
     )
 
 
