@@ -119,6 +119,31 @@ class Lost(OSError):
     """A connection that ended before the response came."""
 
 
+@pytest.mark.usefixtures("store")
+def test_a_training_run_whose_responses_are_lost_resumes_from_there(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, real = list[str](), s3fs.S3FileSystem._put_file
+
+    async def put_file(self: Any, local: str, path: str, *arguments: Any, **options: Any) -> None:
+        await real(self, local, path, *arguments, **options)
+        sent.append(path)
+        raise Lost("connection reset by peer")
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_put_file", put_file)
+    s3fs.S3FileSystem.clear_instance_cache()  # which hold the function that was there before
+    expected, run = Run().losses(3), Run()
+    with run.checkpointer(folder) as checkpointer:
+        for step in (1, 2):
+            run.step()
+            checkpointer.save(step)
+    names = {Path(path).name for path in s3fs.S3FileSystem().find(folder)}
+    files = sorted(name for name in names if name.startswith("step-"))
+    assert sorted(Path(path).name for path in sent if "/step-" in path) == files  # nothing was sent twice
+    assert len(files) == 4
+    assert loss_after(folder) == (2, expected[2])
+
+
 @pytest.mark.parametrize("n_lost", [1, 5])
 def test_a_lost_response_after_an_upload_is_no_error(
     n_lost: int, store: Any, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
