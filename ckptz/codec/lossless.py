@@ -19,6 +19,7 @@ from ckptz.codec.chunk import (
     MAX_SPARSE_SHARE,
     Batch,
     Encoded,
+    EncodedChunk,
     encode_by_contexts,
     encode_chunk,
     encode_planes,
@@ -33,7 +34,9 @@ from ckptz.codec.tensor import MapFunction, TensorToEncode, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, plane_counts, stream_tables
 from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Magnitude
 from ckptz.format.dtypes import DType
-from ckptz.format.plan import PlaneMode, exact_plan, planes_plan
+from ckptz.format.frame import pack_plan
+from ckptz.format.frequency import entropy_bits
+from ckptz.format.plan import Plan, PlaneMode, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
@@ -82,14 +85,11 @@ class Exact(Recipe):
         if not bases:
             return _encode_whole(sources, batch, effort)
         choices, encoded = _choose(batch, [len(own) for own in patterns], effort), dict[int, Encoded]()
+        if dtype.pattern_bytes == 1:
+            return _smallest(batch, choices, effort)
         for choice in dict.fromkeys(choices):
-            which, (mode, has_contexts) = [k for k, other in enumerate(choices) if other == choice], choice
-            part, margin = batch.only(which), effort.huffman_margin
-            if has_contexts:
-                of_part = encode_by_contexts(part, mode, margin)
-            else:
-                of_part = encode_planes(part, planes_plan(mode), margin)
-            encoded |= zip(which, of_part, strict=True)
+            which = [k for k, other in enumerate(choices) if other == choice]
+            encoded |= zip(which, _encode(batch.only(which), *choice, effort), strict=True)
         return [encoded[k] for k in range(len(sources))]
 
 
@@ -161,8 +161,51 @@ def plan_lossless(
     total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
     tables = tuple(stream_tables(plane, N_MAGNITUDE_CONTEXTS) for plane in total)
     plan = planes_plan(mode, (Magnitude(),), tables)
+    if source.dtype.pattern_bytes == 1 and (fewer := _without_contexts(source, total[0], plan, run)):
+        return TensorPlan(fewer)
     # A tensor of one chunk is counted once: its encoding uses these counts.
     return TensorPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
+
+
+def _without_contexts(
+    source: TensorSource, counted: ContextCounts, plan: Plan, run: MapFunction
+) -> Plan | None:
+    """Return the plan without contexts of a tensor of bytes that is smaller than one with them, or None.
+
+    The sample has a few dozen bytes of each context, which seem to tell much of bytes that are nearly
+    uniform, as the codes of 8-bit optimizers are. So all bytes are counted.
+    """
+    whole = summed(run, lambda b: np.bincount(source.patterns(*b), minlength=256), source)
+    least = counted.bytes_by(plan.tables[0]) + len(pack_plan(source.dtype, source.shape, plan))
+    plain = float(entropy_bits(whole)) / 8
+    changes = float(entropy_bits(counted.total)) / 8
+    if least <= min(plain, changes):
+        return None
+    return exact_plan(source.dtype) if plain <= changes else planes_plan(plan.mode)
+
+
+def _encode(batch: Batch, mode: PlaneMode, has_contexts: bool, effort: Effort) -> list[Encoded]:
+    if has_contexts:
+        return encode_by_contexts(batch, mode, effort.huffman_margin)
+    return encode_planes(batch, planes_plan(mode), effort.huffman_margin)
+
+
+def _smallest(batch: Batch, choices: Sequence[tuple[PlaneMode, bool]], effort: Effort) -> list[Encoded]:
+    """Encode tensors of bytes by their choice, and where that has contexts, without them, too; see above."""
+    smallest = list[Encoded]()
+    for k, (mode, has_contexts) in enumerate(choices):
+        own = batch.only([k])
+        tried = _encode(own, mode, has_contexts, effort)
+        if has_contexts:
+            tried += _encode(own, mode, False, effort) + _encode(
+                own, exact_plan(batch.dtype).mode, False, effort
+            )
+        smallest.append(min(tried, key=lambda one: _n_bytes(batch.dtype, *one)))
+    return smallest
+
+
+def _n_bytes(dtype: DType, plan: TensorPlan, chunk: EncodedChunk) -> int:
+    return len(pack_plan(dtype, (), plan.plan)) + sum(len(stream) for stream in chunk.streams)
 
 
 def _encode_whole(sources: Sequence[TensorSource], batch: Batch, effort: Effort) -> list[Encoded]:
