@@ -70,6 +70,8 @@ bench: $(BENCH) ## sizes and speeds, against other compressors; see bench/README
 	$(BIN)/python -m bench.product.load
 	$(BIN)/python -m bench.product.weight_sync
 	$(BIN)/python -m bench.product.link_speed
+	$(BIN)/python -m bench.product.others
+	$(BIN)/python -m bench.product.tensor_sizes
 	$(BIN)/python -m bench.product.whole_state
 	$(BIN)/python -m bench.product.checkpointer
 	$(BIN)/python -m bench.product.exact_head

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from bench.core.measure import BENCH, CACHE
 
-PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0", "bigsmall==4.0.0")
+PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0", "bigsmall==4.0.0", "lmzip==1.3.0")
 # What BigSmall imports and the caller's environment lacks.
 OTHERS: Final = (
     *("blosc2==4.14.1", "constriction==0.5.0", "ndindex==1.10.1", "msgpack==1.2.4", "numexpr==2.14.2"),
@@ -110,6 +110,10 @@ class Peers:
     def bigsmall_bytes(self, source: Path) -> int:
         """Bytes of a safetensors file as BigSmall compresses it; checked against the file."""
         return self.ask("bigsmall_bytes", source=str(source))  # type: ignore[no-any-return]
+
+    def lmzip(self, source: Path) -> tuple[float, float, int]:
+        """CPU seconds in which lmzip packs and unpacks a safetensors file on one thread, and its bytes."""
+        return tuple(self.ask("lmzip", source=str(source)))  # type: ignore[return-value]
 
     def pack_file(self, source: Path, target: Path) -> None:
         """Compress a safetensors file the way ZipNN's own script does, tensor by tensor."""
@@ -204,10 +208,27 @@ class _OpenZL:
         return time.process_time() - begin, out
 
 
+class _OpenZLEach(_OpenZL):
+    """The same for each tensor by itself, which all end at `ends`."""
+
+    def compress(self, data: Array, dtype: str, ends: list[int]) -> tuple[float, Any, int]:
+        blobs = [super(_OpenZLEach, self).compress(part, dtype) for part in np.split(data, ends[:-1])]
+        return (
+            sum(seconds for seconds, *_ in blobs),
+            [state for _, state, _ in blobs],
+            sum(n for *_, n in blobs),
+        )
+
+    def decompress(self, state: Any, data: Array) -> tuple[float, Any]:
+        parts = [super(_OpenZLEach, self).decompress(own, data) for own in state]
+        return sum(seconds for seconds, _ in parts), np.concatenate([out for _, out in parts])
+
+
 _TOOLS: Final[dict[str, Any]] = {
     "zipnn": _ZipNN(),
     "z4ai": _Z4ai(),
     "openzl": _OpenZL(),
+    "openzl each": _OpenZLEach(),
 }
 _inputs: dict[str, Array] = {}
 _states: dict[tuple[str, str], Any] = {}
@@ -247,6 +268,21 @@ def _bigsmall_bytes(source: str) -> int:
             if not all(file.get_tensor(name).equal(other.get_tensor(name)) for name in file.keys()):  # noqa: SIM118
                 raise AssertionError(f"BigSmall does not restore {source}")
         return packed.stat().st_size
+
+
+def _lmzip(source: str) -> tuple[float, float, int]:
+    import lmz  # only installed in the peers' environment
+
+    with tempfile.TemporaryDirectory(prefix="ckptz-peers-", dir=Path(source).parent) as folder:
+        packed, restored = Path(folder, "packed.lmz"), Path(folder, "restored.safetensors")
+        begin = time.process_time()
+        lmz.compress(source, str(packed), workers=1)
+        middle = time.process_time()
+        lmz.decompress(str(packed), str(restored), workers=1)
+        end = time.process_time()
+        if restored.read_bytes() != Path(source).read_bytes():
+            raise AssertionError(f"lmzip does not restore {source}")
+        return middle - begin, end - middle, packed.stat().st_size
 
 
 def _pack_file(source: str, target: str) -> None:
@@ -307,6 +343,7 @@ _METHODS: Final[dict[str, Callable[..., object]]] = {
     "compress": _compress,
     "decompress": _decompress,
     "bigsmall_bytes": _bigsmall_bytes,
+    "lmzip": _lmzip,
     "pack_file": _pack_file,
     "load_file": _load_file,
 }

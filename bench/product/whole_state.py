@@ -57,11 +57,11 @@ def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(rng.standard_normal(shape, np.float32))
 
 
-def states(n_weights: int) -> tuple[State, State]:
-    """A state, and the same a while later."""
+def states(parameters: Mapping[str, tuple[int, ...]]) -> tuple[State, State]:
+    """A state of parameters of these shapes, and the same a while later."""
     rng = np.random.default_rng(0)
     before, after = ({"model": {}, "optimizer": {"state": {}}} for _ in range(2))
-    for i, (name, shape) in enumerate(shapes(n_weights).items()):
+    for i, (name, shape) in enumerate(parameters.items()):
         scale = SPREAD * torch.exp2(0.5 * normal(rng, (shape[0], *(1 for _ in shape[1:]))))
         weight = scale * normal(rng, shape)
         level = -24 + 2 * normal(rng, scale.shape[:1] + (1,) * (len(shape) - 1))
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="where files are written")
     options = parser.parse_args()
     torch.set_num_threads(1)  # memcpy is that of one thread
-    before, after = states(int(options.weights * 1e6))
+    before, after = states(shapes(int(options.weights * 1e6)))
     raw = sum(tensor.nbytes for tensor in tensors_of(after))
     with tempfile.TemporaryDirectory(dir=options.folder) as place:
         meters = cases(Path(place), before, after)
