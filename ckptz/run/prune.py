@@ -434,8 +434,13 @@ def _items_in(folder: Path, *, is_split: bool) -> list[PruneItem]:
         else item
         for item in items
     ]
+    has_state = {
+        name: any(is_of_state(path.name) for path in found.iterdir()) for name, found in steps.items()
+    }
     if is_split:
         items = [part for item in items for part in _parts_of(item, folder / item.name)]
+    elif any(has_state.values()):  # where others have theirs, one that lacks it is no step to resume from
+        items = [item if has_state.get(item.name, True) else replace(item, kind="weights") for item in items]
     left = [path for where in (folder, *steps.values()) for path in abandoned(where)]
     names = {path: path.relative_to(folder).as_posix() for path in left}
     return items + [
@@ -506,11 +511,12 @@ def _own_names(folder: Path) -> set[str]:
 
 
 def _is_written(path: Path) -> bool:
-    """Return whether a file is there with its content: some writers make it empty first."""
+    """Return whether one of `LAST_FILES` is there as a whole: the Trainer writes its own piece by piece."""
     try:
-        return path.stat().st_size > 0
-    except (FileNotFoundError, NotADirectoryError):
+        json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return False
+    return True
 
 
 def _check_steps_agree(path: Path, recorded: Mapping[str, int]) -> None:
