@@ -39,7 +39,7 @@ from ckptz.foreign.dcp_index import INDEX_FILE, FolderIndex, InFolder, Piece, re
 from ckptz.format.dtypes import dtype_of
 from ckptz.integrations.dcp_run import latest
 from ckptz.integrations.dcp_write import CkptzStorageWriter
-from ckptz.integrations.linked import ChainOptions
+from ckptz.integrations.linked import ChainOptions, warn_of_differences
 from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
 from ckptz.run.exact import read_exact_or_lossy
@@ -122,6 +122,7 @@ class CkptzStorageReader(InFolder, StorageReader):
         """Decode what this rank's shards touch, file after file; called on all ranks."""
         index = self._index
         assert index is not None
+        self._casts = dict[str, str]()  # what is copied into tensors of other dtypes, by name
         by_file: dict[int, list[ReadItem]] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -131,6 +132,7 @@ class CkptzStorageReader(InFolder, StorageReader):
         for number, items in by_file.items():
             read = functools.partial(self._read_file, items=items, planner=planner)
             read_exact_or_lossy(shard_path(self.folder, index, number), read)
+        warn_of_differences(self.folder, [f"{name}: {cast}" for name, cast in self._casts.items()])
         if self._writer is not None:
             self._writer.mark_restored(_loaded(planner), step_of_folder(self.folder))
         done: Future[None] = Future()
@@ -155,8 +157,11 @@ class CkptzStorageReader(InFolder, StorageReader):
                 f"{list(piece.shape)}"
             )
         begins = zip(item.storage_offsets, item.lengths, strict=True)
+        values = part[tuple(slice(begin, begin + n) for begin, n in begins) or ...]
         target = planner.resolve_tensor(item).detach()
-        target.copy_(part[tuple(slice(begin, begin + n) for begin, n in begins) or ...])
+        if target.dtype != values.dtype:
+            self._casts[item.storage_index.fqn] = f"{values.dtype} saved, {target.dtype} now"
+        target.copy_(values)
         planner.commit_tensor(item, target)
 
     def _object(self, index: FolderIndex, name: str) -> io.BytesIO:

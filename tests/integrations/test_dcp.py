@@ -104,6 +104,12 @@ def test_a_state_comes_back_and_nothing_is_pickled(tmp_path: Path) -> None:
     assert {path.suffix for path in (tmp_path / "one").iterdir()} == {".ckptz", ".json"}
 
 
+def test_a_tensor_of_another_dtype_is_named_when_it_is_loaded(tmp_path: Path) -> None:
+    save({"w": torch.ones(3), "v": torch.ones(2)}, tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"not exactly: w: torch.float32 saved, torch.bfloat16 now$"):
+        load({"w": torch.zeros(3, dtype=torch.bfloat16), "v": torch.zeros(2)}, tmp_path)
+
+
 def test_a_chain_of_folders_each_complete(tmp_path: Path) -> None:
     names = [f"step-{i}" for i in range(4)]
     for i, name in enumerate(names):
