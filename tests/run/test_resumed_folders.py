@@ -1,46 +1,18 @@
 """Folders that are compressed with --resume after a kill at any point; verify of their linked bases."""
 
 import os
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ckptz import compress, restore
 from ckptz.errors import ConfigError
-from tests.support.checkpointer_support import in_child
 from tests.support.cli_support import a_state, ckptz, content_of, hf_folder, temporaries, write_plain
+from tests.support.kills import killed_after
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-CALLS = ("replace", "link", "mkdir", "fsync", "unlink")  # what changes a folder, and what comes before
-
-
-def killed_after(n_calls: int, work: Callable[[], object]) -> bool:
-    """Kill a child process running `work` after `n_calls` of CALLS; False if it ended before."""
-
-    def run() -> None:
-        n_left = n_calls
-
-        def counted(call: Any) -> Any:
-            def count(*args: Any, **kwargs: Any) -> Any:
-                nonlocal n_left
-                if not n_left:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                n_left -= 1
-                return call(*args, **kwargs)
-
-            return count
-
-        for name in CALLS:
-            setattr(os, name, counted(getattr(os, name)))
-        work()
-
-    code = in_child(run)
-    assert code in (0, -signal.SIGKILL)
-    return code != 0
 
 
 def two_steps(folder: Path) -> list[Path]:

@@ -9,11 +9,14 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
+from tests.support.checkpointer_support import in_child
+
 LONGEST: Final = 60.0  # seconds; it has ended by then
+CALLS: Final = ("replace", "link", "mkdir", "fsync", "unlink")  # what changes a folder, and what comes before
 PATIENCE: Final = 600.0  # seconds for a job to get on, on a machine that has much else to do
 
 
@@ -110,3 +113,28 @@ def kill_again_and_again(
         steps.add(reported.step)
         check(reported.step)
     assert len(steps) > n_kills // 2
+
+
+def killed_after(n_calls: int, work: Callable[[], object]) -> bool:
+    """Kill a child process running `work` after `n_calls` of CALLS; False if it ended before."""
+
+    def run() -> None:
+        n_left = n_calls
+
+        def counted(call: Any) -> Any:
+            def count(*args: Any, **kwargs: Any) -> Any:
+                nonlocal n_left
+                if not n_left:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                n_left -= 1
+                return call(*args, **kwargs)
+
+            return count
+
+        for name in CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        work()
+
+    code = in_child(run)
+    assert code in (0, -signal.SIGKILL)
+    return code != 0

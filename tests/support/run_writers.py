@@ -1,0 +1,247 @@
+"""Writers of a run's steps, one for each front door that keeps a step in a folder or file of its own.
+
+Each saves any step, in any order, and goes on from any, as a process that was just started does. None
+deletes.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
+from ckptz.run.step_files import COMPLETE, INDEX_FILE, METRIC_KEY
+
+SIZE = 600
+
+
+def weights_of(value: int) -> torch.Tensor:
+    """Weights that move a little with each value, so that deltas pay."""
+    start = torch.randn(SIZE, generator=torch.Generator().manual_seed(0))
+    return torch.where(torch.arange(SIZE) % 97 == value % 97, start + value, start)
+
+
+def metric(value: int) -> float:
+    return float(value * 7 % 5)
+
+
+class Writer(ABC):
+    """A process that writes to a run.
+
+    Args:
+        run: the folder.
+        full_every: of `ChainOptions`.
+        step: that it goes on from, or None.
+    """
+
+    name = "checkpoint-{}"  # of a step's folder or file
+    last: str | None = None  # the file that is written last into a folder
+    has_metrics = False  # whether files record one
+    is_split = False  # whether the optimizer state is in files of its own
+    n_calls = 10  # of the system that change the folder, in a save
+
+    def __init__(self, run: Path, full_every: int, step: int | None) -> None:
+        self.run, self.options = run, ChainOptions(jobs=1, full_every=full_every)
+        run.mkdir(exist_ok=True)
+        self.begin(None if step is None else self.place(step))
+
+    @classmethod
+    def steps(cls, run: Path) -> set[int]:
+        """List the steps that have something in the run."""
+        start, end = cls.name.split("{}")
+        names = [path.name for path in run.glob(cls.name.format("*"))]
+        return {int(name.removeprefix(start).removesuffix(end)) for name in names}
+
+    def place(self, step: int) -> Path:
+        return self.run / self.name.format(step)
+
+    def is_whole(self, step: int) -> bool:
+        """Return whether a step was written to its end, as the framework sees it."""
+        path = self.place(step)
+        if self.last is None:
+            return path.exists()
+        return (path / self.last).exists() and (path / self.last).stat().st_size > 0
+
+    @abstractmethod
+    def begin(self, path: Path | None) -> None: ...
+
+    @abstractmethod
+    def save(self, step: int, value: int) -> None: ...
+
+    @abstractmethod
+    def read(self, step: int) -> torch.Tensor: ...
+
+
+class Folders(Writer):
+    """Folders of older versions and of `compress`: no file is the last."""
+
+    has_metrics = True
+
+    def begin(self, path: Path | None) -> None:
+        self.chain = Chain(self.options)
+        self.chain.go_on_from(None if path is None else path / "model.ckptz")
+
+    def save(self, step: int, value: int) -> None:
+        self.place(step).mkdir(exist_ok=True)
+        (self.place(step) / "config.json").write_text("{}")
+        job = replace(job_of({"w": weights_of(value)}, step), metadata={METRIC_KEY: repr(metric(value))})
+        self.chain.write(self.place(step) / "model.ckptz", job)
+        self.chain.settle()
+
+    def is_whole(self, step: int) -> bool:
+        return (self.place(step) / "model.ckptz").exists()
+
+    def read(self, step: int) -> torch.Tensor:
+        found: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["w"]
+        return found
+
+
+class Dcp(Writer):
+    """`torch.distributed.checkpoint`."""
+
+    name, last = "step-{}", INDEX_FILE
+
+    def begin(self, path: Path | None) -> None:
+        self.base = path
+
+    def save(self, step: int, value: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        from ckptz.integrations.dcp import CkptzStorageWriter
+
+        writer = CkptzStorageWriter(self.place(step), options=self.options, base=self.base)
+        dcp.save({"w": weights_of(value), "step": step}, storage_writer=writer, no_dist=True)
+        self.base = self.place(step)
+
+    def read(self, step: int) -> torch.Tensor:
+        import torch.distributed.checkpoint as dcp
+
+        from ckptz.integrations.dcp import CkptzStorageReader
+
+        state = {"w": torch.zeros(SIZE), "step": -1}
+        dcp.load(state, storage_reader=CkptzStorageReader(self.place(step), jobs=1), no_dist=True)
+        assert state["step"] == step
+        return state["w"]
+
+
+class Accelerate(Writer):
+    """accelerate's `save_state`."""
+
+    name, last, is_split = "checkpoint_{}", COMPLETE, True
+
+    def begin(self, path: Path | None) -> None:
+        import accelerate
+
+        from ckptz.integrations.accelerate import register
+
+        accelerator = accelerate.Accelerator(cpu=True)
+        model = torch.nn.Linear(SIZE, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
+        self.accelerator = accelerator
+        register(accelerator, self.options)
+        if path is not None:
+            accelerator.load_state(str(path))
+
+    def save(self, step: int, value: int) -> None:
+        with torch.no_grad():
+            self.model.weight.copy_(weights_of(value)[None])
+        self.optimizer.state[self.model.weight] = {"momentum_buffer": weights_of(value)[None]}
+        self.accelerator.save_state(str(self.place(step)))
+
+    def read(self, step: int) -> torch.Tensor:
+        found: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["weight"]
+        if (path := self.place(step) / "optimizer.bin").exists():
+            assert torch.equal(torch.load(path)["state"][0]["momentum_buffer"], found)
+        return found[0]
+
+
+class Lightning(Writer):
+    """Lightning's files, which share a folder with the second names of their bases."""
+
+    name, has_metrics = "epoch=0-step={}.ckpt", True
+
+    def begin(self, path: Path | None) -> None:
+        from ckptz.integrations.lightning import CkptzIO
+
+        self.io = CkptzIO(full_every=self.options.full_every, jobs=1)
+        if path is not None:
+            self.io.load_checkpoint(path)
+
+    def save(self, step: int, value: int) -> None:
+        monitor = {"monitor": "loss", "current_score": metric(value), "best_model_path": ""}
+        state = {
+            "state_dict": {"w": weights_of(value)},
+            "global_step": step,
+            "callbacks": {"ModelCheckpoint": monitor},
+        }
+        self.io.save_checkpoint(state, self.place(step))
+
+    def read(self, step: int) -> torch.Tensor:
+        found: torch.Tensor = read_newest(self.place(step), jobs=1)["state_dict"]["w"]
+        return found
+
+
+class Trainer(Writer):
+    """The Trainer's `_save_checkpoint`, without training; a resumed one has loaded the model."""
+
+    last, has_metrics, is_split = "trainer_state.json", True, True
+    n_calls = 24
+
+    def begin(self, path: Path | None) -> None:
+        from tests.support.trainer_support import Trainer as CkptzTrainer
+        from tests.support.trainer_support import transformers
+
+        quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "metric_for_best_model": "loss"}
+        args = transformers.TrainingArguments(output_dir=str(self.run), **quiet)
+        model = torch.nn.Linear(SIZE, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+        self.trainer = CkptzTrainer(model, args, optimizers=(optimizer, None), ckptz=self.options)
+        self.trainer.create_optimizer_and_scheduler(10)
+        if path is not None:
+            self.trainer._load_from_checkpoint(str(path))
+            self.trainer.state.global_step = int(path.name.partition("-")[2])
+            self.trainer._load_optimizer_and_scheduler(str(path))
+
+    def save(self, step: int, value: int) -> None:
+        with torch.no_grad():
+            self.trainer.model.weight.copy_(weights_of(value)[None])
+        moments = {"momentum_buffer": weights_of(value)[None]}
+        self.trainer.optimizer.state[self.trainer.model.weight] = moments
+        self.trainer.state.global_step = step
+        self.trainer.state.log_history.append({"step": step, "eval_loss": metric(value)})
+        self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+    def is_whole(self, step: int) -> bool:
+        try:
+            return bool(json.loads((self.place(step) / "trainer_state.json").read_bytes()))
+        except (FileNotFoundError, ValueError):
+            return False
+
+    def read(self, step: int) -> torch.Tensor:
+        found: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["weight"]
+        if (state := self.place(step) / "state.ckptz").exists():
+            assert torch.equal(read_newest(state)["optimizer"]["weight"]["momentum_buffer"], found)
+        return found[0]
+
+
+def quietly(call: Any, *given: Any) -> Any:
+    """Make a call without the warnings of frameworks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call(*given)
+
+
+WRITERS: dict[str, type[Writer]] = {
+    "folders": Folders,
+    "dcp": Dcp,
+    "lightning": Lightning,
+    "accelerate": Accelerate,
+    "trainer": Trainer,
+}
