@@ -6,22 +6,24 @@
     accelerator.save_state("checkpoints/100")     # model.ckptz in place of model.safetensors
     accelerator.load_state("checkpoints/100")
 
-These hooks see models only: optimizers, schedulers and random states are written by accelerate as ever.
+These hooks see models only: optimizers, schedulers and random states are written by accelerate as ever. After
+`load_state`, models, optimizers, schedulers, the scaler and registered objects are compared with the files.
 See docs/frameworks.md.
 """
 
 from __future__ import annotations
 
+import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import accelerate
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from accelerate.utils.constants import OPTIMIZER_NAME
+from accelerate.utils import DistributedType, load
+from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
 
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.format.publish import publish
@@ -37,7 +39,7 @@ from ckptz.integrations.linked import (
 from ckptz.integrations.versions import warn_untested
 from ckptz.run.names import step_of_folder
 from ckptz.run.step_files import COMPLETE, Kept
-from ckptz.state.modules import names_without_wrappers
+from ckptz.state.modules import names_in_model
 from ckptz.store.resolve import SUFFIX
 from ckptz.torch import nothing_matches
 from ckptz.training.compare import differences, fingerprint
@@ -59,7 +61,7 @@ class Registration:
     _chains: dict[int, Chain] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
     _strict: bool = True  # of the `load_state` that runs now
-    _folder: Path | None = None  # of the `save_state` that runs now
+    _folder: Path | None = None  # of the `save_state` or `load_state` that runs now
 
     def remove(self) -> None:
         """Remove the hooks, so that accelerate saves and loads models itself again."""
@@ -80,15 +82,34 @@ class Registration:
         return result
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Call accelerate's `load_state`, which does not pass `strict` to hooks."""
+        """Call accelerate's `load_state`, which passes no `strict` to hooks, and compare what it restored."""
         strict = kwargs.get("strict", True)
         if not isinstance(strict, bool):
             raise ConfigError(f"strict must be True or False, got {strict!r}")
-        self._strict = strict
+        self._strict, self._folder = strict, None
         try:
             type(self._accelerator).load_state(self._accelerator, *args, **kwargs)
         finally:
             self._strict = True
+        if self._folder is not None:
+            warn_of_differences(self._folder, list(self._differences(self._folder)))
+
+    def _differences(self, folder: Path) -> Iterator[str]:
+        """Yield a line for each entry of accelerate's own files that differs from what was restored of it."""
+        accelerator = self._accelerator
+        parts = {
+            **{_numbered(OPTIMIZER_NAME, i, ".bin"): part for i, part in enumerate(accelerator._optimizers)},
+            **{_numbered(SCHEDULER_NAME, i, ".bin"): part for i, part in enumerate(accelerator._schedulers)},
+            **({} if accelerator.scaler is None else {SCALER_NAME: accelerator.scaler}),
+            **{f"custom_checkpoint_{i}.pkl": part for i, part in enumerate(accelerator._custom_objects)},
+        }
+        for name, part in parts.items():
+            try:
+                saved = fingerprint(load(folder / name, map_location="cpu"))
+            except pickle.UnpicklingError:
+                yield f"{name}: not compared, because it holds more than tensors and plain values"
+            else:
+                yield from differences(saved, fingerprint(part.state_dict()), name)
 
     def chain(self, i: int) -> Chain:
         """Return the files of the i-th model."""
@@ -114,6 +135,7 @@ class Registration:
         """Read the models and take them from what accelerate reads; a folder from before is left to it."""
         if not _path(input_dir, 0).is_file():
             return
+        self._folder = Path(input_dir)
         if self._accelerator._optimizers and not (Path(input_dir) / f"{OPTIMIZER_NAME}.bin").is_file():
             raise ConfigError(
                 f"{input_dir}: only the weights of this step were kept; load a newer checkpoint, or "
@@ -129,10 +151,10 @@ class Registration:
     def _load_model(self, model: Any, state: dict[str, Any], path: Path) -> None:
         """Load a state by names without wrappers; report the names that `strict=False` passes over."""
         live = model.state_dict()
-        keys = names_without_wrappers(model, live)
-        state = {name if name in live else keys.get(name, name): value for name, value in state.items()}
+        names = names_in_model(model, live, state)
+        state = {names[name]: value for name, value in state.items()}
         if not self._strict and live and live.keys().isdisjoint(state):
-            raise ConfigError(nothing_matches(str(path), state, keys))
+            raise ConfigError(nothing_matches(str(path), state, live))
         saved = fingerprint(state)
         missing, unexpected = model.load_state_dict(state, strict=self._strict)
         live = {name: value for name, value in model.state_dict().items() if name in saved}
@@ -151,7 +173,12 @@ def _limit(accelerator: Any) -> Kept:
 
 
 def _path(folder: str, i: int) -> Path:
-    return Path(folder) / (f"model{SUFFIX}" if i == 0 else f"model_{i}{SUFFIX}")
+    return Path(folder) / _numbered("model", i, SUFFIX)
+
+
+def _numbered(name: str, i: int, suffix: str) -> str:
+    """Return the name of the i-th file of a kind, as accelerate counts them."""
+    return f"{name}_{i}{suffix}" if i else f"{name}{suffix}"
 
 
 def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Registration:

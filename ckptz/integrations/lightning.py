@@ -31,7 +31,7 @@ from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.guidance.trail import Momentum, Trail
-from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
+from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest, warn_of_differences
 from ckptz.integrations.versions import warn_untested
 from ckptz.run.keep import KeepPolicy
 from ckptz.run.links import N_DIGITS
@@ -39,6 +39,7 @@ from ckptz.run.names import is_of_state, step_of
 from ckptz.run.step_files import METRIC_KEY, STATE_KEY
 from ckptz.state.torch import on_device
 from ckptz.store.resolve import SUFFIX, open_checkpoint
+from ckptz.training.compare import differences, fingerprint
 from ckptz.write.job import WriteJob, mark_restored
 
 TESTED: Final = ((2, 6), (2, 6))  # first and last version that the tests ran with
@@ -287,14 +288,18 @@ def load_from_checkpoint(
 
 
 class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
-    """Stops a run whose strategy writes checkpoints of its own and passes the plug-in by.
+    """Stops a run whose strategy passes the plug-in by, and compares a resumed run with its checkpoint.
 
-    Such are FSDP, ModelParallel and DeepSpeed: without this, their checkpoints are simply not compressed.
+    FSDP, ModelParallel and DeepSpeed write checkpoints of their own: without this, they are simply not
+    compressed. When training begins from a checkpoint, a warning names what of the model, the optimizers, the
+    schedulers and the scaler is not what the checkpoint holds: Lightning casts state to the dtype of weights.
 
     Example:
         >>> from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
         >>> trainer = Trainer(plugins=[CkptzIO()], callbacks=[RequireCheckpointIO()])  # doctest: +SKIP
     """
+
+    _loaded: tuple[str, Any] | None = None  # path and fingerprint of the checkpoint that is being restored
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Look at the strategy before anything runs; Lightning calls this.
@@ -308,3 +313,26 @@ class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
                 f"{kind.__name__} does not use CheckpointIO, so CkptzIO would never be called; save sharded "
                 "state with ckptz.integrations.dcp, or choose another strategy such as DDP"
             )
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Note what a checkpoint holds, of which Lightning has loaded nothing but the model."""
+        del pl_module
+        self._loaded = str(trainer.ckpt_path), fingerprint(checkpoint)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Compare what was restored, when Lightning has restored all."""
+        del pl_module
+        if self._loaded is None:
+            return
+        (path, saved), self._loaded = self._loaded, None
+        strategy, precision = trainer.strategy, trainer.precision_plugin
+        live = {
+            "state_dict": strategy.lightning_module_state_dict(),
+            "optimizer_states": [strategy.optimizer_state(one) for one in trainer.optimizers],
+            "lr_schedulers": [one.scheduler.state_dict() for one in trainer.lr_scheduler_configs],
+            type(precision).__qualname__: precision.state_dict(),
+        }
+        live = {name: value for name, value in live.items() if name in saved}
+        warn_of_differences(
+            Path(path), list(differences({name: saved[name] for name in live}, fingerprint(live)))
+        )

@@ -172,6 +172,9 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.args.should_save:
             _put_times_right(Path(self.args.output_dir))
+            folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+            # A step that is saved again is whole again when the Trainer has written its own state, as ever.
+            (folder / TRAINER_STATE).unlink(missing_ok=True)
         super()._save_checkpoint(model, trial)
         for chain in self._ckptz_chains.values():  # the step is complete
             chain.settle()
@@ -221,7 +224,8 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         check_training(state, str(path))
         model, optimizers = _unwrapped(self), [_bare(self.optimizer)]
         check_optimizers_fit(model, optimizers, state, str(path))
-        saved = fingerprint({**comparable(state, state), "scheduler": _plain(state["scheduler"])})
+        others = {name: _plain(state[name]) for name in ("scheduler", "scaler")}
+        saved = fingerprint({**comparable(state, state), **others})
         load_optimizers(model, optimizers, state)
         self.lr_scheduler.load_state_dict(state["scheduler"])
         scaler = getattr(self.accelerator, "scaler", None)
@@ -229,6 +233,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             scaler.load_state_dict(state["scaler"])
         live = comparable(optimizer_state(model, optimizers), state)
         live["scheduler"] = _plain(self.lr_scheduler.state_dict())
+        live["scaler"] = None if scaler is None else _plain(scaler.state_dict())
         warn_of_differences(path, list(differences(saved, fingerprint(live))))
         self._ckptz_chains[STATE_NAME].go_on_from(path)
         if self._ckptz_trail is not None:  # the weights are there already

@@ -1,6 +1,7 @@
 """accelerate's save_state with models in `.ckptz` files."""
 
 import importlib
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,3 +166,60 @@ def test_load_state_that_matches_nothing_is_refused(tmp_path: Path) -> None:
         accelerator.load_state(str(tmp_path / "1"), strict=False)
     registration.remove()
     assert "load_state" not in vars(accelerator)
+
+
+@pytest.mark.parametrize("is_saved_compiled", [True, False])
+@pytest.mark.parametrize("strict", [True, False])
+def test_compiled_models_load_into_plain_ones_and_the_other_way_round(
+    tmp_path: Path, is_saved_compiled: bool, strict: bool
+) -> None:
+    def made(is_compiled: bool) -> tuple[Any, Any]:
+        accelerator = accelerate.Accelerator(cpu=True)
+        inner: Any = torch.nn.Linear(4, 3)
+        inner = torch.compile(inner, backend="eager") if is_compiled else inner
+        model = accelerator.prepare(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.DataParallel(inner)))
+        register(accelerator)
+        return accelerator, model
+
+    accelerator, saved = made(is_saved_compiled)
+    accelerator.save_state(str(tmp_path / "1"))
+    other, back = made(not is_saved_compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        other.load_state(str(tmp_path / "1"), strict=strict)
+    assert all(map(torch.equal, back.parameters(), saved.parameters()))
+
+
+class Counter:
+    """What users register beside models."""
+
+    def __init__(self) -> None:
+        self.n, self.is_reset = 1, False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"n": self.n}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.n = 0 if self.is_reset else state["n"]
+
+
+def test_what_accelerate_restores_itself_is_compared(tmp_path: Path) -> None:
+    accelerator, models, optimizers = prepared(tmp_path)
+    counter = Counter()
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizers[0].optimizer, 2))
+    accelerator.register_for_checkpointing(counter)
+    register(accelerator)
+    train(accelerator, models, optimizers)
+    accelerator.save_state(str(tmp_path / "1"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        accelerator.load_state(str(tmp_path / "1"))
+    models[0].to(torch.bfloat16)
+    accelerator.save_state(str(tmp_path / "2"))
+    counter.is_reset = True
+    with pytest.warns(RuntimeWarning, match=r"2: restored, but not exactly") as said:
+        accelerator.load_state(str(tmp_path / "2"))
+    [text] = [str(one.message) for one in said if "not exactly" in str(one.message)]
+    assert "custom_checkpoint_0.pkl.n: 1 saved, 0 now" in text
+    assert "optimizer.bin.state.0.exp_avg: float32 [30, 40] saved, bfloat16 [30, 40] now" in text
+    assert "model" not in text

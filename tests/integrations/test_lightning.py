@@ -409,3 +409,39 @@ def test_common_types_come_back(tmp_path: Path) -> None:
 def test_a_forged_type_is_refused(value: dict[str, Any]) -> None:
     with pytest.raises(CorruptionError):
         from_plain([value])
+
+
+class Halves(Model):
+    """Weights in bf16, whose optimizer keeps its state in fp32."""
+
+    def configure_optimizers(self) -> Any:
+        self.to(torch.bfloat16)
+        return torch.optim.AdamW(self.parameters())
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.net(batch.to(torch.bfloat16)).square().mean()
+
+    def optimizer_step(self, *given: Any, **named: Any) -> None:
+        super().optimizer_step(*given, **named)
+        for state in self.trainer.optimizers[0].state.values():
+            state["exp_avg"] = state["exp_avg"].float()
+
+
+@pytest.mark.parametrize(("module", "is_exact"), [(Model, True), (Halves, False)])
+def test_what_lightning_restores_is_compared(module: Any, is_exact: bool, tmp_path: Path) -> None:
+    def fitted(n_steps: int, **how: Any) -> None:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        callbacks = [ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1), RequireCheckpointIO()]
+        plugins = [AsyncCheckpointIO(CkptzIO(jobs=1))]
+        made = Trainer(max_steps=n_steps, accelerator="cpu", plugins=plugins, callbacks=callbacks, **quiet)
+        made.fit(module(), **how)
+
+    fitted(1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fitted(2, ckpt_path=tmp_path / "step=1.ckpt")
+    texts = [str(one.message) for one in said if "restored, but not exactly" in str(one.message)]
+    assert len(texts) == (not is_exact)
+    for text in texts:
+        assert "optimizer_states.0.state.0.exp_avg: float32 [64, 64] saved, bfloat16 [64, 64] now" in text
+        assert "state_dict.net" not in text

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -400,3 +401,20 @@ def test_compiled_submodules_resume_as_plain_ones_and_the_other_way_round(
             parameter.zero_()
     back._load_from_checkpoint(str(path.parent))
     assert all(map(torch.equal, back.model.parameters(), saved.model.parameters()))
+
+
+def test_a_scaler_that_is_not_what_was_saved_is_named(tmp_path: Path) -> None:
+    saved = trainer(tmp_path, max_steps=1)
+    saved.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    saved.train()
+    back = trainer(tmp_path)
+    back.create_optimizer_and_scheduler(N_SAVES)
+    back.state.global_step = 1
+    back.accelerator.scaler = torch.amp.GradScaler("cpu")
+    folder = str(tmp_path / "checkpoint-1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        back._load_optimizer_and_scheduler(folder)
+    back.accelerator.scaler = None
+    with pytest.warns(RuntimeWarning, match=r"not exactly: scaler: \{.* saved, None now"):
+        back._load_optimizer_and_scheduler(folder)

@@ -45,7 +45,8 @@ OWNERS = {
     "zstandard": ("ckptz.format.streams",),
     "click": ("ckptz_cli",),
     "rich": ("ckptz_cli",),
-    "pickle": ("ckptz.foreign.pickled", "ckptz.foreign.torch_files"),  # with stand-ins; the name of an error
+    # With stand-ins; the name of an error.
+    "pickle": ("ckptz.foreign.pickled", "ckptz.foreign.torch_files", "ckptz.integrations.accelerate"),
     "torch": (
         *("ckptz.kernels.torch", "ckptz.kernels.wire_torch", "ckptz.state.torch"),
         *("ckptz.state.modules", "ckptz.torch", "ckptz.api.apply"),
@@ -267,6 +268,7 @@ DELETES = {
     # Own temporary files and copies, which nothing that was saved is in.
     "ckptz.format.publish": "temporary files that got no name",
     "ckptz.integrations.accelerate": "the mark of a complete folder that is written anew",
+    "ckptz.integrations.trainer": "the same",
     "ckptz.wire.state": "the file of sample buffers that a full disk left no room for",
     "ckptz.store.storage": "`remove` of a folder, which those below call",
     "ckptz.run.links": "symbolic links of its own that lead nowhere",
