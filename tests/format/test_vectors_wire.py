@@ -16,6 +16,7 @@ from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction
 from ckptz.wire.state import MessageKey
 from tests.support import wire_reference
+from tests.support.cli_support import flipped
 from tests.support.spec_support import table
 from tests.support.vector_support import FOLDER, sessions
 
@@ -79,11 +80,7 @@ def test_every_rule_has_a_session_that_needs_it_and_one_that_breaks_it() -> None
 def damaged(data: bytes, n_flipped: int) -> Iterator[bytes]:
     """Every strict prefix, and the message with each bit of its first bytes flipped."""
     yield from (data[:n] for n in range(len(data)))
-    changed = bytearray(data)
-    for bit in range(8 * n_flipped):
-        changed[bit // 8] ^= 1 << bit % 8
-        yield bytes(changed)
-        changed[bit // 8] ^= 1 << bit % 8
+    yield from flipped(data, range(8 * n_flipped))
 
 
 @pytest.mark.parametrize(
