@@ -142,7 +142,7 @@ class UniformGrid(Recipe):
         first, last = begin // row_patterns, (end - 1) // row_patterns
         n_rows, sums = last + 1 - first, statistics.row_sums
         squares = np.zeros(n_rows) if sums is None else sums[first : last + 1] * n_rows / (end - begin)
-        rows = row_steps(self.step, statistics.spread, squares, guide.energy)
+        rows = row_steps(self.step, statistics.spread, squares, guide.mean_sensitivity)
         at = sampled(begin, end)
         steps = rows.steps[rows.labels[at // row_patterns - first]]
         own, others = (values_of(s.patterns(begin, end)[at - begin], s.dtype) for s in (source, base))
@@ -348,8 +348,10 @@ def _row_steps(
     sensitivity = None if statistics.row_sums is None else statistics.row_sums / row_patterns
     if sensitivity is not None and (row_patterns < MIN_ROW_VALUES or n_rows > MAX_INDICES):
         sensitivity = sensitivity.mean(keepdims=True)
-    energy = guide.energy if guide.energy is not None else statistics.energy / statistics.n_patterns
-    return row_steps(step, statistics.spread, sensitivity, energy)
+    mean = guide.mean_sensitivity
+    if mean is None:
+        mean = statistics.sensitivity_sum / statistics.n_patterns
+    return row_steps(step, statistics.spread, sensitivity, mean)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,10 +52,10 @@ class RowSteps:
         return len(self.steps)
 
 
-def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: float | None) -> RowSteps:
-    """Find steps by row: `step * REFERENCE_NOISE * sqrt(energy / sensitivity[row])`, in half octaves.
+def row_steps(step: float, spread: float, sensitivity: Reals | None, mean: float | None) -> RowSteps:
+    """Find steps by row: `step * REFERENCE_NOISE * sqrt(mean / sensitivity[row])`, in half octaves.
 
-    `energy` is the mean of v * w^2 over the weights of a model, so that the expected loss change of this
+    `mean` is the mean of v * w^2 over the weights of a model, so that the expected loss change of this
     grid, the sum of v * e^2 with e^2 a twelfth of the squared step, is the share
     (step * REFERENCE_NOISE)^2 / 12 of what zeroing all weights would be expected to change. That share
     depends neither on the scales of loss, gradients and weights nor on the size of the model. Without
@@ -66,15 +66,15 @@ def row_steps(step: float, spread: float, sensitivity: Reals | None, energy: flo
         step: multiple of the reference step.
         spread: root-mean-square weight of the tensor, above 0.
         sensitivity: mean second moment of the gradients of each row [n_rows], not negative, or None.
-        energy: see above; None takes the tensor as a model of its own, which its steps then fit on average.
+        mean: see above; None takes the tensor as a model of its own, which its steps then fit on average.
     """
     largest = SPREAD_CAP * spread * min(step, 1.0)
     plain = min(step * REFERENCE_NOISE * spread, largest)
-    if sensitivity is None or not energy or not sensitivity.any():
+    if sensitivity is None or not mean or not sensitivity.any():
         n_rows = 1 if sensitivity is None else len(sensitivity)
         return RowSteps(np.array([plain]), np.zeros(n_rows, np.uint8))
     with np.errstate(divide="ignore", over="ignore"):
-        wanted = step * REFERENCE_NOISE * np.sqrt(energy / sensitivity)
+        wanted = step * REFERENCE_NOISE * np.sqrt(mean / sensitivity)
     # Anchored to `plain`, steps are proportional to `step`. Of rows that never had a gradient nothing is
     # known: in a pretrained embedding they are words that this training has not met, not words of no use.
     half_octaves = np.rint(2 * np.log2(np.minimum(np.where(sensitivity > 0, wanted, plain), largest) / plain))

@@ -34,7 +34,7 @@ from ckptz.kernels import floats
 from ckptz.kernels import moments as kernels
 from ckptz.kernels.blas import eigh, least_squares
 
-Floats = NDArray[np.float32]
+Float32Array = NDArray[np.float32]
 
 WORTH: Final = 2.0  # what a bit may save of the square of what an interval moves, as a share of one element's
 N_PROBES: Final = 16  # vectors of the first iteration; more where all of them are worth their bits
@@ -60,8 +60,8 @@ class FirstMoments:
 
     source: TensorSource
     second: TensorSource | None
-    rows: Floats
-    columns: Floats
+    rows: Float32Array
+    columns: Float32Array
 
     @classmethod
     def of(cls, source: TensorSource, second: TensorSource | None) -> FirstMoments:
@@ -77,28 +77,30 @@ class FirstMoments:
             columns = (sums / max(sums.mean(), 1e-300)).astype(np.float32)
         return cls(source, second, rows, columns)
 
-    def blocks(self) -> Iterator[tuple[slice, Floats]]:
+    def blocks(self) -> Iterator[tuple[slice, Float32Array]]:
         """Yield blocks of rows, [at most a chunk of elements, n_columns], 0 where the root is 0."""
         over_rows, over_columns = _inverse(self.rows), _inverse(self.columns)
         for begin, block in _blocks(self.source, len(self.columns)):
             at = slice(begin, begin + len(block))
             yield at, block * over_rows[at, None] * over_columns
 
-    def times(self, vectors: Floats) -> Floats:
+    def times(self, vectors: Float32Array) -> Float32Array:
         """Compute the product with vectors [n_columns, n] on the right: [n_rows, n]."""
         out = np.zeros((len(self.rows), vectors.shape[1]), np.float32)
         for at, block in self.blocks():
             kernels().add_products(block, vectors, out[at])
         return out
 
-    def transposed_times(self, vectors: Floats) -> Floats:
+    def transposed_times(self, vectors: Float32Array) -> Float32Array:
         """Compute the product of the transpose with vectors [n_rows, n]: [n_columns, n]."""
         out = np.zeros((len(self.columns), vectors.shape[1]), np.float32)
         for at, block in self.blocks():
             kernels().add_transposed_products(block, vectors[at], out)
         return out
 
-    def singular(self, n: int, warm: Floats, seed: int) -> tuple[Floats, Floats, Floats]:
+    def singular(
+        self, n: int, warm: Float32Array, seed: int
+    ) -> tuple[Float32Array, Float32Array, Float32Array]:
         """Find the n largest singular values, descending, with their vectors.
 
         Args:
@@ -119,7 +121,7 @@ class FirstMoments:
         return _turned(left, turns), values, _turned(right, turns * _inverse(values))
 
 
-def _blocks(source: TensorSource, n_columns: int) -> Iterator[tuple[int, Floats]]:
+def _blocks(source: TensorSource, n_columns: int) -> Iterator[tuple[int, Float32Array]]:
     kind, n = KINDS[source.dtype.name], max(CHUNK_VALUES // n_columns, 1)
     for begin in range(0, source.shape[0], n):
         end = min(begin + n, source.shape[0])
@@ -129,32 +131,32 @@ def _blocks(source: TensorSource, n_columns: int) -> Iterator[tuple[int, Floats]
         )
 
 
-def _inverse(means: Floats) -> Floats:
+def _inverse(means: Float32Array) -> Float32Array:
     with np.errstate(divide="ignore"):
         inverse = np.float32(1) / means
     return np.where(np.isfinite(inverse), inverse, np.float32(0))
 
 
-def _orthogonal(vectors: Floats) -> Floats:
+def _orthogonal(vectors: Float32Array) -> Float32Array:
     """Return orthonormal vectors [n, k] with the span of vectors [n, k]; zeros if the rank is lower."""
     turns, sizes = _axes(vectors)
     return _turned(vectors, turns * _inverse(np.where(sizes > NO_SIZE * sizes[0], sizes, 0)))
 
 
-def _axes(vectors: Floats) -> tuple[Floats, Floats]:
+def _axes(vectors: Float32Array) -> tuple[Float32Array, Float32Array]:
     """Find what turns vectors [n, k] into orthogonal ones, [k, k], and the sizes of these [k], descending."""
     squares, turns = eigh(_products_of(vectors))
     sizes = np.sqrt(np.maximum(squares[::-1], 0))
     return turns[:, ::-1].astype(np.float32), sizes.astype(np.float32)
 
 
-def _turned(vectors: Floats, turns: Floats) -> Floats:
+def _turned(vectors: Float32Array, turns: Float32Array) -> Float32Array:
     out = np.zeros_like(vectors)
     kernels().add_products(vectors, np.ascontiguousarray(turns), out)
     return out
 
 
-def _products_of(vectors: Floats) -> NDArray[np.float64]:
+def _products_of(vectors: Float32Array) -> NDArray[np.float64]:
     """Compute the products of vectors [n, k] with one another, [k, k], in doubles."""
     return np.einsum("ik,il->kl", vectors, vectors, dtype=np.float64)
 
@@ -162,7 +164,7 @@ def _products_of(vectors: Floats) -> NDArray[np.float64]:
 def low_rank(
     source: TensorSource,
     second: TensorSource | None,
-    reach: float,
+    update_scale: float,
     warm: LowRank | None = None,
     seed: int = 0,
     step: float = 1.0,
@@ -173,19 +175,19 @@ def low_rank(
     Args:
         source: finite first moments.
         second: the second moments that their moves are divided by the root of, or None.
-        reach: see `ckptz.codec.tensor.SideInformation`.
+        update_scale: see `ckptz.codec.tensor.SideInformation`.
         warm: terms of the file before.
         seed: of random vectors.
         step: of the codes, beside the usual one; fewer terms are worth their bits the larger it is.
         bound: of the elements; those beyond it will stand beside the sum.
     """
-    shape, reach = source.shape, reach / step
-    if len(shape) < 2 or not (math.isfinite(reach) and reach > 0):
+    shape, update_scale = source.shape, update_scale / step
+    if len(shape) < 2 or not (math.isfinite(update_scale) and update_scale > 0):
         return None
     n_rows, n_columns = shape[0], math.prod(shape[1:])
     most = min(n_rows, n_columns, MAX_RANK, MAX_OUTER // max(n_rows + n_columns, 1))
     moments = FirstMoments.of(source, second)
-    error = WORTH / (2 * math.log(2) * reach * reach)  # of a code, squared
+    error = WORTH / (2 * math.log(2) * update_scale * update_scale)  # of a code, squared
     # A singular value of which a step would be more than so many root mean squares of its vectors.
     least = math.sqrt(12 * error * max(n_rows, n_columns)) / WIDEST
     n, vectors = min(N_PROBES, most), _warm(moments, warm)
@@ -197,10 +199,10 @@ def low_rank(
         n, vectors = min(4 * n, most), right
     else:
         return None
-    return _coded(moments, left[:, :n_kept], values[:n_kept], right[:, :n_kept], error, reach, bound)
+    return _coded(moments, left[:, :n_kept], values[:n_kept], right[:, :n_kept], error, update_scale, bound)
 
 
-def _warm(moments: FirstMoments, before: LowRank | None) -> Floats:
+def _warm(moments: FirstMoments, before: LowRank | None) -> Float32Array:
     n = len(moments.columns)
     if before is None or before.n_columns != n:
         return np.empty((n, 0), np.float32)
@@ -210,25 +212,29 @@ def _warm(moments: FirstMoments, before: LowRank | None) -> Floats:
 
 def _coded(
     moments: FirstMoments,
-    left: Floats,
-    values: Floats,
-    right: Floats,
+    left: Float32Array,
+    values: Float32Array,
+    right: Float32Array,
     error: float,
-    reach: float,
+    update_scale: float,
     bound: MomentBound | None,
 ) -> LowRank | None:
     """Code vectors, with the scales that then fit best; None if none of them is worth its bits."""
     steps = np.sqrt(12 * error / values)
     rows = _codes(left * np.sqrt(values), moments.rows, steps)
     columns = _codes(right * np.sqrt(values), moments.columns, steps)
-    found = _fitted(moments, rows, columns, reach)
+    found = _fitted(moments, rows, columns, update_scale)
     if found is None or moments.second is None:
         return found
-    is_worse = _worse_rows(moments, moments.second, found, reach, bound)
-    return _fitted(moments, np.where(is_worse[:, None], 0, rows), columns, reach) if is_worse.any() else found
+    is_worse = _worse_rows(moments, moments.second, found, update_scale, bound)
+    if not is_worse.any():
+        return found
+    return _fitted(moments, np.where(is_worse[:, None], 0, rows), columns, update_scale)
 
 
-def _fitted(moments: FirstMoments, rows: Floats, columns: Floats, reach: float) -> LowRank | None:
+def _fitted(
+    moments: FirstMoments, rows: Float32Array, columns: Float32Array, update_scale: float
+) -> LowRank | None:
     """Fit the scales of codes [n_rows, rank] and [n_columns, rank]; None if no term is worth its bits."""
     a, b = rows * _inverse(moments.rows)[:, None], columns * _inverse(moments.columns)[:, None]
     along = np.einsum("ik,ik->k", moments.times(b), a, dtype=np.float64)
@@ -237,7 +243,7 @@ def _fitted(moments: FirstMoments, rows: Floats, columns: Floats, reach: float) 
     kept = np.arange(len(codes))
     while len(kept):
         scales = least_squares(products[np.ix_(kept, kept)], along[kept])
-        is_worth = reach * reach * along[kept] * scales > WORTH * _bits(codes[kept])
+        is_worth = update_scale * update_scale * along[kept] * scales > WORTH * _bits(codes[kept])
         if is_worth.all():
             patterns = scales.astype(np.float32).view(np.uint32)
             stored = Embedded.of(np.ascontiguousarray(codes[kept]).view(np.uint8).reshape(-1))
@@ -250,7 +256,7 @@ def _worse_rows(
     moments: FirstMoments,
     second: TensorSource,
     found: LowRank,
-    reach: float,
+    update_scale: float,
     bound: MomentBound | None,
 ) -> NDArray[np.bool_]:
     """Return which rows are nearer to zeros than to the sum, in moves, or not worth what stands beside them.
@@ -274,7 +280,7 @@ def _worse_rows(
             own = np.where(is_live, first * first / squares, 0)
             others = np.where(is_kept, sums * sums / squares, 0).sum(axis=1, dtype=np.float64)
         is_false = others > 4 * np.where(is_kept, own, 0).sum(axis=1, dtype=np.float64)
-        worth = reach * reach * own.sum(axis=1, dtype=np.float64)
+        worth = update_scale * update_scale * own.sum(axis=1, dtype=np.float64)
         is_worse[begin:end] = is_false | (worth < WORTH * BESIDE_BITS * n_beside)
     return is_worse
 
@@ -288,7 +294,7 @@ def _bits(codes: NDArray[np.int8]) -> NDArray[np.float64]:
     return n_bits
 
 
-def _codes(vectors: Floats, means: Floats, steps: NDArray[np.float64]) -> Floats:
+def _codes(vectors: Float32Array, means: Float32Array, steps: NDArray[np.float64]) -> Float32Array:
     """Round vectors [n, rank] times means [n] to steps that are worth `steps` [rank] beside the means."""
     live = means[means > 0]
     floor = LEAST_ROOT * np.median(live) if len(live) else 1.0

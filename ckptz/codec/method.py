@@ -36,7 +36,7 @@ class Recipe:
         name: in the file's record of the tensor.
         is_lossy: whether the restored tensor may differ.
         may_be_low_rank: whether the tensor may become a sum of outer products, where the side information
-            contains its update scale (`SideInformation.reach`).
+            contains its update scale (`SideInformation.update_scale`).
         is_joint: whether plans depend on `movement`, averaged over all such tensors of the file.
     """
 

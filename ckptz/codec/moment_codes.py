@@ -29,7 +29,7 @@ from ckptz.format.sources import TensorSource
 from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.floats import Integers, Patterns
 
-Floats = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 Labels = NDArray[np.uint8]
 
 
@@ -154,7 +154,7 @@ class StepContexts:
     """
 
     rules: tuple[ContextRule, ...]
-    steps: Floats
+    steps: Float64Array
     labels: Callable[[int, int], Labels]
     most: float = math.inf
 

@@ -8,7 +8,7 @@ First moments and momenta become a sum of few outer products, or levels of steps
 known how far they will move their weights, most of what they would move lies in few directions; these are
 kept as far as they are worth their bits, and the rest is lost: see `ckptz.codec.low_rank`. What is lost is
 movement, as its weight would have followed it for some ten steps to come. A Checkpointer moves the weight by
-the share of that which training follows: `ckptz.training.moves`.
+the share of that which training follows: `ckptz.guidance.momentum`.
 
 Elsewhere (Lion takes the sign of a first moment, Muon turns all its directions to one size) small elements
 count as much as large ones, and they are codes. The context of an element is then the magnitude of the second
@@ -232,7 +232,7 @@ def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:
     return TensorPlan(plan, quantizer)
 
 
-Floats = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 
 RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
 USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
@@ -275,8 +275,8 @@ class FirstMoment(Recipe):
         divisor, bound = tensor.guide.divisor or second, None
         if tensor.guide.bound is not None and divisor is not None:
             bound = MomentBound(tensor.guide.bound, divisor)
-        if tensor.guide.reach is not None:
-            return _low_rank_plan(tensor, second, bound, tensor.guide.reach, self.step)
+        if tensor.guide.update_scale is not None:
+            return _low_rank_plan(tensor, second, bound, tensor.guide.update_scale, self.step)
         candidates = [
             _first_plan(tensor, StepQuantizer(KINDS[source.dtype.name], contexts, self.dead_zone, bound))
             for contexts in self._contexts(source, second, bound, run)
@@ -353,14 +353,14 @@ def _low_rank_plan(
     tensor: TensorToEncode,
     second: TensorSource | None,
     bound: MomentBound | None,
-    reach: float,
+    update_scale: float,
     step: float,
 ) -> TensorPlan:
     """Plan the outer products that are worth their bits, or zeros where none is; all within the bound."""
     before = None if tensor.base is None or tensor.base.stored is None else tensor.base.stored.plan.outer
     warm = before if isinstance(before, LowRank) else None
     source = tensor.source
-    factors = low_rank(source, second, reach, warm, tensor.seed, step, bound)
+    factors = low_rank(source, second, update_scale, warm, tensor.seed, step, bound)
     quantizer = _WithinBound(factors, bound, KINDS[source.dtype.name])
 
     def has_zeros(bounds: Bounds) -> bool:
@@ -386,7 +386,7 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     """
     kind, roots = KINDS[source.dtype.name], context_roots(KINDS[second.dtype.name])
 
-    def sums(bounds: Bounds) -> Floats:
+    def sums(bounds: Bounds) -> Float64Array:
         values = values_of(source.patterns(*bounds), kind)
         ratios = np.empty(bounds[1] - bounds[0])
         n_live = moments().root_ratios(*values, second.patterns(*bounds), roots, ratios)
@@ -430,7 +430,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES
     n_rows, row_patterns = (n_rows, row_patterns) if is_cut else (1, n_patterns)
 
-    def power(bounds: Bounds) -> Floats:
+    def power(bounds: Bounds) -> Float64Array:
         values = floats.widen_f64(cpu().to_f32(source.patterns(*bounds), KINDS[source.dtype.name]))
         squares = np.bincount(np.arange(*bounds) // row_patterns, values * values, n_rows)
         return np.asarray(squares, np.float64)
@@ -549,13 +549,13 @@ class FineRounding(Recipe):
     def _size_for(self, tensor: TensorToEncode) -> float:
         """Choose the size by what errors cost; 0 where nothing tells that."""
         source, guide = tensor.source, tensor.guide
-        if self.step is None or guide.energy is None or source.dtype.name != "F32":
+        if self.step is None or guide.mean_sensitivity is None or source.dtype.name != "F32":
             return 0.0
         statistics = TensorStatistics.whole(source, None, guide, tensor.run)
         if statistics.row_sums is None or not statistics.power or statistics.fault(source.dtype):
             return 0.0
         sensitivity = np.array([statistics.row_sums.sum() / statistics.n_patterns])
-        step = row_steps(self.step, statistics.spread, sensitivity, guide.energy).steps[0]
+        step = row_steps(self.step, statistics.spread, sensitivity, guide.mean_sensitivity).steps[0]
         mean = summed(tensor.run, lambda b: reals(source, *b).sum(), source) / statistics.n_patterns
         step = min(step, MOST_OF_SPREAD * math.sqrt(max(statistics.spread**2 - mean**2, 0.0)))
         return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0

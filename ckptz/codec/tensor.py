@@ -31,7 +31,7 @@ MIN_SPREAD: Final = 2.0**-100  # below, some processor modes flush what is compu
 # Half the largest exponent of each type: sums of values and levels stay far from infinity.
 LARGEST: Final = {"F32": 2.0**126, "BF16": 2.0**126, "F16": 2.0**14}
 Bounds = tuple[int, int]
-Reals = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,14 +63,14 @@ class SideInformation:
     histogram: Histogram | None = None
     # of a first moment: total weight update that a first moment of sqrt(v) (of 1, without second moments)
     # will still cause, relative to the RMS update between two saves
-    reach: float | None = None
+    update_scale: float | None = None
     # of a first moment: its largest magnitude beside a second moment of 1, where that is known
     bound: float | None = None
     # of a first moment: what updates are divided by the root of, if not its second moment (amsgrad)
     divisor: TensorSource | None = None
     # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
     # of its tensors to one another
-    energy: float | None = None
+    mean_sensitivity: float | None = None
 
 
 NO_SIDE_INFORMATION: Final = SideInformation()
@@ -133,8 +133,8 @@ class TensorStatistics:
     largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
     power: float  # sum of squares
     residual_power: float  # of the differences to the base; infinite without one
-    row_sums: Reals | None  # of the second moments [n_rows], or None
-    energy: float  # sum of second moments times squared values
+    row_sums: Float64Array | None  # of the second moments [n_rows], or None
+    sensitivity_sum: float  # sum of second moments times squared values
     is_measured: bool  # whether all second moments are finite and not negative
 
     @classmethod
@@ -153,12 +153,17 @@ class TensorStatistics:
         values = floats_of(source.patterns(*bounds), kind)
         others = None if base is None else floats_of(base.patterns(*bounds), kind)
         largest = max(_largest(values), 0 if others is None else _largest(others))
-        squares, row_sums, energy, is_measured = guide.second_moment or guide.gradient, None, 0.0, True
+        squares, row_sums, sensitivity_sum, is_measured = (
+            guide.second_moment or guide.gradient,
+            None,
+            0.0,
+            True,
+        )
         if squares is not None:
             n_rows, is_root = n_rows_of(source.shape), guide.second_moment is None
             given = floats_of(squares.patterns(*bounds), KINDS[squares.dtype.name])
             row_patterns, row_sums = source.n_patterns // n_rows, np.zeros(n_rows)
-            energy, is_measured = rounding().sensitivities(
+            sensitivity_sum, is_measured = rounding().sensitivities(
                 values, given, is_root, bounds[0], row_patterns, row_sums
             )
         return cls(
@@ -167,7 +172,7 @@ class TensorStatistics:
             power=rounding().power(values),
             residual_power=np.inf if others is None else rounding().power(values, others),
             row_sums=row_sums,
-            energy=energy,
+            sensitivity_sum=sensitivity_sum,
             is_measured=is_measured,
         )
 
@@ -181,7 +186,7 @@ class TensorStatistics:
             self.power + other.power,
             self.residual_power + other.residual_power,
             row_sums,
-            self.energy + other.energy,
+            self.sensitivity_sum + other.sensitivity_sum,
             self.is_measured and other.is_measured,
         )
 
@@ -203,17 +208,17 @@ class TensorStatistics:
         return ""
 
 
-def reals(source: TensorSource, begin: int, end: int) -> Reals:
+def reals(source: TensorSource, begin: int, end: int) -> Float64Array:
     """Read values, float64 [end - begin], of a tensor of a dtype in `KINDS`."""
     return values_of(source.patterns(begin, end), source.dtype)
 
 
-def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float | None:
+def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float | None:
     """Average second moment times squared weight over at most a chunk of each tensor; None if it is 0.
 
     `pairs` are weights and their second moments, of dtypes in `KINDS`.
     """
-    energy = n_patterns = 0.0
+    total = n_patterns = 0.0
     for weight, moments in pairs:
         n = weight.n_patterns
         begin = n // 2 // CHUNK_VALUES * CHUNK_VALUES
@@ -221,9 +226,9 @@ def moments_energy(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float 
         values, squares = reals(weight, *bounds), reals(moments, *bounds)
         is_known = np.isfinite(values) & np.isfinite(squares) & (squares >= 0)
         if len(weight.shape) > 1 and is_known.all() and n:
-            energy += float((squares * values**2).sum()) * n / len(values)
+            total += float((squares * values**2).sum()) * n / len(values)
             n_patterns += n
-    return energy / n_patterns if energy > 0 else None
+    return total / n_patterns if total > 0 else None
 
 
 def _largest(values: Floats) -> int:
@@ -237,9 +242,9 @@ def _by_size(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def values_of(patterns: Patterns, dtype: DType) -> Reals:
+def values_of(patterns: Patterns, dtype: DType) -> Float64Array:
     """Convert patterns [n] of a dtype in `KINDS` to values, float64 [n]."""
     f32_patterns = cpu().to_f32(patterns, KINDS[dtype.name])
     with np.errstate(invalid="ignore"):  # signalling NaN
-        values: Reals = f32_patterns.view(np.float32).astype(np.float64)
+        values: Float64Array = f32_patterns.view(np.float32).astype(np.float64)
     return values

@@ -22,7 +22,7 @@ from ckptz.kernels.floats import MAX_TABLE_ORDER, SCALE, SCALE_BITS, Bytes, Coun
 MAX_ORDER: Final = MAX_TABLE_ORDER
 FEW_TABLES: Final = 1 << 10  # of a process: numpy takes a tenth of a second for them
 _n_made: Final = [0]
-Reals = NDArray[np.float64]
+Float64Array = NDArray[np.float64]
 
 # Binary logarithms by libm: numpy's own differ in the last bit from processor to processor.
 _LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
@@ -30,7 +30,7 @@ _LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
 _CODE_BITS: Final = SCALE_BITS - _LOGS.astype(np.float32).astype(np.float64)
 
 
-def _logs(counts: Counts) -> Reals:
+def _logs(counts: Counts) -> Float64Array:
     """Binary logarithms of counts [...], 0 of 0."""
     logs = _LOGS[np.minimum(counts, SCALE)]
     is_large = counts > SCALE
@@ -38,7 +38,7 @@ def _logs(counts: Counts) -> Reals:
     return logs
 
 
-def row_entropy_bits(counts: Counts) -> Reals:
+def row_entropy_bits(counts: Counts) -> Float64Array:
     """Count the bits of an ideal order-0 coder of each row of counts [n, 256]."""
     total, used = counts.sum(axis=1), counts[:, _used(counts)]
     return _sums(-used * _logs(used)) + total * _logs(total)
@@ -55,13 +55,13 @@ def entropy_bits(counts: Counts) -> float:
     return float(sum(row_entropy_bits(counts.reshape(-1, counts.shape[-1])).tolist()))
 
 
-def _sums(terms: Reals) -> Reals:
+def _sums(terms: Float64Array) -> Float64Array:
     """Add up rows [n, m] from left to right: `sum` adds in another order, which rounds otherwise."""
-    sums: Reals = np.add.accumulate(terms, axis=1)[:, -1]
+    sums: Float64Array = np.add.accumulate(terms, axis=1)[:, -1]
     return sums
 
 
-def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Reals:
+def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Float64Array:
     """Count the bits of each row of counts [n, 256] under its frequencies; infinite if a symbol has none."""
     used = _used(counts)
     counts, frequencies = counts[:, used], frequencies[:, used]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from ckptz.codec.coded import CodedSource
 from ckptz.codec.method import CALIBRATION, METHODS, MOMENTS_FROM, SENSITIVITY, Method
-from ckptz.codec.tensor import InputCovariance, SideInformation, moments_energy
+from ckptz.codec.tensor import InputCovariance, SideInformation, mean_sensitivity_of
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
@@ -109,12 +109,15 @@ def guides_of(
         inputs = read_inputs(files.calibration, _shapes(weights), held, notes)
     elif CALIBRATION in config.reads:
         notes.append(UNCALIBRATED)
-    energy = moments_energy([(source, moments[name]) for name, source in weights.items() if name in moments])
+    mean = mean_sensitivity_of((source, moments[name]) for name, source in weights.items() if name in moments)
     guides = {}
     for name in weights:
         gradient, moment = gradients.get(name), moments.get(name)
         guides[name] = SideInformation(
-            gradient=gradient, second_moment=moment, inputs=inputs.get(name), energy=energy
+            gradient=gradient,
+            second_moment=moment,
+            inputs=inputs.get(name),
+            mean_sensitivity=mean,
         )
     return guides, notes
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from ckptz.errors import CkptzError
 from ckptz.format.sources import TensorSource
-from ckptz.guidance.moves import Products, total
-from ckptz.guidance.trail import Trained
+from ckptz.guidance.momentum import ParamState
+from ckptz.guidance.momentum_decay import ProjectionStats, total
 from ckptz.parallel import uninterrupted
 from ckptz.state.roles import BASES, Role, role_of
 from ckptz.training.state import as_number, sampled_weights
@@ -43,7 +43,7 @@ class _Kept:
 
 def described(
     state: Mapping[str, Any], parts: Mapping[str, TensorSource]
-) -> tuple[dict[str, Role], dict[str, Trained]]:
+) -> tuple[dict[str, Role], dict[str, ParamState]]:
     """Return the roles of a rank's parts of a flat state, and the optimizer state of its weights.
 
     Args:
@@ -70,7 +70,7 @@ def described(
         if weight in parts:
             own = {key: name for key, name in names.items() if name in parts}
             numbers = {key: value for key, value in one.state.items() if key not in names}
-            trained[parameter] = Trained(
+            trained[parameter] = ParamState(
                 name=weight,
                 weight=parts[weight],
                 settings=one.settings,
@@ -80,7 +80,7 @@ def described(
     return roles, trained
 
 
-def sampled(state: Mapping[str, Any]) -> dict[str, Trained]:
+def sampled(state: Mapping[str, Any]) -> dict[str, ParamState]:
     """Sample this rank's parts of weights as a load has left them; see `described`."""
     local = {n: getattr(v, "to_local", lambda v=v: v)() for n, v in state.items()}
     return described(state, sampled_weights(local))[1]
@@ -131,9 +131,9 @@ class RankPool:
     def __init__(self, group: dist.ProcessGroup | None, n_ranks: int) -> None:
         is_whole = group is not None and dist.get_world_size(group) == n_ranks
         self._group = group if is_whole else None
-        self._pooled: dict[str, Products] | None = None
+        self._pooled: dict[str, ProjectionStats] | None = None
 
-    def __call__(self, own: dict[str, Products] | None) -> dict[str, Products]:
+    def __call__(self, own: dict[str, ProjectionStats] | None) -> dict[str, ProjectionStats]:
         """Return the sums over all ranks; when a file is written again, the first sums.
 
         Args:
@@ -147,7 +147,7 @@ class RankPool:
         assert self._pooled is not None
         return self._pooled
 
-    def _pool(self, own: dict[str, Products] | None, interrupts: Sequence[BaseException]) -> None:
+    def _pool(self, own: dict[str, ProjectionStats] | None, interrupts: Sequence[BaseException]) -> None:
         self._pooled = {}  # who could not reach the others does not try again
         ranks: list[Any] = [None if interrupts else own]
         if self._group is not None:

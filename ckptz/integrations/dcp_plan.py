@@ -31,7 +31,7 @@ from ckptz.errors import CkptzError, ConfigError, UnsupportedError, with_context
 from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
-from ckptz.guidance.trail import Trained
+from ckptz.guidance.momentum import ParamState
 from ckptz.integrations.dcp_moved import FAILED_ELSEWHERE, described
 from ckptz.integrations.linked import on_host
 from ckptz.kernels.floats import N_BUCKETS
@@ -156,7 +156,9 @@ class Gathered:
         self.tensors |= flat.tensors
         self._trees[name] = flat.tree
 
-    def described(self, planner: SavePlanner, orders: Orders) -> tuple[dict[str, Role], dict[str, Trained]]:
+    def described(
+        self, planner: SavePlanner, orders: Orders
+    ) -> tuple[dict[str, Role], dict[str, ParamState]]:
         """Return roles by names in the file, and optimizer state by parameter."""
         parts = {key: source for key, source in self.tensors.items() if key in self.pieces}
         roles, trained = described(getattr(planner, "state_dict", {}), parts)

@@ -34,7 +34,7 @@ from ckptz.foreign.dcp_index import (
 )
 from ckptz.format.publish import make_folder
 from ckptz.format.values import KINDS
-from ckptz.guidance.trail import Momentum, Trail
+from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.integrations.dcp_moved import RankPool, sampled
 from ckptz.integrations.dcp_plan import (
     TIMEOUT,
@@ -115,11 +115,11 @@ class CkptzStorageWriter(InFolder, StorageWriter):
                 raise ConfigError("with keep_last, steps are stored against the newest one; leave base out")
             kept = Kept(last=self._keep_last)
             warn_of_no_gain(options, kept)
-        self._trail = Trail() if options.config.loses_state else None
+        self._tracker = UpdateTracker() if options.config.loses_state else None
         if options.config.fits_whole_tensors:
             # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
             options = replace(options, config=options.config.for_shards())
-        if options.config.fits_whole_tensors or self._trail is not None:
+        if options.config.fits_whole_tensors or self._tracker is not None:
             self._group = group or own_group(timeout)
         self._chain = Chain(options, kept)
 
@@ -179,7 +179,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         """Write this rank's file; called on all ranks."""
         orders: Orders = plan.storage_data
         file = f"{SHARD_PREFIX}{self._rank:05d}-{orders.token}{SUFFIX}"
-        pool = RankPool(None if self._trail is None else self._group, orders.n_ranks)
+        pool = RankPool(None if self._tracker is None else self._group, orders.n_ranks)
         with pool.taking_part():
             try:
                 gathered = Gathered(plan.items, planner)
@@ -188,9 +188,9 @@ class CkptzStorageWriter(InFolder, StorageWriter):
                 raise
             guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
             job = gathered.job(orders, guides)
-            if self._trail is not None:
+            if self._tracker is not None:
                 roles, trained = gathered.described(planner, orders)
-                momentum = Momentum(self._trail, step_of_folder(self.folder), trained, pool=pool)
+                momentum = Momentum(self._tracker, step_of_folder(self.folder), trained, pool=pool)
                 job = replace(job, roles=roles or None, momentum=momentum)
             if gathered.tensors:
                 base = orders.base
@@ -204,8 +204,8 @@ class CkptzStorageWriter(InFolder, StorageWriter):
 
     def mark_restored(self, state: Mapping[str, Any], step: int | None) -> None:
         """Record restored weights, in a state with torch's flat names, as the reference of the next save."""
-        if self._trail is not None:
-            self._trail.mark(sampled(state), step, is_restored=True)
+        if self._tracker is not None:
+            self._tracker.snapshot(sampled(state), step, is_restored=True)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the folder a checkpoint, and delete older steps; called on the coordinator, last."""

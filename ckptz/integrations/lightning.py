@@ -30,7 +30,7 @@ from ckptz.codec.effort import EffortName
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.guidance.trail import Momentum, Trail
+from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest, warn_of_differences
 from ckptz.integrations.versions import warn_untested
 from ckptz.run.keep import KeepPolicy
@@ -109,7 +109,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
             Chain(options, kept["weights"]),
             Chain(replace(options, base=None), kept["state"]),
         )
-        self._trail = Trail() if config.loses_state else None
+        self._tracker = UpdateTracker() if config.loses_state else None
         self._torch = TorchCheckpointIO()
 
     @property
@@ -148,7 +148,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
 
     def _job(self, checkpoint: dict[str, Any]) -> WriteJob:
         step = _step_of(checkpoint)
-        momentum = None if self._trail is None else Momentum(self._trail, step)
+        momentum = None if self._tracker is None else Momentum(self._tracker, step)
         job = job_of(checkpoint, step)
         return replace(job, momentum=momentum, metadata=_metric_of(checkpoint))
 

@@ -29,13 +29,13 @@ import transformers
 
 from ckptz import lazy
 from ckptz.codec.method import MOMENT_ROLES
-from ckptz.codec.tensor import SideInformation, moments_energy
+from ckptz.codec.tensor import SideInformation, mean_sensitivity_of
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.foreign.adapters import STORED_PREFIX
 from ckptz.format.publish import make_folder
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
-from ckptz.guidance.trail import Momentum, Trail
+from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.integrations.linked import (
     DEFAULTS,
     Chain,
@@ -122,7 +122,9 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         super().__init__(*args, **kwargs)
         _check_plain(self, trainable_only)
         self._ckptz = ckptz
-        self._ckptz_trail = Trail() if ckptz.config.loses_state and not self.args.save_only_model else None
+        self._ckptz_tracker = (
+            UpdateTracker() if ckptz.config.loses_state and not self.args.save_only_model else None
+        )
         self._ckptz_frozen = FrozenId() if trainable_only else None
         kept = ckptz.kept(_kept(self.args), "save_total_limit")
         _check_best(self.args, ckptz.keep)
@@ -157,12 +159,12 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         roles = (training.roles or {}).values()
         trained_names = {one.parameter.removeprefix("model.") for one in roles if one.role in MOMENT_ROLES}
         job = replace(job, guides=_guides(job.tensors, training.tensors), trained=trained_names)
-        if self._ckptz_trail is None:
+        if self._ckptz_tracker is None:
             chain.write(path, job)
             return
         # What the state loses of momentum is known when it is written.
         trained = trained_weights(_optimizers_of(self), job.tensors, training.tensors)
-        momentum = Momentum(self._ckptz_trail, self.state.global_step, trained)
+        momentum = Momentum(self._ckptz_tracker, self.state.global_step, trained)
         training = replace(training, guides=momentum.guides())
         self._ckptz_chains[STATE_NAME].write(folder / STATE_NAME, training)
         with contextlib.closing(open_checkpoint(folder / STATE_NAME)) as stored:
@@ -184,7 +186,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             self._ckptz.prune(Path(self._get_output_dir(trial=trial)), spared)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.should_save and self._ckptz_trail is None:  # else it stands beside the weights already
+        if self.args.should_save and self._ckptz_tracker is None:  # else it stands beside the weights already
             self._ckptz_chains[STATE_NAME].write(Path(output_dir) / STATE_NAME, _training_job(self))
 
     def _save_scaler(self, output_dir: str) -> None:
@@ -236,9 +238,9 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         live["scaler"] = None if scaler is None else _plain(scaler.state_dict())
         warn_of_differences(path, list(differences(saved, fingerprint(live))))
         self._ckptz_chains[STATE_NAME].go_on_from(path)
-        if self._ckptz_trail is not None:  # the weights are there already
+        if self._ckptz_tracker is not None:  # the weights are there already
             trained = trained_weights(_optimizers_of(self), sampled_weights(model.state_dict()))
-            self._ckptz_trail.mark(trained, self.state.global_step, is_restored=True)
+            self._ckptz_tracker.snapshot(trained, self.state.global_step, is_restored=True)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not (Path(checkpoint) / STATE_NAME).is_file():
@@ -435,11 +437,12 @@ def _guides(
         for name, moment in moments.items()
         if moment is not None and moment.shape == weights[name].shape and moment.dtype.name in KINDS
     }
-    energy = moments_energy(
+    mean = mean_sensitivity_of(
         (weights[n], m) for n, m in second_moments.items() if weights[n].dtype.name in KINDS
     )
     return {
-        name: SideInformation(second_moment=moment, energy=energy) for name, moment in second_moments.items()
+        name: SideInformation(second_moment=moment, mean_sensitivity=mean)
+        for name, moment in second_moments.items()
     }
 
 

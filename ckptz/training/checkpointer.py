@@ -33,7 +33,7 @@ from ckptz.errors import (
 from ckptz.format.byte_source import is_url
 from ckptz.format.caches import LastChunks
 from ckptz.format.written import Written
-from ckptz.guidance.trail import Trail
+from ckptz.guidance.momentum import UpdateTracker
 from ckptz.parallel import Workers, jobs_of
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, KEEP_LAST, KeepPolicy
@@ -254,7 +254,7 @@ class Checkpointer:
             max_staging_bytes = check_int("max_staging_bytes", max_staging_bytes, 0)
         self._snapshot = Snapshot(max_staging_bytes)
         # What a budget was measured on is what is written.
-        self._trail = Trail() if config.loses_state and budget is None else None
+        self._tracker = UpdateTracker() if config.loses_state and budget is None else None
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
@@ -363,13 +363,13 @@ class Checkpointer:
         if not self._writer.is_idle:  # it has unfinished files there
             return
         self._store.lock()
-        if self._trail is not None and not self._trail.is_marked:
-            self._mark(self._trail, step, is_restored=False)
+        if self._tracker is not None and not self._tracker.has_snapshot:
+            self._mark(self._tracker, step, is_restored=False)
 
-    def _mark(self, trail: Trail, step: int, *, is_restored: bool) -> None:
+    def _mark(self, tracker: UpdateTracker, step: int, *, is_restored: bool) -> None:
         weights = sampled_weights(model_state(self.model))
         trained = trained_weights(optimizer_state(self.model, self._optimizers), weights)
-        trail.mark(trained, step, is_restored=is_restored)
+        tracker.snapshot(trained, step, is_restored=is_restored)
 
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way.
@@ -453,7 +453,7 @@ class Checkpointer:
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
         frozen_id = None if self._frozen is None else self._frozen.of(frozen)
         taken = self._snapshot.take(state)
-        if self._trail is not None:
+        if self._tracker is not None:
             taken = with_scalars_together(taken)
         return StepState(taken, coded, frozen_id, extra_weights=self._extra_weights, hold=self._snapshot.hold)
 
@@ -518,7 +518,7 @@ class Checkpointer:
         self, state: StepState, method: LossSettings, metric: float | None, step: int, notes: list[str]
     ) -> dict[StepFile, Written]:
         def write(jobs: int) -> dict[StepFile, Written]:
-            writer = StepWriter(state, step, metric, method, self._effort, jobs, self._trail)
+            writer = StepWriter(state, step, metric, method, self._effort, jobs, self._tracker)
             return writer.write(self._store, self._rule, notes, with_exact=self._keep.exact != 0)
 
         try:
@@ -639,8 +639,8 @@ class Checkpointer:
             self._unreadable = frozenset()
             before = n_restores if isinstance(n_restores, int) and 0 <= n_restores < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
-            if self._trail is not None:
-                self._mark(self._trail, step, is_restored=True)
+            if self._tracker is not None:
+                self._mark(self._tracker, step, is_restored=True)
         self.restored = self._compared(restored, saved)
         return step
 

@@ -24,8 +24,8 @@ from ckptz.format.index import QualityRecord
 from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written, amend_metadata
+from ckptz.guidance.momentum import Momentum, ParamState, UpdateTracker, bounds_of
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
-from ckptz.guidance.trail import Momentum, Trail, Trained, bounds_of
 from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import (
@@ -168,7 +168,7 @@ class StepState:
         return frozenset(role.parameter for role in self.roles.values() if role.role in _MOMENTS)
 
     @property
-    def with_optimizers(self) -> dict[str, Trained]:
+    def with_optimizers(self) -> dict[str, ParamState]:
         """Weights, by parameter, with what the optimizers keep of them."""
         n, weights = len(self.prefix), self.weights.tensors
         by_parameter = {name[n:]: source for name, source in weights.items()}
@@ -222,7 +222,7 @@ class StepWriter:
         method: what may be lost.
         effort: how much time to spend on smaller files.
         jobs: threads.
-        trail: of the run, by which weights are moved; None where they are not.
+        tracker: of the run, by which weights are moved; None where they are not.
     """
 
     def __init__(
@@ -233,9 +233,9 @@ class StepWriter:
         method: LossSettings,
         effort: EffortName,
         jobs: int,
-        trail: Trail | None = None,
+        tracker: UpdateTracker | None = None,
     ) -> None:
-        self._trail = trail
+        self._tracker = tracker
         self._state, self._step, self._metric, self._method = state, step, metric, method
         self._effort, self._jobs = effort, jobs
         self._notes: dict[FileKind, list[str]] = {}
@@ -295,8 +295,8 @@ class StepWriter:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
         job = replace(state.job(state.weights, method), quality=method.quality, metadata=metadata)
-        if self._trail is not None:
-            momentum = Momentum(self._trail, self._step, state.with_optimizers, lossy_tensors(restored))
+        if self._tracker is not None:
+            momentum = Momentum(self._tracker, self._step, state.with_optimizers, lossy_tensors(restored))
             job = replace(job, momentum=momentum)
         return self._write("weights", sink, against(job, base))
 
@@ -327,9 +327,9 @@ class StepWriter:
     def _guides(self) -> dict[str, SideInformation]:
         """Return the side information of first moments, by name."""
         trained = self._state.with_optimizers
-        if self._trail is None:
+        if self._tracker is None:
             return bounds_of(trained)
-        return Momentum(self._trail, self._step, trained).guides()
+        return Momentum(self._tracker, self._step, trained).guides()
 
     def _write_exact(
         self, file: StepFile, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]

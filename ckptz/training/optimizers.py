@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.guidance.moves import course_of
+from ckptz.guidance.momentum_decay import decay_of
 from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
 from ckptz.training.state import as_number
@@ -345,14 +345,14 @@ def bound_first_moments(saved: Mapping[str, Any], lossy: Collection[str]) -> lis
         settings = {key: as_number(value) for key, value in group.items() if key != PARAMS}
         for parameter in group[PARAMS]:
             state = saved["optimizer"].get(parameter, {})
-            course = course_of(settings, {key: as_number(value) for key, value in state.items()})
-            if course is None or course.bound is None or course.second is None:
+            decay = decay_of(settings, {key: as_number(value) for key, value in state.items()})
+            if decay is None or decay.bound is None or decay.second is None:
                 continue
-            name = f"optimizer.{parameter}.{course.moment}"
+            name = f"optimizer.{parameter}.{decay.moment}"
             if name not in lossy:
                 continue
-            moments, squares = state[course.moment], state[course.second].to(torch.float32)
-            is_beyond = moments.abs() > course.bound * squares.sqrt()
+            moments, squares = state[decay.moment], state[decay.second].to(torch.float32)
+            is_beyond = moments.abs() > decay.bound * squares.sqrt()
             if n := int(is_beyond.sum()):
                 moments[is_beyond] = 0
                 n_beyond, names = n_beyond + n, [*names, name]

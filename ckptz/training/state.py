@@ -18,7 +18,7 @@ from torch import nn
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
-from ckptz.guidance.trail import Trained, stride_of
+from ckptz.guidance.momentum import ParamState, stride_of
 from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
 from ckptz.torch import nothing_matches, source_of
@@ -272,7 +272,7 @@ def trained_weights(
     weights: Mapping[str, TensorSource],
     tensors: Mapping[str, TensorSource] = MappingProxyType({}),
     prefix: str = "",
-) -> dict[str, Trained]:
+) -> dict[str, ParamState]:
     """Find what optimizers keep of weights, by parameter.
 
     Args:
@@ -291,7 +291,7 @@ def trained_weights(
             own = {key: as_number(value) for key, value in state["optimizer"].get(parameter, {}).items()}
             names = {key: f"optimizer.{parameter}.{key}" for key in own if isinstance(own[key], torch.Tensor)}
             own |= {key: tensors[name] for key, name in names.items() if name in tensors}
-            trained[parameter] = Trained(
+            trained[parameter] = ParamState(
                 name=f"{prefix}{parameter}",
                 weight=weights[parameter],
                 settings=settings,
@@ -303,7 +303,7 @@ def trained_weights(
 
 
 def sampled_weights(model: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Copy the samples of a model's weights that a `Trail` marks, by name, from wherever they live."""
+    """Copy the samples of a model's weights that an `UpdateTracker` takes, by name, from any device."""
     samples = {}
     for name, weight in model.items():
         is_plain = isinstance(weight, torch.Tensor) and weight.layout == torch.strided

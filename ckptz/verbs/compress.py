@@ -38,9 +38,9 @@ from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned, is_same, make_folder, publish
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written
+from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.guidance.optimizer_layout import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
-from ckptz.guidance.trail import Momentum, Trail
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.links import link_chain
@@ -226,7 +226,7 @@ def compress(
                 role_rules=role_rules,
                 parameter_names=ParameterNames(_path(param_names)),
                 guide_files=guides,
-                momentum=Momentum(Trail(), step) if chain and config.loses_state else None,
+                momentum=Momentum(UpdateTracker(), step) if chain and config.loses_state else None,
             ),
             chain=chain,
             resume=resume,

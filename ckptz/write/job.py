@@ -16,9 +16,9 @@ from ckptz.codec.method import Method, Recipe, checked
 from ckptz.codec.tensor import SideInformation
 from ckptz.format.index import BaseRef, QualityRecord, Sharding
 from ckptz.format.sources import TensorSource
+from ckptz.guidance.momentum import Momentum, bounds_of, param_states_in
 from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
-from ckptz.guidance.trail import Momentum, bounds_of, trained_in
 from ckptz.state.roles import Role, Rule, role_of
 
 
@@ -91,7 +91,7 @@ def prepared(job: WriteJob) -> Iterator[WriteJob]:
             momentum = momentum.known(job.tensors, job.tree, roles)
             guides = {**guides, **momentum.guides()}
         elif method.loses_state:
-            guides = {**bounds_of(trained_in(job.tensors, job.tree, roles)), **guides}
+            guides = {**bounds_of(param_states_in(job.tensors, job.tree, roles)), **guides}
         yield replace(job, roles=roles, guides=guides, momentum=momentum, notes=(*job.notes, *notes))
 
 
@@ -111,4 +111,4 @@ def _roles_of(job: WriteJob) -> tuple[dict[str, Role], list[str]]:
 def mark_restored(job: WriteJob) -> None:
     """Record the restored weights as the reference for the next save's momentum correction."""
     if job.momentum is not None:
-        job.momentum.known(job.tensors, job.tree, _roles_of(job)[0]).mark(is_restored=True)
+        job.momentum.known(job.tensors, job.tree, _roles_of(job)[0]).snapshot(is_restored=True)

@@ -74,7 +74,7 @@ def write(sink: BinaryIO, job: WriteJob, workers: Workers, progress: Progress | 
     with prepared(job) as ready:
         written = write_container(sink, FilePlan.of(ready), workers, progress)
         if ready.momentum is not None:
-            ready.momentum.mark(is_restored=False)
+            ready.momentum.snapshot(is_restored=False)
         return written
 
 
@@ -166,7 +166,7 @@ def _features(plan: FilePlan) -> list[str]:
     is_lossy = any(recipe.is_lossy for recipe in plan.recipes.values())
     guides = plan.job.guides or {}
     may_be_low = any(
-        recipe.may_be_low_rank and guides.get(name, NO_SIDE_INFORMATION).reach is not None
+        recipe.may_be_low_rank and guides.get(name, NO_SIDE_INFORMATION).update_scale is not None
         for name, recipe in plan.recipes.items()
     )
     deltas = ["delta"] * (plan.job.base is not None)

@@ -77,8 +77,8 @@ def test_the_more_moves_are_worth_the_more_directions_are_kept() -> None:
     sizes = 0.7 ** np.arange(40)
     exact = (rng.standard_normal((256, 40)) * sizes) @ rng.standard_normal((40, 256))
     ranks = []
-    for reach in (0.1, 0.3, 1.0, 3.0, 10.0):
-        found = low_rank(source(exact.astype(np.float32)), None, reach)
+    for update_scale in (0.1, 0.3, 1.0, 3.0, 10.0):
+        found = low_rank(source(exact.astype(np.float32)), None, update_scale)
         ranks.append(0 if found is None else len(found.scales))
     assert ranks == sorted(ranks)
     assert ranks[0] < 4

@@ -17,8 +17,8 @@ from ckptz.codec.restored import restored_source
 from ckptz.codec.tensor import SideInformation, TensorToEncode
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource, ChunkSources, context_tensors_of
-from ckptz.guidance import trail
-from ckptz.guidance.moves import Course, course_of
+from ckptz.guidance import momentum
+from ckptz.guidance.momentum_decay import MomentumDecay, decay_of
 from ckptz.kernels import floats
 from tests.support.checkpointer_support import LOSSY
 
@@ -29,10 +29,10 @@ ADAM = {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False}
 
 def bound_of(betas: tuple[float, float], n_updates: int) -> float:
     state = {"exp_avg": 0, "exp_avg_sq": 0, "step": n_updates}
-    course = course_of({**ADAM, "betas": betas}, state)
-    assert course is not None
-    assert course.bound is not None
-    return course.bound
+    decay = decay_of({**ADAM, "betas": betas}, state)
+    assert decay is not None
+    assert decay.bound is not None
+    return decay.bound
 
 
 def moments_of(gradients: Array, b1: float, b2: float) -> tuple[Array, Array]:
@@ -121,7 +121,7 @@ def adversarial(rng: np.random.Generator, shape: tuple[int, int], n_updates: int
 @example(0, (0.9, 0.95), 1, 0.1, "F32")  # some of its means are 10^-23
 @settings(max_examples=60, deadline=None)
 def test_restored_first_moments_are_within_the_bound(
-    seed: int, betas: tuple[float, float], n_updates: int, reach: float | None, dtype: str
+    seed: int, betas: tuple[float, float], n_updates: int, update_scale: float | None, dtype: str
 ) -> None:
     rng = np.random.default_rng(seed)
     gradients = adversarial(rng, (int(rng.integers(5, 80)), int(rng.integers(8, 60))), n_updates)
@@ -129,7 +129,7 @@ def test_restored_first_moments_are_within_the_bound(
     with np.errstate(over="ignore"):
         first, second = (source_of(np.clip(one, -6e4, 6e4), dtype) for one in moments)
     bound = bound_of(betas, n_updates)
-    own, squares = restored(first, second, SideInformation(reach=reach, bound=bound))
+    own, squares = restored(first, second, SideInformation(update_scale=update_scale, bound=bound))
     assert np.isfinite(own).all()
     assert (np.abs(own) <= bound * np.sqrt(squares)).all()
 
@@ -139,7 +139,7 @@ def test_rows_that_hardly_had_gradients_are_zeros_and_others_are_kept() -> None:
     gradients = rng.standard_normal((60, 200, 3)) @ rng.standard_normal((3, 64)) + 3.0
     gradients[:, 100:] *= 1e-4 * (rng.random((60, 100, 1)) < 0.02)
     first, second = moments_of(gradients, 0.9, 0.999)
-    guide = SideInformation(reach=3.0, bound=bound_of((0.9, 0.999), 60))
+    guide = SideInformation(update_scale=3.0, bound=bound_of((0.9, 0.999), 60))
     own, _ = restored(source_of(first), source_of(second), guide)
     lost = own.reshape(200, 64) - first
     assert (lost[100:] ** 2).sum() <= 1.01 * (first[100:] ** 2).sum()
@@ -151,8 +151,8 @@ def test_a_largest_second_moment_bounds_what_amsgrad_restores() -> None:
     first, second = moments_of(adversarial(rng, (60, 40), 50), 0.9, 0.999)
     largest = second * rng.choice([1.0, 100.0], second.shape)
     bound = bound_of((0.9, 0.999), 50)
-    for reach in (None, 3.0):
-        guide = SideInformation(reach=reach, bound=bound / 30, divisor=source_of(largest))
+    for update_scale in (None, 3.0):
+        guide = SideInformation(update_scale=update_scale, bound=bound / 30, divisor=source_of(largest))
         own, _ = restored(source_of(first), source_of(second), guide)
         assert (np.abs(own) <= bound / 30 * np.sqrt(largest.astype(np.float32).reshape(-1))).all()
 
@@ -215,7 +215,7 @@ def test_rare_tokens_are_restored_within_their_bound(tmp_path: Path) -> None:
 def test_a_file_of_an_earlier_version_is_bounded_when_it_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trail.Lost, "bound", SideInformation())
+    monkeypatch.setattr(momentum.LostMomentum, "bound", SideInformation())
     run, notes, first = restarted(tmp_path)
     [note] = [
         note for note in notes if "were larger than their second moments allow and are zero now" in note
@@ -226,8 +226,8 @@ def test_a_file_of_an_earlier_version_is_bounded_when_it_is_restored(
 
 
 def test_optimizers_without_a_second_moment_have_no_bound() -> None:
-    course = course_of(
+    decay = decay_of(
         {"lr": 0.1, "momentum": 0.9, "nesterov": False, "dampening": 0.0}, {"momentum_buffer": 0}
     )
-    assert isinstance(course, Course)
-    assert course.bound is None
+    assert isinstance(decay, MomentumDecay)
+    assert decay.bound is None

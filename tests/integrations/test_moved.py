@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from ckptz import Grid, compress, inspect, safe_open
-from ckptz.guidance.trail import USUAL_SHARE
+from ckptz.guidance.momentum import USUAL_SHARE
 from ckptz.integrations.linked import ChainOptions
 from ckptz.torch import load_state
 
 pytestmark = pytest.mark.apps
-UNKNOWN, NO_COURSE = "moved by the usual share", "would move it is not known"
+UNKNOWN, UNKNOWN_DECAY = "moved by the usual share", "would move it is not known"
 LOSSY = ChainOptions(config=Grid(), exact=0, jobs=1)
 
 
@@ -131,7 +131,7 @@ def test_lightning_leaves_weights_where_nothing_is_known(tmp_path: Path, lacking
         elif lacking != "zero":
             del state["optimizer_states"][0]["param_groups"][0][lacking]
         io.save_checkpoint(state, tmp_path / f"{i}.ckpt")
-        assert bool([note for note in io.notes if NO_COURSE in note]) == (lacking in ("lr", "betas"))
+        assert bool([note for note in io.notes if UNKNOWN_DECAY in note]) == (lacking in ("lr", "betas"))
     assert set(moves_in(tmp_path / "1.ckpt").values()) == {None}
 
 

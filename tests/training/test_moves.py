@@ -19,8 +19,8 @@ from ckptz.codec.grid import FULL_SHARE
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
-from ckptz.guidance.moves import Course, Products, course_of, shares_of
-from ckptz.guidance.trail import USUAL_SHARE, Lost, Trail, Trained
+from ckptz.guidance.momentum import USUAL_SHARE, LostMomentum, ParamState, UpdateTracker
+from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, decay_of, shares_of
 from ckptz.torch import load_file
 from ckptz.training.optimizers import optimizer_state
 from ckptz.training.state import model_state, trained_weights
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Make] = {
     "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3, momentum=0.9, centered=True),
 }
 MOMENTS = ("exp_avg", "momentum_buffer")
-UNKNOWN, NO_COURSE = "moved by the usual share", "would move it is not known"
+UNKNOWN, UNKNOWN_DECAY = "moved by the usual share", "would move it is not known"
 
 
 class Run:
@@ -61,7 +61,7 @@ class Run:
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] + slope
 
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, ParamState]:
         weights = {name: source(weight) for name, weight in model_state(self.model).items()}
         state = optimizer_state(self.model, [self.optimizer])
         tensors = {
@@ -98,19 +98,19 @@ def source(tensor: Tensor) -> ArraySource:
     return ArraySource(dtype_of("F32"), tuple(tensor.shape), flat(tensor).view(np.uint32))
 
 
-def lost_of(run: Run, course: Course) -> Lost:
+def lost_of(run: Run, decay: MomentumDecay) -> LostMomentum:
     """All of the first moment of the weight."""
     first, second = run.moments()
     zeros = source(torch.zeros_like(first))
-    return Lost(course, source(first), zeros, None if second is None else source(second))
+    return LostMomentum(decay, source(first), zeros, None if second is None else source(second))
 
 
-def courses(run: Run, before: Mapping[str, tuple[float, float]] | None = None) -> dict[str, Course]:
+def decays(run: Run, before: Mapping[str, tuple[float, float]] | None = None) -> dict[str, MomentumDecay]:
     found = {}
     for name, one in run.trained().items():
-        course = course_of(one.settings, one.state, is_adamw=one.is_adamw, before=(before or {}).get(name))
-        if course is not None:
-            found[name] = course
+        decay = decay_of(one.settings, one.state, is_adamw=one.is_adamw, before=(before or {}).get(name))
+        if decay is not None:
+            found[name] = decay
     return found
 
 
@@ -123,7 +123,7 @@ def test_moves_are_those_that_the_optimizer_would_make(name: str, n_before: int)
     run = Run(OPTIMIZERS[name])
     run.train(n_before)
     first, second = run.moments()
-    to_come = courses(run)["weight"].moves(flat(first), None if second is None else flat(second))
+    to_come = decays(run)["weight"].moves(flat(first), None if second is None else flat(second))
     lost, start = run.copy(), flat(run.model.weight)
     run.train(200)
     lost.train(200)
@@ -140,7 +140,7 @@ def test_rates_go_on_in_their_line_but_not_below_zero(name: str, slope: float) -
     rate = 1e-3 + 80 * slope
     before = {"weight": (1e-3, 80.0)}
     first, second = run.moments()
-    to_come = courses(run, before)["weight"].moves(flat(first), None if second is None else flat(second))
+    to_come = decays(run, before)["weight"].moves(flat(first), None if second is None else flat(second))
     lost = run.copy()
     n_left = min(200, round(rate / -slope)) if slope < 0 else 200
     run.train(n_left, slope)
@@ -152,23 +152,23 @@ def test_rates_go_on_in_their_line_but_not_below_zero(name: str, slope: float) -
 def test_settings_that_are_not_known_have_no_course() -> None:
     adam = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "weight_decay": 0.1}
     state = {"step": 7.0, "exp_avg": 0, "exp_avg_sq": 0}
-    found = course_of(adam, state)
+    found = decay_of(adam, state)
     assert found.weight_decay == 0
-    assert course_of(adam, state, is_adamw=True) == replace(found, weight_decay=0.1)
+    assert decay_of(adam, state, is_adamw=True) == replace(found, weight_decay=0.1)
     odd: list[dict[str, Any]] = [{"lr": None}, {"betas": 0.9}, {"betas": (0.9, 1.0)}, {"betas": (0.9,)}]
     for more in (*odd, {"lr": math.nan}, {"eps": "small"}, {"weight_decay": None}):
-        assert course_of({**adam, **more}, state) is None
+        assert decay_of({**adam, **more}, state) is None
     for fresh in ({**state, "step": 0.0}, {**state, "step": None}, {"step": 7.0}):
-        assert course_of(adam, fresh) is None
-    assert course_of({"lr": 1e-3, "betas": (0.9, 0.99)}, state) is None  # Lion
+        assert decay_of(adam, fresh) is None
+    assert decay_of({"lr": 1e-3, "betas": (0.9, 0.99)}, state) is None  # Lion
     nadam = {**{k: v for k, v in adam.items() if k != "amsgrad"}, "momentum_decay": 4e-3}
-    assert course_of(nadam, state) is None  # without the product
-    assert course_of({**nadam, "momentum_decay": None}, {**state, "mu_product": 0.1}) is None
+    assert decay_of(nadam, state) is None  # without the product
+    assert decay_of({**nadam, "momentum_decay": None}, {**state, "mu_product": 0.1}) is None
     sgd = {"lr": 1e-3, "momentum": 0.9, "dampening": 0, "nesterov": False}
-    assert course_of(sgd, {"momentum_buffer": 0}) is not None
-    assert course_of(sgd, {}) is None
-    assert course_of({**sgd, "momentum": 0}, {"momentum_buffer": 0}) is None
-    assert course_of({**sgd, "lr": None}, {"momentum_buffer": 0}) is None
+    assert decay_of(sgd, {"momentum_buffer": 0}) is not None
+    assert decay_of(sgd, {}) is None
+    assert decay_of({**sgd, "momentum": 0}, {"momentum_buffer": 0}) is None
+    assert decay_of({**sgd, "lr": None}, {"momentum_buffer": 0}) is None
 
 
 # --- the share of them ----------------------------------------------------------------------------
@@ -190,32 +190,32 @@ def test_noise_is_moved_whole_however_often_a_run_is_saved(name: str, n: int, ex
     run.train(100)
     before = flat(run.model.weight)
     run.train(n)
-    course = courses(run)["weight"]
-    moved, to_come = flat(run.model.weight) - before, lost_of(run, course).moves(0, 256 * 256)
+    decay = decays(run)["weight"]
+    moved, to_come = flat(run.model.weight) - before, lost_of(run, decay).moves(0, 256 * 256)
     raw = float(moved @ to_come / (to_come @ to_come))
-    in_noise = course.in_noise(n)
+    in_noise = decay.in_noise(n)
     assert raw == pytest.approx(in_noise, abs=0.15)
     if name in ("AdamW", "SGD"):
         assert in_noise == pytest.approx(expected, abs=0.005)
-    assert Products.of(to_come, moved, in_noise).share > 0.85
+    assert ProjectionStats.of(to_come, moved, in_noise).share > 0.85
 
 
 def test_what_gradients_undo_is_not_moved() -> None:
     rng = np.random.default_rng(0)
     to_come = rng.standard_normal(65536).astype(np.float32)
     noise = rng.standard_normal(65536).astype(np.float32)
-    assert Products.of(to_come, 0.4 * to_come + noise, 0.8).share == pytest.approx(0.5, abs=0.02)
-    assert Products.of(to_come, -to_come, 0.8).share == 0
-    assert Products.of(to_come, 9 * to_come, 0.8).share == 1
-    assert Products.of(np.zeros_like(to_come), to_come, 0.8).share == 0
+    assert ProjectionStats.of(to_come, 0.4 * to_come + noise, 0.8).share == pytest.approx(0.5, abs=0.02)
+    assert ProjectionStats.of(to_come, -to_come, 0.8).share == 0
+    assert ProjectionStats.of(to_come, 9 * to_come, 0.8).share == 1
+    assert ProjectionStats.of(np.zeros_like(to_come), to_come, 0.8).share == 0
 
 
 def test_small_tensors_have_a_share_together_which_is_cut_off_then() -> None:
     rng = np.random.default_rng(0)
 
-    def of(n: int, share: float) -> Products:
+    def of(n: int, share: float) -> ProjectionStats:
         to_come, noise = rng.standard_normal((2, n)).astype(np.float32)
-        return Products.of(to_come, share * to_come + 3 * noise, 1.0)
+        return ProjectionStats.of(to_come, share * to_come + 3 * noise, 1.0)
 
     small = {f"bias {i}": of(200, 0.5) for i in range(100)}
     raw = [one.both / one.own for one in small.values()]
@@ -231,45 +231,45 @@ def test_small_tensors_have_a_share_together_which_is_cut_off_then() -> None:
     assert shares_of({}) == {}
 
 
-def trail_of(run: Run, n: int = 15) -> Trail:
+def tracker_of(run: Run, n: int = 15) -> UpdateTracker:
     """A run that has been saved and has trained on."""
     run.train(50)
-    trail = Trail()
-    trail.mark(run.trained(), 50, is_restored=False)
+    tracker = UpdateTracker()
+    tracker.snapshot(run.trained(), 50, is_restored=False)
     run.train(n)
-    return trail
+    return tracker
 
 
 def test_decoupled_weight_decay_is_no_movement_of_training() -> None:
     run = Run(lambda p: torch.optim.AdamW(p, 1e-3, weight_decay=20.0), size=256)
     with torch.no_grad():
         run.model.weight *= 100
-    trail = trail_of(run)
-    lost = {"weight": lost_of(run, trail.lost(run.trained(), 65)["weight"].course)}
-    assert trail.shares(run.trained(), 65, lost)["weight"] == pytest.approx(1, abs=0.1)
+    tracker = tracker_of(run)
+    lost = {"weight": lost_of(run, tracker.lost(run.trained(), 65)["weight"].decay)}
+    assert tracker.shares(run.trained(), 65, lost)["weight"] == pytest.approx(1, abs=0.1)
 
 
 def test_without_movement_the_share_is_the_last_one() -> None:
     run = Run(OPTIMIZERS["AdamW"], size=256)
-    trail, step = trail_of(run), 65
-    lost = {"weight": lost_of(run, courses(run)["weight"])}
-    measured = trail.shares(run.trained(), step, lost)
+    tracker, step = tracker_of(run), 65
+    lost = {"weight": lost_of(run, decays(run)["weight"])}
+    measured = tracker.shares(run.trained(), step, lost)
     assert measured["weight"] > 0.85
     for n_more in (0, 3):  # no update at all, and some with a rate of 0
-        trail.mark(run.trained(), step, is_restored=False)
+        tracker.snapshot(run.trained(), step, is_restored=False)
         for group in run.optimizer.param_groups:
             group["lr"] = 0.0
         run.train(n_more)
-        assert trail.shares(run.trained(), step + n_more, lost) == measured
-    trail.mark(run.trained(), step, is_restored=True)  # right after a restore nothing more is lost
-    assert trail.shares(run.trained(), step, lost) == {"weight": 0.0}
+        assert tracker.shares(run.trained(), step + n_more, lost) == measured
+    tracker.snapshot(run.trained(), step, is_restored=True)  # right after a restore nothing more is lost
+    assert tracker.shares(run.trained(), step, lost) == {"weight": 0.0}
 
 
 def test_optimizers_that_count_no_updates_are_measured_by_the_steps_of_saves() -> None:
     run = Run(OPTIMIZERS["SGD"], size=256)
-    trail = trail_of(run)
-    course = trail.lost(run.trained(), 65)["weight"].course
-    share = trail.shares(run.trained(), 65, {"weight": lost_of(run, course)})["weight"]
+    tracker = tracker_of(run)
+    decay = tracker.lost(run.trained(), 65)["weight"].decay
+    share = tracker.shares(run.trained(), 65, {"weight": lost_of(run, decay)})["weight"]
     assert share == pytest.approx(1, abs=0.15)
 
 
@@ -308,7 +308,7 @@ def test_files_hold_weights_that_have_moved_on(tmp_path: Path, name: str) -> Non
     kept = load_file(tmp_path / "step-00000065.state.ckptz")
     key = next(k for k in MOMENTS if f"optimizer.weight.{k}" in kept)
     lost = flat(first) - flat(kept[f"optimizer.weight.{key}"])
-    moves = share * courses(run)["weight"].moves(lost, None if second is None else flat(second))
+    moves = share * decays(run)["weight"].moves(lost, None if second is None else flat(second))
     made = flat(now) - exact
     assert float(made @ moves / (moves @ moves)) == pytest.approx(1, abs=0.1)
 
@@ -417,7 +417,7 @@ class Unknown(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "options", "reasons"),
     [
-        pytest.param(Unknown, {}, [NO_COURSE], id="an optimizer of which nothing is known"),
+        pytest.param(Unknown, {}, [UNKNOWN_DECAY], id="an optimizer of which nothing is known"),
         pytest.param(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), {}, [], id="a rate of zero"),
         pytest.param(OPTIMIZERS["AdamW"], {"budget": Budget(lambda _: 1.0, 0.5)}, [], id="a budget"),
     ],
@@ -445,7 +445,7 @@ def test_each_group_has_settings_of_its_own(tmp_path: Path) -> None:
         lambda p: torch.optim.AdamW([{"params": p[:1]}, {"params": p[1:], **faster}], weight_decay=0), 256
     )
     run.train(20)
-    weight, bias = (courses(run)[name] for name in ("weight", "bias"))
+    weight, bias = (decays(run)[name] for name in ("weight", "bias"))
     assert (weight.rate, bias.rate) == (1e-3, 1e-2)
     assert weight.total == pytest.approx(1e-3 * 9 / (1 - 0.9**20), rel=0.15)
     assert bias.total == pytest.approx(1e-2, rel=0.15)
@@ -490,12 +490,12 @@ def test_what_does_not_tell_is_not_taken_for_a_share() -> None:
     """Weights that were loaded after the first sample have moved far, and not by training."""
     run = Run(OPTIMIZERS["AdamW"], size=128)
     run.train(20)
-    trail = Trail()
-    trail.mark(run.trained(), 20, is_restored=False)
+    tracker = UpdateTracker()
+    tracker.snapshot(run.trained(), 20, is_restored=False)
     with torch.no_grad():
         run.model.weight += 30 * torch.randn(128, 128)
     run.train(5)
-    assert trail.shares(run.trained(), 25, {"weight": lost_of(run, courses(run)["weight"])}) == {}
+    assert tracker.shares(run.trained(), 25, {"weight": lost_of(run, decays(run)["weight"])}) == {}
 
 
 def test_parameters_without_elements_are_left_alone(tmp_path: Path) -> None:

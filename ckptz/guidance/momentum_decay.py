@@ -7,7 +7,7 @@ m would move its weight by
 
 where `total` is the sum over the updates to come, k = 1, 2 and so on, of the rate and of what is left of m
 by then: rate_k * b^k / (1 - b^(t + k)) for Adam. Which share of P training follows is measured, not assumed:
-see `Products`.
+see `ProjectionStats`.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Rates = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
-    """The way that a first moment has before it.
+class MomentumDecay:
+    """Updates that a first moment still causes while it decays, if gradients are zero.
 
     Attributes:
         moment: key of the first moment in the state of a parameter.
@@ -77,14 +77,14 @@ class Course:
         return (1 - self.decay**n_updates) / self.decay * (1 + self.at_once * (1 + self.decay))
 
 
-def course_of(
+def decay_of(
     group: Mapping[str, Any],
     state: Mapping[str, Any],
     *,
     is_adamw: bool = False,
     before: tuple[float, float] | None = None,
-) -> Course | None:
-    """Read the course of a parameter's first moment from what its optimizer says.
+) -> MomentumDecay | None:
+    """Compute how a parameter's first moment decays, from the settings and state of its optimizer.
 
     Args:
         group: settings of its parameter group, as torch's Adam, AdamW, NAdam, SGD and RMSprop name them;
@@ -110,7 +110,7 @@ def course_of(
     is_nesterov = bool(group.get("nesterov"))
     k = _updates(decay)
     left = decay ** (k + is_nesterov)
-    return Course(
+    return MomentumDecay(
         moment="momentum_buffer",
         decay=decay,
         total=float(product(_rates(rate, before, k), left)),
@@ -124,7 +124,7 @@ def _of_adam(
     state: Mapping[str, Any],
     is_adamw: bool,
     before: tuple[float, float] | None,
-) -> Course | None:
+) -> MomentumDecay | None:
     second = "max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"
     rate, betas, eps = _number(group.get("lr")), group.get("betas"), _number(group.get("eps"))
     step, decay = _number(state.get("step")), _number(group.get("weight_decay", 0.0))
@@ -147,7 +147,7 @@ def _of_adam(
         at_once = float((1 - shares[0]) / shares[1])
     else:
         left = b1**k / (1 - b1 ** (step + k))
-    return Course(
+    return MomentumDecay(
         moment="exp_avg",
         second=second,
         decay=b1,
@@ -198,8 +198,8 @@ def _is_share(value: float | None) -> TypeGuard[float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Products:
-    """Products of what training has moved, D, with what a lost first moment would move, P; tensors add up.
+class ProjectionStats:
+    """Inner products of the update of training, D, with that of a lost first moment, P; tensors add up.
 
     The share of P that training follows is <P, D> / <P, P>, divided by what that is in noise. Where gradients
     undo what momentum does, D has less of P in it.
@@ -246,7 +246,7 @@ class Products:
         return min(max(self.both / self.own, 0.0), 1.0) if self.own else 0.0
 
 
-def shares_of(found: Mapping[str, Products]) -> dict[str, float]:
+def shares_of(found: Mapping[str, ProjectionStats]) -> dict[str, float]:
     """Return the share of each tensor; tensors that are too small get a common one.
 
     They are left out where even all tensors together do not tell.
@@ -259,6 +259,6 @@ def shares_of(found: Mapping[str, Products]) -> dict[str, float]:
     return shares | dict.fromkeys(rough, pool.share) if pool.error <= TELLING else shares
 
 
-def total(products: Iterable[Products]) -> Products:
+def total(products: Iterable[ProjectionStats]) -> ProjectionStats:
     """Add up products of several tensors, or of parts of one."""
-    return sum(products, Products(0.0, 0.0, 0.0))
+    return sum(products, ProjectionStats(0.0, 0.0, 0.0))

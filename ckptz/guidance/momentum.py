@@ -4,8 +4,8 @@ A first moment that is restored with errors updates its weight less than the exa
 less cannot be computed from it alone, because later gradients undo a part. So the update P that the lost
 momentum would still cause is compared with the update D that training has made since the last save or
 restore; a sample of the weights at that time is kept in memory. Weights are moved by <P, D> / <P, P> of P
-(`ckptz.guidance.moves`). On three runs (bench/studies/momentum.py) this ends nearer to the uninterrupted run
-than moves by all of P or by none.
+(`ckptz.guidance.momentum_decay`). On three runs (bench/studies/momentum.py) this ends nearer to the
+uninterrupted run than moves by all of P or by none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ckptz.codec.tensor import SideInformation
 from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import LazySource, TensorSource
 from ckptz.format.values import KINDS
-from ckptz.guidance.moves import Course, Products, course_of, shares_of
+from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, decay_of, shares_of
 from ckptz.guidance.optimizer_layout import optimizers_in
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Patterns
@@ -36,7 +36,7 @@ from ckptz.state.skeleton import TensorRef, parse_tree
 SAMPLED: Final = 1 << 16  # elements of a weight, at most
 UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to have made where it is unknown
 Sample = NDArray[np.float32]
-Pool: TypeAlias = Callable[[dict[str, Products]], dict[str, Products]]
+Pool: TypeAlias = Callable[[dict[str, ProjectionStats]], dict[str, ProjectionStats]]
 # Of lost momentum, assumed where it is not known how much of it training follows: that was 0.9 to 1.0 in all
 # runs measured but one of 0.6, and the first restart of a fine-tune that lost all of it cost 0.35 %.
 USUAL_SHARE: Final = 0.9
@@ -45,14 +45,14 @@ UNKNOWN: Final = (
     "how much of it training follows is not known"
 )
 # The settings of its optimizer are missing, or they are of one whose moves are not those of its momentum.
-NO_COURSE: Final = "not moved by the momentum that is lost: how far that would move it is not known"
+UNKNOWN_DECAY: Final = "not moved by the momentum that is lost: how far that would move it is not known"
 SECOND_MOMENT: Final = "exp_avg_sq"
 FIRST_MOMENTS: Final = frozenset(("exp_avg", "momentum_buffer"))  # in the state of torch's optimizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """A weight, and what its optimizer says of it.
+class ParamState:
+    """A weight, with the state and the settings that its optimizer keeps for it.
 
     Attributes:
         name: of the weight in its file.
@@ -84,25 +84,29 @@ class Trained:
         found = self.state.get("step")
         return float(found) if isinstance(found, int | float) else None
 
-    def lost(self, before: tuple[float, float] | None) -> Lost | None:
+    def lost(self, before: tuple[float, float] | None) -> LostMomentum | None:
         """Return the whole first moment as lost; None if its updates or the weight's values are unknown.
 
         Args:
             before: its rate before and the updates since, where they are known.
         """
-        course = course_of(self.settings, self.state, is_adamw=self.is_adamw, before=before)
-        if course is None or not can_move(self.weight):
+        decay = decay_of(self.settings, self.state, is_adamw=self.is_adamw, before=before)
+        if decay is None or not can_move(self.weight):
             return None
-        moment = self.state[course.moment]
-        second = None if course.second is None else self.state[course.second]
+        moment = self.state[decay.moment]
+        second = None if decay.second is None else self.state[decay.second]
         given = [one for one in (moment, second) if one is not None]
         is_whole = all(isinstance(one, TensorSource) and can_move(one) for one in given)
-        return Lost(course, moment, None, second) if is_whole and moment.shape == self.weight.shape else None
+        return (
+            LostMomentum(decay, moment, None, second)
+            if is_whole and moment.shape == self.weight.shape
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class _Mark:
-    """A weight when it was saved or restored.
+class _WeightSnapshot:
+    """Sample of a weight when it was saved or restored.
 
     Attributes:
         sample: of its values.
@@ -120,17 +124,17 @@ class _Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The momentum of one weight that a file loses.
+class LostMomentum:
+    """Momentum of one weight that is lost in a file.
 
     Attributes:
-        course: of the first moment.
+        decay: of the first moment without gradients.
         moment: as it is.
         restored: as the file restores it; None where all of it is lost.
         second: the second moment, if moves depend on it.
     """
 
-    course: Course
+    decay: MomentumDecay
     moment: TensorSource
     restored: TensorSource | None
     second: TensorSource | None
@@ -138,8 +142,8 @@ class Lost:
     @property
     def bound(self) -> SideInformation:
         """Side information of the first moment: how large it may be restored."""
-        is_other = self.course.second != SECOND_MOMENT
-        return SideInformation(bound=self.course.bound, divisor=self.second if is_other else None)
+        is_other = self.decay.second != SECOND_MOMENT
+        return SideInformation(bound=self.decay.bound, divisor=self.second if is_other else None)
 
     def moves(self, begin: int, end: int) -> Sample:
         """Compute the moves that it would still have caused, float32 [end - begin]."""
@@ -148,10 +152,10 @@ class Lost:
             with np.errstate(all="ignore"):
                 lost = lost - _values(self.restored, begin, end)
         squares = None if self.second is None else _values(self.second, begin, end)
-        return self.course.moves(lost, squares)
+        return self.decay.moves(lost, squares)
 
     def sample(self) -> Sample:
-        """Compute the moves at the elements that `Trail` samples, float32 [n]."""
+        """Compute the moves at the elements that `UpdateTracker` samples, float32 [n]."""
         return _at_samples(self.moment, self.moves)
 
     def moved(self, weight: TensorSource, share: float) -> LazySource:
@@ -168,41 +172,43 @@ class Lost:
         return LazySource.of(weight, moved_patterns)
 
 
-class Trail:
-    """Samples of the weights of a run as its last save or restore has left them."""
+class UpdateTracker:
+    """Samples the weights of a run at each save and restore, to measure what training updates between."""
 
     def __init__(self) -> None:
-        self._marks: dict[str, _Mark] = {}
-        self.is_marked = False  # whether there has been a save, a restore or a first step
+        self._snapshots: dict[str, _WeightSnapshot] = {}
+        self.has_snapshot = False  # whether there has been a save, a restore or a first step
         self._shares: dict[str, float] = {}  # that were measured last
 
-    def mark(self, trained: Mapping[str, Trained], step: int | None, *, is_restored: bool) -> None:
-        """Sample the weights, by parameter, that a save has taken, or that a restore has left.
+    def snapshot(self, trained: Mapping[str, ParamState], step: int | None, *, is_restored: bool) -> None:
+        """Take a sample of the weights, by parameter, that a save has written, or that a restore has loaded.
 
         Args:
             trained: by parameter. Samples of the weights, as `stride_of` has them, may stand for these.
             step: of the run; None where it is not known.
             is_restored: whether a restore has left them.
         """
-        self._marks, self.is_marked = {}, True
+        self._snapshots, self.has_snapshot = {}, True
         for parameter, one in trained.items():
             if one.rate is not None and can_move(one.weight):
-                self._marks[parameter] = _Mark(_sampled(one.weight), one.updates, step, one.rate, is_restored)
+                self._snapshots[parameter] = _WeightSnapshot(
+                    _sampled(one.weight), one.updates, step, one.rate, is_restored
+                )
 
-    def lost(self, trained: Mapping[str, Trained], step: int | None) -> dict[str, Lost]:
+    def lost(self, trained: Mapping[str, ParamState], step: int | None) -> dict[str, LostMomentum]:
         """Return the first moments of all weights that can be corrected as lost, by parameter.
 
-        Their rates go on in the line that they have been on since the mark.
+        Their rates go on in the line that they have been on since the snapshot.
         """
         found = {}
         for parameter, one in trained.items():
-            mark = self._marks.get(parameter)
-            before = None if mark is None else (mark.rate, _n_updates(mark, one, step))
+            last = self._snapshots.get(parameter)
+            before = None if last is None else (last.rate, _n_updates(last, one, step))
             if (lost := one.lost(before)) is not None:
                 found[parameter] = lost
         return found
 
-    def guides(self, trained: Mapping[str, Trained], step: int | None) -> dict[str, SideInformation]:
+    def guides(self, trained: Mapping[str, ParamState], step: int | None) -> dict[str, SideInformation]:
         """Return the side information of first moments by their names: update scale, and bound.
 
         Where training has moved less, as between frequent saves, they do not count for more than that.
@@ -210,33 +216,33 @@ class Trail:
         found = {}
         for parameter, lost in self.lost(trained, step).items():
             one = trained[parameter]
-            moved, n_updates = self._moved(parameter, one, step, lost.course)
+            moved, n_updates = self._moved(parameter, one, step, lost.decay)
             own = _rms(lost.sample())
             size = UNKNOWN_SHARE * own if moved is None or not n_updates else max(_rms(moved), own)
-            reach = lost.course.total / lost.course.root / size if size else None
-            found[one.names[lost.course.moment]] = replace(lost.bound, reach=reach)
+            update_scale = lost.decay.total / lost.decay.root / size if size else None
+            found[one.names[lost.decay.moment]] = replace(lost.bound, update_scale=update_scale)
         return found
 
     def _moved(
-        self, parameter: str, one: Trained, step: int | None, course: Course
+        self, parameter: str, one: ParamState, step: int | None, decay: MomentumDecay
     ) -> tuple[Sample | None, float]:
-        """Measure what training has moved a weight's sample since the mark, and in how many updates.
+        """Measure what training has moved a weight's sample since the snapshot, and in how many updates.
 
-        None where there is no mark; no updates where it has not moved.
+        None where there is no snapshot; no updates where it has not moved.
         """
-        mark, now = self._marks.get(parameter), _sampled(one.weight)
-        if mark is None or now.shape != mark.sample.shape:
+        last, now = self._snapshots.get(parameter), _sampled(one.weight)
+        if last is None or now.shape != last.sample.shape:
             return None, 0.0
-        n_updates = max(_n_updates(mark, one, step), 0.0)
-        kept = (1 - (mark.rate + course.rate) / 2 * course.weight_decay) ** n_updates
-        is_moved = bool((now != mark.sample).any())
-        return now - np.float32(kept) * mark.sample, n_updates if is_moved else 0.0
+        n_updates = max(_n_updates(last, one, step), 0.0)
+        kept = (1 - (last.rate + decay.rate) / 2 * decay.weight_decay) ** n_updates
+        is_moved = bool((now != last.sample).any())
+        return now - np.float32(kept) * last.sample, n_updates if is_moved else 0.0
 
     def shares(
         self,
-        trained: Mapping[str, Trained],
+        trained: Mapping[str, ParamState],
         step: int | None,
-        lost: Mapping[str, Lost],
+        lost: Mapping[str, LostMomentum],
         pool: Pool = dict,
     ) -> dict[str, float]:
         """Measure by which share of its moves each weight is to be moved, by parameter.
@@ -246,14 +252,16 @@ class Trail:
         """
         found, known = {}, dict[str, float]()
         for parameter, one in lost.items():
-            moved, n_updates = self._moved(parameter, trained[parameter], step, one.course)
+            moved, n_updates = self._moved(parameter, trained[parameter], step, one.decay)
             if moved is None:
                 continue
             if n_updates:
                 shape = one.moment.shape
                 n_free = min(math.prod(shape[:1]) + math.prod(shape[1:]), len(moved))
-                found[parameter] = Products.of(one.sample(), moved, one.course.in_noise(n_updates), n_free)
-            elif self._marks[parameter].is_restored:  # what the file loses was lost before
+                found[parameter] = ProjectionStats.of(
+                    one.sample(), moved, one.decay.in_noise(n_updates), n_free
+                )
+            elif self._snapshots[parameter].is_restored:  # what the file loses was lost before
                 known[parameter] = 0.0
         self._shares |= shares_of(pool(found))
         return {name: self._shares[name] for name in lost if name in self._shares} | known
@@ -261,20 +269,20 @@ class Trail:
 
 @dataclass(frozen=True, slots=True)
 class Momentum:
-    """The way of a run, by which the weights of a file are moved.
+    """Momentum correction of the weights of a file.
 
     Attributes:
-        trail: of the run.
+        tracker: of the run.
         step: of the file; None where it is not known.
-        trained: its weights, by parameter; None where they are not found yet, see `known`.
+        trained: weights with optimizer state, by parameter; None to find them in the file, see `known`.
         restored: first moments as another file restores them, by their names there; None where they stand
             in the same file.
-        pool: see `Trail.shares`.
+        pool: see `UpdateTracker.shares`.
     """
 
-    trail: Trail
+    tracker: UpdateTracker
     step: int | None
-    trained: Mapping[str, Trained] | None = None
+    trained: Mapping[str, ParamState] | None = None
     restored: Mapping[str, TensorSource] | None = None
     pool: Pool = dict
 
@@ -282,15 +290,17 @@ class Momentum:
         self, tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
     ) -> Momentum:
         """Find the weights in a file, where they are not known, by the state of its optimizers."""
-        return self if self.trained is not None else replace(self, trained=trained_in(tensors, tree, roles))
+        return (
+            self if self.trained is not None else replace(self, trained=param_states_in(tensors, tree, roles))
+        )
 
-    def mark(self, *, is_restored: bool) -> None:
+    def snapshot(self, *, is_restored: bool) -> None:
         """Record the weights as those that a save has taken, or that a restore has left."""
-        self.trail.mark(self.trained or {}, self.step, is_restored=is_restored)
+        self.tracker.snapshot(self.trained or {}, self.step, is_restored=is_restored)
 
     def guides(self) -> dict[str, SideInformation]:
         """Return side information of first moments in the same file, by name."""
-        return {} if self.restored is not None else self.trail.guides(self.trained or {}, self.step)
+        return {} if self.restored is not None else self.tracker.guides(self.trained or {}, self.step)
 
     def moves(self) -> Moves:
         """Return the momentum correction of the weights for the writer of their file."""
@@ -298,23 +308,23 @@ class Momentum:
         if self.restored is not None:
             moved = self._moved(trained, self.restored)
             return Moves((), lambda _: moved)
-        lost = self.trail.lost(trained, self.step)
-        names = tuple(trained[parameter].names[one.course.moment] for parameter, one in lost.items())
+        lost = self.tracker.lost(trained, self.step)
+        names = tuple(trained[parameter].names[one.decay.moment] for parameter, one in lost.items())
         return Moves(names, lambda restored: self._moved(trained, restored))
 
     def _moved(
-        self, trained: Mapping[str, Trained], restored: Mapping[str, TensorSource]
+        self, trained: Mapping[str, ParamState], restored: Mapping[str, TensorSource]
     ) -> tuple[dict[str, MovedSource], dict[str, str]]:
         """Move weights by what is lost of their first moments; give them, and notes on others, by name."""
-        known = self.trail.lost(trained, self.step)
+        known = self.tracker.lost(trained, self.step)
         lost = {
             parameter: replace(one, restored=restored[name])
             for parameter, one in known.items()
-            if (name := trained[parameter].names[one.course.moment]) in restored
+            if (name := trained[parameter].names[one.decay.moment]) in restored
         }
-        measured = self.trail.shares(trained, self.step, lost, self.pool)
+        measured = self.tracker.shares(trained, self.step, lost, self.pool)
         shares = (
-            dict.fromkeys((name for name, one in lost.items() if one.course.total), USUAL_SHARE) | measured
+            dict.fromkeys((name for name, one in lost.items() if one.decay.total), USUAL_SHARE) | measured
         )
         chunks = CachedChunks(HELD_BYTES)
         moved = {}
@@ -328,16 +338,16 @@ class Momentum:
                     kept = CachedTensor(_rounded_from(weight, held), name, chunks)
                     moved[name] = MovedSource(weight, kept, share)
         others = (one for parameter, one in trained.items() if parameter not in known)
-        notes = {one.name: NO_COURSE for one in others if FIRST_MOMENTS & one.names.keys()}
+        notes = {one.name: UNKNOWN_DECAY for one in others if FIRST_MOMENTS & one.names.keys()}
         return moved, notes | {
             trained[parameter].name: UNKNOWN for parameter in shares.keys() - measured.keys()
         }
 
 
-def bounds_of(trained: Mapping[str, Trained]) -> dict[str, SideInformation]:
+def bounds_of(trained: Mapping[str, ParamState]) -> dict[str, SideInformation]:
     """Return how large first moments may be restored, by their names; nothing of what has no known bound."""
     lost = ((one, one.lost(None)) for one in trained.values())
-    return {one.names[own.course.moment]: own.bound for one, own in lost if own is not None}
+    return {one.names[own.decay.moment]: own.bound for one, own in lost if own is not None}
 
 
 def can_move(weight: TensorSource) -> bool:
@@ -345,9 +355,9 @@ def can_move(weight: TensorSource) -> bool:
     return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_patterns > 0
 
 
-def trained_in(
+def param_states_in(
     tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
-) -> dict[str, Trained]:
+) -> dict[str, ParamState]:
     """Find the weights of a file that torch optimizers in it train, by parameter.
 
     Where the file has the fp32 master of a weight of 16 bits, that is what is trained.
@@ -357,7 +367,7 @@ def trained_in(
         tree: of the file, as in `Index.tree`.
         roles: what its tensors are; those of numbered states have the names of their parameters.
     """
-    found: dict[str, Trained] = {}
+    found: dict[str, ParamState] = {}
     states = list(optimizers_in(None if tree is None else parse_tree(tree).root))
     weights = {roles[name].parameter: name for name in tensors if roles[name].role == "weight"}
     for state in states:
@@ -372,7 +382,7 @@ def trained_in(
                 parameter = owners.pop()
                 name = weights[parameter]
                 master = _master_of(tensors[name], parameter, tensors, roles)
-                found[parameter] = Trained(
+                found[parameter] = ParamState(
                     name=master or name,
                     weight=tensors[master or name],
                     rounded=None if master is None else (name, tensors[name]),
@@ -424,11 +434,11 @@ def _number(value: Any, tensors: Mapping[str, TensorSource]) -> Any:
     return float(_values(source, 0, 1)[0])
 
 
-def _n_updates(mark: _Mark, one: Trained, step: int | None) -> float:
-    """Count the updates of a parameter since its mark; 0 where nobody does."""
+def _n_updates(last: _WeightSnapshot, one: ParamState, step: int | None) -> float:
+    """Count the updates of a parameter since its snapshot; 0 where they are not counted."""
     if one.updates is not None:
-        return one.updates - (mark.updates or 0.0)
-    return 0.0 if step is None or mark.step is None else step - mark.step
+        return one.updates - (last.updates or 0.0)
+    return 0.0 if step is None or last.step is None else step - last.step
 
 
 def stride_of(n: int) -> int:
