@@ -49,7 +49,7 @@ CHECKED = {
     "_stochastic_codes": "ckptz/codec/grid.py:_steps_of",
     "_residual_sums": "ckptz/codec/grid.py:_steps_of",
     # as many ones in a mask as there are values
-    "take": "ckptz/wire/state.py:take_mask",
+    "take": "ckptz/wire/state.py:pop_mask",
     "put": "ckptz/wire/payload.py:topk",
     "_threshold": "ckptz/wire/policy.py:k",
     "_find": "ckptz/wire/policy.py:k",
@@ -58,7 +58,7 @@ CHECKED = {
     "unpack_codes": "ckptz/wire/payload.py:unpacked",
     "_unpack_tail": "ckptz/wire/payload.py:unpacked",
     "dequantize": "ckptz/wire/payload.py:uniform",
-    "_checksum": "ckptz/wire/endpoint.py:_checked",  # a multiple of 16 bytes
+    "_checksum": "ckptz/wire/endpoint.py:_check_header",  # a multiple of 16 bytes
     "_quantize": "ckptz/wire/endpoint.py:_check_patterns",
     "_codes_nearest": "ckptz/wire/endpoint.py:_check_patterns",
     "_codes_random": "ckptz/wire/endpoint.py:_check_patterns",
