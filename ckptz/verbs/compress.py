@@ -1,4 +1,4 @@
-"""`ckptz compress`: checkpoints of any kind to `.ckptz` files, alone, against a base, or as a chain."""
+"""`ckptz compress`: write checkpoints of any format as full `.ckptz` files, deltas or chains."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ UNITS: Final = {
     **{f"{letter}iB": 1024**i for i, letter in enumerate("KMGT", 1)},
 }
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(x|[kKMGT]?i?B)\s*")
-RESUME: Final = f"{FORCE}, or --resume (resume=True) to leave it"
+RESUME: Final = f"{FORCE}, or --resume (resume=True) to keep it"
 _IN_SERIES: Final = re.compile(r"(.*[^\d])(\d{1,18})", re.DOTALL)
-MAX_WRITTEN_DEPTH: Final = 16  # a restore decodes the whole chain; the next file is a full one again
+MAX_WRITTEN_DEPTH: Final = 16  # bounds the time of a restore, which decodes the whole chain
 CHAIN_RULE: Final = ChainRule(MAX_WRITTEN_DEPTH + 1, is_forked=False)
 
 
@@ -82,31 +82,31 @@ CHAIN_RULE: Final = ChainRule(MAX_WRITTEN_DEPTH + 1, is_forked=False)
 class CompressReport(Report):
     """Sizes, identity and notes of one file that `compress` wrote."""
 
-    input: str  # what was read
-    output: str  # what was written
-    n_tensors: int  # tensors in it
-    n_deltas: int  # those that are stored against the base
-    n_lossy: int  # those that do not come back bit for bit
-    tensor_bytes: int  # bytes of all tensors, which ratio is counted from
+    input: str
+    output: str
+    n_tensors: int
+    n_deltas: int  # tensors stored as a delta to the base
+    n_lossy: int  # lossy tensors
+    tensor_bytes: int  # decoded size
     stored_bytes: int  # size of the output
-    ratio: float  # tensor bytes by stored bytes
+    ratio: float  # tensor_bytes / stored_bytes
     content_id: str  # identity of the values
-    base: str | None  # file name of the base, or None
+    base: str | None  # file name of the base
     depth: int  # deltas between the output and its full file
-    step: int | None  # training step, as given, or as metadata or names have it
+    step: int | None  # training step, from the argument, the metadata or the name
     method: str  # name of the method
-    seconds: float  # time taken, without that of compiling kernels
-    is_dry_run: bool = False  # nothing was written; sizes, counts of deltas and seconds are predicted
-    notes: tuple[str, ...] = ()  # what the user should know
-    search: SearchReport | None = None  # how the configuration was found, if it was searched for
+    seconds: float  # time taken, without compiling kernels
+    is_dry_run: bool = False  # nothing was written; sizes, delta counts and seconds are predicted
+    notes: tuple[str, ...] = ()  # warnings for the user
+    search: SearchReport | None = None  # trials and result of the search, if there was one
 
 
-Stamp = tuple[int, int]  # of a file: time of change, size
+Stamp = tuple[int, int]  # modification time in nanoseconds and size of a file
 
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The base of the next output: its name, and open tensors of the same values."""
+    """The base of the next output: its reference, and a source of tensors with the same values."""
 
     ref: BaseRef
     folder: Path
@@ -142,47 +142,47 @@ def compress(
     progress: Progress = SILENT,
     on_report: Callable[[CompressReport], None] | None = None,
 ) -> tuple[CompressReport, ...]:
-    """Compress checkpoints of any kind, without loss unless a configuration or a budget says otherwise.
+    """Compress checkpoints, losslessly unless a lossy method, a search, a budget or a target size is passed.
 
     Args:
-        inputs: `.safetensors`, torch or `.ckptz` files, or folders of shards; one or several.
-        output: for one input a file or an existing folder, for several or a chain a folder, as is any name
-            that ends with a separator; by default outputs stand beside their files and in their folders. A
-            folder's other files are copied along.
-        config: lossless, or how tensors become lossy.
-        search: find the configuration for budgets; `config` stays lossless then.
-        budget: the same with all else by default: what may be lost, measured on the decoded tensors.
-        base: store every input against this `.ckptz` or `.safetensors` file.
-        chain: store every input against the one before it, the first against `base` if there is one; where
-            the names of all have steps, in the order of these.
-        resume: leave outputs that are there and newer than their inputs as they are, and go on after them; a
-            folder's other files stay where they are copied already.
-        dry_run: write nothing, and predict sizes and times from a sample of each input, in a few seconds. Of
-            a lossy chain nothing can be predicted, as what is stored depends on the file before.
-        target_size: a size such as "500MB" or a ratio such as "20x": write the finest file of each input that
-            fits, by `config`, by default `Grid()`, and a lossless one if that fits. Nothing is evaluated.
-        step: training step to record; by default that of the input's metadata, or of its name.
-        optimizer: a file of optimizer state for each input, in their order, which goes into the same output;
-            what stands in a folder that is compressed goes along anyway.
-        param_names: a text file with the name of one parameter on each line, in the order in which the
-            optimizer numbers them; by default they are found by a model's config.json and by shapes.
-        moments_from: a checkpoint whose second moments guide lossy methods; it is read, not stored.
-        calibration: what `ckptz.hooks.Calibration` saved, for the rounding of grids.
-        sensitivity: what `ckptz.hooks.SensitivityTracker` saved.
-        role_rules: the user's rows of the table of roles.
-        effort: "fast", "default" or "small": how much time to spend on a smaller file.
-        jobs: threads, all cores by default.
+        inputs: one or several `.safetensors`, torch or `.ckptz` files, or folders of shards.
+        output: a file or an existing folder for one input; a folder for several inputs or a chain, and for
+            any name that ends with a separator. By default each output is beside its input file, or in its
+            input folder. Other files of an input folder are copied.
+        config: the method and its settings, lossless by default.
+        search: search for the method's settings that keep budgets; `config` must be lossless.
+        budget: short for a `search` with these budgets and its other options at their defaults.
+        base: store every output as a delta to this `.ckptz` or `.safetensors` file.
+        chain: store every output as a delta to the one before, and the first as a delta to `base` if there is
+            one. If all names have steps, inputs are sorted by step.
+        resume: keep outputs that exist and are newer than their inputs, and copied files that are equal.
+        dry_run: write nothing; predict sizes and times from a sample of each input, within seconds. A lossy
+            chain cannot be predicted, because each file depends on the one before.
+        target_size: a size such as "500MB" or a ratio such as "20x". Each output is lossless if that is small
+            enough, else written with the finest settings of `config` (by default `Grid()`) that are. Quality
+            is not measured.
+        step: training step to record, by default from the input's metadata or its name.
+        optimizer: a file of optimizer state for each input, in the same order, stored in the same output. The
+            optimizer state in an input folder is always stored.
+        param_names: a text file with one parameter name on each line, in the order of the optimizer's
+            parameter numbers; by default the order is derived from config.json and from shapes.
+        moments_from: a checkpoint whose second moments guide lossy methods; it is not stored.
+        calibration: a file of `ckptz.hooks.Calibration`, for the rounding of grids.
+        sensitivity: a file of `ckptz.hooks.SensitivityTracker`.
+        role_rules: rules that come before the built-in ones, for the role of each tensor.
+        effort: "fast", "default" or "small": time to spend on a smaller file.
+        jobs: number of threads, by default one for each core.
         force: replace existing outputs.
-        search_path: folders to look for the base's own bases in.
-        progress: is told of each file and of the bytes done.
-        on_report: is given each report as soon as its file is published.
+        search_path: more folders to search for bases.
+        progress: receives the name of each file and the number of bytes done.
+        on_report: called with each report as soon as its file is published.
 
     Returns:
         One report for each output that was written.
 
     Raises:
         FileNotFoundError: an input is missing.
-        ConfigError: an output exists or would replace a file that is read, or options contradict each other.
+        ConfigError: an output exists or would replace an input, or options contradict each other.
         FormatError: an input is damaged.
 
     Example:
@@ -200,13 +200,13 @@ def compress(
         moments_from=_path(moments_from), calibration=_path(calibration), sensitivity=_path(sensitivity)
     )
     if len(sources) > 1 and step is not None:
-        raise ConfigError("there are several inputs for one step; compress them one by one")
+        raise ConfigError("step is for a single input; compress the inputs one by one")
     if optimizers and len(optimizers) != len(sources):
-        counts = f"{len(sources)} inputs, and optimizer state of {len(optimizers)}"
-        raise ConfigError(f"there are {counts}; name a file for each input, in the same order")
+        counts = f"{len(sources)} inputs, but {len(optimizers)} files of optimizer state"
+        raise ConfigError(f"{counts}; name one file for each input, in the same order")
     is_dry, steps = dry_run or (search is not None and search.is_dry_run), _steps_of(sources)
     optimizer_of = dict(zip(sources, optimizers, strict=False))
-    if chain and _has_steps(sources, steps):  # else they stay in the given order
+    if chain and _has_steps(sources, steps):  # otherwise in the order of the arguments
         sources.sort(key=lambda source: steps[source])
     if target_size is not None:
         config = _sized(config, target_size, is_alone=search is None and not (dry_run or chain))
@@ -214,7 +214,7 @@ def compress(
     _check_together(base, needs_written=needs_written, is_dry=is_dry, resume=resume, force=force)
     check_files(search.template if search else config, guides)
     reports = []
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         run = _Compression(
             sources=sources,
             steps=steps,
@@ -236,7 +236,7 @@ def compress(
             search_path=to_paths(search_path),
             optimizer_of=optimizer_of,
             search=search,
-            workers=held.enter_context(Workers(jobs)),
+            workers=stack.enter_context(Workers(jobs)),
             progress=progress,
         )
         for report in run.all(output, base):
@@ -249,21 +249,21 @@ def compress(
 def _check_together(
     base: Path | None, *, needs_written: bool, is_dry: bool, resume: bool, force: bool
 ) -> None:
-    """Refuse what cannot be done together, before anything is read."""
+    """Refuse options that contradict each other, before any input is read."""
     if base is not None and base.is_dir():
-        raise ConfigError(f"{base}: a base is a file; compress the folder and name its .ckptz file")
+        raise ConfigError(
+            f"{base}: a base must be a file; compress the folder first, and name its .ckptz file"
+        )
     if base is not None:
         check_not_torch(base)
     if needs_written and is_dry:
-        raise ConfigError(
-            "a lossy chain needs the file before, and a dry run writes none; leave one of the two out"
-        )
+        raise ConfigError("a dry run cannot predict a lossy chain; leave out one of the two")
     if resume and (force or is_dry):
-        raise ConfigError("resume leaves outputs as they are; leave out force and dry_run, or resume")
+        raise ConfigError("resume keeps existing outputs; leave out force and dry_run, or resume")
 
 
 def _steps_of(sources: Sequence[Path]) -> dict[Path, int]:
-    """Find the steps in the names of inputs; of one series, name-0010 and name-0020, they are its numbers."""
+    """Return the steps in input names; in a series such as name-0010, name-0020 the numbers are the steps."""
     by_name = {source: step for source in sources if (step := step_of(source)) is not None}
     numbered = [match for source in sources if (match := _IN_SERIES.fullmatch(stem_of(source)))]
     numbers = {int(match[2]) for match in numbered}
@@ -277,12 +277,14 @@ def _has_steps(sources: Sequence[Path], steps: Mapping[Path, int]) -> bool:
     return len(set(steps.values())) == len(sources)
 
 
-def _path(given: PathLike | None) -> Path | None:
-    return None if given is None else path_of(given)
+def _path(path: PathLike | None) -> Path | None:
+    return None if path is None else path_of(path)
 
 
-def _paths(given: PathLike | Sequence[PathLike]) -> list[Path]:
-    return [path_of(given)] if isinstance(given, str | os.PathLike) else to_paths(given)
+def _paths(one_or_several: PathLike | Sequence[PathLike]) -> list[Path]:
+    if isinstance(one_or_several, str | os.PathLike):
+        return [path_of(one_or_several)]
+    return to_paths(one_or_several)
 
 
 def _search_of(
@@ -293,10 +295,10 @@ def _search_of(
         raise ConfigError(f"search must be ckptz.SearchOptions or None, got {search!r}")
     if not budgets:
         if search is not None and config.is_lossy:
-            raise ConfigError("give config or search, not both")
+            raise ConfigError("config and search exclude each other; leave out one")
         return search
     if search is not None:
-        raise ConfigError("give budget or search, not both; a search has budgets of its own")
+        raise ConfigError("budget and search exclude each other; put the budgets into SearchOptions")
     options = SearchOptions(budgets=budgets)
     return replace(options, template=config) if config.is_lossy else options
 
@@ -306,16 +308,16 @@ def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
 
 
 def _open_base(path: Path, search_path: Sequence[Path]) -> _Base:
-    with contextlib.ExitStack() as held:
-        opened = held.enter_context(contextlib.closing(open_checkpoint(path, search_path)))
+    with contextlib.ExitStack() as stack:
+        opened = stack.enter_context(contextlib.closing(open_checkpoint(path, search_path)))
         stamps, metadata = _stamps(opened.paths), base_metadata(opened)
         base = _Base(base_ref(opened), path.parent, opened.tensors, stamps, opened.close, metadata)
-        held.pop_all()
+        stack.pop_all()
         return base
 
 
 def _check_restorable(opened: Input) -> None:
-    """Check shards and tree as a restore will, before anything is written."""
+    """Check that shards and tree can be restored, before anything is written."""
     try:
         names: Collection[str] = opened.tensors
         if opened.sharding is not None:
@@ -330,7 +332,7 @@ def _check_restorable(opened: Input) -> None:
 
 
 def _files_of(opened: Input, source: Path) -> list[Path]:
-    """Name the files that hold the tensors of an input."""
+    """Return the files that contain the tensors of an input."""
     if opened.checkpoint is not None:
         return opened.checkpoint.paths
     if opened.kind == "dcp":
@@ -340,31 +342,30 @@ def _files_of(opened: Input, source: Path) -> list[Path]:
 
 
 def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp]) -> None:
-    """Require, as far as index and times tell, that an existing output was made from this input."""
+    """Check by index and modification times that an existing output was made from this input."""
     # Stores behind URLs count whole seconds.
     modified = target.stat().st_mtime_ns + (999_999_999 if is_url(target) else 0)
-    with contextlib.closing(open_file(open_bytes(target))) as there:
-        stored = {name: (source.dtype, source.shape) for name, source in there.tensors.items()}
-    wanted = {name: (source.dtype, source.shape) for name, source in opened.tensors.items()}
-    if stored != wanted or any(time > modified for time, _ in sources.values()):
-        raise ConfigError(
-            f"{target}: is not what {opened.name} was compressed to, or older; remove it, or use force"
-        )
+    with contextlib.closing(open_file(open_bytes(target))) as existing:
+        stored = {name: (source.dtype, source.shape) for name, source in existing.tensors.items()}
+    expected = {name: (source.dtype, source.shape) for name, source in opened.tensors.items()}
+    if stored != expected or any(time > modified for time, _ in sources.values()):
+        what = f"was not made from {opened.name}, or is older than it"
+        raise ConfigError(f"{target}: {what}; remove it, or use --force (force=True)")
 
 
 def _sized(config: Method, target_size: str, *, is_alone: bool) -> Method:
-    """Return the configuration for a target size: a lossy one; `is_alone` without other ways to find one."""
+    """Return the lossy configuration for a target size; `is_alone` if no option excludes a target size."""
     _parse_size(target_size, 0)
     if not is_alone:
-        raise ConfigError("target_size goes with no search, no dry run and no chain; leave these out")
+        raise ConfigError("target_size excludes a search, a dry run and a chain; leave these out")
     return config if config.is_lossy else DEFAULT_METHOD()
 
 
 def _parse_size(text: str, n_bytes: int) -> int:
-    """Return the bytes that a text such as 500MB, 1.5GiB or 20x allows, the last one of `n_bytes`.
+    """Return the size in bytes of a text such as "500MB" or "1.5GiB", or `n_bytes` / 20 for "20x".
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text is neither a size nor a ratio.
     """
     match = _SIZE.fullmatch(text)
     if match is None or not (match[2] == "x" or match[2] in UNITS) or not float(match[1]):
@@ -374,22 +375,22 @@ def _parse_size(text: str, n_bytes: int) -> int:
 
 
 def _check_suffixes(places: Iterable[Path]) -> None:
-    """Refuse names of other kinds of files for outputs, which programs would take them for."""
+    """Refuse output names with the suffix of another format."""
     for place in places:
         if place.suffix in OTHER_SUFFIXES and not place.is_dir():
             right = place.with_suffix(SUFFIX)
-            raise ConfigError(f"{place}: a compressed file is called {SUFFIX}; write to {right}")
+            raise ConfigError(f"{place}: compressed files end with {SUFFIX}; write to {right}")
 
 
 def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
-    """Refuse inputs that another process wrote to while they were read."""
+    """Raise if an input changed while it was read."""
     for path, stamp in _stamps(stamps).items():
         if stamp != stamps[path]:
-            raise OSError(f"{path}: was changed while it was read; compress it again")
+            raise OSError(f"{path}: changed while it was read; compress it again")
 
 
 def _is_copied(carried: Carried, place: Path) -> bool:
-    """Return whether a folder has a file with the same bytes under a relative path."""
+    """Return whether `place` already has an equal copy of a file."""
     name, source = carried
     copy = place / name
     if is_url(copy):
@@ -401,21 +402,23 @@ def _search_notes(search: SearchReport) -> Iterator[str]:
     n = len(search.trials)
     yield from search.notes
     if search.strategy == "replay":
-        yield "nothing was measured: the settings of the checkpoint before were used as they are"
+        yield "quality not measured: the settings of the base were used"
     if search.is_met is False and not search.unmeasurable:
-        yield f"none of the {n} configurations that were tried keeps the budget; without loss"
+        yield f"none of {n} configurations keeps the budget; written without loss"
     if search.is_dry_run:
-        yield "a dry run: nothing was written"
+        yield "dry run: nothing was written"
 
 
 def _base_differences(opened: Input, base: _Base | None) -> list[str]:
-    """Name the tensors that only the input or only the base has."""
+    """Return notes on tensors that only the input or only the base has."""
     if base is None:
         return []
     new = [name for name in opened.tensors if name not in base.tensors]
     gone = [name for name in base.tensors if name not in opened.tensors]
-    notes = [f"{len(new)} tensors are new and stand alone, first {new[0]!r}"] if new else []
-    return notes + ([f"{len(gone)} tensors of the base are gone, first {gone[0]!r}"] if gone else [])
+    notes = [f"{len(new)} tensors are not in the base, first {new[0]!r}"] if new else []
+    return notes + (
+        [f"{len(gone)} tensors of the base are not in the input, first {gone[0]!r}"] if gone else []
+    )
 
 
 def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bool) -> _Base | None:
@@ -424,32 +427,34 @@ def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bo
         return None
     if CHAIN_RULE.base_of(base.ref.depth) is None:
         notes.append(
-            f"{base.ref.file} is {MAX_WRITTEN_DEPTH} deltas from its full file; this is a new full file"
+            f"full file: the chain of {base.ref.file} has the maximum length of {MAX_WRITTEN_DEPTH} deltas"
         )
         return None
-    beside = folders_beside(base.folder / base.ref.file)  # of a link both its own and its target's
-    if target.parent.resolve() not in [folder.resolve() for folder in beside]:
-        # Links to the base and to its own bases make the folder complete.
+    folders = folders_beside(
+        base.folder / base.ref.file
+    )  # for a link: its folder and the folder of its target
+    if target.parent.resolve() not in [folder.resolve() for folder in folders]:
+        # Link the whole chain into the folder, so that it can be restored by itself.
         if is_folder and not is_url(target):
             with contextlib.closing(open_checkpoint(base.folder / base.ref.file)) as opened:
                 names = link_chain(opened, target.parent) if opened.container is not None else ()
             if names:
                 return replace(base, ref=BaseRef(base.ref.content_id, names[0], base.ref.depth))
         where = f"its base {base.ref.file} is in {base.folder}"
-        notes.append(f"{where}; restoring needs both in one folder, or --search-path")
+        notes.append(f"{where}; to restore, put both into one folder or use --search-path")
     return base
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compression:
-    """One call of `compress`, with checked arguments.
+    """The validated arguments of `compress`.
 
     Attributes:
-        job: what all outputs have in common.
+        job: settings that all outputs share.
     """
 
     sources: list[Path]
-    steps: Mapping[Path, int]  # in their names
+    steps: Mapping[Path, int]  # training steps in the names of inputs
     job: WriteJob
     chain: bool
     resume: bool
@@ -464,24 +469,24 @@ class _Compression:
 
     @property
     def is_prediction(self) -> bool:
-        """True if sizes are predicted, as neither a file nor a search is asked for."""
+        """True if sizes are predicted: a dry run without a search."""
         return self.is_dry and self.search is None
 
     def all(self, output: PathLike | None, base_path: Path | None) -> Iterator[CompressReport]:
-        """Compress one input after another; yield the report of each when its file is published."""
+        """Compress the inputs in turn; yield each report when its file is published."""
         sources = self.sources
-        # A folder for several outputs would be made.
+        # places_for creates a folder for several outputs, which a prediction must not.
         place = None if self.is_prediction else output
         places = output_paths(sources, place, SUFFIX, is_chain=self.chain)
         _check_suffixes(place for source, place in zip(sources, places, strict=True) if not source.is_dir())
-        if len(sources) > 1 and not self.resume:  # outputs that are there are refused before the first write
+        if len(sources) > 1 and not self.resume:  # refuse existing outputs before the first write
             for source, place in zip(sources, places, strict=True):
                 if not source.is_dir():
                     check_target(place, [source], force=self.force or self.is_dry, remedy=RESUME)
         base = None if base_path is None else _open_base(base_path, self.search_path)
         try:
             for source, place in zip(sources, places, strict=True):
-                report, base = self._one(source, place, base)
+                report, base = self._compress_one(source, place, base)
                 if report is None:
                     continue
                 yield report
@@ -491,31 +496,35 @@ class _Compression:
             if base is not None:
                 base.close()
 
-    def _one(
+    def _compress_one(
         self, source: Path, place: Path, base: _Base | None
     ) -> tuple[CompressReport | None, _Base | None]:
-        """Write one output; give its report, None if it was there already, and the base of the next one."""
-        with contextlib.ExitStack() as held:
-            opened = held.enter_context(contextlib.closing(open_input(source, self.search_path)))
+        """Write one output.
+
+        Returns:
+            (the report, or None if the output was kept; the base of the next output).
+        """
+        with contextlib.ExitStack() as stack:
+            opened = stack.enter_context(contextlib.closing(open_input(source, self.search_path)))
             sources = _files_of(opened, source)
             optimizer = self.optimizer_of.get(source)
             if optimizer is not None and not any(is_same(optimizer, file) for file in sources):
-                beside = held.enter_context(contextlib.closing(open_input(optimizer)))
-                sources += _files_of(beside, optimizer)
-                opened = join(opened, beside)
+                state = stack.enter_context(contextlib.closing(open_input(optimizer)))
+                sources += _files_of(state, optimizer)
+                opened = join(opened, state)
             _check_restorable(opened)
-            own = _stamps(sources)
-            is_inside = source.is_dir() and place.suffix != SUFFIX  # the output is a folder, as the input is
+            input_stamps = _stamps(sources)
+            is_inside = source.is_dir() and place.suffix != SUFFIX  # a folder is compressed to a folder
             target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
             self._remove_abandoned(target, place, opened)
             if self.resume and target.exists():
-                _check_made_from(opened, target, own)
+                _check_made_from(opened, target, input_stamps)
                 if base is not None and self.chain:
                     base.close()
                 return None, _open_base(target, self.search_path) if self.chain else base
-            notes = self._prepare(opened, target, place, [*own, *(base.files if base else ())])
+            notes = self._prepare(opened, target, place, [*input_stamps, *(base.files if base else ())])
             usable = _usable(base, target, notes, is_folder=target != place)
-            report = self._write(opened, target, usable, notes, own)
+            report = self._write(opened, target, usable, notes, input_stamps)
             if not self.chain:
                 return report, base
             if base is not None:
@@ -525,32 +534,31 @@ class _Compression:
             # The input has the same values as the file just written, and they need no decoding.
             file, depth = base_file_name(target), report.depth + 1
             ref = BaseRef(content_id=report.content_id, file=file, depth=depth)
-            return report, _Base(ref, target.parent, opened.tensors, own, held.pop_all().close)
+            return report, _Base(ref, target.parent, opened.tensors, input_stamps, stack.pop_all().close)
 
     def _remove_abandoned(self, target: Path, place: Path, opened: Input) -> None:
-        """Remove what a process that was killed left, to go on after it."""
+        """Delete temporary files of a killed process."""
         copies = {(place / name).parent for name, _ in opened.carried} if target != place else set()
         for folder in (target.parent, *(copies - {target.parent})) if self.resume else ():
-            for left in abandoned(folder):
-                left.unlink(missing_ok=True)
+            for file in abandoned(folder):
+                file.unlink(missing_ok=True)
 
     def _prepare(self, opened: Input, target: Path, place: Path, read: Iterable[Path]) -> list[str]:
-        """Check the target and copy the files beside a folder's shards; give notes on them for the user."""
+        """Check the target, copy the files beside a folder's shards, and return notes for the user."""
         notes, force = list(opened.notes), self.force or self.is_dry
         sources = self.sources
         is_first = opened.name == str(sources[0])
         if self.chain and is_first and len(sources) > 1 and not _has_steps(sources, self.steps):
             names = ", ".join(source.name for source in sources)
-            what = "the names do not all have a step of their own, so the chain goes in the given order"
-            notes.append(f"{what}: {names}")
+            notes.append(f"chained in the order of the arguments, as not all names have a step: {names}")
         if opened.left_out:
-            notes.append(f"not carried over: {', '.join(opened.left_out)}")
+            notes.append(f"not copied: {', '.join(opened.left_out)}")
         if target != place:
             make_folder(place, parents=False)
             check_target(target, read, force=force, remedy=RESUME)
             carried, remedy = opened.carried, RESUME
-            if self.resume:  # side files are copied first, so that they may be there
-                carried = tuple(one for one in carried if not _is_copied(one, place))
+            if self.resume:  # side files are copied before the target is written
+                carried = tuple(file for file in carried if not _is_copied(file, place))
                 remedy = "remove it"
             check_carried(carried, place, force=force, remedy=remedy)
             if not self.is_dry:
@@ -559,14 +567,19 @@ class _Compression:
         check_target(place, read, force=force, remedy=RESUME)
         if opened.carried:
             notes.append(
-                f"{len(opened.carried)} other files are not copied to {place.parent}; -o FOLDER does"
+                f"{len(opened.carried)} other files were not copied to {place.parent}; -o FOLDER copies them"
             )
         return notes
 
     def _write(
-        self, opened: Input, target: Path, base: _Base | None, notes: list[str], own: Mapping[Path, Stamp]
+        self,
+        opened: Input,
+        target: Path,
+        base: _Base | None,
+        notes: list[str],
+        input_stamps: Mapping[Path, Stamp],
     ) -> CompressReport:
-        """Write one file; `own` has the stamps of the files of the input."""
+        """Write one file; `input_stamps` are those of the input's files."""
         start, job = working_seconds(), self._job(opened, base)
         search, seconds = None, None
         self.progress.start(opened.name, tensor_bytes(opened.tensors))
@@ -575,12 +588,12 @@ class _Compression:
                 if self.is_prediction:
                     written, seconds = predict(job, self.workers)
                 else:
-                    written, search = self._written(target, job, base, own)
+                    written, search = self._written(target, job, base, input_stamps)
         except (ConfigError, UnsupportedError) as error:
             raise with_context(error, opened.name) from error.__cause__
         if base is not None and not written.n_deltas:
             base = None
-            notes.append("no tensor gains from the base; the file stands alone")
+            notes.append("full file: no tensor is smaller as a delta to the base")
         notes.extend(_search_notes(search) if search else ())
         notes.extend(written.notes)
         notes.extend(_base_differences(opened, base))
@@ -605,10 +618,11 @@ class _Compression:
         )
 
     def _job(self, opened: Input, base: _Base | None) -> WriteJob:
-        """Describe the file that an input becomes."""
+        """Return the job that writes the output of an input."""
         container = opened.checkpoint.container if opened.checkpoint is not None else None
-        given = self.job.step
-        recorded = container.index.step if container is not None and given is None else given
+        recorded = self.job.step
+        if recorded is None and container is not None:
+            recorded = container.index.step
         source = path_of(opened.name)
         step = step_of(source, recorded, opened.metadata)
         step = self.steps.get(source) if step is None else step
@@ -629,10 +643,10 @@ class _Compression:
         return replace(job, base=base.ref, bases=base.tensors, base_metadata=base.metadata)
 
     def _written(
-        self, target: Path, job: WriteJob, base: _Base | None, own: Mapping[Path, Stamp]
+        self, target: Path, job: WriteJob, base: _Base | None, input_stamps: Mapping[Path, Stamp]
     ) -> tuple[Written, SearchReport | None]:
-        """Write a file by itself, or the best that a search finds; its inputs must not have changed since."""
-        stamps, like = {**own, **(base.files if base else {})}, list(own)
+        """Write a file with fixed settings or by a search; raise if an input changed meanwhile."""
+        stamps, like = {**input_stamps, **(base.files if base else {})}, list(input_stamps)
         if self.search is None and self.target_size is None:
             with publish(target, like) as sink:
                 written = write(sink, job, self.workers, self.progress.advance)

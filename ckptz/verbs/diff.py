@@ -1,4 +1,4 @@
-"""`ckptz diff`: what changed from one checkpoint to another, tensor by tensor, and value by value."""
+"""`ckptz diff`: compare two checkpoints, tensor by tensor and plain value by plain value."""
 
 from __future__ import annotations
 
@@ -30,38 +30,36 @@ from ckptz.words import Report
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Tensors = Mapping[str, TensorSource]
-MAX_SHOWN: Final = 80  # characters of a value
+MAX_SHOWN: Final = 80  # characters shown of a plain value
 _OURS: Final = (SUFFIX, PLAIN_SUFFIX)
-MARGIN: Final = 20  # of these, before the first that differs
-# The state of one generator of random numbers, as a Checkpointer and the Trainer's adapter name it.
+MARGIN: Final = 20  # characters shown before the first difference
+# The state of a random number generator, as a Checkpointer and the Trainer's adapter name it.
 _RANDOM: Final = re.compile(r"((?:rng-\d+\.)?rng\.[^.]+).*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDiff:
-    """One tensor of A and B. Changes are from A to B; those that are not known or do not apply are None."""
+    """The difference of one tensor from A to B; None where a number does not apply."""
 
     name: str
     kind: Difference  # "retyped" has another dtype and the same shape
-    dtype_a: str | None = None  # safetensors' code in A; None where A has no such tensor
+    dtype_a: str | None = None  # dtype in A, as safetensors names it; None if A lacks the tensor
     dtype_b: str | None = None
     shape_a: tuple[int, ...] | None = None
     shape_b: tuple[int, ...] | None = None
-    # share of the bit patterns that differ, one an element for most dtypes; of a retyped tensor the values
-    changed_share: float | None = None
+    changed_share: float | None = None  # share of the elements that differ: as bits, or as values if retyped
     max_change: float | None = None  # largest absolute difference
-    rms_change: float | None = None  # root of the mean square of the differences
-    relative_change: float | None = None  # the same by the root mean square of A
-    # infinities and NaN on either side, which changes leave out; not counted in equal tensors
-    n_not_finite: int = 0
+    rms_change: float | None = None  # root mean square of the differences
+    relative_change: float | None = None  # rms_change divided by the root mean square of A
+    n_not_finite: int = 0  # elements that are infinite or NaN in A or B, excluded from the changes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDiff:
-    """One plain value of a nested state, such as a learning rate, that has another value or type."""
+    """A plain value of a nested state, such as a learning rate, whose value or type changed."""
 
-    name: str  # its path, with dots
-    value_a: str | None  # as Python writes it, or the part that differs first; None where it is not there
+    name: str  # path in the state, joined with dots
+    value_a: str | None  # repr in A, shortened around the first difference; None if A lacks the value
     value_b: str | None
 
 
@@ -69,29 +67,29 @@ class ValueDiff:
 class DiffReport(Report):
     """All differences between two checkpoints.
 
-    Plain values are compared where both have some. Of a random number generator only the name is told, not
-    the tensors and values of its state.
+    Plain values are compared if both checkpoints have any. Random number generators whose states differ are
+    listed in `random_states`, without their tensors and values.
     """
 
     first: str  # A
     second: str  # B
-    is_equal: bool  # whether tensors (names, dtypes, shapes, bits) and plain values are the same
-    has_same_metadata: bool  # whether the user's own metadata are
-    n_tensors: int  # tensors of both together
-    n_equal: int  # those that are bit for bit the same
-    n_changed: int  # those with other values, dtypes or shapes
-    n_only_a: int
-    n_only_b: int
-    changed_share: float | None  # share of bit patterns that differ, of all that could be compared
+    is_equal: bool  # True if tensors (names, dtypes, shapes, bits) and plain values are equal
+    has_same_metadata: bool  # True if the user's metadata are equal
+    n_tensors: int  # tensors in A or B
+    n_equal: int  # tensors that are bit for bit equal
+    n_changed: int  # tensors with other values, dtypes or shapes
+    n_only_a: int  # tensors only in A
+    n_only_b: int  # tensors only in B
+    changed_share: float | None  # share of the compared elements that differ
     max_change: float | None  # largest absolute difference
-    relative_change: float | None  # rms change by rms, over the tensors that changed and have numbers
-    tensors: tuple[TensorDiff, ...]  # of both; those that changed most come first
-    n_values: int  # plain values of both together
-    n_values_changed: int  # those that differ
-    values: tuple[ValueDiff, ...]  # one for each of these
+    relative_change: float | None  # rms change divided by rms of A, over the changed tensors with numbers
+    tensors: tuple[TensorDiff, ...]  # tensors in A or B, the most changed first
+    n_values: int  # plain values in A or B
+    n_values_changed: int  # plain values that differ
+    values: tuple[ValueDiff, ...]  # the plain values that differ
     random_states: tuple[str, ...]  # generators whose states differ, such as "rng.torch"
-    not_compared: tuple[str, ...]  # files of other kinds beside those that were read, as frameworks write
-    seconds: float  # time taken
+    not_compared: tuple[str, ...]  # files in the same folders that ckptz does not read
+    seconds: float  # time taken, without compiling kernels
 
 
 @naming_urls
@@ -104,19 +102,21 @@ def diff(
     search_path: Sequence[PathLike] = (),
     progress: Progress = SILENT,
 ) -> DiffReport:
-    """Compare two checkpoints; a few chunks of each are in memory at a time.
+    """Compare two checkpoints with only a few chunks of each in memory.
 
-    Tensors are in order of their rms change relative to their rms, the largest first, behind what cannot be
-    compared.
+    Tensors that cannot be compared come first, then the others by relative rms change, largest first.
 
     Args:
-        first: A, whatever can be compressed, "DIR@STEP" for a step of a run, or a folder of `.ckptz` files
-            for its newest step. Of a step all files are compared, as exact as they are there.
-        second: B.
-        top: report this many tensors, and as many values; by default all.
-        jobs: threads, all cores by default.
-        search_path: folders to look for bases in, after each file's own.
-        progress: is told of the bytes of A that are done.
+        first: checkpoint A: any input of `compress`, "DIR@STEP" for a step of a run, or a folder of `.ckptz`
+            files for its newest step. All files of a step are compared, with their residual files if any.
+        second: checkpoint B.
+        top: number of tensors, and of values, to report; by default all.
+        jobs: number of threads, by default one for each core.
+        search_path: more folders to search for bases, after the folder of each file.
+        progress: receives the number of bytes of A compared.
+
+    Returns:
+        The differences, from A to B.
 
     Raises:
         FileNotFoundError: no such file or step.
@@ -134,10 +134,11 @@ def diff(
     """
     start = working_seconds()
     top = None if top is None else check_int("top (or None for all)", top, 0)
-    with contextlib.ExitStack() as held:
-        a, b = (_side(path_of(one), to_paths(search_path), held) for one in (first, second))
-        workers = held.enter_context(Workers(jobs))
-        pairs = [_Pair(name, one, b.tensors[name]) for name, one in a.tensors.items() if name in b.tensors]
+    with contextlib.ExitStack() as stack:
+        a, b = (_side(path_of(path), to_paths(search_path), stack) for path in (first, second))
+        workers = stack.enter_context(Workers(jobs))
+        common = [name for name in a.tensors if name in b.tensors]
+        pairs = [_Pair(name, a.tensors[name], b.tensors[name]) for name in common]
         progress.start(f"{a.name} and {b.name}", sum(pair.a.n_bytes for pair in pairs if pair.is_read))
         sums = _sums_of(pairs, workers, progress)
         diffs = [_tensor_diff(pair, sums[pair.name]) for pair in pairs]
@@ -146,12 +147,12 @@ def diff(
         return _report(a, b, sorted(diffs, key=_order), sums, top, start)
 
 
-# --- what is compared ---------------------------------------------------------------------------
+# --- the two checkpoints ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """A or B: its tensors by name, and its plain values by path, None if it has no place for any."""
+    """A or B: tensors by name, and plain values by path (None if its format has no plain values)."""
 
     name: str
     metadata: dict[str, str]
@@ -160,37 +161,39 @@ class _Side:
     not_read: frozenset[str]
 
 
-def _side(path: Path, search_path: Sequence[Path], held: contextlib.ExitStack) -> _Side:
-    """Open all files of a checkpoint; names that an earlier one has, too, get the file's name before them."""
-    inputs = open_all(path, search_path, held)
+def _side(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) -> _Side:
+    """Open all files of a checkpoint; names that several files use are prefixed with the file's name."""
+    inputs = open_all(path, search_path, stack)
     tensors: dict[str, TensorSource] = {}
     values: dict[str, str] = {}
-    for one in inputs:
-        plain_values = {} if one.tree is None else dict(_values(parse_tree(one.tree).root))
-        is_taken = not (tensors.keys().isdisjoint(one.tensors) and values.keys().isdisjoint(plain_values))
-        prefix = f"{one.stem.partition(EXACT)[0]}." if is_taken else ""  # each rank has its random numbers
-        tensors |= {f"{prefix}{name}": source for name, source in one.tensors.items()}
+    for opened in inputs:
+        plain_values = {} if opened.tree is None else dict(_values(parse_tree(opened.tree).root))
+        is_used = not (tensors.keys().isdisjoint(opened.tensors) and values.keys().isdisjoint(plain_values))
+        prefix = (
+            f"{opened.stem.partition(EXACT)[0]}." if is_used else ""
+        )  # each rank has a generator state of the same name
+        tensors |= {f"{prefix}{name}": source for name, source in opened.tensors.items()}
         values |= {f"{prefix}{name}": value for name, value in plain_values.items()}
     return _Side(
         name=inputs[0].name,
         metadata=dict(inputs[0].metadata or {}),
         tensors=tensors,
-        values=values if any(one.tree is not None for one in inputs) else None,
+        values=values if any(opened.tree is not None for opened in inputs) else None,
         not_read=frozenset(_not_read(path, inputs)),
     )
 
 
 def _not_read(path: Path, inputs: Sequence[Input]) -> Iterator[str]:
-    """Name the files that belong to a folder and were not read."""
-    for one in inputs:
-        yield from (*dict(one.carried), *one.left_out)
-    if inputs[0].name != str(path) and inputs[0].stem.partition(EXACT)[0] == MODEL:  # in a folder of its own
+    """Yield the names of files in the folder of a checkpoint that are not compared."""
+    for opened in inputs:
+        yield from (*dict(opened.carried), *opened.left_out)
+    if inputs[0].name != str(path) and inputs[0].stem.partition(EXACT)[0] == MODEL:  # the folder of one step
         names = (file.name for file in path_of(inputs[0].name).parent.iterdir() if file.is_file())
         yield from (name for name in names if not name.startswith(".") and not name.endswith(_OURS))
 
 
 def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
-    """Yield the path and the text of each plain value; tensors are left out."""
+    """Yield the path and the repr of each plain value, without tensors."""
     if isinstance(node, dict | list | tuple) and node:
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             yield from _values(value, (*path, label(key)))
@@ -213,7 +216,7 @@ class _Pair:
 
     @property
     def is_known_equal(self) -> bool:
-        """True if the checksums of A and B show that all patterns are equal."""
+        """True if the stored checksums of A and B are equal, which makes reading them unnecessary."""
         a, b = self.a, self.b
         if not self.is_same_type or not isinstance(a, FrameSource) or not isinstance(b, FrameSource):
             return False
@@ -221,7 +224,7 @@ class _Pair:
 
     @property
     def is_read(self) -> bool:
-        """True if the patterns of A and B have to be compared."""
+        """True if the values of A and B must be read to compare them."""
         if self.is_same_type:
             return not self.is_known_equal
         has_numbers = self.a.dtype.name in NUMBERS and self.b.dtype.name in NUMBERS
@@ -231,25 +234,25 @@ class _Pair:
 
 @dataclass(slots=True)
 class _Totals:
-    """Sums over the chunks of two tensors: counts of bit patterns, and squares of finite numbers."""
+    """Statistics of the difference of two tensors, summed over chunks."""
 
     n_patterns: int = 0
     n_changed: int = 0
     n_not_finite: int = 0
-    n_numbers: int = 0
-    largest: float = 0.0
-    error: float = 0.0
-    power: float = 0.0
+    n_numbers: int = 0  # elements that are finite in A and B
+    largest: float = 0.0  # largest absolute difference
+    error: float = 0.0  # sum of squared differences
+    power: float = 0.0  # sum of squares of A
 
     def add(self, other: _Totals) -> None:
-        """Add the sums of other chunks."""
-        for one in fields(self):
-            mine, theirs = getattr(self, one.name), getattr(other, one.name)
-            setattr(self, one.name, max(mine, theirs) if one.name == "largest" else mine + theirs)
+        """Add the statistics of other chunks."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            setattr(self, field.name, max(mine, theirs) if field.name == "largest" else mine + theirs)
 
 
 def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> dict[str, _Totals]:
-    """Compare pairs of tensors, chunk by chunk; what is found by name."""
+    """Compare pairs of tensors chunk by chunk; return the statistics by name of the tensor."""
     sums = {}
     for pair in pairs:
         check_empty(pair.a)
@@ -269,7 +272,7 @@ def _sums_of(pairs: Sequence[_Pair], workers: Workers, progress: Progress) -> di
 
 
 def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
-    """Compare patterns begin..end of a pair."""
+    """Compare elements begin..end of a pair."""
     pair, begin, end = chunk
     sums, (a, b) = _Totals(n_patterns=end - begin), _both_patterns(*chunk)
     has_numbers = pair.a.dtype.name in NUMBERS and pair.b.dtype.name in NUMBERS
@@ -281,9 +284,9 @@ def _compare(chunk: tuple[_Pair, int, int]) -> tuple[_Pair, _Totals]:
 
 
 def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Patterns]:
-    """Read the patterns of both sides; the same array twice if the checksums say that they are equal."""
-    in_a, in_b = _recorded(pair.a, begin), _recorded(pair.b, begin)
-    if in_a is not None and in_b is None:  # what is not encoded is read first, and may spare the other
+    """Read the patterns of A and B; if checksums show that they are equal, return one array twice."""
+    in_a, in_b = _recorded_checksum(pair.a, begin), _recorded_checksum(pair.b, begin)
+    if in_a is not None and in_b is None:  # hash the plain side first: decoding the other may be avoidable
         return _both_patterns(_Pair(pair.name, pair.b, pair.a), begin, end)[::-1]
     patterns = pair.a.patterns(begin, end)
     if pair.is_same_type and in_b is not None and in_b == (xxh64(patterns) if in_a is None else in_a):
@@ -291,13 +294,13 @@ def _both_patterns(pair: _Pair, begin: int, end: int) -> tuple[Patterns, Pattern
     return patterns, pair.b.patterns(begin, end)
 
 
-def _recorded(source: TensorSource, begin: int) -> int | None:
-    """Return the recorded checksum of the chunk that starts at `begin`; None without a frame of its own."""
+def _recorded_checksum(source: TensorSource, begin: int) -> int | None:
+    """Return the recorded checksum of the chunk at `begin`; None if the tensor has no frame of its own."""
     return source.header.chunks[begin // CHUNK_VALUES].decoded if has_own_frame(source) else None
 
 
 def _add_numbers(sums: _Totals, pair: _Pair, a: NDArray[Any], b: NDArray[Any]) -> None:
-    with np.errstate(all="ignore"):  # infinities and NaN are counted, not complained of
+    with np.errstate(all="ignore"):  # no warnings: infinities and NaN are counted
         finite = np.isfinite(a) & np.isfinite(b)
         sums.n_numbers = int(np.count_nonzero(finite))
         sums.n_not_finite = len(finite) - sums.n_numbers
@@ -320,7 +323,7 @@ def _difference(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def _e4m3() -> NDArray[np.float32]:
-    """Return the value of each F8_E4M3 byte: no infinities, NaN if all bits but the sign are set."""
+    """Return the values of all 256 F8_E4M3 bytes as float32 [256]; there are no infinities, only NaN."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     size = np.where(exponent == 0, mantissa * 2.0**-9, (1 + mantissa / 8) * 2.0 ** (exponent - 7))
@@ -338,7 +341,7 @@ NUMBERS: Final[Mapping[str, Callable[[Patterns], NDArray[Any]]]] = {
     **{name: _as(f"<u{size}") for name, size in (("U8", 1), ("U16", 2), ("U32", 4), ("U64", 8))},
     **{name: _as(f"<f{size}") for name, size in (("F16", 2), ("F32", 4), ("F64", 8))},
     "BOOL": _as("<u1"),
-    "C64": _as("<f4"),  # a pattern is a part of an element
+    "C64": _as("<f4"),  # a pattern is the real or the imaginary part
     "BF16": lambda patterns: (patterns.astype("<u4") << 16).view("<f4"),
     "F8_E5M2": lambda patterns: (patterns.astype("<u2") << 8).view("<f2"),
     "F8_E4M3": lambda patterns: _E4M3[patterns],
@@ -389,12 +392,12 @@ def _value_diffs(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[ValueDi
         in_a, in_b = a.get(name), b.get(name)
         if in_a != in_b:
             both = enumerate(zip(in_a or "", in_b or "", strict=False))
-            at = next((i for i, (one, other) in both if one != other), 0)
+            at = next((i for i, (x, y) in both if x != y), 0)
             yield ValueDiff(name=name, value_a=_shown(in_a, at), value_b=_shown(in_b, at))
 
 
 def _shown(value: str | None, at: int) -> str | None:
-    """Cut what is long down to a part around character `at`."""
+    """Shorten a long text to the part around character `at`."""
     if value is None or len(value) <= MAX_SHOWN:
         return value
     begin = max(0, min(at - MARGIN, len(value) - MAX_SHOWN))
@@ -418,7 +421,7 @@ def _report(
         diff.name for diff in diffs_in_order if diff.kind != "equal"
     ]
     random = {match[1] for name in names if (match := _RANDOM.fullmatch(name))}
-    # Random states that differ are named apart; equal ones are tensors like all others.
+    # Random states that differ are listed in random_states; equal ones are counted as tensors.
     diffs = [diff for diff in diffs_in_order if diff.kind == "equal" or _RANDOM.fullmatch(diff.name) is None]
     counts = {kind: sum(diff.kind == kind for diff in diffs) for kind in ("equal", "only in A", "only in B")}
     total, changed = _Totals(), _Totals()
@@ -449,6 +452,6 @@ def _report(
 
 
 def _order(diff: TensorDiff) -> tuple[Any, ...]:
-    """Sort what cannot be compared first, then what changed most, then what is equal."""
+    """Return a sort key: tensors that cannot be compared, then by change, then equal tensors."""
     rank = {"equal": 2, "changed": 1}.get(diff.kind, 0)
     return rank, -(diff.relative_change or 0), -(diff.changed_share or 0), diff.name

@@ -1,4 +1,4 @@
-"""`ckptz log` and `ckptz inspect`: what folders and files say of themselves, from headers and indexes."""
+"""`ckptz log` and `ckptz inspect`: describe folders and files from their headers and indexes."""
 
 from __future__ import annotations
 
@@ -36,24 +36,29 @@ from ckptz.words import Report
 
 @naming_urls
 def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectReport:
-    """Describe a `.ckptz` file; no tensor is decoded, and bases may be missing.
+    """Describe a `.ckptz` file without decoding tensors; bases may be missing.
 
     Args:
-        path: the file, a folder for its newest checkpoint, or "DIR@STEP" for that of a step.
-        search_path: folders to look for bases in, after the file's own.
+        path: the file, a folder for its newest checkpoint, or "DIR@STEP" for the checkpoint of a step.
+        search_path: more folders to search for bases, after the folder of the file.
+
+    Returns:
+        Sizes, chain, quality and the storage of each tensor.
 
     Raises:
         FileNotFoundError: no such file or step.
-        FormatError: damaged.
-        ConfigError: a file of another kind, or a folder without a `.ckptz` file.
+        FormatError: the file is damaged.
+        ConfigError: not a `.ckptz` file, or a folder without one.
     """
     path, checkpoint, broken = check_not_torch(resolve(path).newest_file()), None, None
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
-            checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, to_paths(search_path))))
+            checkpoint = stack.enter_context(contextlib.closing(open_checkpoint(path, to_paths(search_path))))
             file = checkpoint.files[0]
-        except CkptzError as error:  # its base is missing; a file that is damaged itself says so again
-            file = held.enter_context(contextlib.closing(open_file(open_bytes(path))))
+        except (
+            CkptzError
+        ) as error:  # a base is missing; if the file itself is damaged, open_file raises again
+            file = stack.enter_context(contextlib.closing(open_file(open_bytes(path))))
             broken = str(error)
         if not isinstance(file, Container):
             raise ConfigError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
@@ -62,32 +67,33 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
 
 EntryKind = Literal["full", "delta", "exact", "rebased", "plain", "missing", "broken"]
 Holds = Literal["weights", "state", "weights and state"]
-Tell = Callable[[Exception], None]
+OnError = Callable[[Exception], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogEntry:
     """One checkpoint of a folder, or a base of one."""
 
-    file: str  # its name, with its folder where that is another one
-    # a full file, a delta, what makes a lossy file exact, or a file that carries its bases within; a plain
-    # safetensors file that deltas are stored against; a base that is not here; a file that cannot be read
+    file: str  # name, with the folder if it is in another one
+    # "exact": a residual file, which makes a lossy file exact; "rebased": a file with inline bases; "plain":
+    # a safetensors file that is a base; "missing": a base that is not found; "broken": an unreadable file
     kind: EntryKind
-    parent: str | None = None  # `file` of the entry that it is stored against, or None
-    holds: Holds = "weights"  # what is in it, by its name or else by the names of its tensors
-    level: int = 0  # how far it stands from the root of its tree
-    step: int | None = None  # training step, if it is recorded or in a name
-    content_id: str | None = None  # identity of the values, where it is known without reading them
-    depth: int = 0  # deltas between it and its full file
-    n_tensors: int = 0  # tensors in it
-    n_lossy: int = 0  # those whose values are not those of the original
+    parent: str | None = None  # `file` of the entry of its base
+    holds: Holds = "weights"  # contents, according to the file name or the tensor names
+    level: int = 0  # distance from the root of its tree
+    step: int | None = None  # training step, if recorded or in a name
+    content_id: str | None = None  # identity of the values, if known without decoding them
+    depth: int = 0  # chain length: deltas between it and its full file
+    n_tensors: int = 0
+    n_lossy: int = 0  # lossy tensors
     tensor_bytes: int = 0  # decoded size
     stored_bytes: int = 0  # size of the file
-    ratio: float | None = None  # decoded by stored size
-    quality: tuple[QualityRecord, ...] = ()  # what was promised and measured when it was written
-    metric: float | None = None  # of its step, as given to the `save` of a Checkpointer
-    note: str | None = None  # what is wrong or uncertain, or None
-    # whether only other files need it: no keep rule holds its step, or the whole step stands beside it
+    ratio: float | None = None  # decoded size / stored size
+    quality: tuple[QualityRecord, ...] = ()  # limits and measured values from when it was written
+    metric: float | None = None  # metric of its step, as passed to `Checkpointer.save`
+    note: str | None = None  # a problem or an uncertainty
+    # True if the file is kept only as a base of others: no keep rule selects its step, or a full file of the
+    # step exists too
     is_hidden: bool = False
 
 
@@ -96,21 +102,18 @@ class LogReport(Report):
     """All checkpoints of a folder, and their bases."""
 
     folder: str
-    # every checkpoint behind the one it is stored against, by step and then by name
-    entries: tuple[LogEntry, ...]
-    n_files: int  # `.ckptz` files of the folder that can be read
-    # what the steps decode to in all, each counted once: not what hidden files hold, nor what makes a lossy
-    # file exact
-    tensor_bytes: int
-    stored_bytes: int  # size of all of these files
-    ratio: float | None  # one by the other; None if there are none
-    n_broken: int  # files that cannot be read
-    n_missing: int  # bases that are not here
+    entries: tuple[LogEntry, ...]  # each after its base, sorted by step and name
+    n_files: int  # readable `.ckptz` files of the folder
+    tensor_bytes: int  # decoded size of all steps, without hidden files and residual files
+    stored_bytes: int  # size of all readable files
+    ratio: float | None  # tensor_bytes / stored_bytes
+    n_broken: int  # unreadable files
+    n_missing: int  # missing bases
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LoggedFile:
-    """A file that was looked at: what is shown of it, and what its base must be."""
+    """A file, its entry in the log, and the reference to its base."""
 
     path: Path
     entry: LogEntry
@@ -119,44 +122,48 @@ class _LoggedFile:
 
 @naming_urls
 def log(
-    folder: PathLike = ".", *, search_path: Sequence[PathLike] = (), tell: Tell | None = None
+    folder: PathLike = ".", *, search_path: Sequence[PathLike] = (), on_error: OnError | None = None
 ) -> LogReport:
-    """Describe the checkpoints of a folder; broken files and missing bases are told of and shown as such.
+    """Describe the checkpoints of a folder; unreadable files and missing bases are listed too.
 
     Args:
-        folder: where to look, and in its folders that are called after a step, as those of the Trainer.
-        search_path: more folders that bases may be in.
-        tell: is given the error of every file that cannot be read and of every base that is not found.
+        folder: folder of a run; its subfolders named after a step, as the Trainer writes them, are included.
+        search_path: more folders to search for bases.
+        on_error: called with the error of every unreadable file and every missing base.
+
+    Returns:
+        The checkpoints as a tree of bases and deltas, and total sizes.
 
     Raises:
         FileNotFoundError: no such folder.
-        ConfigError: it is a file.
+        ConfigError: `folder` is a file.
     """
-    folder, tell = path_of(folder), tell or (lambda error: None)
+    folder, report_error = path_of(folder), on_error or (lambda error: None)
     if not is_folder(folder):
-        folder.stat()  # says so where nothing is there
-        raise ConfigError(f"{folder}: is a file; log describes a folder, inspect a file")
+        folder.stat()  # raises FileNotFoundError if nothing exists
+        raise ConfigError(f"{folder}: is a file; name a folder, or use ckptz inspect")
     files = run_files(folder)
-    own = [_marked(_look(path, path.relative_to(folder).as_posix(), tell)) for path in files]
-    elsewhere = _elsewhere(folder, files, to_paths(search_path))
-    others = [_look(path, str(path)) for where in elsewhere for path in _files(where, SUFFIX)]
-    plain = [path for where in (folder, *elsewhere) for path in _files(where, PLAIN_SUFFIX)]
-    named = [_look(path, path.name if path.parent == folder else str(path)) for path in plain]
-    others += [logged for logged in named if logged.entry.content_id is not None]  # .ckptz by another name
-    return _report(folder, own, _BaseTree(folder, [*own, *others], plain, tell).of(own))
+    logged = [_mark_hidden(_read(path, path.relative_to(folder).as_posix(), report_error)) for path in files]
+    base_folders = _base_folders(folder, files, to_paths(search_path))
+    bases = [_read(path, str(path)) for place in base_folders for path in _files(place, SUFFIX)]
+    plain = [path for place in (folder, *base_folders) for path in _files(place, PLAIN_SUFFIX)]
+    # A .ckptz file may be named *.safetensors.
+    renamed = [_read(path, path.name if path.parent == folder else str(path)) for path in plain]
+    bases += [file for file in renamed if file.entry.content_id is not None]
+    return _report(folder, logged, _BaseTree(folder, [*logged, *bases], plain, report_error).of(logged))
 
 
-def _elsewhere(folder: Path, files: Iterable[Path], search_path: Iterable[Path]) -> list[Path]:
-    """List the other folders that bases may be in: those named, and those of the targets of links."""
-    todo = [*search_path, *(where for file in files for where in folders_beside(file)[1:])]
+def _base_folders(folder: Path, files: Iterable[Path], search_path: Iterable[Path]) -> list[Path]:
+    """List the other folders to search for bases: the search path, and the folders of link targets."""
+    queue = [*search_path, *(target for file in files for target in folders_beside(file)[1:])]
     seen, folders = {folder.resolve()}, list[Path]()
-    while todo:
-        where = todo.pop(0)
-        if where.resolve() not in seen:
-            seen.add(where.resolve())
-            folders.append(where)
-            links = [*_files(where, SUFFIX), *_files(where, PLAIN_SUFFIX)]
-            todo += [target for link in links for target in folders_beside(link)[1:]]
+    while queue:
+        candidate = queue.pop(0)
+        if candidate.resolve() not in seen:
+            seen.add(candidate.resolve())
+            folders.append(candidate)
+            links = [*_files(candidate, SUFFIX), *_files(candidate, PLAIN_SUFFIX)]
+            queue += [target for link in links for target in folders_beside(link)[1:]]
     return folders
 
 
@@ -164,14 +171,14 @@ def _files(folder: Path, suffix: str) -> list[Path]:
     return [path for path in sorted(folder.glob(f"*{suffix}")) if path.is_file()]
 
 
-def _report(folder: Path, own: Iterable[_LoggedFile], entries: tuple[LogEntry, ...]) -> LogReport:
-    whole = [logged.entry for logged in own if logged.entry.kind != "broken"]
-    n_bytes = sum(e.tensor_bytes for e in whole if e.kind != "exact" and not e.is_hidden)
-    stored = sum(e.stored_bytes for e in whole)
+def _report(folder: Path, logged: Iterable[_LoggedFile], entries: tuple[LogEntry, ...]) -> LogReport:
+    readable = [file.entry for file in logged if file.entry.kind != "broken"]
+    n_bytes = sum(e.tensor_bytes for e in readable if e.kind != "exact" and not e.is_hidden)
+    stored = sum(e.stored_bytes for e in readable)
     return LogReport(
         folder=str(folder),
         entries=entries,
-        n_files=len(whole),
+        n_files=len(readable),
         tensor_bytes=n_bytes,
         stored_bytes=stored,
         ratio=n_bytes / stored if stored else None,
@@ -183,21 +190,21 @@ def _report(folder: Path, own: Iterable[_LoggedFile], entries: tuple[LogEntry, .
 # --- one file -----------------------------------------------------------------------------------
 
 
-def _look(path: Path, name: str, tell: Tell = lambda error: None) -> _LoggedFile:
+def _read(path: Path, name: str, on_error: OnError = lambda error: None) -> _LoggedFile:
     try:
         with contextlib.closing(open_file(open_bytes(path))) as file:
             return _describe(path, name, file)
     except (CkptzError, OSError) as error:
-        tell(error)
+        on_error(error)
         note = str(error).removeprefix(f"{path}: ")
         return _LoggedFile(path=path, entry=LogEntry(file=name, kind="broken", note=note))
 
 
-def _marked(logged: _LoggedFile) -> _LoggedFile:
-    """Mark a file that only others need: by a marker, by its name, or as its whole step is beside it."""
+def _mark_hidden(logged: _LoggedFile) -> _LoggedFile:
+    """Set `is_hidden`: for a marker file, for a base's name, or if a full file of the step exists."""
     path, file = logged.path, StepFile.parse(logged.path.name)
     is_hidden = is_base_name(path) or (file is not None and (path.parent / file.marker).exists())
-    for version in versions_in({path.name: 0}):  # a delta for followers of a step that is published whole
+    for version in versions_in({path.name: 0}):  # weight sync: the delta of a step that has a full file
         is_hidden |= version.base is not None and (path.parent / Version(version.step, None).name).exists()
     return replace(logged, entry=replace(logged.entry, is_hidden=is_hidden))
 
@@ -219,12 +226,12 @@ def _describe(path: Path, name: str, file: Container | PlainFile) -> _LoggedFile
         check_reference(file, index.base)
     facts = FileFacts.of(file)
     is_residual = EXACT_OF_KEY in facts.metadata
-    alone: EntryKind = "rebased" if index.inline else "exact" if is_residual else "full"
+    full: EntryKind = "rebased" if index.inline else "exact" if is_residual else "full"
     delta: EntryKind = "exact" if is_residual else "delta"
     metric = facts.metric
     entry = replace(
         sizes,
-        kind=delta if index.base else alone,
+        kind=delta if index.base else full,
         holds=_holds(path, file),
         step=step_of(path, facts.step, facts.metadata),
         content_id=index.content_id,
@@ -245,7 +252,7 @@ def _holds(path: Path, file: Container) -> Holds:
 
 
 def _may_be_base(plain: Path, delta: Container) -> bool:
-    """Return whether a plain file has the names, dtypes and shapes that the delta needs."""
+    """Return whether a plain file has the names, dtypes and shapes of the delta's base."""
     with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(open_bytes(plain))) as file:
         return isinstance(file, PlainFile) and fits(file, delta)
     return False
@@ -257,20 +264,20 @@ def _may_be_base(plain: Path, delta: Container) -> bool:
 class _BaseTree:
     """Orders checkpoints so that each comes after its base.
 
-    Depths fall from a delta to its base, so that there are no circles.
+    The chain length decreases from a delta to its base, which excludes cycles.
     """
 
     def __init__(
-        self, folder: Path, logged: Sequence[_LoggedFile], plain: Sequence[Path], tell: Tell
+        self, folder: Path, logged: Sequence[_LoggedFile], plain: Sequence[Path], on_error: OnError
     ) -> None:
-        self._folder, self._logged, self._plain, self._tell = folder, logged, plain, tell
+        self._folder, self._logged, self._plain, self._on_error = folder, logged, plain, on_error
         self._shown: dict[str, LogEntry] = {}
         self._children: dict[str | None, list[str]] = {}
 
-    def of(self, wanted: Iterable[_LoggedFile]) -> tuple[LogEntry, ...]:
-        """Return the wanted checkpoints and their bases, each after its own base."""
-        for logged in wanted:
-            self._show(logged)
+    def of(self, files: Iterable[_LoggedFile]) -> tuple[LogEntry, ...]:
+        """Return the entries of files and of their bases, each after its base."""
+        for file in files:
+            self._show(file)
         entries: list[LogEntry] = []
         waiting = [(name, 0) for name in self._sorted(None)]
         while waiting:
@@ -280,7 +287,7 @@ class _BaseTree:
         return tuple(entries)
 
     def _sorted(self, parent: str | None) -> list[str]:
-        """Sort the entries of one parent by step and name, the last to be shown first."""
+        """Return the children of an entry in reverse order of step and name, for a stack."""
 
         def order(name: str) -> tuple[bool, int, str]:
             step = self._shown[name].step
@@ -294,7 +301,7 @@ class _BaseTree:
         return entry.file
 
     def _show(self, logged: _LoggedFile) -> str:
-        """Add a checkpoint and those that it is stored against; give its name."""
+        """Add a checkpoint and its bases, and return its name."""
         name = logged.entry.file
         if name in self._shown:
             return name
@@ -302,7 +309,7 @@ class _BaseTree:
         return self._add(replace(logged.entry, parent=parent))
 
     def _base(self, delta: _LoggedFile, ref: BaseRef) -> str:
-        """Add what a delta is stored against, looked for as reading does; give its name."""
+        """Add the base of a delta, chosen as a reader chooses it, and return its name."""
         usable = [
             logged
             for logged in self._logged
@@ -320,16 +327,16 @@ class _BaseTree:
         name = path.name if path.parent == self._folder else str(path)
         if name in self._shown:
             return name
-        entry = _look(path, name, self._tell).entry
-        return self._add(replace(entry, note="has this name; values are not read here"))
+        entry = _read(path, name, self._on_error).entry
+        return self._add(replace(entry, note="chosen by name; its values were not compared"))
 
     def _add_unnamed(self, delta: _LoggedFile, ref: BaseRef, n_fitting: int) -> str:
-        """Add a base of which no file is known, though `n_fitting` plain ones may be it."""
+        """Add a base that no file is named after; `n_fitting` plain files have the right tensors."""
         name = f"{ref.file} ({ref.content_id[:16]})"
         if name in self._shown:
             return name
         if n_fitting:
-            note = f"no file has this name; {n_fitting} plain files fit, and their values are not read here"
+            note = f"no file has this name; {n_fitting} plain files fit, but their values were not compared"
             return self._add(LogEntry(file=name, kind="plain", content_id=ref.content_id, note=note))
-        self._tell(missing_base(str(delta.path), ref))
-        return self._add(LogEntry(file=name, kind="missing", content_id=ref.content_id, note="is not here"))
+        self._on_error(missing_base(str(delta.path), ref))
+        return self._add(LogEntry(file=name, kind="missing", content_id=ref.content_id, note="not found"))

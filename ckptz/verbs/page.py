@@ -1,8 +1,8 @@
-"""The page of `ckptz report`: sections of tiles, charts and tables, which its template shows.
+"""The page of `ckptz report`: sections with tiles, charts and tables, rendered by a Jinja template.
 
-Charts are SVG, drawn by Vega-Lite when the page is written; the page needs no script to show them. Colours
-are variables of the page's style, so that they follow its dark or light. Field names are our own: what comes
-from files is only ever data.
+Vega-Lite draws the charts as SVG when the page is written, so they need no script. Colours are CSS variables,
+which follow the dark or light style of the page. Vega-Lite field names are constants; text from files is only
+data, so that it cannot change a chart's specification.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from ckptz._version import __version__
 from ckptz.run.step_files import FROZEN_KEY, NAMES_KEY, POSITION_KEY, STATE_KEY, WEIGHTS_KEY
-from ckptz.verbs.quality_text import metric_name, quality_text, worse
+from ckptz.verbs.quality_text import metric_name, quality_loss, quality_text
 from ckptz.words import (
     ROLES,
     facts_of,
@@ -47,13 +47,14 @@ CODERS: Final = {
     "zstd": "Zstandard, a general compressor",
     "rans-shared": "frequent codes get short bits (rANS, table shared)",
     "rans-own": "frequent codes get short bits (rANS, own table)",
-    "sparse": "only what differs from the most frequent code",
+    "sparse": "positions and values of all but the most frequent code",
     "huffman": "frequent codes get short bits (Huffman, fast to decode)",
 }
-NOTED: Final = (POSITION_KEY, WEIGHTS_KEY, STATE_KEY, FROZEN_KEY, NAMES_KEY)  # in metadata, by a Checkpointer
+# Metadata keys that a Checkpointer uses itself.
+INTERNAL_KEYS: Final = (POSITION_KEY, WEIGHTS_KEY, STATE_KEY, FROZEN_KEY, NAMES_KEY)
 COLOURS: Final = tuple(f"var(--c{n})" for n in range(1, 7))
-MOST_KINDS, MOST_CELLS = 80, 4000  # of a heat map: its rows, and tensors in all
-MOST_LAYERS: Final = 1000  # columns of a map
+MAX_KINDS, MAX_TENSORS = 80, 4000  # rows and tensors of a heat map
+MAX_LAYERS: Final = 1000  # columns of a heat map
 
 _TEXT: Final = {"labelColor": "var(--soft)", "labelFontSize": 12}
 _TITLE: Final = {"titleColor": "var(--soft)", "titleFontSize": 12, "titleFontWeight": "normal"}
@@ -72,32 +73,39 @@ _CONFIG: Final = {
 STEPS: Final = {"field": "step", "type": "ordinal", "sort": None}
 NAMES: Final = {"field": "name", "type": "nominal", "sort": "-x", "title": None, "axis": {"minExtent": 90}}
 LINES: Final = ("line", "point")
-BYTES: Final[Spec] = {"axis": {"format": "~s", "grid": True}}  # 2k, 3M: on top of B
+BYTES: Final[Spec] = {"axis": {"format": "~s", "grid": True}}  # SI prefixes: 2k, 3M
 LOGARITHMIC: Final[Spec] = {"scale": {"type": "log"}, "axis": {"format": "~r"}}
 
 
 class Chart(NamedTuple):
-    """One chart, ready for a page."""
+    """A rendered chart."""
 
     title: str
-    about: str  # a sentence or two
+    about: str  # description below the title
     svg: str
-    is_wide: bool = False  # has a row of its own, and is never made smaller
+    is_wide: bool = False  # True if it takes a whole row and is not scaled down
 
 
 def number(field: str, title: str | None = None, **how: Any) -> Spec:
-    """Encode a number; its axis is called as the field is, or otherwise."""
+    """Return the Vega-Lite encoding of a numeric field; the axis title is the field name by default."""
     return {"field": field, "type": "quantitative", "title": title or field, **how}
 
 
 def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, **how: Any) -> Chart:
-    """Draw marks of Vega-Lite, one above the other; `y` encodes the vertical axis.
+    """Draw a chart with layers of Vega-Lite marks.
 
-    Of `how`, `x` encodes the other axis, `by` is a field that colours tell apart, some of whose values have
-    `known` ones, `limit` is a number on the vertical axis and its name. The rest are more encodings.
+    Args:
+        title: title of the chart.
+        about: description.
+        values: the data, one mapping for each row.
+        marks: Vega-Lite marks, drawn above each other.
+        y: encoding of the vertical axis.
+        how: `x`, the encoding of the horizontal axis (default: steps); `by`, a field shown by colours;
+            `known`, fixed colours of some of its values; `limit`, a value and label for a horizontal line;
+            `height` in pixels; anything else is a further encoding.
     """
     by, known, limit = how.pop("by", None), how.pop("known", {}), how.pop("limit", None)
-    frame = {"width": 360, "height": how.pop("height", 230)}  # a phone's width: texts keep their size there
+    frame = {"width": 360, "height": how.pop("height", 230)}  # fits the width of a phone without scaling text
     colour: Spec = {"value": COLOURS[0]}
     if by is not None:
         groups = list(dict.fromkeys(value[by] for value in values))
@@ -123,20 +131,26 @@ def _svg(values: Values, spec: Spec) -> str:
 
 
 def heat_map(title: str, about: str, items: Values, *, is_root: bool) -> list[Chart]:
-    """Draw numbers by kind of tensor and layer as depths of a colour; nothing where there are none.
+    """Draw a heat map with a row for each kind of tensor and a column for each layer; none without items.
 
-    Each item is a tensor: `group`, `kind`, `layer`, `top` and `bottom`; the number of a cell is the quotient
-    of the sums, or, in percent, its root. Kinds beyond `MOST_KINDS` are left out; layers beyond `MOST_LAYERS`
-    are summed.
+    Args:
+        title: title of the chart.
+        about: description.
+        items: one mapping for each tensor with `group`, `kind`, `layer`, `top` and `bottom`. A cell shows the
+            sum of `top` divided by the sum of `bottom`. Only the first `MAX_KINDS` kinds are shown; with more
+            than `MAX_LAYERS` layers, each kind is summed over all layers.
+        is_root: show the square root of the quotient, in percent.
     """
-    kinds = list(dict.fromkeys((item["group"], item["kind"]) for item in items))[:MOST_KINDS]
-    shown = [item for item in items if (item["group"], item["kind"]) in kinds][:MOST_CELLS]
+    kinds = list(dict.fromkeys((item["group"], item["kind"]) for item in items))[:MAX_KINDS]
+    shown = [item for item in items if (item["group"], item["kind"]) in kinds][:MAX_TENSORS]
     if not shown:
         return []
-    if len({item["layer"] for item in shown}) > MOST_LAYERS:  # the chart library's stack ends at some 1,200
+    if len({item["layer"] for item in shown}) > MAX_LAYERS:  # vl-convert overflows its stack at about 1,200
         shown = [{**item, "layer": "none"} for item in shown]
-        about += f" More than {MOST_LAYERS:,} layers: each kind is summed over all of them."
-    room = min(182, 7 * max(len(kind) for _, kind in kinds))  # browsers' fonts are wider than the library's
+        about += f" More than {MAX_LAYERS:,} layers: each kind is summed over all of them."
+    room = min(
+        182, 7 * max(len(kind) for _, kind in kinds)
+    )  # fonts of browsers are wider than those of vl-convert
     label = (
         "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"  # names differ at the end
     )
@@ -164,7 +178,7 @@ def heat_map(title: str, about: str, items: Values, *, is_root: bool) -> list[Ch
 
 
 def _legend(values: Sequence[float]) -> Spec | None:
-    """Return a legend with up to five values that differ as they are written; none of a single value."""
+    """Return a legend with up to five values that differ after rounding; None for a single value."""
     low, high = min(values), max(values)
     steps = [low * (high / low) ** (i / 4) for i in range(5)]
     shown = list(dict.fromkeys(float(f"{step:.2g}") for step in steps))
@@ -172,18 +186,18 @@ def _legend(values: Sequence[float]) -> Spec | None:
 
 
 Section = dict[str, Any]
-OfReport = Any  # a `PageReport` or a part of it, whose module stands above
+AnyReport = Any  # `PageReport` or a part of it; verbs.report imports this module
 Steps = Mapping[str, Sequence["LogEntry"]]
-MARK: Final = "<!doctype html><!-- ckptz report -->"  # begins every page, so that one may replace another
-MOST_ROWS, MOST_STEPS = 5000, 400  # of a table, of a chart: the first, the last
+MARK: Final = "<!doctype html><!-- ckptz report -->"  # identifies a report page, which may be replaced
+MAX_ROWS, MAX_STEPS = 5000, 400  # first rows of a table, last steps of a chart
 RESTORED: Final = ("weights", "state", "weights and state")
 PARTS: Final = dict(zip((*RESTORED, "made exact", "kept for others", "whole step"), COLOURS, strict=True))
 WHOLE: Final = "whole step"
 _NUMBER: Final = re.compile(r"(?<![^._/])\d{1,9}(?![^._/])")
 
 
-def page(report: OfReport) -> str:
-    """Write the page; all that it shows is escaped, and its policy forbids all scripts but its own."""
+def page(report: AnyReport) -> str:
+    """Return the page as HTML; all values are escaped, and its policy allows only its own script."""
     import jinja2
 
     script = files("ckptz.verbs").joinpath("page.js").read_text("utf-8")
@@ -196,7 +210,7 @@ def page(report: OfReport) -> str:
     return engine.get_template("page.html").render(**fixed, **contents)
 
 
-def _sections(report: OfReport) -> Iterator[Section]:
+def _sections(report: AnyReport) -> Iterator[Section]:
     if len(report.runs) > 1:
         runs = [{**fields_of(run), "entries": None} for run in report.runs]
         yield {"title": "Side by side", "tables": [_table("The folders", runs)]}
@@ -206,7 +220,7 @@ def _sections(report: OfReport) -> Iterator[Section]:
     yield from map(_search, report.searches)
     yield from (_file(file, _is_exact(file, report.runs)) for file in report.files)
     if report.histograms:
-        yield {"title": "How values are spread", "charts": list(map(_histogram, report.histograms))}
+        yield {"title": "Histograms", "charts": list(map(_histogram, report.histograms))}
 
 
 def _tile(label: str, value: str, about: str = "", is_bad: bool = False) -> Section:
@@ -220,17 +234,17 @@ def _size_tile(label: str, raw: int, stored: int) -> Section:
 
 
 def _facts(report: Any) -> dict[str, str]:
-    """Return the facts of a report and its measured qualities."""
+    """Return names and values of a report's scalar fields, and its measured qualities."""
     measured = "; ".join(quality_text(record) for record in report.quality)
     return facts_of(report) | ({"quality": measured} if measured else {})
 
 
 def _table(caption: str, records: Sequence[Mapping[str, Any]]) -> Section:
-    """Make a table of records; a column for each field that one of them has."""
+    """Return a table of records, with a column for each field that any record sets."""
     first = records[0] if records else ()
     names = [name for name in first if any(record[name] not in (None, "") for record in records)]
-    more = f" (the first {MOST_ROWS} of {len(records)})" if len(records) > MOST_ROWS else ""
-    rows = [[(field_text(name, r[name]), r[name]) for name in names] for r in records[:MOST_ROWS]]
+    more = f" (the first {MAX_ROWS} of {len(records)})" if len(records) > MAX_ROWS else ""
+    rows = [[(field_text(name, r[name]), r[name]) for name in names] for r in records[:MAX_ROWS]]
     return {"caption": caption + more, "headings": list(map(heading, names)), "rows": rows}
 
 
@@ -246,7 +260,7 @@ def _part(e: LogEntry) -> str:
 
 
 def _steps(run: LogReport) -> dict[str, list[LogEntry]]:
-    """Return the files by step and part; files without a step come first, one each."""
+    """Return the files by step, sorted by part; each file without a step is an entry of its own."""
     steps: dict[str, list[LogEntry]] = {}
     parts, sized = list(PARTS), [e for e in run.entries if e.ratio is not None]
     for e in sorted(sized, key=lambda e: (-1 if e.step is None else e.step, parts.index(_part(e)), e.file)):
@@ -255,7 +269,7 @@ def _steps(run: LogReport) -> dict[str, list[LogEntry]]:
 
 
 def _total(entries: Iterable[LogEntry], part: str = WHOLE) -> Section:
-    """Return original bytes (each tensor once), stored bytes of all files, and their ratio."""
+    """Return original bytes (each tensor counted once), stored bytes of all files, and their ratio."""
     of = [e for e in entries if part in (_part(e), WHOLE)]
     raw, stored = sum(e.tensor_bytes for e in of if _part(e) in RESTORED), sum(e.stored_bytes for e in of)
     return {"tensor_bytes": raw, "stored_bytes": stored, "ratio": raw / stored if raw and stored else None}
@@ -269,7 +283,7 @@ def _run(run: LogReport, inside: Sequence[InspectReport]) -> Section:
         tiles.append(_size_tile(f"Newest step, {step}, in all", total["tensor_bytes"], total["stored_bytes"]))
     own = {f"{run.folder}/{e.file}" for e in run.entries if e.n_lossy}
     tiles += [
-        _error_tile(_last(file.file), file, _is_exact(file, [run])) for file in inside if file.file in own
+        _quality_tile(_last(file.file), file, _is_exact(file, [run])) for file in inside if file.file in own
     ]
     metrics = {step: e.metric for step, of in steps.items() for e in of if e.metric is not None}
     totals = [{"step": step, **_total(of), "metric": metrics.get(step)} for step, of in steps.items()]
@@ -278,7 +292,7 @@ def _run(run: LogReport, inside: Sequence[InspectReport]) -> Section:
         own_words = {"holds": _part(e), "quality": "; ".join(map(quality_text, e.quality))}
         every.append({**fields_of(e), **own_words, **dict.fromkeys(("level", "content_id", "is_hidden"))})
     tables = [_table(f"{name}: every step in all", totals), _table(f"{name}: every file", every)]
-    drawn = list(_run_charts(dict([*steps.items()][-MOST_STEPS:]), metrics)) if steps else []
+    drawn = list(_run_charts(dict([*steps.items()][-MAX_STEPS:]), metrics)) if steps else []
     facts, title = facts_of(run), f"The run over time: {name}"
     return {"title": title, "tiles": tiles, "facts": facts, "charts": drawn, "tables": tables}
 
@@ -294,7 +308,7 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
     about, y = "Size of each step, bases not included.", number("bytes", **BYTES)
     yield draw("Size of each step", about, values, ["bar"], y, **how)
     if given := [{"step": step, "metric": metrics[step]} for step in steps if step in metrics]:
-        about = "As given to each save. It says nothing of what compression lost."
+        about = "The metric passed to each save; unrelated to the loss by compression."
         yield draw("Metric of each save", about, given, LINES, number("metric", scale={"zero": False}))
     ratios = [
         {"step": step, "times smaller": ratio, "part": part}
@@ -303,17 +317,17 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
         if (ratio := _total(of, part)["ratio"])
     ]
     if ratios:
-        about = "Original size / stored size. A whole step includes the files that make it exact."
+        about = "Original size / stored size. A whole step includes its residual files."
         y = number("times smaller", **LOGARITHMIC)
         yield draw("How many times smaller", about, ratios, LINES, y, by="part", known=PARTS)
     measured: dict[tuple[str, str, float], list[Section]] = {}
     for step, record in ((step, record) for step, of in steps.items() for e in of for record in e.quality):
         factor, unit = (100, "% worse") if record.is_relative else (1, "worse")
         points = measured.setdefault((metric_name(record), unit, factor * record.max_drop), [])
-        points.append({"step": step, unit: factor * worse(record)})
+        points.append({"step": step, unit: factor * quality_loss(record)})
     for (name, unit, most), points in measured.items():
-        about = "Difference from the exact checkpoint: above 0 is worse, and a budget holds both ways."
-        yield draw(f"Loss of quality: {name}", about, points, LINES, number(unit), limit=(most, "allowed"))
+        about = "Difference from the exact checkpoint: above 0 is worse; the limit holds in both directions."
+        yield draw(f"Loss of quality: {name}", about, points, LINES, number(unit), limit=(most, "limit"))
 
 
 # --- files --------------------------------------------------------------------------------------
@@ -328,8 +342,9 @@ def _role(t: TensorReport) -> str:
 
 
 def _errors(tensors: Iterable[TensorReport]) -> tuple[float | None, float | None]:
-    """Return the median and the largest relative error of lossy tensors, both as roots of
-    mean squares; half of all values are in tensors of at most the typical one.
+    """Return the typical and the largest relative rms error of lossy tensors.
+
+    The typical error is the median over tensors, weighted by their number of values.
     """
     lossy = [(t.lossy.rms_error / t.lossy.rms, _n(t)) for t in tensors if t.lossy and t.lossy.rms]
     seen, half = 0, sum(n for _, n in lossy) / 2
@@ -338,7 +353,7 @@ def _errors(tensors: Iterable[TensorReport]) -> tuple[float | None, float | None
 
 
 def _is_exact(file: InspectReport, runs: Sequence[LogReport]) -> bool:
-    """Return whether a residual file in a run makes the step of a lossy file exact."""
+    """Return whether a run has a residual file for the step of a lossy file."""
     return any(
         e.kind == "exact" and e.step is not None and e.step == file.step
         for run in runs
@@ -347,23 +362,24 @@ def _is_exact(file: InspectReport, runs: Sequence[LogReport]) -> bool:
     )
 
 
-def _error_tile(name: str, file: InspectReport, is_exact: bool) -> Section:
-    """Warn of what a lossy file lost, unless its step is exact by a residual file."""
+def _quality_tile(name: str, file: InspectReport, is_exact: bool) -> Section:
+    """Return a tile with the typical error of a lossy file, unless residual files make its step exact."""
     n, (typical, worst) = sum(t.lossy is not None for t in file.tensors), _errors(file.tensors)
     if not n:
-        return _tile("Values", "lossless", "every bit comes back")
+        return _tile("Values", "lossless", "restores bit for bit")
     if is_exact:
-        about = "Residual files restore this step bit for bit. When the next step is saved, "
-        return _tile(
-            f"Values, {name}", "exact", f"{about}{format_percent(typical)} of the values' size will be lost."
-        )
-    about = f"LOSSY: {n} of {file.n_tensors} tensors are off by this share of their values, the worst by "
-    about += f"{format_percent(worst)}. What that costs, only an evaluation tells."
+        about = "Residual files restore this step bit for bit until the next step is saved; "
+        about += f"then the typical error is {format_percent(typical)}."
+        return _tile(f"Values, {name}", "exact", about)
+    about = f"LOSSY: relative rms error of {n} of {file.n_tensors} tensors, at most {format_percent(worst)}. "
+    about += "Only an evaluation shows the effect on quality."
     return _tile(f"Typical error, {name}", format_percent(typical), about, is_bad=True)
 
 
-def _map(title: str, about: str, tensors: Iterable[Sequence[Any]], *, is_root: bool = True) -> list[Chart]:
-    """Draw tensors (group, name, top and bottom of a quotient) by their first number between dots."""
+def _layer_map(
+    title: str, about: str, tensors: Iterable[Sequence[Any]], *, is_root: bool = True
+) -> list[Chart]:
+    """Draw a heat map of tensors (group, name, top, bottom); the first number in a name is its layer."""
     items = []
     for group, name, top, bottom in tensors:
         number_in_name = _NUMBER.search(name)
@@ -377,9 +393,11 @@ def _map(title: str, about: str, tensors: Iterable[Sequence[Any]], *, is_root: b
 
 
 def _file_facts(file: InspectReport) -> dict[str, str]:
-    """Return the facts of a file; of metadata what users gave, and not what a run notes for itself."""
+    """Return the facts of a file, with the user's metadata but without the keys of a Checkpointer."""
     facts = _facts(file) | {"kind of state": "nested" if file.has_tree else "flat"}
-    facts["metadata"] = field_text("", {k: v for k, v in (file.metadata or {}).items() if k not in NOTED})
+    facts["metadata"] = field_text(
+        "", {k: v for k, v in (file.metadata or {}).items() if k not in INTERNAL_KEYS}
+    )
     return {name: text for name, text in facts.items() if name != "has tree"}
 
 
@@ -388,7 +406,7 @@ def _file(file: InspectReport, is_exact: bool) -> Section:
     tensors = sorted(file.tensors, key=lambda t: roles.index(t.role) if t.role in roles else len(roles))
     tiles = [
         _size_tile("How much smaller", file.tensor_bytes, file.stored_bytes),
-        _error_tile("all", file, is_exact),
+        _quality_tile("all", file, is_exact),
     ]
     chain = ", ".join(f"{m.file}{'' if m.path else ' (missing)'}" for m in file.chain[:20])
     head, every = ("name", "role", "layer_type", "tensor_bytes", "stored_bytes", "ratio"), []
@@ -418,11 +436,11 @@ def _file_charts(tensors: Sequence[TensorReport]) -> Iterator[Chart]:
     how: Section = {"by": "what", "known": known, "height": height}
     yield draw("Where the bytes are", about, values, ["bar"], NAMES, x=x, **how)
     bits = [(_role(t), t.name, t.stored_bytes * 8.0, _n(t)) for t in tensors if _n(t) > 1]
-    yield from _map("Stored bits per parameter", "", bits, is_root=False)
+    yield from _layer_map("Stored bits per parameter", "", bits, is_root=False)
     lossy = [(t, t.lossy) for t in tensors if t.lossy and t.lossy.rms]
     lost = [(_role(t), t.name, loss.rms_error**2 * _n(t), loss.rms**2 * _n(t)) for t, loss in lossy]
-    about = "Typical error of a value by the typical size of the values, both root mean squares."
-    yield from _map("What was lost, %", about, lost)
+    about = "Relative error: rms error of the values divided by their rms."
+    yield from _layer_map("Relative error, %", about, lost)
 
 
 # --- comparisons, searches and histograms -------------------------------------------------------
@@ -430,13 +448,13 @@ def _file_charts(tensors: Sequence[TensorReport]) -> Iterator[Chart]:
 
 def _changes(diff: DiffReport) -> Section:
     changed = [("tensors", t.name, (t.relative_change or 0) ** 2, 1.0) for t in diff.tensors]
-    about = "Typical change of a value by the typical size of the values, both root mean squares."
-    drawn = _map("What changed, %", about, changed)
+    about = "Relative change: rms change of the values divided by their rms."
+    drawn = _layer_map("Relative change, %", about, changed)
     tables = [_table("What changed: every tensor", list(map(fields_of, diff.tensors)))]
     return {"title": "What changed from A to B", "facts": facts_of(diff), "charts": drawn, "tables": tables}
 
 
-def _search(searched: OfReport) -> Section:
+def _search(searched: AnyReport) -> Section:
     search, name = searched.search, _last(searched.output)
     rows, values = [], []
     for n, trial in enumerate(search.trials, 1):
@@ -444,9 +462,9 @@ def _search(searched: OfReport) -> Section:
         own = {"n_bytes": None, "stored_bytes": trial.n_bytes, "verdict": verdict}
         rows.append({"trial": n, **fields_of(trial), **own})
         if trial.drop is not None:
-            used = min(100 * max(trial.drop, 0.0), 300.0)  # beyond, nothing could be told apart
+            used = min(100 * max(trial.drop, 0.0), 300.0)  # larger values would compress the axis
             values.append({"trial": n, "bytes": trial.n_bytes, "used": used, "verdict": verdict})
-    about = "Each point is a file that was measured: below the line it keeps the budget."
+    about = "Each point is a measured file; points below the line keep the budget."
     x = number("bytes", scale={"zero": False}, axis={**BYTES["axis"], "tickCount": 4})
     y = number("used", "% of the budget used")
     how: Section = {"by": "verdict", "limit": (100.0, "budget"), "detail": {"field": "trial"}}
@@ -455,7 +473,7 @@ def _search(searched: OfReport) -> Section:
     return {"title": f"The search {name}", "facts": _facts(search), "charts": drawn, "tables": tables}
 
 
-def _histogram(h: OfReport) -> Chart:
+def _histogram(h: AnyReport) -> Chart:
     more = f", and {h.n_not_finite} not finite" if h.n_not_finite else ""
     ends = [h.low + (h.high - h.low) * i / len(h.counts) for i in range(len(h.counts) + 1)]
     values = [{"from": a, "to": b, "values": n} for a, b, n in zip(ends, ends[1:], h.counts, strict=False)]

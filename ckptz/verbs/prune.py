@@ -1,4 +1,4 @@
-"""`ckptz prune`: removes the checkpoints of a folder that no rule keeps, whoever wrote them."""
+"""`ckptz prune`: delete the checkpoints of a folder that no keep rule selects."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from ckptz.store.storage import LocalFolder, folder_at
 def prune(
     folder: Path_, keep: KeepPolicy = KEEP_ALL, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """Remove the steps of a run that no rule keeps, and unfinished files; bases of those that stay are left.
+    """Delete the steps of a run that no rule keeps, and unfinished files; bases of kept files stay.
 
     Args:
-        folder: a run of a `Checkpointer`, also behind an fsspec URL, of the Trainer, accelerate or Lightning,
-            or what `compress` made of several files. Nobody writes to it meanwhile.
-        keep: the rules. Those for weights alone need optimizer states in files of their own.
-        after: remove every step after this one first, to go on from there.
-        dry_run: only say what would be done.
+        folder: folder of a run, written by a `Checkpointer` (also behind an fsspec URL), the Trainer,
+            accelerate, Lightning or `compress`. No other process may write to it meanwhile.
+        keep: the rules. Rules for weights need optimizer states in separate files.
+        after: first delete every step after this one, to continue training from it.
+        dry_run: delete nothing; report what would be deleted.
+
+    Returns:
+        The deleted and the kept files, with their sizes in bytes.
 
     Raises:
         FileNotFoundError: no such folder.
-        ConfigError: there are no steps, none would be left, the best are asked for and no step records a
-            metric, somebody writes to the folder, or the name of a step's folder and its files disagree about
-            the step.
+        ConfigError: the folder has no steps, none would be left, the best steps are to be kept but no step
+            records a metric, another process is writing to the folder, or the name of a step's folder
+            contradicts the step in its files.
 
     Example:
         >>> import numpy as np, ckptz
@@ -41,11 +44,11 @@ def prune(
     if not isinstance(keep, KeepPolicy):
         raise ConfigError(f"keep must be a ckptz.KeepPolicy, got {keep!r}")
     after = None if after is None else check_int("after", after)
-    place = folder_at(str(folder))
-    local = Path(place.name) if isinstance(place, LocalFolder) else None
+    location = folder_at(str(folder))
+    local = Path(location.name) if isinstance(location, LocalFolder) else None
     if local is not None and not local.is_dir():
-        local.stat()  # says so where nothing is there
-        raise ConfigError(f"{folder}: is a file; prune takes the folder of a run")
+        local.stat()  # raises FileNotFoundError if nothing exists
+        raise ConfigError(f"{folder}: is a file; name the folder of a run")
     if local is None or any(StepFile.parse(path.name) for path in local.iterdir()):
         return prune_folder(str(folder), keep, after=after, dry_run=dry_run)
     return prune_run(local, keep, after=after, dry_run=dry_run)

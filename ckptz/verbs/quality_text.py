@@ -1,4 +1,4 @@
-"""Measured qualities in words, for tables and pages."""
+"""Text for measured qualities, in tables and reports."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from ckptz.format.index import QualityRecord
 
 METRICS: Final = {"steps_lost": "steps of training lost"}
-CHANGES: Final = "_changes_by_"  # between a metric and the unit of one of its values
+CHANGES: Final = "_changes_by_"  # joins a metric and its unit, as in loss_changes_by_example
 
 
-def worse(record: QualityRecord) -> float:
-    """Return the loss of quality against the exact value, in the unit of its budget."""
+def quality_loss(record: QualityRecord) -> float:
+    """Return how much worse the measured value is than the exact one, in the unit of the budget."""
     if record.metric in METRICS:
         return record.measured
     change = (1.0 if record.lower_is_better else -1.0) * (record.measured - record.exact)
@@ -22,7 +22,7 @@ def worse(record: QualityRecord) -> float:
 
 
 def metric_name(record: QualityRecord) -> str:
-    """Name a metric as people read it; metrics of resumed training say so."""
+    """Return the name of a metric for people, with "(resumed)" for metrics of resumed training."""
     if CHANGES in record.metric:
         metric, _, unit = record.metric.rpartition(CHANGES)
         return f"per-{shorten(unit, 20)} change of {shorten(metric, 40)}"
@@ -41,21 +41,21 @@ def quality_text(record: QualityRecord) -> str:
     if record.metric in METRICS:
         text, limit = f"{record.measured:.3g} {metric_name(record)}", f"{record.max_drop:.3g}"
         return f"{text} (limit {limit})" if record.is_met else f"{text} (limit {limit}, EXCEEDED)"
-    change, values = worse(record), f"{record.measured:.6g} against {record.exact:.6g}"
+    change, values = quality_loss(record), f"{record.measured:.6g} against {record.exact:.6g}"
     limit = f"{100 * record.max_drop:.4g}%" if record.is_relative else f"{record.max_drop:.4g}"
     if not record.is_met:
         limit += ", EXCEEDED"
-    elif abs(change) > record.max_drop * (1 + 1e-6):  # it is rounded
+    elif abs(change) > record.max_drop * (1 + 1e-6):  # the recorded limit is rounded
         limit += "; too few examples to be sure"
-    how = moved(change, is_relative=record.is_relative)
+    how = change_text(change, is_relative=record.is_relative)
     return f"{metric_name(record)} {values}, {how} (limit {limit})"
 
 
-def moved(change: float, *, is_relative: bool) -> str:
-    """Format the change of a quality; above 0 is worse."""
-    return f"{amount(abs(change), is_relative=is_relative)} {'better' if change < 0 else 'worse'}"
+def change_text(change: float, *, is_relative: bool) -> str:
+    """Format the change of a quality as "0.5% worse" or "0.5% better"; positive changes are worse."""
+    return f"{amount_text(abs(change), is_relative=is_relative)} {'better' if change < 0 else 'worse'}"
 
 
-def amount(value: float, *, is_relative: bool) -> str:
-    """Write a change as a percentage, or as a number in the unit of its metric."""
+def amount_text(value: float, *, is_relative: bool) -> str:
+    """Format a change as a percentage, or as a number in the unit of its metric."""
     return f"{value:.2%}" if is_relative else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""`ckptz rebase`: a delta as a file that needs no other, of the same values and codes."""
+"""`ckptz rebase`: rewrite a delta as a self-contained file with the same values and codes."""
 
 from __future__ import annotations
 
@@ -25,47 +25,49 @@ from ckptz.write.inline_writer import NeededBase, bytes_to_write, write_inline
 Tensors = Mapping[str, TensorSource]
 
 
-def standing_alone(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, ...]]:
+def self_contained(checkpoint: Checkpoint) -> tuple[Tensors, tuple[NeededBase, ...]]:
     """Return the tensors of a checkpoint for a self-contained file, and the bases they need, nearest first.
 
-    Frames with codes stay as they are, since the contexts of later deltas may be these codes, and so do
-    frames without a base. All others are given as values, to be encoded anew: that takes less room than
-    what they are made from.
+    Frames with codes are copied, because later deltas may use these codes as contexts; frames without a base
+    are copied too. All other tensors are decoded, to be encoded without a base: that is smaller than storing
+    their frames with the bases.
 
     Raises:
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base lacks a tensor that is needed.
     """
     needed: list[NeededBase] = []
-    own = above = _kept_or_anew(checkpoint.tensors)
+    tensors = above = _copied_or_decoded(checkpoint.tensors)
     for base in _bases(checkpoint):
         needing = (n for n, s in above.items() if isinstance(s, FrameSource) and s.header.plan.needs_base)
         names = _with_context_tensors(needing, base.tensors)
         if not names:
             break
-        above = _kept_or_anew({name: source for name, source in base.tensors.items() if name in names})
+        above = _copied_or_decoded({name: source for name, source in base.tensors.items() if name in names})
         needed.append(NeededBase(content_id=base.content_id, file=base.file, tensors=above))
-    return own, tuple(needed)
+    return tensors, tuple(needed)
 
 
-def _kept_or_anew(tensors: Tensors) -> Tensors:
-    """Keep frames with codes; turn lossless deltas, and what shares a frame, into plain values."""
+def _copied_or_decoded(tensors: Tensors) -> Tensors:
+    """Keep the frames to copy; decode lossless deltas, and tensors that share a frame."""
     for source in tensors.values():
         if isinstance(source, FrameSource):
             source.check_base()
     return {
-        name: CachedTensor.of_frame(one) if isinstance(one, FrameSource) and _is_anew(one) else one
-        for name, one in tensors.items()
+        name: CachedTensor.of_frame(source)
+        if isinstance(source, FrameSource) and _is_decoded(source)
+        else source
+        for name, source in tensors.items()
     }
 
 
-def _is_anew(frame: FrameSource) -> bool:
+def _is_decoded(frame: FrameSource) -> bool:
     is_delta = frame.header.plan.needs_base and frame.header.plan.quant_map is None
     return is_delta or isinstance(frame, GroupMember)
 
 
 def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:
-    """Yield every base of the chain with all its tensors: files, and what they carry within."""
+    """Yield every base of the chain with all its tensors, both files and inline bases."""
     ref = None
     for file in checkpoint.files:
         if ref is not None:
@@ -78,7 +80,7 @@ def _bases(checkpoint: Checkpoint) -> Iterator[NeededBase]:
 
 
 def _with_context_tensors(names: Iterable[str], tensors: Tensors) -> set[str]:
-    """Add to `names` the tensors beside them that their contexts are made of, as far as they are there."""
+    """Return `names` and the tensors that their contexts are computed from, where `tensors` has them."""
     needed: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -92,28 +94,28 @@ def _with_context_tensors(names: Iterable[str], tensors: Tensors) -> set[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlineReport:
-    """One base that went into the file: what it was called, and its tensors that were needed."""
+    """One inline base of the new file."""
 
-    file: str
+    file: str  # original name of the base
     content_id: str
-    n_tensors: int
+    n_tensors: int  # tensors of the base that the new file includes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RebaseReport(Report):
-    """Sizes of a file that `rebase` wrote, and the bases that it holds."""
+    """Sizes of a file that `rebase` wrote, and its inline bases."""
 
     input: str  # the delta
-    output: str  # the file that stands alone
-    is_changed: bool  # False if the input stood alone already and was left as it is
-    bases: tuple[InlineReport, ...]  # what it carries within, nearest first
+    output: str  # the self-contained file
+    is_changed: bool  # False if the input was self-contained already and nothing was written
+    bases: tuple[InlineReport, ...]  # inline bases, nearest first
     depth: int  # deltas between the file and its full file, as before
     n_tensors: int  # tensors of the checkpoint
     tensor_bytes: int  # their decoded size
     stored_bytes: int  # size of the output
     chain_bytes: int  # size of all files of the chain that was read
     content_id: str  # identity of the values, which is unchanged
-    seconds: float  # time taken, without that of compiling kernels
+    seconds: float  # time taken, without compiling kernels
 
 
 def rebase(
@@ -125,42 +127,45 @@ def rebase(
     search_path: Sequence[PathLike] = (),
     progress: Progress = SILENT,
 ) -> RebaseReport:
-    """Make a delta stand alone.
+    """Rewrite a delta as a self-contained file.
 
-    Lossless tensors are encoded anew. Frames of quantization maps, whose codes may be contexts of later
-    deltas, are copied with those of their bases. The new file is read back whole and every value checked
-    against its checksum before it gets its name. Deltas that were made from `path` go on working with it.
+    Lossless tensors are encoded without a base. Lossy frames, whose codes later deltas may need, are copied
+    together with the frames of their bases. The new file is read back and every value is checked against its
+    checksum before the file is published. Deltas with `path` as base remain readable.
 
     Args:
         path: a `.ckptz` file.
-        output: a new file; None replaces `path`, which stays as it is until the new one is verified.
-        jobs: threads, all cores by default.
+        output: a new file; None replaces `path` once the new file is verified.
+        jobs: number of threads, by default one for each core.
         force: replace an existing output.
-        search_path: folders to look for bases in, after the file's own.
-        progress: is told of the bytes copied and then of those decoded.
+        search_path: more folders to search for bases, after the folder of the file.
+        progress: receives the number of bytes copied, then decoded.
+
+    Returns:
+        Sizes of the new file, and its inline bases.
 
     Raises:
         FileNotFoundError: no such file.
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
-        ConfigError: a file of another kind, or the output cannot be written.
+        ConfigError: not a `.ckptz` file, or the output exists.
     """
     start, path = working_seconds(), check_not_torch(path_of(path))
     output = None if output is None else file_path(output)
-    with contextlib.ExitStack() as held:
-        checkpoint = held.enter_context(contextlib.closing(open_checkpoint(path, to_paths(search_path))))
+    with contextlib.ExitStack() as stack:
+        checkpoint = stack.enter_context(contextlib.closing(open_checkpoint(path, to_paths(search_path))))
         container = checkpoint.container
         if container is None:
-            what = "a plain safetensors file has no base; rebase takes a .ckptz file"
+            what = "a plain safetensors file has no base; name a .ckptz file"
             raise ConfigError(f"{checkpoint.name}: {what}")
         target = path if output is None else output
         if output is not None:
             check_target(output, checkpoint.paths, force=force)
-        tensors, bases = standing_alone(checkpoint)
+        tensors, bases = self_contained(checkpoint)
         n_decoded = tensor_bytes(checkpoint.tensors)
         is_changed = output is not None or container.outer_base is not None
         if is_changed:
-            workers = held.enter_context(Workers(jobs))
+            workers = stack.enter_context(Workers(jobs))
             progress.start(checkpoint.name, bytes_to_write(tensors, bases) + n_decoded)
             with output_context(target), publish(target, [path]) as sink:
                 write_inline(sink, container, bases, workers, progress.advance, tensors=tensors)
@@ -185,12 +190,14 @@ def rebase(
 
 
 def _verify(written: Path, target: Path, content_id: str, workers: Workers, progress: Progress) -> None:
-    """Read a file back that has no name yet, by itself; errors name `target`."""
+    """Read back an unpublished file without its bases; errors name `target`."""
     source = FileBytes(written)
     source.name = str(target)
     with contextlib.closing(open_source(source)) as checkpoint:
         if checkpoint.content_id() != content_id:
-            raise CorruptionError(f"{target}: read back, the new file was not right; nothing was replaced")
+            raise CorruptionError(
+                f"{target}: the new file reads back wrong and was discarded; nothing was replaced"
+            )
         check_stored_bytes(checkpoint, workers)
         for _ in decoded_chunks(checkpoint.tensors, workers, progress):
-            pass  # each was held against its checksum
+            pass  # decoding a chunk checks its checksum

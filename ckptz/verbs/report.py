@@ -1,4 +1,4 @@
-"""`ckptz report`: one page that shows checkpoints to people, of the very numbers that `--json` prints."""
+"""`ckptz report`: an HTML page about checkpoints, from the same numbers that `--json` prints."""
 
 from __future__ import annotations
 
@@ -27,44 +27,45 @@ from ckptz.verbs.diff import NUMBERS, DiffReport, diff
 from ckptz.verbs.log import LogReport, inspect, log
 from ckptz.verbs.page import MARK, page
 
-Tell = Callable[[Exception], None]
+OnError = Callable[[Exception], None]
 T = TypeVar("T")
-MAX_DOCUMENT_BYTES: Final = 64 << 20  # of the JSON of a search
-MAX_FILES, MAX_HISTOGRAMS, N_BINS = 8, 30, 60  # of a run's newest step, of a file, of a histogram
+MAX_DOCUMENT_BYTES: Final = 64 << 20  # largest JSON report of a search that is read
+MAX_FILES: Final = 8  # files of the newest step of a run that the page describes
+MAX_HISTOGRAMS, N_BINS = 30, 60  # histograms of a file; bins of a histogram
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorHistogram:
-    """The spread of one tensor's values."""
+    """Histogram of the values of one tensor."""
 
-    file: str  # that has the tensor
-    tensor: str  # its name
-    low: float  # smallest
-    high: float  # largest
-    counts: tuple[int, ...]  # values in each of equal parts between them; the last part has its upper end
-    n_not_finite: int  # infinities and NaN, which are not counted
+    file: str  # file of the tensor
+    tensor: str  # name of the tensor
+    low: float  # smallest finite value
+    high: float  # largest finite value
+    counts: tuple[int, ...]  # values in bins of equal width from `low` to `high`, both included
+    n_not_finite: int  # infinities and NaN, which no bin counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchedFile:
-    """One output of a `compress` with a budget, as its report tells it."""
+    """One output of a `compress` with a budget."""
 
     output: str = ""  # file that was written
-    search: SearchReport | None = None  # how its configuration was found
+    search: SearchReport | None = None  # trials and result of the search
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageReport:
-    """The reports that one page shows, as the other verbs make them."""
+    """The reports of other verbs that one page shows."""
 
     output: str | None  # page that was written, or None
-    paths: tuple[str, ...]  # what was asked for
-    runs: tuple[LogReport, ...]  # one of each folder
-    files: tuple[InspectReport, ...]  # of each file that was named, and of the newest step of each folder
-    diff: DiffReport | None  # of two files
-    searches: tuple[SearchedFile, ...]  # with trials
-    histograms: tuple[TensorHistogram, ...]  # of the tensors that were asked for
-    problems: tuple[str, ...]  # files that cannot be read, and bases that are missing
+    paths: tuple[str, ...]  # paths that the caller named
+    runs: tuple[LogReport, ...]  # one for each folder
+    files: tuple[InspectReport, ...]  # one for each named file, and for files of each folder's newest step
+    diff: DiffReport | None  # comparison, if two files were named
+    searches: tuple[SearchedFile, ...]  # searches of the named .json files
+    histograms: tuple[TensorHistogram, ...]  # one for each selected tensor
+    problems: tuple[str, ...]  # unreadable files and missing bases
 
     @property
     def html(self) -> str:
@@ -72,7 +73,7 @@ class PageReport:
         return page(self)
 
     def _repr_html_(self) -> str:
-        """Show the page in a notebook, in a frame of its own."""
+        """Show the page in a notebook, in an iframe."""
         frame = 'title="ckptz report" width="100%" height="720" sandbox="allow-scripts allow-downloads"'
         return f'<iframe {frame} srcdoc="{escape(self.html)}"></iframe>'
 
@@ -85,75 +86,81 @@ def report(
     search_path: Sequence[PathLike] = (),
     force: bool = False,
     jobs: int | None = None,
-    tell: Tell | None = None,
+    on_error: OnError | None = None,
     progress: Progress = SILENT,
 ) -> PageReport:
-    """Make a page of checkpoints: sizes over a run, where the bytes are, what was lost, every tensor.
+    """Write an HTML page about checkpoints: sizes over a run, bytes and errors of each tensor.
 
-    Only indices and headers are read, but for histograms and for the comparison of two files.
+    Only indices and headers are read, except for histograms and for a comparison of two files.
 
     Args:
-        paths_: one or several. Of a folder the page shows the run, and its newest step from inside; of a
-            `.ckptz` file the inside; of two files, which may be of other formats, also what changed; of a
-            `.json` file that `ckptz compress --json` printed the trials of its searches.
-        output: where the page goes; without, it is only returned.
-        histograms: names of tensors, with * and ?, whose values to decode and to count; those of a
-            Checkpointer's files are the model's own, too.
-        search_path: folders to look for bases in, after each file's own.
-        force: replace an output that is no such page. Pages are replaced anyway.
-        jobs: threads, all cores by default.
-        tell: is given the error of every file that cannot be read.
-        progress: is told of the bytes that are compared.
+        paths_: one or several paths. A folder is shown as a run, with details of its newest step; a `.ckptz`
+            file with details; two files, which may have other formats, also as a comparison; a `.json` file
+            from `ckptz compress --json` as the trials of its searches.
+        output: file of the page; None returns it without writing.
+        histograms: names of tensors to decode for histograms, with the wildcards * and ?; files of a
+            Checkpointer accept the names of the model too.
+        search_path: more folders to search for bases, after the folder of each file.
+        force: replace an existing output that is no report page. Report pages are always replaced.
+        jobs: number of threads, by default one for each core.
+        on_error: called with the error of every unreadable file.
+        progress: receives the number of bytes compared.
+
+    Returns:
+        The page and all reports that it shows.
 
     Raises:
-        ConfigError: a library that makes pages is missing, or a path is nothing that can be shown.
+        ConfigError: a library for report pages is missing, or a path cannot be shown.
         FileNotFoundError: no such path.
-        FormatError: one file was named, and it is damaged.
+        FormatError: only one file was named, and it is damaged.
     """
     if not (find_spec("jinja2") and find_spec("vl_convert")):
-        needed = "a report is made with jinja2 and vl-convert-python"
+        needed = "reports need jinja2 and vl-convert-python"
         raise ConfigError(f"{needed}; install them with: pip install 'ckptz[report]'")
-    given = [paths_] if isinstance(paths_, str | Path) or not isinstance(paths_, Sequence) else paths_
-    folders, named, documents = _by_kind(to_paths(given))
+    sources = [paths_] if isinstance(paths_, str | Path) or not isinstance(paths_, Sequence) else paths_
+    folders, tensor_files, documents = _by_kind(to_paths(sources))
     page = None if output is None else file_path(output)
     if page is not None:
-        _check_output(page, named, force)
+        _check_output(page, tensor_files, force)
     problems: list[str] = []
 
     def note(error: Exception) -> None:
-        (tell or (lambda error: None))(error)
+        if on_error is not None:
+            on_error(error)
         problems.append(str(error))
 
     search_path = to_paths(search_path)
-    runs = [log(folder, search_path=search_path, tell=note) for folder in folders]
-    inside = [path for path in named if path.suffix == SUFFIX]
-    inside += [path for folder, run in zip(folders, runs, strict=True) for path in _newest(folder, run)]
-    noted = None if len(named) == 1 and not folders else note
-    inspected = [_tried(noted, inspect, path, search_path=search_path) for path in dict.fromkeys(inside)]
-    how = {"jobs": jobs, "search_path": search_path, "progress": progress}
-    made = PageReport(
+    runs = [log(folder, search_path=search_path, on_error=note) for folder in folders]
+    ckptz_files = [path for path in tensor_files if path.suffix == SUFFIX]
+    ckptz_files += [path for folder, run in zip(folders, runs, strict=True) for path in _newest(folder, run)]
+    note_or_raise = None if len(tensor_files) == 1 and not folders else note
+    inspected = [
+        _try(note_or_raise, inspect, path, search_path=search_path) for path in dict.fromkeys(ckptz_files)
+    ]
+    diff_options = {"jobs": jobs, "search_path": search_path, "progress": progress}
+    result = PageReport(
         output=None if output is None else str(output),
-        paths=tuple(map(str, given)),
+        paths=tuple(map(str, sources)),
         runs=tuple(runs),
         files=tuple(filter(None, inspected)),
-        diff=_tried(note, diff, *named, **how) if len(named) == 2 else None,
+        diff=_try(note, diff, *tensor_files, **diff_options) if len(tensor_files) == 2 else None,
         searches=tuple(_searches(documents)),
-        histograms=tuple(_histograms(histograms, [*inside, *named], search_path)),
+        histograms=tuple(_histograms(histograms, [*ckptz_files, *tensor_files], search_path)),
         problems=tuple(problems),
     )
     if page is not None:
-        shown = [*inside, *named, *documents]
+        shown = [*ckptz_files, *tensor_files, *documents]
         shown += [path / e.file for path, run in zip(folders, runs, strict=True) for e in run.entries]
         like = [path for path in shown if path.exists()]
         with output_context(page), publish(page, like) as file:
-            file.write(made.html.encode())
-    return made
+            file.write(result.html.encode())
+    return result
 
 
-def _tried(note: Tell | None, verb: Callable[..., T], *files: Path, **how: Any) -> T | None:
-    """Return the report of a verb; errors become notes, or are raised without `note`."""
+def _try(note: OnError | None, verb: Callable[..., T], *files: Path, **diff_options: Any) -> T | None:
+    """Return the report of a verb; with `note`, pass errors to it and return None instead of raising."""
     try:
-        return verb(*files, **how)
+        return verb(*files, **diff_options)
     except (CkptzError, OSError) as error:
         if note is None:
             raise
@@ -162,59 +169,62 @@ def _tried(note: Tell | None, verb: Callable[..., T], *files: Path, **how: Any) 
 
 
 def _check_output(output: Path, read: Sequence[Path], force: bool) -> None:
-    """Refuse to replace anything but a page."""
+    """Refuse to replace a file that is no report page."""
     if not force and output.is_file():
         with output.open("rb") as file:
             force = file.read(len(MARK)) == MARK.encode()
     check_target(output, read, force=force)
 
 
-def _by_kind(given: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]:
+def _by_kind(sources: Sequence[Path]) -> tuple[list[Path], list[Path], list[Path]]:
     """Sort paths into folders, files of tensors, and documents."""
-    for path in given:
-        path.stat()  # says so where nothing is there
-    folders = [path for path in given if path.is_dir()]
-    documents = [path for path in given if path.suffix == ".json" and path not in folders]
-    files = [path for path in given if path not in (*folders, *documents)]
+    for path in sources:
+        path.stat()  # raises FileNotFoundError if nothing exists
+    folders = [path for path in sources if path.is_dir()]
+    documents = [path for path in sources if path.suffix == ".json" and path not in folders]
+    files = [path for path in sources if path not in (*folders, *documents)]
     plain = [path for path in files if path.suffix != SUFFIX]
     if plain and len(files) != 2:
-        raise ConfigError(f"{plain[0]}: is no .ckptz file; to compare it, give one other file with it")
+        raise ConfigError(f"{plain[0]}: not a .ckptz file; to compare it, name exactly one other file")
     return folders, files, documents
 
 
 def _newest(folder: Path, run: LogReport) -> list[Path]:
-    """Return the largest files of a run's newest step; of a folder without steps the last file."""
+    """Return the largest files of a run's newest step, or the last file of a folder without steps."""
     kinds = ("full", "delta", "rebased")
-    own = [e for e in run.entries if e.kind in kinds and not (e.is_hidden or Path(e.file).is_absolute())]
-    step = max((e.step for e in own if e.step is not None), default=None)
-    last = own[-1:] if step is None else [e for e in own if e.step == step]
+    entries = [e for e in run.entries if e.kind in kinds and not (e.is_hidden or Path(e.file).is_absolute())]
+    step = max((e.step for e in entries if e.step is not None), default=None)
+    last = entries[-1:] if step is None else [e for e in entries if e.step == step]
     return sorted(folder / e.file for e in sorted(last, key=lambda e: -e.tensor_bytes)[:MAX_FILES])
 
 
-# --- how values are spread ----------------------------------------------------------------------
+# --- histograms ---------------------------------------------------------------------------------
 
 
 def _histograms(
-    names: Sequence[str], files: Sequence[Path], where: Sequence[Path]
+    names: Sequence[str], files: Sequence[Path], search_path: Sequence[Path]
 ) -> Iterator[TensorHistogram]:
-    """Count values of the tensors that were asked for.
+    """Yield the histograms of the tensors that match a name.
 
     Raises:
-        ConfigError: no tensor has such a name.
+        ConfigError: no tensor matches.
     """
-    wanted, n = [pattern for p in names for pattern in (p, f"model.{p}")], 0  # as a Checkpointer calls it
+    wildcards, n = (
+        [pattern for p in names for pattern in (p, f"model.{p}")],
+        0,
+    )  # a Checkpointer adds this prefix
     for path in dict.fromkeys(files) if names else ():
-        with contextlib.closing(open_input(path, where)) as file:
-            chosen = [name for name in file.tensors if any(fnmatchcase(name, p) for p in wanted)]
+        with contextlib.closing(open_input(path, search_path)) as file:
+            chosen = [name for name in file.tensors if any(fnmatchcase(name, p) for p in wildcards)]
             n += len(chosen)
             for name in chosen[:MAX_HISTOGRAMS]:
-                yield from _spread(file.name, name, file.tensors[name])
+                yield from _histogram(file.name, name, file.tensors[name])
     if names and not n:
         raise ConfigError(f"no tensor is named {' or '.join(names)}; ckptz inspect --tensors lists the names")
 
 
-def _spread(file: str, name: str, source: TensorSource) -> Iterator[TensorHistogram]:
-    """Count the values of a tensor, chunk by chunk; nothing of one that has no numbers."""
+def _histogram(file: str, name: str, source: TensorSource) -> Iterator[TensorHistogram]:
+    """Yield the histogram of a tensor, computed chunk by chunk; none for tensors without finite numbers."""
     if source.dtype.name not in NUMBERS:
         return
     low, high, n_finite = np.inf, -np.inf, 0
@@ -249,10 +259,10 @@ class _Document(msgspec.Struct):
 
 
 def _searches(documents: Sequence[Path]) -> Iterator[SearchedFile]:
-    """Read the searches of documents.
+    """Read the searches from JSON reports.
 
     Raises:
-        FormatError: one is no such document, or has no search in it.
+        FormatError: a file is no such report, or contains no search.
     """
     for path in documents:
         searched: list[SearchedFile] = []
@@ -261,5 +271,7 @@ def _searches(documents: Sequence[Path]) -> Iterator[SearchedFile]:
                 printed = msgspec.json.decode(path.read_bytes(), type=_Document)
                 searched = [file for file in printed.files if file.search is not None]
         if not searched:
-            raise FormatError(f"{path}: no search in it; give what ckptz compress --eval ... --json printed")
+            raise FormatError(
+                f"{path}: contains no search; name a file that ckptz compress --eval ... --json printed"
+            )
         yield from searched

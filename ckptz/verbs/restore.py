@@ -1,4 +1,4 @@
-"""`ckptz restore`: back to the kind of file that was compressed, bit for bit."""
+"""`ckptz restore`: decode a checkpoint to the kind of file that was compressed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.words import Report
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
-_FROZEN: Final = "frozen weights are not in the checkpoint; the Trainer keeps those of the model it is given"
+_FROZEN: Final = "frozen weights are not in the checkpoint; the Trainer takes them from its model"
 RestoredKind = Literal["safetensors", "pt", "dcp", "folder"]
 
 
@@ -54,18 +54,18 @@ RestoredKind = Literal["safetensors", "pt", "dcp", "folder"]
 class RestoreReport(Report):
     """Sizes of the files that `restore` wrote."""
 
-    input: str  # what was read
-    output: str  # what was written
-    kind: RestoredKind  # "safetensors", "pt", "dcp" or "folder"
-    n_tensors: int  # tensors in it
-    tensor_bytes: int  # their size
+    input: str
+    output: str
+    kind: RestoredKind
+    n_tensors: int  # tensors in the output
+    tensor_bytes: int  # decoded size
     stored_bytes: int  # size of all files of the chain
-    n_files: int  # how many there are
+    n_files: int  # number of files in the chain
     content_id: str  # identity of the values
     depth: int  # deltas between the input and its full file
-    seconds: float  # time taken, without that of compiling kernels
-    n_copied: int = 0  # other files of a folder, copied as they are: nothing is recorded to compare them with
-    notes: tuple[str, ...] = ()  # what the user should know
+    seconds: float  # time taken, without compiling kernels
+    n_copied: int = 0  # other files of a folder, copied without a check as they have no checksums
+    notes: tuple[str, ...] = ()  # warnings for the user
 
 
 @naming_urls
@@ -80,58 +80,60 @@ def restore(
     max_decoded_bytes: int | None = None,
     progress: Progress = SILENT,
 ) -> RestoreReport:
-    """Write what a `.ckptz` file holds, as it was before compression.
+    """Decode a `.ckptz` file to the kind of file that was compressed.
 
     Args:
-        path: a `.ckptz` file, the folder that was packed to one, or "DIR@STEP" for the weights of a step of a
-            run, exact if they are there, or for all of a step that several ranks wrote; bases are looked for
-            beside it. Of a folder `checkpoint-N` of `CkptzTrainerMixin`, all is restored to what the Trainer
-            of transformers itself writes; its plain files with the same state are left out, and named in
-            the notes.
-        output: a file, or a folder if folders of shards were compressed, or to keep the name. By default
-            beside `path`; a step of a run needs one, and so does a checkpoint of the mixin. A name that ends
-            with a separator is a folder, and is made.
-        to: what to write; by default what the output is called after, else what was compressed.
-        jobs: threads, all cores by default.
+        path: a `.ckptz` file; a folder that `compress` wrote; "DIR@STEP" for the weights of a step of a run,
+            exact if the step has a residual file, or for all tensors of a step that several ranks wrote; or a
+            folder `checkpoint-N` of `CkptzTrainerMixin`, which becomes a folder of the plain Trainer (plain
+            files in it that duplicate restored state are left out and named in the notes).
+        output: a file, or a folder for compressed folders and to keep the name; a name that ends with a
+            separator is a folder. By default beside `path`. Required for a step of a run and for a folder of
+            the mixin.
+        to: kind of file to write, by default according to the suffix of `output`, else the original kind.
+        jobs: number of threads, by default one for each core.
         force: replace an existing output.
-        search_path: folders to look for bases in, after the file's own.
-        max_decoded_bytes: refuse files that decode to more; by default the free disk of the output.
-        progress: is told of the bytes written.
+        search_path: more folders to search for bases, after the folder of the file.
+        max_decoded_bytes: refuse files that decode to more bytes; by default the free disk space.
+        progress: receives the number of bytes written.
+
+    Returns:
+        Sizes of the output and of the chain.
 
     Raises:
         FileNotFoundError: no such file or step.
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
-        LimitError: it decodes to more than `max_decoded_bytes`.
-        WriteError: the disk has too little room.
-        ConfigError: a plain file, or the output exists or would replace a file that is read.
-        UnsupportedError: a folder whose file names this system cannot hold.
+        LimitError: the file decodes to more than `max_decoded_bytes`.
+        WriteError: too little disk space.
+        ConfigError: not a `.ckptz` file, or the output exists or would replace an input.
+        UnsupportedError: the file system cannot hold the file names of a folder.
     """
-    where = resolve(path)
-    with contextlib.ExitStack() as held:
-        if where.weights is None and is_trainer_folder(where.path):
-            job = _of_trainer(where.path, output, to, to_paths(search_path), held, force=force)
+    located = resolve(path)
+    with contextlib.ExitStack() as stack:
+        if located.weights is None and is_trainer_folder(located.path):
+            job = _of_trainer(located.path, output, to, to_paths(search_path), stack, force=force)
         else:
-            job = _of_input(where, output, to, to_paths(search_path), held, force=force)
-        if job.kind != "safetensors" and any(one.tree is not None for one in job.inputs):
-            torch_files.require_torch(job.target)  # before the time is taken: loading it is not restoring
-        start, n_bytes = working_seconds(), sum(tensor_bytes(one.tensors) for one in job.inputs)
+            job = _of_input(located, output, to, to_paths(search_path), stack, force=force)
+        if job.kind != "safetensors" and any(source.tree is not None for source in job.inputs):
+            torch_files.require_torch(job.target)  # imports torch, whose time is not reported
+        start, n_bytes = working_seconds(), sum(tensor_bytes(source.tensors) for source in job.inputs)
         _check_size(job, n_bytes, max_decoded_bytes)
         progress.start(job.name, n_bytes)
         with Workers(jobs) as workers, output_context(job.target):
             job.write(lambda tensors: decoded_chunks(tensors, workers, progress))
-        checkpoints = [one.checkpoint for one in job.inputs if one.checkpoint is not None]
-        checkpoints += [shard for one in job.inputs for shard in one.shards]
+        checkpoints = [source.checkpoint for source in job.inputs if source.checkpoint is not None]
+        checkpoints += [shard for source in job.inputs for shard in source.shards]
         return RestoreReport(
             input=job.name,
             output=str(job.target),
             kind=job.kind,
-            n_tensors=sum(len(one.tensors) for one in job.inputs),
+            n_tensors=sum(len(source.tensors) for source in job.inputs),
             tensor_bytes=n_bytes,
-            stored_bytes=sum(file.stored_bytes for one in checkpoints for file in one.files),
-            n_files=sum(len(one.files) for one in checkpoints),
+            stored_bytes=sum(file.stored_bytes for source in checkpoints for file in source.files),
+            n_files=sum(len(source.files) for source in checkpoints),
             content_id=checkpoints[0].content_id(),
-            depth=max(one.depth for one in checkpoints),
+            depth=max(source.depth for source in checkpoints),
             seconds=working_seconds() - start,
             n_copied=job.n_copied,
             notes=job.notes,
@@ -140,7 +142,7 @@ def restore(
 
 @dataclass(frozen=True, slots=True)
 class _Restoration:
-    """The open inputs and the function that writes them, which is given what decodes tensors."""
+    """The open inputs, the target, and the function that writes it from decoded chunks."""
 
     name: str
     inputs: Sequence[Input]
@@ -156,17 +158,19 @@ def _of_trainer(
     output: PathLike | None,
     to: OutputKind | None,
     search_path: Sequence[Path],
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     *,
     force: bool,
 ) -> _Restoration:
-    """Plan a checkpoint of our Trainer, which becomes the folder that the plain one writes."""
+    """Plan the restoration of a `CkptzTrainerMixin` checkpoint to a folder of the plain Trainer."""
     if output is None or to is not None:
         raise ConfigError(
-            f"{path}: becomes a folder that the plain Trainer resumes from; name it with -o, without --to"
+            f"{path}: becomes a folder for the plain Trainer; name it with -o, and leave out --to"
         )
-    folder, trainer = path_of(output), open_trainer_folder(path, search_path, held)
-    read = [file for one in trainer.inputs if one.checkpoint is not None for file in one.checkpoint.paths]
+    folder, trainer = path_of(output), open_trainer_folder(path, search_path, stack)
+    read = [
+        file for source in trainer.inputs if source.checkpoint is not None for file in source.checkpoint.paths
+    ]
     make_folder(folder, parents=False)
     for file in trainer.written:
         make_folder((folder / file).parent)
@@ -174,11 +178,11 @@ def _of_trainer(
     check_carried(trainer.carried, folder, force=force)
     notes = [_FROZEN] * trainer.lacks_frozen
     if trainer.stale:
-        notes.append(f"left out, as {path} holds their state in its .ckptz files: {', '.join(trainer.stale)}")
-    if others := [name for name in plain_state_in(folder) if name not in trainer.written]:
+        notes.append(f"left out, as .ckptz files in {path} have the same state: {', '.join(trainer.stale)}")
+    if foreign := [name for name in plain_state_in(folder) if name not in trainer.written]:
         notes.append(
-            f"{', '.join(others)} in {folder} are from before, and not of this checkpoint; the Trainer may "
-            "load them: remove them"
+            f"{', '.join(foreign)} in {folder} are not of this checkpoint, but the Trainer may load them; "
+            "remove them"
         )
     write = partial(write_plain_trainer, folder, trainer, like=read[:1])
     n_copied = len(trainer.carried)
@@ -186,33 +190,33 @@ def _of_trainer(
 
 
 def _of_input(
-    where: Located,
+    located: Located,
     output: PathLike | None,
     to: OutputKind | None,
     search_path: Sequence[Path],
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     *,
     force: bool,
 ) -> _Restoration:
-    """Plan one file, or the folder that was packed to it."""
-    path, weights = where.path, where.weights
+    """Plan the restoration of one file or of a compressed folder."""
+    path, weights = located.path, located.weights
     if weights is not None and output is None:
-        raise ConfigError(f"{path}: name an output (-o) for a step of a run, whose folder stays as it is")
-    if where.shards is not None and output is None:
-        raise ConfigError(f"{path}: name an output (-o) for a step that several ranks wrote")
-    if where.is_folder:
-        # Files that the folder had beside its shards were copied along, plain ones too.
+        raise ConfigError(f"{path}: a step of a run is not restored into its folder; name an output with -o")
+    if located.shards is not None and output is None:
+        raise ConfigError(f"{path}: several ranks wrote this step; name an output with -o")
+    if located.is_folder:
+        # The folder also has copies of the files beside the shards, plain safetensors files among them.
         packed = packed_in(path, with_plain=True)
         if packed is None and (newest := newest_checkpoint(path)) is not None:
             raise ConfigError(
-                f"{path}: a folder of checkpoints; name a step of it, {path}@STEP, as ckptz log lists them, "
+                f"{path}: a folder of several checkpoints; name a step, {path}@STEP (ckptz log lists them), "
                 f"or a file, such as {newest}"
             )
         path = packed or path
     read, named = (path, path) if weights is None else (exact_of(weights), weights)
-    opened = held.enter_context(contextlib.closing(open_input(read, search_path)))
+    opened = stack.enter_context(contextlib.closing(open_input(read, search_path)))
     if not opened.shards and (opened.kind != "ckptz" or opened.checkpoint is None):
-        what = "holds no .ckptz file" if path.is_dir() else "is a plain file already, not a .ckptz file"
+        what = "contains no .ckptz file" if path.is_dir() else "is not a .ckptz file"
         raise ConfigError(f"{path}: {what}; there is nothing to restore")
     kind = _kind_of(opened, to, output)
     target = _target_of(opened, named, output, kind, force=force)
@@ -222,7 +226,7 @@ def _of_input(
 
 
 def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -> RestoredKind:
-    """Choose what is written: what is asked for, as the output is called, or what was compressed."""
+    """Return the kind of the output: `asked`, else by the suffix of `output`, else the original kind."""
     if asked in ("pt", "dcp") and opened.sharding is not None and opened.tree is not None:
         raise ConfigError(f"{opened.name}: was a folder of torch files; restore it without --to")
     if asked is not None:
@@ -238,13 +242,13 @@ def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -
 def _target_of(
     opened: Input, path: Path, output: PathLike | None, kind: RestoredKind, *, force: bool
 ) -> Path:
-    """Choose the file or folder to write; refuse to replace what is there without `force`."""
+    """Return the file or folder to write; refuse to replace existing files without `force`."""
     checkpoints = opened.shards or (opened.checkpoint,)
-    read = [file for one in checkpoints if one is not None for file in one.paths]
+    read = [file for source in checkpoints if source is not None for file in source.paths]
     if kind == "dcp":
         target = output_folder(path) / f"{stem_of(path)}.dcp" if output is None else path_of(output)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigError(f"{target}: is not an empty folder; name a new one")
+            raise ConfigError(f"{target}: is not an empty folder; name a new folder")
         return target
     if kind != "folder":
         [target] = output_paths([path], output, ".pt" if kind == "pt" else PLAIN_SUFFIX)
@@ -252,7 +256,7 @@ def _target_of(
         return target
     folder = output_folder(path) if output is None else path_of(output)
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder}: a folder of shards is restored here, and this is a file; name a folder")
+        raise ConfigError(f"{folder}: is a file, but shards are restored to a folder; name a folder")
     assert opened.sharding is not None
     make_folder(folder, parents=False)
     check_file_names(folder, written_files(opened.sharding))
@@ -263,39 +267,41 @@ def _target_of(
 
 
 def _check_size(job: _Restoration, n_bytes: int, max_decoded_bytes: int | None) -> None:
-    """Refuse what is too large before the first byte is written: a small file may decode to terabytes."""
-    if max_decoded_bytes is not None:  # else the free disk is the limit, and not the free memory
+    """Check the decoded size before the first byte is written: a small file may decode to terabytes."""
+    if max_decoded_bytes is not None:  # the default limit is the free disk space, not the free memory
         check_limit(n_bytes, max_decoded_bytes, job.name)
     folder = job.target if job.kind == "folder" and not is_url(job.target) else scratch_folder(job.target)
-    # What becomes torch files is decoded to an unnamed file first.
-    is_twice = job.kind in ("pt", "dcp") or (job.kind == "folder" and any(one.tree for one in job.inputs))
+    # Torch files are assembled from a temporary file with all decoded tensors.
+    is_twice = job.kind in ("pt", "dcp") or (
+        job.kind == "folder" and any(source.tree for source in job.inputs)
+    )
     needed, free = n_bytes * (2 if is_twice else 1), shutil.disk_usage(folder).free
     if needed > free:
         raise WriteError(
-            f"{job.name}: restoring takes {needed} bytes, and {folder} has {free} free; "
-            "free some space, or restore elsewhere"
+            f"{job.name}: restoring needs {needed} bytes, but {folder} has {free} free; "
+            "free some space, or name another output with -o"
         )
 
 
 def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> Iterator[str]:
-    """Yield notes on entries that are left out."""
-    if weights is not None and (others := other_files_of_step(weights)):
-        names = ", ".join(file.name for file in others)
+    """Yield notes about state and files that the output lacks."""
+    if weights is not None and (step_files := other_files_of_step(weights)):
+        names = ", ".join(file.name for file in step_files)
         folder = weights.parent
-        how = f"; ckptz restore {folder} -o DIR restores all" if is_trainer_folder(folder) else ""
+        hint = f"; ckptz restore {folder} -o DIR restores all" if is_trainer_folder(folder) else ""
         is_prefixed = StepFile.parse(weights.name) and all(n.startswith("model.") for n in opened.tensors)
-        called = ", called model.NAME" if is_prefixed else ""
-        yield f"these are the weights{called}; what else belongs to the step is in {names}{how}"
+        prefix = ", named model.NAME" if is_prefixed else ""
+        yield f"the output has only the weights{prefix}; other files of the step: {names}{hint}"
     if kind == "folder" and opened.left_out:
-        yield f"files that belong to the folder were not found: {', '.join(opened.left_out)}"
+        yield f"files of the original folder that are missing: {', '.join(opened.left_out)}"
     if kind != "folder" and opened.sharding is not None:
-        yield f"was a folder of {len(opened.sharding.shards)} shards; this is one file"
+        yield f"{len(opened.sharding.shards)} shards were merged into one file"
     elif kind == "safetensors" and opened.tree is not None:
         root = parse_tree(opened.tree).root
         if not isinstance(root, dict) or set(map(type, root.values())) - {TensorRef, View}:
-            yield "holds the tensors alone, and not how they were nested; a torch file (--to pt) does"
+            yield "the nesting is lost in a safetensors file; --to pt keeps it"
         elif tied := tied_names(opened.tree, opened.tensors):
-            yield f"of tensors that are tied one is stored: not {', '.join(sorted(tied)[:3])}"
+            yield f"tied tensors are stored once: without {', '.join(sorted(tied)[:3])}"
 
 
 def _write(kind: RestoredKind, target: Path, opened: Input, chunks: Chunks) -> None:

@@ -1,4 +1,4 @@
-"""`ckptz verify`: every stored byte and every decoded value, and whether they are the original's."""
+"""`ckptz verify`: check every stored byte and every decoded value, and compare with an original."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Report):
-    """Counts of all that `verify` found to be right."""
+    """Counts of what `verify` checked."""
 
     file: str
     chain: tuple[str, ...]  # the files that its tensors depend on, nearest first
@@ -41,8 +41,8 @@ class VerifyReport(Report):
     tensor_bytes: int  # bytes decoded
     content_id: str  # identity of the values
     against: str | None  # the checkpoint compared with
-    n_lossy: int  # tensors that were compared by their recorded errors instead of bit for bit
-    seconds: float  # time taken
+    n_lossy: int  # tensors compared within their recorded error instead of bit for bit
+    seconds: float  # time taken, without compiling kernels
 
 
 @naming_urls
@@ -57,27 +57,32 @@ def verify(
     """Check the stored bytes of every chunk of a file and its chain, and decode every tensor of the file.
 
     Args:
-        path: a `.ckptz` file, or "DIR@STEP" for the weights of a step, exact if they are there; with
-            `against` also a `.safetensors` file.
-        against: a checkpoint that must hold the same names, types, shapes, metadata and bits.
-        jobs: threads, all cores by default.
-        search_path: folders to look for bases in, after the file's own; also for those of the original.
-        progress: is told of the bytes decoded.
+        path: a `.ckptz` file, or "DIR@STEP" for the weights of a step, exact if the step has a residual file;
+            with `against` also a `.safetensors` file.
+        against: a checkpoint that must have the same names, dtypes, shapes, metadata and bits.
+        jobs: number of threads, by default one for each core.
+        search_path: more folders to search for bases, of `against` too, after the folder of the file.
+        progress: receives the number of bytes decoded.
+
+    Returns:
+        Counts of the tensors, chunks and bytes that were checked.
 
     Raises:
-        ConfigError: a file of another kind, or a plain one without `against`.
-        ChecksumError: stored bytes were changed.
-        CorruptionError: values decode to others than were written, or differ from the original.
+        ConfigError: not a `.ckptz` file, or a plain safetensors file without `against`.
+        ChecksumError: stored bytes are damaged.
+        CorruptionError: decoded values are not those that were written, or differ from the original.
         MissingBaseError: the chain is incomplete.
     """
-    start, where = working_seconds(), resolve(path)
-    if where.shards is not None:
-        return _verify_shards(path, where.shards, against, jobs, search_path, progress)
-    file = check_not_torch(where.path) if where.weights is None else exact_of(where.weights)
+    start, located = working_seconds(), resolve(path)
+    if located.shards is not None:
+        return _verify_shards(path, located.shards, against, jobs, search_path, progress)
+    file = check_not_torch(located.path) if located.weights is None else exact_of(located.weights)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
         checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, to_paths(search_path))))
         if checkpoint.container is None and against is None:
-            raise ConfigError(f"{path}: a plain file holds no checksums; compare it with --against ORIGINAL")
+            raise ConfigError(
+                f"{path}: a plain safetensors file has no checksums; compare it with --against ORIGINAL"
+            )
         originals: Tensors = {}
         if against is not None:
             original = open_input(path_of(against), to_paths(search_path))
@@ -110,9 +115,11 @@ def _verify_shards(
     search_path: Sequence[PathLike],
     progress: Progress,
 ) -> VerifyReport:
-    """Verify the files of all ranks of a step, and its whole tensors against an original."""
+    """Verify the files of all ranks of a step, and compare the merged tensors with an original."""
     start = working_seconds()
-    with contextlib.closing(open_input(step, to_paths(search_path))) as opened:  # all are there, or an error
+    with contextlib.closing(
+        open_input(step, to_paths(search_path))
+    ) as opened:  # raises unless all ranks are there
         files = [shard.paths[0] for shard in opened.shards]
         if against is not None:
             with contextlib.closing(open_input(path_of(against), to_paths(search_path))) as original:
@@ -132,9 +139,9 @@ def _verify_shards(
 
 
 def _compare_whole(opened: Input, original: Input) -> None:
-    """Compare the tensors of a step of several ranks with those of an original, one after another."""
+    """Compare the merged tensors of a step of several ranks with an original."""
     if differing := sorted(opened.tensors.keys() ^ original.tensors.keys()):
-        raise CorruptionError(f"{opened.name}: tensor {differing[0]!r} is in one of the two alone")
+        raise CorruptionError(f"{opened.name}: tensor {differing[0]!r} is not in both checkpoints")
     for name, source in opened.tensors.items():
         other = original.tensors[name]
         is_same = (source.dtype, tuple(source.shape)) == (other.dtype, tuple(other.shape))
@@ -157,7 +164,7 @@ def _check_stored(frame: FrameSource) -> int:
 
 
 def _checks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[Callable[[], int]]:
-    """Yield a call for each chunk that decodes it, compares it and gives its bytes."""
+    """Yield a function for each chunk that decodes and compares it and returns its bytes."""
     for name, source in checkpoint.tensors.items():
         check_empty(source)
         where = f"{checkpoint.name}: tensor {name!r}"
@@ -188,16 +195,18 @@ def _check_deviation(where: str, kind: int, patterns: Patterns, original: Patter
     differs = patterns != original
     exact, restored = (cpu().to_f32(u[differs], kind).view(np.float32) for u in (original, patterns))
     largest, squares, _ = map(float, planning().deviation(exact, restored))
-    off = largest if math.isfinite(squares) else squares  # the largest leaves out NaN, the squares do not
-    if not off <= recorded:
-        raise CorruptionError(f"{where} is {off:.6g} off the original, the file records {recorded:.6g}")
+    deviation = largest if math.isfinite(squares) else squares  # the maximum ignores NaN, the sum does not
+    if not deviation <= recorded:
+        raise CorruptionError(
+            f"{where} is {deviation:.6g} from the original; the file records {recorded:.6g}"
+        )
 
 
 def check_same_layout(checkpoint: Checkpoint, original: Input) -> None:
-    """Require the original's names, types, shapes and metadata, and how it was split or nested.
+    """Check that names, dtypes, shapes, metadata, nesting and shards are those of the original.
 
     Raises:
-        CorruptionError: names the first difference.
+        CorruptionError: they differ; the message names the first difference.
     """
     differs = f"{checkpoint.name}: differs from {original.name}"
     _check_same_tensors(checkpoint.tensors, original.tensors, differs)
@@ -205,9 +214,9 @@ def check_same_layout(checkpoint: Checkpoint, original: Input) -> None:
         raise CorruptionError(f"{differs}: the metadata differ")
     index = None if checkpoint.container is None else checkpoint.container.index
     if index is None or original.kind == "safetensors":
-        return  # one of the two has no place for more
+        return  # a safetensors file has neither nesting nor shards
     if index.tree != original.tree:
-        raise CorruptionError(f"{differs}: the nesting differs, or values beside the tensors do")
+        raise CorruptionError(f"{differs}: the nesting or plain values differ")
     if _shards(index.sharding) != _shards(original.sharding):
         raise CorruptionError(f"{differs}: the shards differ")
 

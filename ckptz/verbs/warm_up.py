@@ -1,4 +1,4 @@
-"""`ckptz warm-up`: compiles ahead what commands need, for images of containers."""
+"""`ckptz warm-up`: compile all kernels ahead of time, for example in a container image."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ CONFIGS: Final[Mapping[str, Method]] = {name: method() for name, method in METHO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUpReport(Report):
-    """The methods whose kernels are compiled, and where these are kept."""
+    """The methods whose kernels are compiled, and the folder of the cache."""
 
-    methods: tuple[str, ...]  # whose kernels are there now
-    folder: str | None  # where they are kept; None if no folder can be written
+    methods: tuple[str, ...]  # methods whose kernels are compiled
+    folder: str | None  # folder of the kernel cache; None if no folder is writable
     seconds: float  # time taken
 
 
 def warm_up(*, jobs: int | None = None) -> WarmUpReport:
-    """Fill the cache of kernels: compile what writing and reading files need, for later processes.
+    """Compile the kernels that writing and reading need, and cache them for later processes.
 
-    Small checkpoints are written and read by every method. What is kept is of no use to other versions of
-    numba or to other processors.
+    Small checkpoints are written and read with every method. The cache is only valid for this version of
+    numba and this type of processor.
 
     Args:
-        jobs: processes that compile side by side, all cores by default; 1 is this process.
+        jobs: number of processes that compile, by default one for each core; 1 compiles in this process.
 
     Example:
         >>> import ckptz
@@ -64,35 +64,36 @@ def warm_up(*, jobs: int | None = None) -> WarmUpReport:
         for name in CONFIGS:
             _write_and_read(name)
     else:
-        with Workers(
-            2
-        ) as workers:  # Ctrl-C must not meet the conditions of the pool, which might stay locked
+        # The process pool runs in a worker thread: a Ctrl-C within its locks could leave them locked.
+        with Workers(2) as workers:
             list(workers.map(_in_processes, [n_jobs]))
     return WarmUpReport(methods=tuple(CONFIGS), folder=kept_in(), seconds=time.perf_counter() - start)
 
 
 def _in_processes(n_jobs: int) -> None:
-    # One process compiles one kernel at a time. A forked one may wait for locks of threads that it lacks.
+    # A process compiles one kernel at a time. Forked processes may deadlock on locks of missing threads.
     with ProcessPoolExecutor(n_jobs, multiprocessing.get_context("spawn")) as pool:
-        first, *others = CONFIGS
+        first, *remaining = CONFIGS
         pool.submit(_write_and_read, first).result()  # most of its kernels serve every method
-        list(pool.map(_write_and_read, others))
+        list(pool.map(_write_and_read, remaining))
 
 
 def _write_and_read(method: str) -> None:
-    """Write and read a full file and a delta by a method, of weights and of whole states."""
+    """Write and read a full file and a delta with a method: of weights, and of whole training states."""
     compiled()
     leave_numpy()
     silently()
     config = CONFIGS[method]
     efforts: tuple[tuple[bool, EffortName], ...] = (False, "fast"), (True, "small")
-    for whole, effort in efforts:
-        old, new = ({name: s for name, s in _state(step) if whole or "model" in name} for step in (0, 1))
-        with tempfile.TemporaryDirectory(prefix="ckptz-") as folder, contextlib.ExitStack() as held:
+    for with_optimizer, effort in efforts:
+        old, new = (
+            {name: s for name, s in _state(step) if with_optimizer or "model" in name} for step in (0, 1)
+        )
+        with tempfile.TemporaryDirectory(prefix="ckptz-") as folder, contextlib.ExitStack() as stack:
             job = WriteJob(tensors=old, config=config, effort=effort)
-            base = held.enter_context(_written(Path(folder, "full.ckptz"), job))
+            base = stack.enter_context(_written(Path(folder, "full.ckptz"), job))
             job = replace(job, tensors=new, base=base_ref(base), bases=base.tensors)
-            delta = held.enter_context(_written(Path(folder, "delta.ckptz"), job))
+            delta = stack.enter_context(_written(Path(folder, "delta.ckptz"), job))
             for source in delta.tensors.values():
                 source.patterns(0, source.n_patterns)
 
@@ -104,7 +105,7 @@ def _written(path: Path, job: WriteJob) -> contextlib.closing[Checkpoint]:
 
 
 def _state(step: int) -> Iterator[tuple[str, TensorSource]]:
-    """Yield weights and Adam's moments of each dtype, which move a little with the step."""
+    """Yield weights and Adam moments of each dtype; values change slightly from step to step."""
     for dtype in map(dtype_of, DTYPES):
         for name in ("model.{}", "model.{}.bias", "optimizer.{}.exp_avg", "optimizer.{}.exp_avg_sq"):
             rng, shape = np.random.default_rng(len(name)), SHAPE[: 1 if "bias" in name else 2]
@@ -115,5 +116,5 @@ def _state(step: int) -> Iterator[tuple[str, TensorSource]]:
                 f32_patterns
                 >> f32_patterns.dtype.type(8 * max(f32_patterns.itemsize - dtype.pattern_bytes, 0))
             ).ravel()
-            own = patterns.astype(PATTERN_TYPES[dtype.pattern_bytes])
-            yield name.format(dtype.name.lower()), ArraySource(dtype, shape, own)
+            typed_patterns = patterns.astype(PATTERN_TYPES[dtype.pattern_bytes])
+            yield name.format(dtype.name.lower()), ArraySource(dtype, shape, typed_patterns)

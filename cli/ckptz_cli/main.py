@@ -1,6 +1,6 @@
-"""The command `ckptz`. Each verb parses, makes one library call and renders what it returns.
+"""The command `ckptz`: each verb parses its options, calls the library once and prints the report.
 
-Nothing heavy loads here: a verb imports the library inside itself, so that `--help` stays quick.
+Verbs import the library inside their functions, so that `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptz_cli.options import session_options
 from ckptz_cli.session import USAGE, Session
 from ckptz_cli.verbs import compress, diff, inspect, log, prune, rebase, report, restore, verify, warm_up
 
-# From a scheduler, and from a terminal that is closed; Windows has no such signal.
+# Sent by a scheduler, and when a terminal closes; Windows lacks SIGHUP.
 STOPS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 SIGNALLED: Final = 128  # the exit code is this and the signal's number, as shells report it
 
@@ -41,24 +41,24 @@ Exit codes:
     3  damaged file
     4  unsupported
     5  file or base missing
-    6  budget not kept (written without loss)
+    6  quality budget not met (written without loss)
     7  disk
-   10  differ (diff --exit-code)
+   10  checkpoints differ (diff --exit-code)
   130  interrupted
 """
 
 
 class Program(click.Group):
-    """A group whose errors are one line on stderr and an exit code by cause."""
+    """The command group; an error is one line on stderr and an exit code for its cause."""
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **__: Any) -> NoReturn:
-        """Run a command line, by default the process's own, and exit."""
+        """Run a command line, by default that of the process, and exit."""
         words = sys.argv[1:] if args is None else list(args)
         session = Session(words)
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a terminal may lack characters that names have
+            if isinstance(stream, io.TextIOWrapper):  # its encoding may lack characters of tensor names
                 stream.reconfigure(errors="backslashreplace")
-        with _unwinding_when_terminated():
+        with _exit_on_signals():
             try:
                 super().main(words or ["--help"], "ckptz", standalone_mode=False, obj=session)
             except Exception as error:
@@ -66,20 +66,20 @@ class Program(click.Group):
             sys.exit(session.finish() or (0 if words else USAGE))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Find a verb; for `decompress` name `restore`, where click would propose `compress`."""
+        """Return a verb; for `decompress` suggest `restore`, where click would suggest `compress`."""
         if args[0] == "decompress":
             ctx.fail("No such command 'decompress'. Did you mean 'restore'?")
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """List the verbs in the order in which they were added, which is that of their use."""
+        """List the verbs in the order in which they were added."""
         del ctx
         return list(self.commands)
 
 
 @contextlib.contextmanager
-def _unwinding_when_terminated() -> Iterator[None]:
-    """Handle termination signals like Ctrl-C, so that temporary files are removed."""
+def _exit_on_signals() -> Iterator[None]:
+    """Turn termination signals into SystemExit, so that temporary files are removed."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(SIGNALLED + number)
@@ -89,7 +89,7 @@ def _unwinding_when_terminated() -> Iterator[None]:
         return
     previous = {number: signal.getsignal(number) for number in STOPS}
     for number, handler in previous.items():
-        if handler is not signal.SIG_IGN:  # under nohup it shall go on
+        if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, stop)
     try:
         yield
@@ -113,16 +113,16 @@ def _show_version(context: click.Context, _: click.Parameter, is_asked: bool) ->
     is_eager=True,
     expose_value=False,
     callback=_show_version,
-    help="Print the version of ckptz and of its format.",
+    help="Print the versions of ckptz and of the format.",
 )
 @session_options
 def main() -> None:
-    """Make training checkpoints smaller, and get them back.
+    """Compress training checkpoints, and restore them.
 
-    By default every bit comes back. Stored against an earlier checkpoint, a file is smaller still; with a
-    method or a budget it is lossy and many times smaller. `ckptz VERB --help` says more.
+    Compression is lossless by default. A delta to an earlier checkpoint is smaller; a lossy file, with a
+    method or a quality budget, is many times smaller. See also `ckptz VERB --help`.
     """
-    # Looking for cycles among a million entries of indices takes a fifth of the time.
+    # Collecting garbage among a million index entries takes a fifth of the time.
     gc.set_threshold(100_000)
 
 

@@ -1,6 +1,6 @@
 """Options of `ckptz compress` that choose a method and its settings: --method, --set, --config.
 
-The names of settings are the fields of the method's class, so a registered method needs no code here.
+Settings are the fields of the method's class, so a new method needs no code here.
 """
 
 from __future__ import annotations
@@ -22,25 +22,30 @@ if TYPE_CHECKING:
     from ckptz.codec.method import Method
 
 INPUT, GUIDE, SEARCH = "input", "guide", "search"
-# Keys of --set that are no settings of a method, by group; a TOML file for --config may have these tables.
+# Keys of --set that are not settings of a method, by group; tables of these names are allowed in --config.
 GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
     INPUT: {
-        "step": "training step, which the file records (default: that of the metadata or the name)",
-        "param_names": "file with the names of the parameters that the optimizer numbers, one on each line",
-        "tensor_roles": "TOML file that says which tensors are what",
+        "step": "training step to record (default: from the metadata or the name)",
+        "param_names": "text file with one parameter name on each line, in the order of the optimizer",
+        "tensor_roles": "TOML file with rules for the role of each tensor",
     },
     GUIDE: {
-        "moments_from": "checkpoint with Adam's second moments, which guide a lossy method; it is not stored",
-        "calibration": "grid: layer inputs that ckptz.hooks.Calibration saved",
-        "sensitivity": "gradients that ckptz.hooks.SensitivityTracker saved",
+        "moments_from": "checkpoint whose second moments of Adam guide a lossy method; it is not stored",
+        "calibration": "grid: file of ckptz.hooks.Calibration, with layer inputs",
+        "sensitivity": "file of ckptz.hooks.SensitivityTracker, with gradients",
     },
     SEARCH: {
-        "max_evaluations": "evaluations at most; the best file is kept; with 0 the base's settings are used",
-        "restores": "expected number of restarts from such files: each gets a share of the budget",
-        "resume_steps": "training steps of an --eval called resume (default 20)",
+        "max_evaluations": "maximum number of evaluations; 0 uses the settings of the base",
+        "restores": "expected number of restarts; each file gets its share of the budget",
+        "resume_steps": "training steps of a resume evaluation (default 20)",
     },
 }
-NUMBERS: Final = ("step", "max_evaluations", "restores", "resume_steps")  # keys of groups; others are files
+NUMBERS: Final = (
+    "step",
+    "max_evaluations",
+    "restores",
+    "resume_steps",
+)  # numeric keys of groups; all other keys are files
 _ATTRIBUTE: Final = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
 
@@ -49,33 +54,39 @@ def _is_file(names: Sequence[str]) -> bool:
 
 
 def split_groups(settings: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Split settings into those of a method and those of each group in `GROUPS`.
+    """Split settings into those of the method and those of each group in `GROUPS`.
+
+    Args:
+        settings: nested settings.
+        where: prefix for error messages.
 
     Raises:
-        click.UsageError: a group has no such key, or a value has the wrong type; `where` begins the message.
+        click.UsageError: a group has no such key, or a value has the wrong type.
     """
     groups = {name: settings.get(name, {}) for name in GROUPS}
     for name, group in groups.items():
         for key, value in group.items() if isinstance(group, dict) else [("", group)]:
             if key not in GROUPS[name]:
-                known = ", ".join(f"{name}.{one}" for one in GROUPS[name])
-                raise click.UsageError(f"{where}{name}.{key}: not one of {known}")
+                known = ", ".join(f"{name}.{valid}" for valid in GROUPS[name])
+                raise click.UsageError(f"{where}{name}.{key}: unknown; use one of {known}")
             least = int(key in ("restores", "resume_steps"))
             if key in NUMBERS and (type(value) is not int or value < least):
-                raise click.UsageError(f"{where}{name}.{key}: {value!r} is not a whole number in range")
+                raise click.UsageError(
+                    f"{where}{name}.{key}: {value!r} is not an integer of at least {least}"
+                )
             if key not in NUMBERS and (type(value) is not str or not value):
-                raise click.UsageError(f"{where}{name}.{key}: {value!r} is not the name of a file")
+                raise click.UsageError(f"{where}{name}.{key}: {value!r} is not a file name")
     return {name: value for name, value in settings.items() if name not in GROUPS}, groups
 
 
 def _show_methods(context: click.Context, _: click.Parameter, is_asked: bool) -> None:
     if is_asked:
-        click.echo("\n".join(_lines_on_methods()))
+        click.echo("\n".join(_methods_help()))
         context.exit()
 
 
-def _lines_on_methods() -> list[str]:
-    """Describe every setting of every method: name, default and the text of the class's docstring."""
+def _methods_help() -> list[str]:
+    """Return lines on every setting of every method: name, default and its text in the class docstring."""
     from ckptz.codec.registry import METHODS
 
     lines = []
@@ -84,18 +95,18 @@ def _lines_on_methods() -> list[str]:
         lines += [f"--method {method.name}", f"  {document.splitlines()[0]}"]
         texts = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(document)}
         for field in fields(method):
-            default = "" if field.default is MISSING else f" (default {_written(field.default)})"
+            default = "" if field.default is MISSING else f" (default {_value_text(field.default)})"
             lines.append(f"  --set {field.name}=...{default}")
             lines.append(click.wrap_text(texts.get(field.name, ""), 100, "      ", "      "))
         lines.append("")
-    lines.append("Whatever the method; the last ones with --eval")
+    lines.append("For all methods (search: with --eval)")
     for name, group in GROUPS.items():
         for key, text in group.items():
             lines.append(f"  --set {name}.{key}={'N' if key in NUMBERS else 'FILE'}\n      {text}")
     return lines
 
 
-def _written(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return "none" if value is None else str(value)
 
 
@@ -106,7 +117,7 @@ def _method_names() -> tuple[str, ...]:
 
 
 class _MethodName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
-    """The name of a registered method; the table is only loaded when an option is given."""
+    """The name of a registered method; the registry is only imported if the option is used."""
 
     name = "method"
 
@@ -123,7 +134,7 @@ method_options: Callable[..., Any] = together(
         type=_MethodName(),
         multiple=True,
         metavar="NAME",
-        help="How tensors become smaller: lossless (default), grid, kmeans.",
+        help="Compression method: lossless (default), grid, kmeans.",
     ),
     click.option(
         "--set",
@@ -131,13 +142,13 @@ method_options: Callable[..., Any] = together(
         multiple=True,
         metavar="KEY=VALUE",
         callback=lambda _context, _option, texts: parse_pairs(texts, _is_file),
-        help="A setting, such as step=0.5 for grid; repeatable.",
+        help="Set a setting of the method, such as step=0.5 for grid; repeatable.",
     ),
     click.option(
         "--config",
         type=PATH,
         metavar="FILE",
-        help="Settings from a TOML file, or those that a search found, from its --json.",
+        help="Read settings from a TOML file, or from the --json report of a search.",
     ),
     click.option(
         "--help-methods",
@@ -158,11 +169,11 @@ def method_type(name: str | None, default: type[Method]) -> type[Method]:
 
 
 def checked_settings(method: type[Method], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the types of the method's fields.
+    """Return settings, converted to the types of the method's fields.
 
     Raises:
         click.UsageError: the method has no such setting.
-        click.BadParameter: a nested value has the wrong form.
+        click.BadParameter: a nested value is invalid.
     """
     import msgspec
 
@@ -175,7 +186,7 @@ def checked_settings(method: type[Method], settings: Mapping[str, Any]) -> dict[
             raise click.UsageError(f"--set {name}: method {method.name} has no such setting; {known}")
         checked[name] = value
         if not isinstance(value, dict | list):
-            continue  # the method checks plain values itself
+            continue  # the method's constructor checks plain values
         try:
             checked[name] = msgspec.convert(value, hints[name], strict=False)
         except msgspec.ValidationError as error:
@@ -189,11 +200,17 @@ def checked_settings(method: type[Method], settings: Mapping[str, Any]) -> dict[
 def config_from(
     method: str | None, settings: Mapping[str, Any], loaded: Method | None, path: Path | None
 ) -> Method:
-    """Return the configuration that --method, --set and --config, which was `loaded` from `path`, ask for.
+    """Return the method configured by --method, --set and --config.
+
+    Args:
+        method: name of the method, or None.
+        settings: settings of --set.
+        loaded: configuration from `path`, the file of --config, or None.
+        path: for error messages.
 
     Raises:
         click.UsageError: a setting without a method, or a method that contradicts the file.
-        ConfigError: values out of range.
+        ConfigError: a value is out of range.
     """
     from dataclasses import replace
 
@@ -201,23 +218,25 @@ def config_from(
 
     if loaded is not None:
         if method not in (None, loaded.name):
-            raise click.UsageError(f"--method {method} contradicts {path}, which is for {loaded.name}")
+            raise click.UsageError(f"--method {method} contradicts {path}, which configures {loaded.name}")
         return replace(loaded, **checked_settings(type(loaded), settings))
     if method is None and settings:
-        raise click.UsageError(f"--set {next(iter(settings))} needs --method; without one nothing is lost")
+        raise click.UsageError(
+            f"--set {next(iter(settings))} needs --method; without it, compression is lossless"
+        )
     chosen = method_type(method, Lossless)
     return chosen(**checked_settings(chosen, settings))
 
 
 def load_config(path: Path) -> tuple[Method | None, dict[str, dict[str, Any]]]:
-    """Read settings from a TOML file, or from the JSON object that a search prints with --json.
+    """Read settings from a TOML file, or from the --json report of a search.
 
     Returns:
-        (the settings of a method, None if the file names none; the settings of each group in `GROUPS`).
+        (the configured method, or None if the file names none; the settings of each group in `GROUPS`).
 
     Raises:
-        ConfigError: the file has another form, or settings that the method does not have.
-        FileNotFoundError: there is no such file.
+        ConfigError: the file is invalid, or the method lacks one of its settings.
+        FileNotFoundError: no such file.
     """
     from ckptz.codec.registry import method_named
     from ckptz.errors import ConfigError
@@ -234,6 +253,6 @@ def load_config(path: Path) -> tuple[Method | None, dict[str, dict[str, Any]]]:
     if name is None and not settings:
         return None, groups
     if not isinstance(name, str):
-        raise ConfigError(f'{path}: names no method; begin with method = "grid"')
+        raise ConfigError(f'{path}: names no method; add a line such as method = "grid"')
     chosen = method_named(name)
     return chosen(**checked_settings(chosen, settings)), groups

@@ -1,4 +1,4 @@
-"""Options that several verbs share, and the sections of the help of `ckptz compress`."""
+"""Options of several verbs, and the sections in the help of `ckptz compress`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ jobs_option = click.option(
     *("-j", "--jobs"), type=COUNT, metavar="N", help="Number of threads (default: all cores)."
 )
 force_option = click.option("-f", "--force", is_flag=True, help="Replace an existing output.")
-OUTPUT: Final = "output"  # name of the option for the file that is written
-# Sections of the help of compress.
+OUTPUT: Final = "output"  # name of the parameter of --output
+# Sections in the help of compress, and their options.
 SECTIONS: Final[Mapping[str, Sequence[str]]] = {
     "Used most": ("output", "base", "chain", "method", "budget"),
     "How small, and how good": (
@@ -39,7 +39,7 @@ SECTIONS: Final[Mapping[str, Sequence[str]]] = {
 
 
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Make one decorator of several options; the help lists them in this order."""
+    """Return one decorator for several options, in the order of the help."""
 
     def add(command: Command) -> Command:
         for option in reversed(options):
@@ -50,10 +50,10 @@ def together(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
 
 
 class _Path(click.Path):
-    """A path or a URL. An empty one is refused: an unset variable does not mean the working folder.
+    """A path or a URL; an empty one, as from an unset shell variable, is an error.
 
-    An output that ends with a separator stays text: a `Path` would lose the separator, which says that the
-    output is a folder.
+    An output that ends with a separator stays a string, because `Path` would drop the separator, which marks
+    a folder.
     """
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -64,9 +64,9 @@ class _Path(click.Path):
         if isinstance(value, str) and "://" in value:
             from ckptz.format.byte_source import path_of
 
-            there = path_of(value)  # fails early
+            url = path_of(value)  # raises early for an unknown protocol
             is_folder = param is not None and param.name == OUTPUT and value.endswith("/")
-            return value if is_folder else there
+            return value if is_folder else url
         path = super().convert(value, param, ctx)
         is_folder = isinstance(value, str) and value.endswith(("/", os.sep))
         return value if is_folder and param is not None and param.name == OUTPUT else path
@@ -75,8 +75,8 @@ class _Path(click.Path):
 PATH: Final = _Path(path_type=Path)
 
 
-def _are_there(_: click.Context, param: click.Parameter, folders: tuple[Path, ...]) -> tuple[Path, ...]:
-    """Refuse folders that do not exist: in a misspelt one no bases would be found."""
+def _check_folders(_: click.Context, param: click.Parameter, folders: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Raise for folders that do not exist, such as misspelt ones."""
     from ckptz.format.byte_source import is_url
 
     for folder in folders:
@@ -86,48 +86,49 @@ def _are_there(_: click.Context, param: click.Parameter, folders: tuple[Path, ..
 
 
 def only_one(_: click.Context, param: click.Parameter, values: tuple[Path, ...]) -> Path | None:
-    """Refuse two values of an option; click alone would silently take the last one."""
+    """Return the value of an option; raise for two different values, where click would use the last."""
     if len(set(values)) > 1:
-        raise click.BadParameter(f"{values[0]} and {values[-1]}: give only one of them", param=param)
+        raise click.BadParameter(f"{values[0]} and {values[-1]}: only one value is allowed", param=param)
     return values[0] if values else None
 
 
 def _remember(context: click.Context, param: click.Parameter, is_asked: bool) -> None:
-    """Note in the context that -q or -v was given, before the verb or after it."""
+    """Store -q or -v in the context, whether before or after the verb."""
     if is_asked:
         context.meta[QUIET if param.name == "quiet" else VERBOSE] = True
 
 
-# What every verb has, before or after its name. `Session` reads the last two from the command line itself,
-# as errors of the command line are shown by them, too.
+# Options of every verb, before or after its name. `Session` parses the last two itself, because they also
+# determine how usage errors are printed.
 session_options = together(
     click.option(
         *("-q", "--quiet"),
         is_flag=True,
         expose_value=False,
         callback=_remember,
-        help="Print only errors, and what --json asks for.",
+        help="Print only errors, and the report of --json.",
     ),
     click.option(
         *("-v", "--verbose"),
         is_flag=True,
         expose_value=False,
         callback=_remember,
-        help="Print a line for each trial of a search, and where an error was raised.",
+        help="Print each trial of a search, and tracebacks of errors.",
     ),
     click.option("--json", is_flag=True, expose_value=False, help="Print the report as one JSON object."),
 )
 
 
 def parse_pairs(texts: Sequence[str], is_text: Callable[[Sequence[str]], bool]) -> dict[str, Any]:
-    """Parse KEY=VALUE into nested settings.
+    """Parse KEY=VALUE texts into nested settings.
 
-    A value is written as in TOML, such as 16, 0.5, true or [["head", 0.0]]; anything else is a string, and
-    `none` is None. A key may be dotted: `moments.second_step=2`. Values of keys that `is_text` names are
-    strings as they stand.
+    Args:
+        texts: the texts. A key may have dots: `moments.second_step=2`. A value is a TOML value, such as 16,
+            0.5, true or [["head", 0.0]], or `none` for None; any other text is a string.
+        is_text: function of a key, split at its dots, that returns True if its value is always a string.
 
     Raises:
-        click.BadParameter: a text is not KEY=VALUE, or contradicts an earlier one.
+        click.BadParameter: a text is not KEY=VALUE, or sets a key again.
     """
     settings: dict[str, Any] = {}
     for text in texts:
@@ -139,7 +140,7 @@ def parse_pairs(texts: Sequence[str], is_text: Callable[[Sequence[str]], bool]) 
         for name in names[:-1]:
             level = level.setdefault(name, {})
             if not isinstance(level, dict):
-                raise click.BadParameter(f"{text!r}: {name} has a value already")
+                raise click.BadParameter(f"{text!r}: {name} is set already")
         if names[-1] in level:
             raise click.BadParameter(f"{text!r}: {key.strip()} is set twice")
         level[names[-1]] = value.strip() if is_text(names) else _value(value.strip())
@@ -156,7 +157,7 @@ def _value(text: str) -> Any:
 
 
 def _use_storage(context: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> None:
-    """Add options to fsspec's configuration, for the protocols of all URLs of this command line."""
+    """Add options to fsspec's configuration for the protocols of all URLs on the command line."""
     if not texts:
         return
     from ckptz import lazy
@@ -182,7 +183,7 @@ def _use_storage(context: click.Context, param: click.Parameter, texts: tuple[st
 
 storage_option = click.option(
     "--storage-options",
-    is_eager=True,  # URLs are opened as soon as they are read
+    is_eager=True,  # before the URLs, which are opened while parsing
     expose_value=False,
     multiple=True,
     metavar="KEY=VALUE",
@@ -194,14 +195,14 @@ search_path_option = together(
         "--search-path",
         type=PATH,
         multiple=True,
-        callback=_are_there,
+        callback=_check_folders,
         metavar="DIR",
-        help="Look for bases in this folder, too; repeatable.",
+        help="Also search this folder for bases; repeatable.",
     ),
     storage_option,
 )
 
-# What every verb has that writes a file, at the end of its help.
+# Options of every verb that writes a file, at the end of its help.
 writing_options = together(jobs_option, force_option, search_path_option, session_options)
 
 
@@ -209,11 +210,11 @@ class SectionedCommand(Verb):
     """A command whose help lists its options in sections."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options in sections; those that no section names come last."""
+        """Write the options in sections; options without a section come last."""
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         records = {option.name: option.get_help_record(ctx) for option in options}
-        named = {name for names in SECTIONS.values() for name in names}
-        others = [name for name in records if name is not None and name not in named]
-        for title, names in {**SECTIONS, "Every command has": others}.items():
+        sectioned = {name for names in SECTIONS.values() for name in names}
+        common = [name for name in records if name is not None and name not in sectioned]
+        for title, names in {**SECTIONS, "Every command has": common}.items():
             with formatter.section(title):
                 formatter.write_dl([record for name in names if (record := records[name])])

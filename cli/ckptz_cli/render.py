@@ -1,4 +1,4 @@
-"""Reports as lines of text. Names come from files, so nothing is trusted."""
+"""Reports as lines of text. Names come from files, so non-printable characters are escaped."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptz.run.names import step_of_folder
-from ckptz.verbs.quality_text import amount, moved, quality_text
+from ckptz.verbs.quality_text import amount_text, change_text, quality_text
 from ckptz.words import format_bytes, format_ratio, printable
 
 if TYPE_CHECKING:
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from ckptz.verbs.verify import VerifyReport
 
 
-def plural(n: int, what: str) -> str:
-    """Count things in words."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}{'es' if what.endswith('ch') else 's'}"
+def plural(n: int, noun: str) -> str:
+    """Return a count with its noun in singular or plural, such as "2 files"."""
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def _pace(n_bytes: int, seconds: float) -> str:
@@ -30,9 +30,9 @@ def _pace(n_bytes: int, seconds: float) -> str:
 
 
 def compressed_line(report: CompressReport) -> str:
-    """Describe the compression of one input."""
+    """Return the line for one compressed input."""
     against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
-    lossy = f", {report.n_lossy} lossy, {_promise(report)}" if report.n_lossy else ""
+    lossy = f", {report.n_lossy} lossy, {_quality(report)}" if report.n_lossy else ""
     sizes = f"{format_bytes(report.tensor_bytes)} -> {format_bytes(report.stored_bytes)}"
     ratio = format_ratio(report.stored_bytes, report.tensor_bytes)
     return (
@@ -47,7 +47,7 @@ def _evaluations(report: CompressReport) -> str:
 
 
 def predicted_line(report: CompressReport) -> str:
-    """Describe what a dry run predicts for one input and one method."""
+    """Return the line for the prediction of one input and one method."""
     against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
     lossy = f", {report.n_lossy} lossy" if report.n_lossy else ""
     return (
@@ -57,36 +57,36 @@ def predicted_line(report: CompressReport) -> str:
     )
 
 
-def _promise(report: CompressReport) -> str:
+def _quality(report: CompressReport) -> str:
     if report.search is None or not report.search.quality:
         return "quality not measured (per-tensor errors: inspect --tensors)"
     return "; ".join(map(quality_text, report.search.quality))
 
 
 def judged_text(judged: Judgement) -> str:
-    """Compare a trial with its budget, and state whether the examples resolve the difference."""
+    """Return the change of a trial against its budget, and whether the examples are enough to measure it."""
     if judged.mean_change is None:
         return "not finite"
     is_relative = judged.is_relative
-    text = moved(judged.mean_change, is_relative=is_relative)
+    text = change_text(judged.mean_change, is_relative=is_relative)
     if judged.standard_error is not None and judged.example_change is not None:
-        allowed = amount(judged.example_limit, is_relative=is_relative)
-        text += f" +- {amount(judged.standard_error, is_relative=is_relative)}"
+        allowed = amount_text(judged.example_limit, is_relative=is_relative)
+        text += f" +- {amount_text(judged.standard_error, is_relative=is_relative)}"
         text += "" if judged.is_resolved else f", too few {printable(judged.unit)}s to be sure"
-        changes = amount(judged.example_change, is_relative=is_relative)
+        changes = amount_text(judged.example_change, is_relative=is_relative)
         text += f", per-{printable(judged.unit)} change {changes} (limit {allowed})"
     return text
 
 
 def total_line(reports: Sequence[CompressReport]) -> str:
-    """Sum up all inputs."""
+    """Return the line with the total of all inputs."""
     n_bytes, stored = sum(r.tensor_bytes for r in reports), sum(r.stored_bytes for r in reports)
     sizes = f"{format_bytes(n_bytes)} -> {format_bytes(stored)} ({format_ratio(stored, n_bytes)})"
     return f"{len(reports)} files: {sizes}, {_pace(n_bytes, sum(r.seconds for r in reports))}"
 
 
 def restored_line(report: RestoreReport) -> str:
-    """Describe what was restored."""
+    """Return the line for a restored file."""
     chain = f" in a chain of {report.n_files} files" if report.depth else f" in {report.n_files} files"
     copied = f", {plural(report.n_copied, 'other file')} copied" if report.n_copied else ""
     return (
@@ -97,7 +97,7 @@ def restored_line(report: RestoreReport) -> str:
 
 
 def verified_line(report: VerifyReport) -> str:
-    """Describe what was verified."""
+    """Return the line for a verified file."""
     chain = f" of {len(report.chain) + 1} files" if report.chain else ""
     compared = ""
     if report.against:
@@ -116,22 +116,24 @@ def pruned_text(report: PruneReport) -> str:
     verb = "would remove" if report.dry_run else "removed"
     counts = [plural(len(report.steps), "step")]
     if report.weights_only:
-        counts.append(f"{len(report.weights_only)} more of which the weights stay")
+        counts.append(f"the weights of {len(report.weights_only)} more")
     if report.exact:
-        counts.append(f"{plural(len(report.exact), 'step')} exact beside lossy files")
+        counts.append(f"residual files of {plural(len(report.exact), 'step')}")
     if report.hidden:
-        counts.append(f"{plural(len(report.hidden), 'hidden file')} that these are stored against")
-    # Folders are called after a step, and files have a suffix behind it.
+        counts.append(f"{plural(len(report.hidden), 'hidden base')}")
+    # The name of a folder is a step; the name of a file also has a suffix.
     n_folders = sum(step_of_folder(Path(name)) is not None for name in report.removed)
     removed = ((n_folders, "folder"), (len(report.removed) - n_folders, "file"))
-    gone = " and ".join(plural(n, what) for n, what in removed if n) or "0 files"
+    counts_removed = " and ".join(plural(n, what) for n, what in removed if n) or "0 files"
     kept = f"keeps {', '.join(counts)}, {format_bytes(report.kept_bytes)}"
-    total = f"{printable(report.folder)}: {kept}; {verb} {gone}, {format_bytes(report.removed_bytes)}"
+    total = (
+        f"{printable(report.folder)}: {kept}; {verb} {counts_removed}, {format_bytes(report.removed_bytes)}"
+    )
     return "\n".join([*(f"{verb} {printable(name)}" for name in report.removed), total])
 
 
 def reported_line(report: PageReport) -> str:
-    """Describe a written page."""
+    """Return the line for a written report page."""
     counts = ((len(report.runs), "run"), (len(report.files), "file"), (len(report.searches), "search"))
     shown = [plural(n, what) for n, what in counts if n] + (["a comparison"] if report.diff else [])
     problems = f"; {plural(len(report.problems), 'problem')}" if report.problems else ""
@@ -139,10 +141,10 @@ def reported_line(report: PageReport) -> str:
 
 
 def rebased_line(report: RebaseReport) -> str:
-    """Describe the result of a rebase."""
+    """Return the line for a rebased file."""
     output = printable(report.output)
     if not report.is_changed:
-        return f"{output}: stands alone already, nothing was written"
-    bases = f" with parts of {plural(len(report.bases), 'base')} within" if report.bases else ""
+        return f"{output}: is self-contained already, nothing was written"
+    bases = f" with {plural(len(report.bases), 'inline base')}" if report.bases else ""
     sizes = f"{format_bytes(report.chain_bytes)} -> {format_bytes(report.stored_bytes)}"
-    return f"{output}: stands alone{bases}, {sizes}, read back and right, {report.seconds:.2f} s"
+    return f"{output}: self-contained{bases}, {sizes}, read back and verified, {report.seconds:.2f} s"

@@ -1,4 +1,4 @@
-"""Options that ask for a quality instead of settings: `--eval` and `--budget` are the budgets of a search."""
+"""Options of `ckptz compress` for a search: `--eval`, `--budget`, `--target-size`, `--dry-run`."""
 
 from __future__ import annotations
 
@@ -49,15 +49,18 @@ NAMES: Final = ("method", "settings", "config", "eval", "budget", "allow_unsure"
 
 
 def amount_of(text: str) -> tuple[float, bool]:
-    """Read `1%`, a share of the exact value, or `0.01`, a difference: the number, and whether it is relative.
+    """Parse `1%`, relative to the exact value, or `0.01`, an absolute difference.
+
+    Returns:
+        (the number, whether it is relative).
 
     Raises:
-        click.BadParameter: neither.
+        click.BadParameter: the text is neither.
     """
     try:
         number = float(text.removesuffix("%"))
     except ValueError:
-        what = f"{text!r} is neither a share such as 1% nor a difference such as 0.01"
+        what = f"{text!r} is neither a percentage such as 1% nor a number such as 0.01"
         raise click.BadParameter(what) from None
     if not abs(number) < float("inf"):
         raise click.BadParameter(f"{text!r} is not a finite number")
@@ -65,31 +68,31 @@ def amount_of(text: str) -> tuple[float, bool]:
 
 
 def parse_budget(text: str) -> dict[str, Any]:
-    """Read a `--budget`: the arguments of `ckptz.Budget` but for the quality.
+    """Parse a `--budget` into the arguments of `ckptz.Budget`, without the evaluation.
 
     Raises:
-        click.BadParameter: it says nothing that can be kept.
+        click.BadParameter: the text is no budget, or cannot be met.
     """
     match = BUDGET.fullmatch(text)
     if match is None:
-        raise click.BadParameter(f"{text!r} is no budget; write {EXAMPLES}")
+        raise click.BadParameter(f"{text!r} is not a budget; write {EXAMPLES}")
     metric, sign, written, steps = match.groups()
     if SIGNS.get(metric, sign) != sign:
         better = "lower" if sign == ">=" else "higher"
         raise click.BadParameter(f"{text!r}: {metric} is better when {better}; write {EXAMPLES}")
     number, is_relative = amount_of(written)
     if steps and (metric != "resume" or is_relative):
-        raise click.BadParameter(f"{text!r}: only resume is measured in steps, as in 'resume<=20 steps'")
+        raise click.BadParameter(f"{text!r}: only resume has a unit of steps, as in 'resume<=20 steps'")
     drop = number if sign == "<=" else -number
     if metric == "top1":
         if not 0 <= number <= 1:
-            raise click.BadParameter(f"{text!r} cannot be met or broken: top1 is a share from 0 to 1")
+            raise click.BadParameter(f"{text!r} top1 is a share from 0 to 1")
         drop, is_relative = 1 - number, False
     if metric == "kl" and is_relative:
-        raise click.BadParameter(f"{text!r}: kl of the exact state is 0; give nats, as in 'kl<=5e-3'")
+        raise click.BadParameter(f"{text!r}: kl of the exact state is 0, so write nats, as in 'kl<=5e-3'")
     if drop < 0:
-        what = "may rise by" if sign == "<=" else "may change by, at most 0"
-        raise click.BadParameter(f"{text!r}: the number is what {metric} {what}; write {EXAMPLES}")
+        must = "at least 0, the allowed rise" if sign == "<=" else "at most 0, the allowed change"
+        raise click.BadParameter(f"{text!r}: the number must be {must} of {metric}; write {EXAMPLES}")
     return {
         "metric": metric,
         "max_drop": drop + 0.0,
@@ -101,14 +104,14 @@ def parse_budget(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One `--eval`: a function and what it returns."""
+    """An `--eval` option: a function and the kind of its result."""
 
     kind: str
     function: NamedFunction
 
     @classmethod
     def parse(cls, text: str) -> Evaluation:
-        """Read `WHERE`, whose name tells the kind, or `KIND=WHERE`; load it, to fail early."""
+        """Parse `WHERE` or `KIND=WHERE`; load the function, so that errors are raised early."""
         from ckptz.search.measures import NamedFunction
 
         kind, equals, where = text.partition("=")
@@ -120,7 +123,7 @@ class Evaluation:
         return cls(kind or (name if name in KINDS else "quality"), function)
 
     def quality(self, n_steps: int | None) -> Any:
-        """Return the function or measure that a budget calls."""
+        """Return the function or measure for a budget."""
         from ckptz.search.measures import Agreement, ResumeProbe
 
         if self.kind == "logits":
@@ -131,15 +134,15 @@ class Evaluation:
 
 
 def budgets_of(options: Mapping[str, Any], resume_steps: int | None) -> tuple[Budget, ...]:
-    """Return the budgets that the options ask for.
+    """Return the budgets of the options.
 
     Raises:
-        click.UsageError: options that contradict each other.
-        ConfigError: a function that is not found.
+        click.UsageError: the options contradict each other.
+        ConfigError: a function is not found.
     """
     evaluations = [Evaluation.parse(text) for text in options["eval"]]
     if resume_steps is not None and all(one.kind != "resume" for one in evaluations):
-        raise click.UsageError("--set search.resume_steps belongs to an --eval of the kind resume")
+        raise click.UsageError("--set search.resume_steps needs an --eval resume=...")
     qualities = [one.quality(resume_steps) for one in evaluations]
     budgets = options["budget"]
     if len(budgets) == 1 and BARE.fullmatch(budgets[0]):
@@ -150,44 +153,47 @@ def budgets_of(options: Mapping[str, Any], resume_steps: int | None) -> tuple[Bu
 
 
 def _single(text: str | None, evaluations: Sequence[Evaluation], qualities: Sequence[Any]) -> Budget:
-    """Return the budget of the only evaluation: an amount such as 1% or 0.01, or the default for None."""
+    """Return the budget of a single evaluation, from an amount such as 1% or 0.01; None is the default."""
     from ckptz.search.budget import Budget
 
     if len(evaluations) > 1:
-        raise click.UsageError(f"of several --eval, each needs a --budget with its metric: {EXAMPLES}")
+        raise click.UsageError(f"several --eval need a --budget with its metric each: {EXAMPLES}")
     if evaluations[0].kind == "logits":
         raise click.UsageError(f"--eval {evaluations[0].function.text}: logits need {FROM_LOGITS}")
     if text is None:
         return Budget(qualities[0])
     number, is_relative = amount_of(text.strip())
     if number < 0:
-        raise click.BadParameter(f"--budget {text!r} is not a number from 0")
+        raise click.BadParameter(f"--budget {text!r} must be at least 0")
     return Budget(qualities[0], max_drop=number, relative=is_relative)
 
 
 def _several(
     texts: Sequence[str], evaluations: Sequence[Evaluation], qualities: Sequence[Any]
 ) -> tuple[Budget, ...]:
-    """Make a budget of each `--budget`; every evaluation must have one."""
+    """Return a budget for each `--budget`; every evaluation must have one."""
     from ckptz.search.budget import Budget
 
-    wanted = [parse_budget(text) for text in texts]
-    for i, one in enumerate(wanted):
-        for text, other in zip(texts[:i], wanted, strict=False):
-            if all(one[name] == other[name] for name in ("metric", "relative", "in_steps")):
+    budgets = [parse_budget(text) for text in texts]
+    for i, budget in enumerate(budgets):
+        for text, earlier in zip(texts[:i], budgets, strict=False):
+            if all(budget[name] == earlier[name] for name in ("metric", "relative", "in_steps")):
                 what = f"--budget {text!r} and {texts[i]!r} contradict each other"
                 raise click.UsageError(f"{what}; keep one")
-    places = [_place_of(text, one["metric"], evaluations) for text, one in zip(texts, wanted, strict=True)]
+    indices = [
+        _evaluation_index(text, budget["metric"], evaluations)
+        for text, budget in zip(texts, budgets, strict=True)
+    ]
     for i, evaluation in enumerate(evaluations):
-        if i not in places:
-            raise click.UsageError(f"--eval {evaluation.function.text}: no --budget is about it")
-    return tuple(Budget(qualities[place], **one) for one, place in zip(wanted, places, strict=True))
+        if i not in indices:
+            raise click.UsageError(f"--eval {evaluation.function.text}: no --budget uses it")
+    return tuple(Budget(qualities[i], **budget) for budget, i in zip(budgets, indices, strict=True))
 
 
-def _place_of(text: str, metric: str, evaluations: Sequence[Evaluation]) -> int:
-    """Find the evaluation that a budget is about: by kind, and among several qualities by name."""
+def _evaluation_index(text: str, metric: str, evaluations: Sequence[Evaluation]) -> int:
+    """Return the index of the evaluation for a metric: by kind, and among several qualities by name."""
     kind = KIND_OF.get(metric, "quality")
-    fits = [i for i, one in enumerate(evaluations) if one.kind == kind]
+    fits = [i for i, evaluation in enumerate(evaluations) if evaluation.kind == kind]
     if len(fits) > 1:
         fits = [i for i in fits if evaluations[i].function.metric == metric]
     if len(fits) != 1:
@@ -202,42 +208,42 @@ search_options = together(
         multiple=True,
         metavar="WHAT",
         help="Search for the smallest file within the budget. WHAT is package.module:function or "
-        "file.py:function, which gets tensors by name and returns losses; logits=WHAT returns logits, "
-        "resume=WHAT trains on. Repeatable.",
+        "file.py:function; it receives a dict of tensors and returns losses (logits=WHAT: logits; "
+        "resume=WHAT: losses after more training). Repeatable.",
     ),
     click.option(
         "--budget",
         multiple=True,
         metavar="B",
-        help="Largest loss of quality, with --eval: 1% (default 0.5%), 'accuracy>=-0.01', 'kl<=5e-3', "
+        help="Limit of the quality loss, with --eval: 1% (default 0.5%), 'accuracy>=-0.01', 'kl<=5e-3', "
         "'resume<=20 steps'. Repeatable.",
     ),
     click.option(
         "--allow-unsure",
         is_flag=True,
-        help="Where examples are too few to be sure, accept a file by its per-example change.",
+        help="If there are too few examples to be sure, accept a file by its per-example change.",
     ),
     click.option(
         "--target-size",
         metavar="SIZE",
-        help="Write the finest file that fits: 500MB, or 20x smaller. By --method, or grid.",
+        help="Write the most accurate file of at most this size: 500MB, or 20x (--method, default grid).",
     ),
     click.option(
         "--dry-run",
         is_flag=True,
         default=None,
-        help="Write nothing: predict size and time of each --method in seconds; with --eval search.",
+        help="Write nothing; predict size and time of each --method within seconds, or with --eval search.",
     ),
 )
 
 
 @contextlib.contextmanager
 def search_view() -> Iterator[Callable[[SearchOptions], SearchOptions]]:
-    """Yield a function that lets a search show its course: a table on a terminal, a line a trial elsewhere.
+    """Yield a function that adds progress output to search options.
 
-    The table has the trial that runs and the best so far. With -q, nothing is shown.
+    On a terminal that is a table of trials, elsewhere a line for each trial; with -q, nothing.
     """
-    from ckptz_cli.tables import began_line, trial_line, trials_table
+    from ckptz_cli.tables import start_line, trial_line, trials_table
 
     if is_quiet():
         yield lambda search: search
@@ -246,7 +252,7 @@ def search_view() -> Iterator[Callable[[SearchOptions], SearchOptions]]:
 
         def print_start(config: Mapping[str, Any] | None, n_bytes: int | None) -> None:
             if config is None:
-                click.echo(f"ckptz: {began_line(config, n_bytes)}", err=True)
+                click.echo(f"ckptz: {start_line(config, n_bytes)}", err=True)
 
         def print_trial(trial: TrialReport) -> None:
             click.echo(f"ckptz: {trial_line(trial)}", err=True)
@@ -264,7 +270,7 @@ def search_view() -> Iterator[Callable[[SearchOptions], SearchOptions]]:
     )
 
     def show_start(config: Mapping[str, Any] | None, n_bytes: int | None) -> None:
-        running.update(text=began_line(config, n_bytes))
+        running.update(text=start_line(config, n_bytes))
         display.update(Group(trials_table(trials), running) if trials else running, refresh=True)
 
     with display:
@@ -275,26 +281,28 @@ def search_view() -> Iterator[Callable[[SearchOptions], SearchOptions]]:
 def choose(
     options: Mapping[str, Any],
 ) -> tuple[list[Method], SearchOptions | None, Mapping[str, Mapping[str, Any]]]:
-    """Return what the options ask for: configurations, or lossless and a search, and the groups of --set.
-
-    Only a dry run without a search has several configurations.
+    """Return the methods, the search and the `--set` groups of a command line.
 
     Args:
         options: the values of the options in `NAMES`.
 
+    Returns:
+        (methods: several only for a dry run, [lossless] with a search; the search or None; values of each
+        group in `GROUPS`).
+
     Raises:
-        click.UsageError: they contradict each other.
-        ConfigError: values out of range, or a file of settings that cannot be used.
+        click.UsageError: the options contradict each other.
+        ConfigError: a value is out of range, or a settings file is invalid.
     """
-    settings, given = split_groups(options["settings"], "--set ")
+    settings, set_groups = split_groups(options["settings"], "--set ")
     loaded, groups = (None, {}) if options["config"] is None else load_config(options["config"])
-    groups = {name: {**groups.get(name, {}), **given[name]} for name in GROUPS}
+    groups = {name: {**groups.get(name, {}), **set_groups[name]} for name in GROUPS}
     methods = options["method"]
     if options["target_size"] and (options["eval"] or "lossless" in methods):
-        what = "finds settings of a lossy method by size alone; leave out --eval and --method lossless"
+        what = "chooses settings of a lossy method by size; leave out --eval and --method lossless"
         raise click.UsageError(f"--target-size {what}")
     if len(methods) > 1 and (options["eval"] or not options["dry_run"] or settings or loaded):
-        raise click.UsageError("give one --method; several, without settings, only with --dry-run")
+        raise click.UsageError("several --method are only for --dry-run, without settings")
     if options["eval"]:
         search = _search(options, settings, loaded, groups[SEARCH])
         return [config_from(None, {}, None, None)], search, groups
@@ -302,7 +310,7 @@ def choose(
         raise click.UsageError("--budget needs --eval to measure it")
     if options["allow_unsure"] or groups[SEARCH]:
         name = f"--set {SEARCH}.{next(iter(groups[SEARCH]))}" if groups[SEARCH] else "--allow-unsure"
-        raise click.UsageError(f"{name} belongs to a search: --eval with --budget")
+        raise click.UsageError(f"{name} is only for a search, with --eval")
     path = options["config"]
     if options["target_size"] and not methods and loaded is None:
         methods = ("grid",)
@@ -310,14 +318,17 @@ def choose(
 
 
 def _search(
-    options: Mapping[str, Any], settings: dict[str, Any], parent: Method | None, of_search: Mapping[str, int]
+    options: Mapping[str, Any],
+    settings: dict[str, Any],
+    parent: Method | None,
+    search_settings: Mapping[str, int],
 ) -> SearchOptions:
     from ckptz.errors import ConfigError
     from ckptz.search.run import SearchOptions
     from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, MultiplierSpace, reference, space_of
 
     if parent is not None and not parent.is_lossy:
-        what = "a search starts from settings of a lossy method, and these are lossless"
+        what = "a search needs settings of a lossy method, and these are lossless"
         raise ConfigError(f"{options['config']}: {what}")
     name = next(iter(options["method"]), None)
     method = method_type(name, DEFAULT_METHOD if parent is None else type(parent))
@@ -332,26 +343,26 @@ def _search(
         if space.cube_field in settings:
             cubes = (settings.pop(space.cube_field),)
     if names := [name for name in settings if name in searched]:
-        raise click.UsageError(f"--set {names[0]} is what a search looks for; leave it out")
+        raise click.UsageError(f"--set {names[0]}: the search chooses this value; leave it out")
     return SearchOptions(
         budgets=tuple(
             dataclasses.replace(budget, allow_unsure=options["allow_unsure"])
-            for budget in budgets_of(options, of_search.get("resume_steps"))
+            for budget in budgets_of(options, search_settings.get("resume_steps"))
         ),
         template=dataclasses.replace(reference(method), **settings),
         cubes=cubes,
         parent=parent,
         is_dry_run=bool(options["dry_run"]),
-        restores=of_search.get("restores", 0),
-        max_evaluations=of_search.get("max_evaluations"),
+        restores=search_settings.get("restores", 0),
+        max_evaluations=search_settings.get("max_evaluations"),
     )
 
 
 def require_budgets(reports: Sequence[CompressReport]) -> None:
-    """End with the exit code for a budget that was not met, once all files are written.
+    """Raise if a written file did not meet its budget.
 
     Raises:
-        BudgetError: names the files, and the number of examples that would decide.
+        BudgetError: with the names of the files, and the number of examples needed to be sure.
     """
     from ckptz.errors import BudgetError
 
@@ -360,9 +371,9 @@ def require_budgets(reports: Sequence[CompressReport]) -> None:
         return
     what = f"{', '.join(output for output, _ in unmet)}: no settings keep the budget; written without loss"
     last = [judged for _, search in unmet for trial in search.trials[-1:] for judged in trial.judgements]
-    wanted = [judged for judged in last if not judged.is_resolved and judged.mean_limit]
-    if wanted:
-        most = max(wanted, key=lambda judged: judged.n_needed)
+    unsure = [judged for judged in last if not judged.is_resolved and judged.mean_limit]
+    if unsure:
+        most = max(unsure, key=lambda judged: judged.n_needed)
         few, n = f"{most.n_values} {most.unit}s are too few to be sure", float(f"{most.n_needed:.2g}")
         what += f". {few}: use about {n:,.0f}, or --allow-unsure"
     raise BudgetError(what)

@@ -1,13 +1,13 @@
-"""One run of the command line: what it reads and prints, where, and what it exits with.
+"""One run of the command line: its streams, messages and exit code.
 
-Results go to stdout, as text or, with --json, as one object at the end. Errors and notes go to stderr, a
-line each; with --json the object says the first error too, which decides the exit code. `-` in the place of
-a file is standard input, which is read whole first, or standard output, which is that of a file from standard
-input by default; results go to stderr then. Progress (bytes, speed, time left)
-is shown on a terminal, and nowhere else. No library module loads before something failed.
+Results go to stdout as text, or with --json as one JSON object at the end. Errors and notes go to stderr, one
+line each; the first error determines the exit code and is part of the JSON object. The file name `-` means
+standard input, which is copied to a temporary file first, or standard output, which is also the default
+output for standard input; results then go to stderr. A progress bar is only shown on a terminal. No other
+module of the library is imported unless an error occurs.
 
 0 ok    1 internal    2 usage    3 damaged    4 unsupported    5 missing file or base
-6 budget not met    7 I/O    10 checkpoints differ, if asked for    130 interrupted
+6 budget not met    7 I/O    10 checkpoints differ (diff --exit-code)    130 interrupted
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The line that the command line prints for an error, and its exit code."""
+    """The class, the message and the exit code of an error."""
 
     kind: str
     message: str
@@ -80,9 +80,12 @@ def _explain(error: BaseException) -> tuple[int, str]:
         return USAGE, "this needs torch; install it with: pip install 'ckptz[torch]'"
     from safetensors import SafetensorError
 
-    if isinstance(error, SafetensorError):  # CkptzError is one, and knows its code
+    if isinstance(error, SafetensorError):  # includes CkptzError, which has its exit code
         return getattr(error, "exit_code", DAMAGED), str(error)
-    return INTERNAL, f"internal error, {type(error).__name__}: {error}; -v shows where, please report it"
+    return (
+        INTERNAL,
+        f"internal error, {type(error).__name__}: {error}; please report it with the traceback (-v)",
+    )
 
 
 def _explain_os_error(error: OSError) -> tuple[int, str]:
@@ -91,43 +94,45 @@ def _explain_os_error(error: OSError) -> tuple[int, str]:
         where = f"{os.fsdecode(error.filename)}: "
     if isinstance(error, FileNotFoundError):
         return MISSING, f"{where}no such file or folder; check the path" if where else str(error)
-    remedy = None if hasattr(error, "exit_code") else _REMEDIES.get(error.errno or 0)  # ours have one
+    remedy = (
+        None if hasattr(error, "exit_code") else _REMEDIES.get(error.errno or 0)
+    )  # messages of CkptzError include a remedy
     return IO, f"{where}{error.strerror or error}" + (f"; {remedy}" if remedy else "")
 
 
-ROOM_FOR_ALL: Final = 80  # columns, for a bar of them all beside a name
-# Set in the context's `meta` by -q and -v.
+MIN_WIDTH: Final = 80  # columns of a terminal that shows the bar and the speed
+# Keys in `meta` of the click context, set by -q and -v.
 QUIET: Final = "ckptz.quiet"
 VERBOSE: Final = "ckptz.verbose"
 STDIN, STDOUT = "standard input", "standard output"
 
 
 def is_quiet() -> bool:
-    """Return whether -q was given to the command that runs."""
+    """Return whether the running command has the option -q."""
     context = click.get_current_context(silent=True)
     return context is not None and context.meta.get(QUIET, False)
 
 
 def is_verbose() -> bool:
-    """Return whether -v was given to the command that runs."""
+    """Return whether the running command has the option -v."""
     context = click.get_current_context(silent=True)
     return context is not None and context.meta.get(VERBOSE, False)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether a stream is a terminal; a stream that is closed at the start is None."""
+    """Return whether a stream is a terminal; Python sets streams that were closed at the start to None."""
     return stream is not None and stream.isatty()
 
 
 class _Bar:
-    """A `ckptz.parallel.Progress` that rich draws."""
+    """A `ckptz.parallel.Progress` drawn by rich."""
 
     def __init__(self, display: rich.progress.Progress, room: int) -> None:
         self._display, self._room = display, room
         self._task: rich.progress.TaskID | None = None
 
     def start(self, name: str, n_bytes: int) -> None:
-        """Begin a file of this many tensor bytes."""
+        """Start a file with `n_bytes` bytes of tensors."""
         if self._task is not None:
             self._display.remove_task(self._task)
         text = printable(name)
@@ -135,14 +140,14 @@ class _Bar:
         self._task = self._display.add_task(shown, total=n_bytes)
 
     def advance(self, n_bytes: int) -> None:
-        """Add bytes that are done."""
+        """Advance the bar by a number of bytes."""
         if self._task is not None:
             self._display.advance(self._task, n_bytes)
 
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Draw a bar on stderr if that is a terminal, and unless -q was given."""
+    """Show a progress bar on stderr if it is a terminal, unless -q is set."""
     from ckptz.parallel import SILENT
 
     if is_quiet() or not is_terminal(sys.stderr):
@@ -152,47 +157,47 @@ def progress_bar() -> Iterator[Progress]:
     from rich.console import Console
     from rich.table import Column
 
-    # One line at any width: a bar that folds and unfolds takes results printed above it for its own.
-    console, is_shown, one = Console(stderr=True), is_terminal(sys.stdout), Column(no_wrap=True)
-    columns = [bars.TextColumn("{task.description}", markup=False), bars.DownloadColumn(table_column=one)]
-    if console.width >= ROOM_FOR_ALL:
-        columns += [bars.BarColumn(), bars.TransferSpeedColumn(table_column=one)]
-    columns.append(bars.TimeRemainingColumn(table_column=one))
-    # Results printed meanwhile go above the bar, unless they go somewhere else altogether.
+    # The bar never wraps: rich would erase lines printed above it when its height changes.
+    console, is_shown, column = Console(stderr=True), is_terminal(sys.stdout), Column(no_wrap=True)
+    columns = [bars.TextColumn("{task.description}", markup=False), bars.DownloadColumn(table_column=column)]
+    if console.width >= MIN_WIDTH:
+        columns += [bars.BarColumn(), bars.TransferSpeedColumn(table_column=column)]
+    columns.append(bars.TimeRemainingColumn(table_column=column))
+    # Results on the same terminal are printed above the bar.
     with bars.Progress(*columns, console=console, transient=True, redirect_stdout=is_shown) as display:
         yield _Bar(display, console.width // 3)
 
 
 def streamed(is_output: bool, context: click.Context) -> Path:
-    """Make a temporary file that stands for standard input or output; `Session.receive` fills it.
+    """Create a temporary file in place of standard input or output; `Session.receive` fills an input.
 
     Raises:
-        click.UsageError: the stream stands for two files, or data would go to a terminal.
+        click.UsageError: the stream is used twice, or is a terminal.
         OSError: the stream is closed.
     """
     session, name = context.obj, STDOUT if is_output else STDIN
     if name in session.streams.values():
-        raise click.BadParameter(f"{name} can stand for one file only")
+        raise click.BadParameter(f"{name} can be used only once")
     stream = sys.stdout if is_output else sys.stdin
     if stream is None:
         raise OSError(errno.EBADF, "is closed", name)
     if is_terminal(stream):
         how = "redirect it, or name a file with -o" if is_output else "redirect it, or name a file"
-        raise click.UsageError(f"{name} is a terminal, and carries no file; {how}", context)
+        raise click.UsageError(f"{name} is a terminal; {how}", context)
     made = tempfile.TemporaryDirectory(prefix="ckptz-", ignore_cleanup_errors=True)
     folder = Path(context.with_resource(made))
     suffix = "" if context.command.name == "restore" else ".ckptz"
     file = folder / (f"out{suffix}" if is_output else "in")
-    file.touch()  # so that what makes a folder refuses it before it begins
+    file.touch()  # an existing file makes verbs that write a folder raise early
     session.streams[str(file)] = name
     return file
 
 
 class Verb(click.Command):
-    """A command that takes `-` for a file: standard input is read once all options are known to be right."""
+    """A command that accepts `-` as a file; standard input is read after all options are validated."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command between the two streams."""
+        """Read standard input, run the command, and write standard output."""
         session: Session = ctx.obj
         self._choose_output(ctx, session)
         session.receive()
@@ -201,7 +206,7 @@ class Verb(click.Command):
         return result
 
     def _choose_output(self, ctx: click.Context, session: Session) -> None:
-        """Send what becomes of standard input to standard output, where no output is named."""
+        """Use standard output as output of standard input, unless an output is named."""
         params = ctx.params
         named = next(
             (params[one.name] for one in self.params if isinstance(one, click.Argument) and one.name), ()
@@ -216,15 +221,16 @@ class Verb(click.Command):
             params["output"] = streamed(True, ctx)
         if session.streams.get(str(params.get("output"))) == STDOUT:
             if params.get("resume"):
-                raise click.UsageError(f"--resume goes on with files, and the output is {STDOUT}", ctx)
+                raise click.UsageError(f"--resume cannot be used with {STDOUT} as output", ctx)
             if "force" in params:
-                params["force"] = True  # the file that stands for the stream is there
+                params["force"] = True  # the temporary file exists already
 
 
 class Session:
-    """Handed to every command as the context's object.
+    """Output and exit code of one command line; the object of the click context.
 
-    `args` are the whole command line, so that even its own errors are shown as it asks.
+    Args:
+        args: the command line, whose --json and --verbose also apply to usage errors.
     """
 
     def __init__(self, args: Sequence[str]) -> None:
@@ -234,11 +240,11 @@ class Session:
         self.exit_code = 0
         self._document: dict[str, Any] = {}
         self._has_reader = True
-        self.streams: dict[str, str] = {}  # files that stand for streams, and what messages call them
+        self.streams: dict[str, str] = {}  # temporary files of streams, and the names of the streams
         self._is_delivered = False
 
     def receive(self) -> None:
-        """Copy all of standard input to the file that stands for it, if there is one.
+        """Copy standard input to its temporary file, if it is used.
 
         Raises:
             OSError: the stream cannot be read, or the disk of temporary files is full.
@@ -252,10 +258,10 @@ class Session:
                 raise OSError(error.errno, error.strerror, where) from None
 
     def deliver(self) -> None:
-        """Send the file that stands for standard output, if there is one and it is not sent yet.
+        """Copy the temporary file of standard output to the stream, if it is used; once.
 
         Raises:
-            OSError: the stream takes no more.
+            OSError: the stream cannot be written.
         """
         for file in (Path(file) for file, stream in self.streams.items() if stream == STDOUT):
             if self._is_delivered or not file.stat().st_size:
@@ -263,99 +269,101 @@ class Session:
             self._is_delivered = True
             try:
                 sys.stdout.flush()
-                with file.open("rb") as made:
-                    shutil.copyfileobj(made, sys.stdout.buffer)
+                with file.open("rb") as output:
+                    shutil.copyfileobj(output, sys.stdout.buffer)
                     sys.stdout.buffer.flush()
             except OSError as error:
                 self._has_reader = False
                 _silence_stdout()
-                if isinstance(error, BrokenPipeError):  # which click takes for the end of a pager
+                if isinstance(error, BrokenPipeError):  # click would ignore it
                     raise OSError(errno.EIO, "its reader ended before the data did", STDOUT) from None
                 raise OSError(error.errno, error.strerror, STDOUT) from None
 
     def show(self, report: Any, text: str) -> None:
-        """Show the report of a command that has one, once its output is where it belongs."""
+        """Show the report of a command, after its output is delivered."""
         self.deliver()
         self.say(text)
         self._document.update(_builtins(report))
 
     def add(self, report: Any, text: str) -> None:
-        """Show the report on one of several files, once its output is where it belongs."""
+        """Show the report on one of several files, after its output is delivered."""
         self.deliver()
         self.say(text)
         self._document.setdefault("files", []).append(_builtins(report))
 
     def note(self, text: str) -> None:
-        """Print a note for the user, on stderr."""
+        """Print a note on stderr."""
         if not is_quiet():
-            _tell(f"ckptz: note: {printable(self._named(text))}")
+            _print_error(f"ckptz: note: {printable(self._named(text))}")
 
     def fail(self, error: BaseException) -> Failure:
-        """Print an error; the first one decides the exit code."""
+        """Print an error; the first one determines the exit code."""
         if self.is_verbose:
             for line in "".join(traceback.format_exception(error)).splitlines():
-                _tell(printable(line))
+                _print_error(printable(line))
         failure = failure_of(error)
         failure = replace(failure, message=self._named(failure.message))
-        _tell(f"ckptz: {failure.message}")
+        _print_error(f"ckptz: {failure.message}")
         self.exit_code = self.exit_code or failure.exit_code
         self._document.setdefault("error", asdict(failure))
         return failure
 
     def add_failure(self, file: str, error: BaseException) -> None:
-        """Print the error of one of several files, and go on with the others."""
+        """Print the error of one of several files, and add it to the report."""
         failure = self.fail(error)
         self._document.setdefault("files", []).append({"file": file, "error": asdict(failure)})
 
     def finish(self) -> int:
-        """Print what is left, and give the exit code."""
+        """Print the JSON report and return the exit code."""
         if self.as_json and self._document:
             text = self._named(json.dumps(self._document, indent=1))
             if STDOUT in self.streams.values():
-                _tell(text)
+                _print_error(text)
             else:
                 self._print(f"{text}\n")
         self._print("")  # flushes what click printed itself
         return self.exit_code
 
     def say(self, text: str) -> None:
-        """Print a result that is text only."""
+        """Print a result that is not part of the JSON report."""
         if STDOUT in self.streams.values() and not self.as_json:
             self.note(text)
         elif not (self.as_json or is_quiet()):
             self._print(self._named(text) + "\n")
 
     def _named(self, text: str) -> str:
-        """Replace the names of temporary files by those of the streams that they stand for."""
+        """Replace the names of temporary files by the names of their streams."""
         for file, stream in self.streams.items():
             text = text.replace(file, stream)
         return text
 
     def _print(self, text: str) -> None:
-        """Write to stdout; if that fails, the verb goes on, and the exit code tells."""
+        """Write to stdout; an error sets the exit code, and the verb continues."""
         if not self._has_reader:
             return
         try:
             if sys.stdout is None and text:
                 raise OSError(errno.EBADF, "is closed", STDOUT)
-            click.echo(text, nl=False, file=sys.stdout)  # named, or click writes past a bar that is drawn
+            click.echo(
+                text, nl=False, file=sys.stdout
+            )  # explicitly, else click bypasses the redirection of a progress bar
         except OSError as error:
             self._has_reader = False
-            if not isinstance(error, BrokenPipeError):  # then the reader has gone, as `head` does
+            if not isinstance(error, BrokenPipeError):  # the reader ended first, as `head` does
                 self.fail(OSError(error.errno, error.strerror, STDOUT))
             _silence_stdout()
 
 
-def _tell(line: str) -> None:
-    if sys.stderr is None:  # closed: click would write to stdout, among data
+def _print_error(line: str) -> None:
+    if sys.stderr is None:  # closed; click would write to stdout instead
         return
-    with contextlib.suppress(OSError):  # nowhere is left to say it
+    with contextlib.suppress(OSError):  # stderr is full or its reader is gone
         click.echo(line, file=sys.stderr)
 
 
 def _silence_stdout() -> None:
-    """Point stdout at /dev/null, so that the rest of its buffer cannot fail when the interpreter ends."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or not one of the system
+    """Redirect stdout to /dev/null, so that flushing its buffer at exit cannot fail."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or not a file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,6 +1,6 @@
-"""Reports as tables without lines, coloured and as wide as the terminal where there is one.
+"""Reports as tables without rules, fitted to the width of the terminal.
 
-Names come from files, so what does not print is written as escapes.
+Names come from files, so non-printable characters are escaped.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from ckptz_cli.session import is_terminal
 if TYPE_CHECKING:
     from ckptz.search.run import TrialReport
 
-WIDE: Final = 4096  # columns where no terminal sets a limit: nothing wraps
-LAST_SHOWN: Final = 12  # trials of a search
-# What stands before a name: past levels that go on or have ended, then a branch or the last one.
+WIDE: Final = 4096  # columns without a terminal, so that nothing wraps
+LAST_SHOWN: Final = 12  # newest trials of a search that are shown
+# Tree drawing before a name: an open or a closed ancestor level, then a branch or the last branch.
 _LINES: Final = ("│  ", "   ", "├─ ", "└─ ")
 _BLANKS: Final = ("  ",) * 4
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """Make a table of names and values, one pair a line."""
+    """Return a table with one name and value in each row."""
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(overflow="fold")
@@ -45,7 +45,7 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def table_of(*columns: str) -> Table:
-    """Make an empty table with these headings."""
+    """Return an empty table with these headings."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, overflow="fold")
@@ -53,15 +53,15 @@ def table_of(*columns: str) -> Table:
 
 
 def add_row(table: Table, *cells: str) -> None:
-    """Add a row; what does not print is written as escapes."""
+    """Add a row; non-printable characters are escaped."""
     table.add_row(*(Text(printable(cell)) for cell in cells))
 
 
 def drawn(table: Table) -> str:
     """Return the table as text for standard output.
 
-    Where the terminal is too narrow even for its words, what no row has is left out, or else each row becomes
-    lines of its own.
+    If the terminal is too narrow for the longest words, empty columns are left out; if it is still too
+    narrow, each row is printed as several lines.
     """
     is_shown = is_terminal(sys.stdout)
     buffer = io.StringIO()
@@ -87,7 +87,7 @@ def _fits(table: Table, console: Console) -> bool:
 
 
 def _stacked(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Make lines of a heading and a cell, and a blank one between rows; empty cells are left out."""
+    """Return a table with a line for each non-empty cell, and a blank line between rows."""
     table = facts_table(())
     for row in rows:
         if table.row_count:
@@ -102,7 +102,7 @@ def _stacked(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
 
 
 def inspected_text(report: InspectReport, *, with_tensors: bool) -> str:
-    """Draw the file, its metadata, its chain, how it is stored and, if asked for, every tensor as tables."""
+    """Return tables of the file, its metadata, its chain and methods, and optionally of every tensor."""
     parts = [facts_table(_file_facts(report))]
     if report.metadata:
         parts.append(
@@ -143,7 +143,7 @@ def _file_facts(report: InspectReport) -> list[tuple[str, str]]:
 
 
 def _errors_text(tensors: Sequence[TensorReport]) -> str:
-    """Name the largest relative error of lossy tensors, for each role; empty if there are none."""
+    """Return the largest relative error of lossy tensors of each role; empty if there are none."""
     largest: dict[str, float] = {}
     for tensor in tensors:
         if tensor.lossy is not None and tensor.lossy.rms:
@@ -158,21 +158,21 @@ def _errors_text(tensors: Sequence[TensorReport]) -> str:
 def _kind(report: InspectReport) -> str:
     promise = "lossy" if any(tensor.lossy for tensor in report.tensors) else "lossless"
     if report.chain and report.chain[0].is_inline:
-        return f"{promise}, stands alone with {report.depth} inline bases"
+        return f"{promise}, self-contained with {report.depth} inline bases"
     return f"{promise} delta, {report.depth} from its full file" if report.depth else f"{promise} full file"
 
 
 def _chain_table(report: InspectReport) -> Table:
     table = table_of("chain, nearest first", "depth", "content id", "found at")
     for member in report.chain:
-        within = "within the file" if member.path == report.file else f"within {member.path}"
+        within = "in the file" if member.path == report.file else f"in {member.path}"
         place = within if member.is_inline else member.path or "missing"
         add_row(table, member.file, str(member.depth), member.content_id[:16], place)
     return table
 
 
 def _methods_table(tensors: Sequence[TensorReport]) -> Table:
-    """Tensors summed up by type and method."""
+    """Return a table of sums over the tensors of each dtype and method."""
     groups: dict[tuple[str, str, str], list[TensorReport]] = {}
     for tensor in tensors:
         groups.setdefault((tensor.dtype, tensor.predictor, tensor.mode), []).append(tensor)
@@ -205,7 +205,7 @@ def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
         gained = "-" if tensor.ratio is None else format_factor(tensor.ratio)
         numbers = (format_bytes(tensor.stored_bytes), gained, bits)
         method = (tensor.predictor, tensor.mode, _share_text(tensor.coders))
-        # Chunks that a slice may touch, times the frames that each is decoded from.
+        # Number of chunks that a slice may decode, times the frames of the chain for each.
         chunks = f"1..{tensor.n_chunks} chunks" if tensor.n_chunks > 1 else f"{tensor.n_chunks} chunk"
         cost = f"{chunks} x {'?' if tensor.n_frames is None else tensor.n_frames}"
         ends = (cost, *(_loss_text(tensor) for _ in losses))
@@ -215,14 +215,14 @@ def _tensors_table(tensors: Sequence[TensorReport]) -> Table:
 
 
 def _loss_text(tensor: TensorReport) -> str:
-    """Describe the promise and the measured error of a lossy tensor."""
+    """Return the settings, the promise and the measured error of a lossy tensor."""
     loss = tensor.lossy
     if loss is None:
         return "none"
     error = f"{loss.rms_error / loss.rms:.2%}" if loss.rms else f"{loss.rms_error:.2g}"
     n = max(math.prod(tensor.shape), 1)
     shares = f"pruned {loss.n_pruned / n:.2%}, protected {loss.n_protected / n:.2%}"
-    # What is off or zero goes without saying.
+    # Settings that are off are left out.
     settings = (f"{name.replace('_', ' ')} {value}" for name, value in loss.settings.items() if value)
     return (
         f"{loss.method}, {loss.layer_type}, {', '.join(settings)}, {shares}, "
@@ -242,7 +242,7 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def logged_text(report: LogReport) -> str:
-    """Draw the tree of a folder as a table, with a total."""
+    """Return a table with the tree of a folder, and a total."""
     is_drawn = is_terminal(sys.stdout) and (sys.stdout.encoding or "").lower().startswith("utf")
     lines = _LINES if is_drawn else _BLANKS
     has_metric = any(entry.metric is not None for entry in report.entries)
@@ -259,13 +259,13 @@ def logged_text(report: LogReport) -> str:
 
 
 def _guides(entries: Sequence[LogEntry], lines: tuple[str, ...]) -> list[str]:
-    """Draw the lines before each name, from the last entry up, so that it is known which levels go on."""
+    """Return the tree drawing before each name, built from the last entry, as later siblings matter."""
     guides: list[str] = []
     goes_on: set[int] = set()
     for entry in reversed(entries):
         past = "".join(lines[0 if level in goes_on else 1] for level in range(1, entry.level))
-        own = lines[2 if entry.level in goes_on else 3] if entry.level else ""
-        guides.append(past + own)
+        branch = lines[2 if entry.level in goes_on else 3] if entry.level else ""
+        guides.append(past + branch)
         goes_on = {level for level in goes_on if level < entry.level} | {entry.level}
     return guides[::-1]
 
@@ -297,7 +297,7 @@ def _log_total(report: LogReport) -> str:
 
 
 def diffed_text(report: DiffReport) -> str:
-    """Draw the tensors and values that differ as tables, with a total."""
+    """Return tables of the tensors and values that differ, and a total."""
     shown = [diff for diff in report.tensors if diff.kind != "equal"]
     parts = [_changes_table(shown)] if shown else []
     if report.values:
@@ -331,12 +331,12 @@ def _number(value: float | None) -> str:
 
 def _diff_total(report: DiffReport) -> str:
     where = f"{printable(report.first)} -> {printable(report.second)}"
-    rest = "" if report.has_same_metadata else ", metadata differ"
+    suffix = "" if report.has_same_metadata else ", metadata differ"
     if report.not_compared:
-        rest += f"; not compared: {', '.join(map(printable, report.not_compared))}"
+        suffix += f"; not compared: {', '.join(map(printable, report.not_compared))}"
     if report.is_equal:
         values = f" and {report.n_values} values" if report.n_values else ""
-        return f"{where}: all {report.n_tensors} tensors{values} are equal bit for bit{rest}"
+        return f"{where}: all {report.n_tensors} tensors{values} are equal bit for bit{suffix}"
     counts = (
         *((report.n_equal, "equal"), (report.n_changed, "changed")),
         *((report.n_only_a, "only in A"), (report.n_only_b, "only in B")),
@@ -352,14 +352,14 @@ def _diff_total(report: DiffReport) -> str:
         parts.append(f"{plural(n, 'value')} differ{'s' * (n == 1)}")
     if report.random_states:
         parts.append(f"random states differ: {', '.join(map(printable, report.random_states))}")
-    return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{rest}"
+    return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{suffix}"
 
 
 # --- a search -----------------------------------------------------------------------------------
 
 
 def trials_table(trials: Sequence[TrialReport]) -> Table:
-    """Draw the best trial of a search, and the last ones."""
+    """Return a table of the best trial of a search and the newest trials."""
     kept = [trial for trial in trials if trial.is_feasible]
     best = min(kept, key=lambda trial: trial.n_bytes, default=None)
     table = Table(box=None, pad_edge=False, title=f"{len(trials)} evaluations", title_justify="left")
@@ -375,12 +375,12 @@ def trials_table(trials: Sequence[TrialReport]) -> Table:
 
 
 def trial_line(trial: TrialReport) -> str:
-    """Describe a trial of a search and its result."""
+    """Return the line for a trial of a search."""
     return f"tried {', '.join([*_settings(trial.config), *_outcome(trial)])}"
 
 
-def began_line(config: Mapping[str, Any] | None, n_bytes: int | None) -> str:
-    """Describe what a search begins; see `ckptz.search.budget.SearchOptions.on_begin`."""
+def start_line(config: Mapping[str, Any] | None, n_bytes: int | None) -> str:
+    """Return the line for the start of a measurement; see `ckptz.search.budget.SearchOptions.on_begin`."""
     if config is None:
         return "searching: measuring the quality of the exact tensors"
     settings = ", ".join(_settings(config))

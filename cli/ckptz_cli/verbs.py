@@ -1,4 +1,4 @@
-"""The verbs of the command line: options, one call of the library, and what is printed of its report."""
+"""The verbs of the command line: their options, one call of the library, and its printed report."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ckptz.verbs.compress import CompressReport
     from ckptz.verbs.restore import OutputKind
 
-DIFFERENT: Final = 10  # exit code of `diff --exit-code`; no error has it
+DIFFERENT: Final = 10  # exit code of `diff --exit-code`; no error uses it
 
 
 # --- verbs that read ----------------------------------------------------------------------------
@@ -51,19 +51,17 @@ Examples:
 """
 
 
-@click.command(
-    cls=Verb, epilog=INSPECT_EXAMPLES, short_help="Show what a .ckptz file holds, without decoding it."
-)
+@click.command(cls=Verb, epilog=INSPECT_EXAMPLES, short_help="Show the contents of a .ckptz file.")
 @click.argument("file", type=PATH, metavar="FILE|DIR|DIR@STEP")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
 @search_path_option
 @session_options
 @click.pass_obj
 def inspect(session: Session, file: Path, tensors: bool, search_path: tuple[Path, ...]) -> None:
-    """Show what a .ckptz file holds, or the newest one or a step of a folder, without decoding it.
+    """Show the contents of a .ckptz file without decoding it.
 
-    That is its format, content id, chain, metadata, sizes, what was promised and measured, and how tensors
-    are stored. It works even if the base is missing.
+    Shows format, content id, chain, metadata, sizes, quality and the storage of tensors. FILE may be a folder
+    (its newest file) or DIR@STEP. Bases may be missing.
     """
     import ckptz
     from ckptz_cli.tables import inspected_text
@@ -88,14 +86,14 @@ Examples:
 @session_options
 @click.pass_obj
 def verify(session: Session, /, files: tuple[Path, ...], against: Path | None, **how: Any) -> None:
-    """Check every stored byte and every decoded value, through the whole chain.
+    """Check every stored byte and every decoded value of files and their chains.
 
-    With --against, also check that names, types, shapes, metadata and all bits are those of ORIGINAL.
-    Lossy tensors must be within the errors that the file records.
+    With --against, also compare names, dtypes, shapes, metadata and all bits with ORIGINAL; lossy tensors
+    must be within their recorded errors.
 
-    In a folder, every file that ckptz log lists is checked with its chain, and in a training run that the
-    files of each step belong together. Bases that are linked into the folder are not compared with ORIGINAL.
-    All files are checked; the first failure decides the exit code.
+    In a folder, every file that ckptz log lists is checked, and in a training run also that the files of each
+    step belong together. Bases that are links are not compared with ORIGINAL. The first failure determines
+    the exit code; the other files are still checked.
     """
     import ckptz
     from ckptz_cli.render import verified_line
@@ -111,9 +109,9 @@ def verify(session: Session, /, files: tuple[Path, ...], against: Path | None, *
 
 
 def _files_of(paths: Sequence[Path], session: Session) -> Iterator[tuple[Path, bool]]:
-    """Yield files, and of folders the files that `log` lists; a folder without any is a failure.
+    """Yield (file, is_base) for all files; folders are expanded to the files that `log` lists.
 
-    The second value says whether a file is in its folder only as a base of others, under a second name.
+    `is_base` is True for links that are in a folder only as bases of other files.
     """
     from ckptz.errors import CkptzError, ConfigError
     from ckptz.format.byte_source import is_folder
@@ -129,7 +127,7 @@ def _files_of(paths: Sequence[Path], session: Session) -> Iterator[tuple[Path, b
             left = {path / name for name in leftovers(path)}
             files = [file for file in run_files(path) if file not in left]
             if not files:
-                what = "holds no .ckptz files; name a folder of checkpoints, or a file with --against"
+                what = "contains no .ckptz files; name a folder of checkpoints, or a file with --against"
                 raise ConfigError(f"{path}: {what}")
             bases = second_names(files)
             yield from ((file, file in bases) for file in files)
@@ -156,17 +154,17 @@ Examples:
 @session_options
 @click.pass_obj
 def log(session: Session, folder: Path, search_path: tuple[Path, ...]) -> None:
-    """List the checkpoints of a folder, each below the one it is stored against.
+    """List the checkpoints of a folder, each below its base, without decoding them.
 
-    DIR is the working folder by default: a run of a Checkpointer, the Trainer or Lightning, or what ckptz
-    compress --chain wrote. Nothing is decoded. Files that cannot be read and bases that are
-    missing are listed too; the first of them decides the exit code.
+    DIR (default: the working folder) is a run of a Checkpointer, the Trainer or Lightning, or the output of
+    ckptz compress --chain. Unreadable files and missing bases are listed too; the first of them determines
+    the exit code.
     """
     import ckptz
     from ckptz_cli.tables import logged_text
 
     problems: list[Exception] = []
-    report = ckptz.log(folder, search_path=search_path, tell=problems.append)
+    report = ckptz.log(folder, search_path=search_path, on_error=problems.append)
     session.show(report, logged_text(report))
     for problem in problems:
         session.fail(problem)
@@ -188,7 +186,7 @@ Examples:
     "--top", type=click.IntRange(min=0), metavar="N", help="Show only the first N tensors and values."
 )
 @click.option(
-    "--exit-code", is_flag=True, help=f"End with exit code {DIFFERENT} if they differ, metadata apart."
+    "--exit-code", is_flag=True, help=f"Exit with code {DIFFERENT} if they differ; metadata are ignored."
 )
 @jobs_option
 @search_path_option
@@ -197,12 +195,12 @@ Examples:
 def diff(session: Session, /, first: Path, second: Path, exit_code: bool, **how: Any) -> None:
     """Show what changed from checkpoint A to checkpoint B, tensor by tensor.
 
-    Those come first that changed most, relative to their rms.
-    Each may be a .ckptz, .safetensors or torch file, a folder of shards, or a step of a run: DIR@STEP, or DIR
-    for its newest one. Of a step all files are compared, exact ones where there are some. Plain values that
-    differ, such as learning rates, and states of random numbers are named, too.
+    The tensors with the largest relative change come first. A and B may be .ckptz, .safetensors or torch
+    files, folders of shards, or steps of a run: DIR@STEP, or DIR for the newest one. All files of a step are
+    compared, with their residual files. Changed plain values, such as learning rates, and random states are
+    listed too.
 
-    The exit code is 0 even if they differ, unless --exit-code is given.
+    The exit code is 0 even if they differ, unless --exit-code is set.
     """
     import ckptz
     from ckptz_cli.tables import diffed_text
@@ -228,15 +226,14 @@ Examples:
 @click.command(cls=Verb, epilog=REPORT_EXAMPLES, short_help="Write a page with charts of checkpoints.")
 @click.argument("paths", nargs=-1, required=True, type=PATH, metavar="PATH...")
 @click.option(
-    "-o", "--output", type=PATH, default=Path("report.html"), show_default=True, help="Where the page goes."
+    "-o", "--output", type=PATH, default=Path("report.html"), show_default=True, help="Output file."
 )
 @click.option(
     "--histogram",
     "histograms",
     multiple=True,
     metavar="NAME",
-    help="Decode the tensors of this name, in which * and ? stand for any text, and show how their values "
-    "are spread; repeatable.",
+    help="Show a histogram of the tensors of this name (wildcards: * and ?); repeatable.",
 )
 @jobs_option
 @force_option
@@ -244,23 +241,22 @@ Examples:
 @session_options
 @click.pass_obj
 def report(session: Session, /, paths: tuple[Path, ...], output: PathLike, **how: Any) -> None:
-    """Write a page that shows where the bytes are, what was lost, and how a run grew.
+    """Write an HTML page with charts of sizes, errors and the history of a run.
 
-    PATH is a folder, and the page shows the run and the newest step from inside; or .ckptz files; or two
-    folders or files to compare, files also in other formats; or a .json file that compress --json printed,
-    with the trials of a search.
+    PATH is a folder of a run; a .ckptz file; two files of any format to compare; or a .json report of
+    compress --json, with the trials of a search.
 
-    The page is one file, needs no network, and has every number within as JSON. Nothing is decoded but for
-    histograms and for comparing two files. Files that cannot be read and bases that are missing are shown
-    too; the first of them decides the exit code. An older page of this name is replaced.
+    The page is a single file, works offline, and includes all numbers as JSON. Tensors are only decoded for
+    histograms and comparisons. Unreadable files and missing bases are shown too; the first of them determines
+    the exit code. An existing report page is replaced.
     """
     import ckptz
     from ckptz_cli.render import reported_line
 
     problems: list[Exception] = []
     with progress_bar() as progress:
-        made = ckptz.report(paths, output, tell=problems.append, progress=progress, **how)
-    session.show(made, reported_line(made))
+        page = ckptz.report(paths, output, on_error=problems.append, progress=progress, **how)
+    session.show(page, reported_line(page))
     for problem in problems:
         session.fail(problem)
 
@@ -279,8 +275,8 @@ Examples:
   ckptz compress model.safetensors --target-size 20x
 
 \b
-If no settings keep the budget, the file is written without loss and the exit code is 6.
-Ctrl-C stops a search and writes the best file so far, if one kept the budget.
+If no settings meet the budget, the file is lossless and the exit code is 6.
+Ctrl-C stops a search and writes the best file so far that meets the budget.
 """
 
 
@@ -299,17 +295,17 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
     multiple=True,
     callback=only_one,
     metavar="FILE",
-    help="Store what changed since this checkpoint.",
+    help="Store the output as a delta to this checkpoint.",
 )
 @click.option(
     "--chain",
     is_flag=True,
-    help="Store each input as what changed since the one before, in order of their steps.",
+    help="Store each output as a delta to the one before, in order of their steps.",
 )
 @click.option(
     "--resume",
     is_flag=True,
-    help="Keep outputs that are there and go on after them, as after a run that was killed.",
+    help="Keep existing outputs and write the others, as after a killed run.",
 )
 @method_options
 @search_options
@@ -318,67 +314,67 @@ Ctrl-C stops a search and writes the best file so far, if one kept the budget.
     type=PATH,
     multiple=True,
     metavar="FILE",
-    help="Optimizer state, stored with INPUT; one for each.",
+    help="Optimizer state to store with INPUT; one for each input.",
 )
 @click.option(
     "--effort",
     type=click.Choice(["fast", "default", "small"]),
     default="default",
-    help="How much time to spend on a smaller file.",
+    help="Time to spend on a smaller file.",
 )
 @writing_options
 @click.pass_obj
-def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | None, **given: Any) -> None:
-    """Compress checkpoints. Nothing is lost unless you name a method or a budget.
+def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | None, **options: Any) -> None:
+    """Compress checkpoints, losslessly unless you choose a lossy method or a budget.
 
     INPUT is a .safetensors or torch file (.pt, .pth, .bin), a folder of shards or of
-    torch.distributed.checkpoint, or standard input (-). Without -o, the output stands beside INPUT, or in it
+    torch.distributed.checkpoint, or standard input (-). Without -o, the output is beside INPUT, or in it
     if it is a folder.
     """
     import ckptz
     from ckptz_cli.render import compressed_line, predicted_line, total_line
 
-    said: set[str] = set()
+    printed: set[str] = set()
 
     def show(report: CompressReport) -> None:
         is_prediction = report.is_dry_run and report.search is None
         session.add(report, predicted_line(report) if is_prediction else compressed_line(report))
         for note in report.notes:
-            if note not in said:  # what is true of each file of a chain is said once
+            if note not in printed:  # the files of a chain often have the same notes
                 session.note(f"{report.output}: {note}")
-        said.update(report.notes)
+        printed.update(report.notes)
 
-    lossy = {name: given.pop(name) for name in NAMES}
-    configs, search, groups = choose(lossy)
-    given["target_size"] = lossy["target_size"]
-    given["dry_run"] = bool(lossy["dry_run"]) and search is None
-    given |= {**groups[INPUT], **groups[GUIDE]}
-    roles = given.pop("tensor_roles", None)
-    given["role_rules"] = () if roles is None else _rules_in(Path(roles))
+    method_and_search = {name: options.pop(name) for name in NAMES}
+    configs, search, groups = choose(method_and_search)
+    options["target_size"] = method_and_search["target_size"]
+    options["dry_run"] = bool(method_and_search["dry_run"]) and search is None
+    options |= {**groups[INPUT], **groups[GUIDE]}
+    roles = options.pop("tensor_roles", None)
+    options["role_rules"] = () if roles is None else _rules_in(Path(roles))
     inputs = _without_guides(inputs, session)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         if search is None:
-            given["progress"] = held.enter_context(progress_bar())
+            options["progress"] = stack.enter_context(progress_bar())
         else:
-            search = held.enter_context(search_view())(search)
+            search = stack.enter_context(search_view())(search)
         for config in configs:
-            reports = ckptz.compress(inputs, output, config=config, search=search, on_report=show, **given)
-    if n_there := len(inputs) - len(reports):
-        session.note(f"{n_there} of {len(inputs)} outputs were there and stay as they are")
+            reports = ckptz.compress(inputs, output, config=config, search=search, on_report=show, **options)
+    if n_kept := len(inputs) - len(reports):
+        session.note(f"{n_kept} of {len(inputs)} outputs existed and were kept")
     if len(reports) > 1:
         session.say(total_line(reports))
     require_budgets(reports)
 
 
 def _without_guides(inputs: Sequence[Path], session: Session) -> tuple[Path, ...]:
-    """Leave out calibrations and the like, which patterns such as *.safetensors match, too."""
+    """Leave out files of side information, which wildcards such as *.safetensors match too."""
     from ckptz.guidance.files import guide_of
 
     if len(inputs) == 1:
         return tuple(inputs)
     guides = {path: guide for path in inputs if (guide := guide_of(path)) is not None}
     for path, guide in guides.items():
-        session.note(f"{path}: skipped; a {guide} guides an encoder (--set guide.{guide}=FILE)")
+        session.note(f"{path}: skipped, a {guide} file is not an input (use --set guide.{guide}=FILE)")
     return tuple(path for path in inputs if path not in guides)
 
 
@@ -390,7 +386,7 @@ def _rules_in(path: Path) -> tuple[Rule, ...]:
         return load_rules(path.read_text("utf-8"))
     except (UnicodeDecodeError, ConfigError) as error:
         what = error if isinstance(error, ConfigError) else "not a text file in UTF-8"
-        raise ConfigError(f"{path}: {what}; input.tensor_roles takes a TOML file") from None
+        raise ConfigError(f"{path}: {what}; input.tensor_roles must be a TOML file") from None
 
 
 RESTORE_EXAMPLES: Final = """\b
@@ -398,34 +394,34 @@ Examples:
   ckptz restore model.ckptz                      writes model.safetensors beside it
   ckptz restore model.ckptz -o restored.safetensors
   ckptz restore - < model.ckptz > model.safetensors
-  ckptz restore packed/checkpoint-64 -o back     a folder, as the Trainer resumes from it
-  ckptz restore run/checkpoint-64 -o plain       the same, of CkptzTrainerMixin's own folder
-  ckptz restore run@200 -o step-200.safetensors  the weights of a step, exact if they are there
+  ckptz restore packed/checkpoint-64 -o back     a folder of the Trainer
+  ckptz restore run/checkpoint-64 -o plain       a folder of CkptzTrainerMixin, for the plain Trainer
+  ckptz restore run@200 -o step-200.safetensors  the weights of a step
   ckptz restore step-200.ckptz --search-path ../bases
-  ckptz restore training.ckptz --to safetensors  a flat file of a torch checkpoint's tensors
+  ckptz restore training.ckptz --to safetensors  the tensors of a torch checkpoint
   ckptz restore training.ckptz --to dcp          a folder of torch.distributed.checkpoint
 """
 
 
-@click.command(cls=Verb, epilog=RESTORE_EXAMPLES, short_help="Write back what was compressed.")
+@click.command(cls=Verb, epilog=RESTORE_EXAMPLES, short_help="Decode checkpoints to their original format.")
 @click.argument("file", type=PATH, metavar="FILE|DIR|DIR@STEP")
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Output file or folder.")
 @click.option(
     "--to",
     "kind",
     type=click.Choice(["safetensors", "pt", "dcp"]),
-    help="Kind of file to write (default: as it was before compression).",
+    help="Format of the output (default: the original format).",
 )
 @writing_options
 @click.pass_obj
 def restore(
     session: Session, /, file: Path, output: PathLike | None, kind: OutputKind | None, **how: Any
 ) -> None:
-    """Write back what was compressed. From a lossless file every bit comes back.
+    """Decode a checkpoint to its original format; a lossless file is restored bit for bit.
 
-    A folder of shards comes back as a folder, a torch file as a torch file, unless the name of the output
-    says otherwise. All values are checked against the checksums that the writer stored. DIR@STEP, with an
-    output, gives the weights of a step of a run. Of standard input (-), the file goes to standard output.
+    A folder of shards becomes a folder and a torch file a torch file, unless --to or the suffix of the output
+    names another format. All values are checked against stored checksums. DIR@STEP restores the weights of a
+    step of a run, and needs -o. Standard input (-) is restored to standard output.
     """
     import ckptz
     from ckptz_cli.render import restored_line
@@ -440,22 +436,22 @@ def restore(
 REBASE_EXAMPLES: Final = """\b
 Examples:
   ckptz rebase step-200.ckptz
-  ckptz rebase step-200.ckptz -o step-200-alone.ckptz
+  ckptz rebase step-200.ckptz -o step-200-full.ckptz
 """
 
 
-@click.command(cls=Verb, epilog=REBASE_EXAMPLES, short_help="Make a delta stand alone.")
+@click.command(cls=Verb, epilog=REBASE_EXAMPLES, short_help="Make a delta self-contained.")
 @click.argument("file", type=PATH)
 @click.option("-o", "--output", type=PATH, metavar="OUT", help="Write here instead of replacing FILE.")
 @writing_options
 @click.pass_obj
 def rebase(session: Session, /, file: Path, output: PathLike | None, **how: Any) -> None:
-    """Make a delta stand alone, so that its bases can go.
+    """Rewrite a delta as a self-contained file, so that its bases can be deleted.
 
-    Values and content id stay the same, so deltas that were made from FILE go on working. Lossless tensors
-    are encoded anew. Lossy ones keep their codes, which later deltas may need, and take along the parts of
-    their bases that these need: that part is about as large as its chain was. FILE is replaced after the
-    new one was read back and checked.
+    Values and content id do not change, so deltas to FILE remain readable. Lossless tensors are encoded
+    without a base. Lossy tensors are copied with the tensors of their bases, because later deltas may need
+    their codes; this takes about as much space as their chain. FILE is replaced after the new file is read
+    back and verified.
     """
     import ckptz
     from ckptz_cli.render import rebased_line
@@ -481,7 +477,7 @@ Examples:
 @click.option("--keep-every", type=COUNT, metavar="K", help="Keep steps that are multiples of K.")
 @click.option("--keep-best", type=COUNT, metavar="N", help="Keep the N steps with the best metric.")
 @click.option(
-    "--higher-is-better", is_flag=True, help="With --keep-best: higher metrics are better (default lower)."
+    "--higher-is-better", is_flag=True, help="With --keep-best: higher metrics are better (default: lower)."
 )
 @click.option("--keep-weights-last", type=COUNT, metavar="N", help="Keep the weights of the N newest steps.")
 @click.option(
@@ -491,12 +487,12 @@ Examples:
     "--keep-exact",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Of lossy steps keep only the N newest exact (default: those that are).",
+    help="Keep the residual files of the N newest lossy steps (default: all).",
 )
 @click.option(
     "--after", type=click.IntRange(min=0), metavar="STEP", help="First remove all steps after this one."
 )
-@click.option("--dry-run", is_flag=True, help="Show what would be removed, and remove nothing.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed; remove nothing.")
 @storage_option
 @session_options
 @click.pass_obj
@@ -515,14 +511,14 @@ def prune(
 ) -> None:
     """Remove the steps of a training run that no rule keeps.
 
-    DIR is a run of a Checkpointer, or of the adapters of the Trainer, Lightning, accelerate or
-    torch.distributed.checkpoint, or what ckptz compress --chain wrote. The newest step always stays. A file
-    that other files are still stored against stays too, a Checkpointer's hidden, until they are removed.
-    Without rules, only unfinished files of killed writers are removed. A folder that was not written to its
-    end is no step: it and all steps stay. Nothing is removed where names and files disagree about a step.
+    DIR is a run of a Checkpointer, of the adapters of the Trainer, Lightning, accelerate or
+    torch.distributed.checkpoint, or the output of ckptz compress --chain. The newest step is always kept, and
+    so is every base of a kept file (in a run of a Checkpointer as a hidden file). Without rules, only
+    unfinished files of killed writers are removed. Nothing is removed if a folder is incomplete, or if names
+    and files contradict each other about a step.
 
-    Files step-*.exact.ckptz make steps exact whose other files are lossy. They go with their steps, or
-    before, by --keep-exact.
+    Residual files step-*.exact.ckptz, which make lossy steps exact, are removed with their step, or earlier
+    with --keep-exact.
     """
     import ckptz
     from ckptz.run.keep import keep_policy
@@ -547,23 +543,23 @@ Examples:
 """
 
 
-@click.command("warm-up", epilog=WARM_UP_EXAMPLES, short_help="Compile ahead what other commands need.")
+@click.command("warm-up", epilog=WARM_UP_EXAMPLES, short_help="Compile all kernels ahead of time.")
 @click.option("-j", "--jobs", type=COUNT, metavar="N", help="Number of processes (default: all cores).")
 @session_options
 @click.pass_obj
 def warm_up(session: Session, jobs: int | None) -> None:
-    """Make later commands start sooner: compile ahead what they need, for example in images of containers.
+    """Compile all kernels ahead of time, for example in a container image.
 
-    Without it, each command compiles what it needs when it first needs it, once on a machine. Kernels are
-    kept beside the package, in the home directory where that cannot be written, or where NUMBA_CACHE_DIR
-    says. Run it on the kind of processor that will use them: another one compiles its own.
+    Otherwise each command compiles the kernels that it needs on first use, once per machine. Kernels are
+    cached beside the package, in the home directory if that is not writable, or in NUMBA_CACHE_DIR. The cache
+    is only valid for the type of processor that compiled it.
     """
     import ckptz
 
     report = ckptz.warm_up(jobs=jobs)
     where = (
-        f"kept in {printable(report.folder)}"
+        f"cached in {printable(report.folder)}"
         if report.folder
-        else "but no folder can be written to keep them in"
+        else "but not cached, as no folder is writable"
     )
-    session.show(report, f"kernels of {', '.join(report.methods)}: ready, {where}, {report.seconds:.2f} s")
+    session.show(report, f"kernels of {', '.join(report.methods)} compiled, {where}, {report.seconds:.2f} s")

@@ -218,7 +218,7 @@ def test_an_input_that_changes_while_it_is_read_is_refused(
     monkeypatch.setattr("ckptz.verbs.compress.write", write)
     run = ckptz("compress", chain.first, "--force", fails=True)
     assert run.exit_code == 7
-    assert "was changed" in run.error
+    assert "changed while it was read" in run.error
 
 
 # --- the disk, and ends that come early -----------------------------------------------------------

@@ -313,11 +313,11 @@ def test_the_name_of_an_output_says_what_it_becomes(tmp_path: Path) -> None:
     ckptz_torch.save_state(nested, tmp_path / "nested.ckptz")
     report = restore(tmp_path / "tied.ckptz", tmp_path / "tied.safetensors")
     assert list(load_file(tmp_path / "tied.safetensors")) == ["wte"]
-    assert report.notes == ("of tensors that are tied one is stored: not head",)
+    assert report.notes == ("tied tensors are stored once: without head",)
     assert set(torch.load(restore(tmp_path / "tied.ckptz").output)) == {"wte", "head"}
     report = restore(tmp_path / "nested.ckptz", tmp_path / "flat.safetensors")
     assert list(load_file(tmp_path / "flat.safetensors")) == ["a.b"]
-    assert "not how they were nested" in report.notes[0]
+    assert "the nesting is lost" in report.notes[0]
     ckptz_numpy.save_file({"x": np.ones(3)}, tmp_path / "plain.ckptz")
     assert list(torch.load(restore(tmp_path / "plain.ckptz", tmp_path / "x.pt").output)) == ["x"]
     restore(tmp_path / "tied.ckptz", tmp_path / "odd.pt", to="safetensors")
@@ -448,7 +448,7 @@ def test_what_fits_without_loss_is_lossless_and_what_cannot_fit_is_refused(tmp_p
         (("--target-size", "2000x"), "the smallest has about"),
         (("--target-size", "much"), "must be a size such as 500MB"),
         (("--target-size", "9x", "--method", "lossless"), "leave out --eval and --method lossless"),
-        (("--target-size", "9x", "--chain"), "no chain"),
+        (("--target-size", "9x", "--chain"), "and a chain"),
     ):
         run = ckptz("compress", source, "-o", tmp_path / "new.ckptz", *words, fails=True)
         assert (run.exit_code, what in run.error) == (2, True), run.error
@@ -485,7 +485,7 @@ def test_an_output_that_is_called_as_another_kind_is_refused(
 def test_calibrations_among_several_inputs_are_skipped_with_a_note(chain: Chain, tmp_path: Path) -> None:
     guide = write_plain(tmp_path / "a.calibration.safetensors", {}, {"ckptz.guide": "calibration"})
     run = ckptz("compress", chain.first, guide, chain.second, "-o", tmp_path / "out")
-    assert run.stderr.startswith(f"ckptz: note: {guide}: skipped; a calibration guides an encoder")
+    assert run.stderr.startswith(f"ckptz: note: {guide}: skipped, a calibration file is not an input")
     assert sorted(os.listdir(tmp_path / "out")) == ["step-1.ckptz", "step-2.ckptz"]
 
 
@@ -502,4 +502,4 @@ def test_a_configuration_file_has_settings_of_all_kinds(tmp_path: Path) -> None:
         config.write_text(text)
         assert what in ckptz("compress", source, *out, "-f", fails=True).json["error"]["message"]
     run = ckptz("compress", source, "-f", "--set", "guide.calibration=", fails=True)
-    assert "is not the name of a file" in run.error
+    assert "is not a file name" in run.error

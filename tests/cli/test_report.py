@@ -21,7 +21,7 @@ from ckptz.format.index import QualityRecord
 from ckptz.format.streams import CoderId
 from ckptz.state.roles import ROLES
 from ckptz.verbs import page
-from ckptz.verbs.page import CODERS, MARK, MOST_ROWS
+from ckptz.verbs.page import CODERS, MARK, MAX_ROWS
 from ckptz.verbs.quality_text import quality_text
 from ckptz.verbs.report import N_BINS, PageReport
 from ckptz.words import Report, format_bytes
@@ -89,7 +89,7 @@ def test_the_charts_show_every_checkpoint_with_its_numbers(run: Path, html: str)
     (said,) = marks(drawn["Loss of quality: error_of"])
     worse = 100 * (record["measured"] / record["exact"] - 1)
     assert float(said.removeprefix("step: 200; % worse: ")) == pytest.approx(worse)
-    assert "allowed" in "".join(drawn["Loss of quality: error_of"].itertext())
+    assert "limit" in "".join(drawn["Loss of quality: error_of"].itertext())
 
 
 def test_a_hidden_file_is_told_from_others_and_its_raw_bytes_are_not_counted(run: Path, html: str) -> None:
@@ -153,7 +153,7 @@ def test_damage_is_shown_and_decides_the_exit_code(run: Path, tmp_path: Path) ->
     page = Page.of((tmp_path / "page.html").read_text("utf-8"))
     assert len(page.numbers["problems"]) == 2
     assert [e["kind"] for e in page.numbers["runs"][0]["entries"]] == ["missing", "delta", "delta", "broken"]
-    assert "is not here" in page.text
+    assert "not found" in page.text
     assert page.numbers["files"][0]["broken"]
 
 
@@ -255,8 +255,8 @@ def test_two_folders_stand_side_by_side(run: Path) -> None:
 
 
 def test_long_tables_say_how_many_rows_there_are(monkeypatch: pytest.MonkeyPatch, made: PageReport) -> None:
-    assert MOST_ROWS > len(made.files[0].tensors) == 19
-    monkeypatch.setattr("ckptz.verbs.page.MOST_ROWS", 5)
+    assert MAX_ROWS > len(made.files[0].tensors) == 19
+    monkeypatch.setattr("ckptz.verbs.page.MAX_ROWS", 5)
     assert "every tensor (the first 5 of 19)" in made.html
 
 

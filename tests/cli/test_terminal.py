@@ -92,7 +92,7 @@ VERBS = {
     "log": (["run"], r"checkpoint +", r"run: 3 files, "),
     "report": (["run", "-o", "page.html"], r"page\.html: a page of ", r"in a browser$"),
     "diff": (["step-1.safetensors", "step-2.safetensors"], r"tensor +", r"largest [\d.e-]+$"),
-    "rebase": (["run/step-3.ckptz", "-o", "alone.ckptz"], r"alone\.ckptz: stands alone", r" s$"),
+    "rebase": (["run/step-3.ckptz", "-o", "alone.ckptz"], r"alone\.ckptz: self-contained", r" s$"),
     "prune": (["run", "--after", "2", "--dry-run"], r"would remove step-3\.ckptz$", r"1 file, [\d.]+ kB$"),
     "warm-up": (["--jobs", "1"], r"kernels of lossless, ", r" s$"),
 }

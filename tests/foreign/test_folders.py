@@ -91,7 +91,7 @@ def test_a_folder_with_a_plain_file_beside_its_shards_comes_back(folder: Path, t
     ckptz.compress(folder, tmp_path / "packed")
     ckptz.restore(tmp_path / "packed", tmp_path / "back")
     assert contents_of(tmp_path / "back") == contents_of(folder)
-    with pytest.raises(ConfigError, match=r"holds no \.ckptz file; there is nothing to restore"):
+    with pytest.raises(ConfigError, match=r"contains no \.ckptz file; there is nothing to restore"):
         ckptz.restore(folder)
 
 

@@ -160,7 +160,7 @@ def test_files_that_cannot_stand_together_are_refused(tmp_path: Path) -> None:
         compressed(model, clash, tmp_path / "a.ckptz")
     with pytest.raises(ConfigError, match="takes a file"):
         compressed(model, tmp_path / "other", tmp_path / "a.ckptz")
-    with pytest.raises(ConfigError, match="2 inputs, and optimizer state of 1"):
+    with pytest.raises(ConfigError, match="2 inputs, but 1 files of optimizer state"):
         compress([model, same], None, optimizer=optimizer)
     compress([model], tmp_path / "m.ckptz")
     with pytest.raises(ConfigError, match="restore it first"):

@@ -84,5 +84,5 @@ def test_state_that_the_output_folder_had_before_is_named(checkpoint: Path, tmp_
     (tmp_path / "plain" / "pytorch_model.bin").write_bytes(b"of another step")
     run = ckptz("restore", checkpoint, "-o", tmp_path / "plain", "--force")
     assert "pytorch_model.bin" in run.stderr
-    assert "are from before" in run.stderr
+    assert "are not of this checkpoint" in run.stderr
     assert "scheduler.pt" not in run.stderr

@@ -148,11 +148,11 @@ def test_what_a_plain_folder_needs_is_said(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.safetensors: exists already"):
         ckptz.restore(folder, tmp_path / "plain")
     ckptz.restore(folder, tmp_path / "plain", force=True)
-    with pytest.raises(ConfigError, match=r"name a step of it, .*@STEP.* such as .*checkpoint-1.model.ckptz"):
+    with pytest.raises(ConfigError, match=r"name a step, .*@STEP.* such as .*checkpoint-1.model.ckptz"):
         ckptz.restore(tmp_path, tmp_path / "model.safetensors")
     rest, tied = ckptz.restore(f"{tmp_path}@1", tmp_path / "model.safetensors").notes
     assert f"ckptz restore {folder} -o DIR restores all" in rest
-    assert "one is stored: not lm_head.weight" in tied
+    assert "tied tensors are stored once: without lm_head.weight" in tied
     ckptz.torch.save_file({"x": torch.ones(3)}, folder / "state.ckptz")
     with pytest.raises(CorruptionError, match="CkptzTrainerMixin"):
         ckptz.restore(folder, tmp_path / "other")

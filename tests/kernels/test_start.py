@@ -236,7 +236,7 @@ def test_a_warm_up_uses_kernels_of_every_method_and_names_their_folder() -> None
     assert set(METHODS) <= set(ready.methods)
     assert Path(ready.folder).is_dir()
     line = ckptz("warm-up", "--jobs", 1).stdout
-    assert line.startswith("kernels of lossless, kmeans, grid, sparse: ready, kept in ")
+    assert line.startswith("kernels of lossless, kmeans, grid, sparse compiled, cached in ")
 
 
 @pytest.mark.slow

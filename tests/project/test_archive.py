@@ -41,7 +41,7 @@ def test_a_worker_that_was_killed_loses_nothing(tmp_path: Path) -> None:
     started.wait()
     assert contents(packed).keys() < contents(tmp_path / "wanted").keys() | set(leftovers(packed))
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "outputs were there and stay as they are" in done.stderr
+    assert "outputs existed and were kept" in done.stderr
     for name in leftovers(packed):
         (packed / name).unlink()
     assert contents(packed) == contents(tmp_path / "wanted")

@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> Path:
 
 def logged(folder: Path, *search_path: Path) -> tuple[LogReport, list[Exception]]:
     problems: list[Exception] = []
-    return log(folder, search_path=search_path, tell=problems.append), problems
+    return log(folder, search_path=search_path, on_error=problems.append), problems
 
 
 def tree(report: LogReport) -> list[tuple[int, str, str]]:
@@ -225,7 +225,7 @@ def test_a_plain_base_is_named_without_being_read(chain: Chain) -> None:
     report, problems = logged(chain.folder)
     assert not problems
     assert tree(report) == [(0, "step-1.safetensors", "plain"), (1, "d.ckptz", "delta")]
-    assert "not read" in str(report.entries[0].note)
+    assert "not compared" in str(report.entries[0].note)
     chain.first.rename(chain.folder / "renamed.safetensors")
     report, problems = logged(chain.folder)
     assert not problems
@@ -355,7 +355,7 @@ def test_a_base_may_be_named_twice_but_not_another(chain: Chain, times: int) -> 
     both = ("--base", chain.first, "--base", chain.full)
     failed = ckptz("compress", chain.second, "-o", out, "--force", *both, fails=True)
     assert failed.exit_code == 2
-    assert "give only one of them" in failed.error
+    assert "only one value is allowed" in failed.error
     assert str(chain.first) in failed.error
 
 

@@ -89,7 +89,7 @@ def test_a_base_may_be_a_link_whose_own_base_is_beside_its_target(link: Path) ->
 def test_an_output_beside_the_target_of_its_base_gets_no_advice_to_move_files(link: Path) -> None:
     out = link.resolve().with_name("third.ckptz")
     run = ckptz("compress", link.parent.parent / "original.safetensors", "--base", link, "-o", out)
-    assert "restoring needs both" not in run.stderr
+    assert "to restore, put both" not in run.stderr
     content_of(out)
 
 

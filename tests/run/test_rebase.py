@@ -96,7 +96,7 @@ def test_what_has_no_codes_is_encoded_anew_and_as_small_as_by_compress(tmp_path:
     assert (report["depth"], report["bases"]) == (0, [])
     assert report["stored_bytes"] <= 1.01 * anew.stored_bytes < 0.8 * report["chain_bytes"]
     assert features_of(run / "3.ckptz") == "lossless"
-    assert "stands alone, " in ckptz("rebase", run / "4.ckptz").stdout
+    assert "self-contained, " in ckptz("rebase", run / "4.ckptz").stdout
 
 
 def test_the_content_id_and_all_records_stay(tmp_path: Path) -> None:
@@ -117,8 +117,8 @@ def test_the_content_id_and_all_records_stay(tmp_path: Path) -> None:
     ]
     assert after["chain"][0]["is_inline"]
     text = ckptz("inspect", run / "2.ckptz").stdout
-    assert "stands alone with 2 inline bases" in text
-    assert "within the file" in text
+    assert "self-contained with 2 inline bases" in text
+    assert "in the file" in text
 
 
 def test_only_frames_that_are_needed_go_in(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_what_stands_alone_is_left_as_it_is(chain: Chain) -> None:
     for path in (chain.full, chain.delta):
         ckptz("rebase", path)
         before = path.read_bytes()
-        assert "stands alone already" in ckptz("rebase", path).stdout
+        assert "self-contained already" in ckptz("rebase", path).stdout
         assert path.read_bytes() == before
 
 

@@ -111,7 +111,7 @@ def test_a_chain_that_was_killed_goes_on_where_it_was(config: Any, tmp_path: Pat
     assert {path.name: path.read_bytes() for path in cut.iterdir()} == wanted
     assert compress(sources, cut, config=config, chain=True, resume=True) == ()
     done = ckptz("compress", *sources, "--chain", "--resume", "-o", cut)
-    assert "3 of 3 outputs were there and stay as they are" in done.stderr
+    assert "3 of 3 outputs existed and were kept" in done.stderr
 
 
 def test_nobody_goes_on_after_outputs_of_something_else(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_nobody_goes_on_after_outputs_of_something_else(tmp_path: Path) -> None:
     made = tmp_path / "step-1.ckptz"
     compress(first, made)
     os.utime(first, (2**32, 2**32))
-    with pytest.raises(ConfigError, match=r"step-1\.ckptz: is not what .*1\.safetensors was compressed to"):
+    with pytest.raises(ConfigError, match=r"step-1\.ckptz: was not made from .*1\.safetensors"):
         compress(first, made, resume=True)
     with pytest.raises(ConfigError, match="leave out force"):
         compress(second, made, resume=True, force=True)
@@ -359,7 +359,7 @@ def test_the_weights_of_a_lossy_step_come_back_exact_under_its_name(tmp_path: Pa
         chain = Chain(ChainOptions(config=library.KMeans(levels=4, min_elements=1)))
         chain.write(folder / f"{name}.ckptz", job_of(weights, 7))
     done = ckptz("restore", f"{tmp_path}@7", "--to", "safetensors", "-o", f"{tmp_path}/back/")
-    assert "these are the weights; what else belongs to the step is in state.ckptz" in done.stderr
+    assert "the output has only the weights; other files of the step: state.ckptz" in done.stderr
     [(_, (_, _, found))] = content_of(tmp_path / "back" / "model.safetensors")[0]
     assert found == weights["w"].tobytes()
 

@@ -98,7 +98,7 @@ def test_a_run_killed_on_its_way_there_goes_on(folder: str, tmp_path: Path) -> N
     plain = [write_plain(tmp_path / f"step-{i}.safetensors", a_state(drift=0.001 * i)) for i in range(3)]
     ckptz("compress", *plain[:2], "--chain", "-o", f"{folder}/")
     run = ckptz("compress", *plain, "--chain", "--resume", "-o", f"{folder}/")
-    assert "2 of 3 outputs were there" in run.stderr
+    assert "2 of 3 outputs existed" in run.stderr
     ckptz("verify", f"{folder}/step-2.ckptz", "--against", plain[2])
 
 

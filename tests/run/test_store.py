@@ -512,7 +512,7 @@ def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Pat
 
 
 def test_a_folder_without_checkpoints_is_said_to_be_one(tmp_path: Path) -> None:
-    for verb, message in (("verify", "holds no .ckptz files"), ("prune", "holds no steps")):
+    for verb, message in (("verify", "contains no .ckptz files"), ("prune", "holds no steps")):
         failed = ckptz(verb, tmp_path, fails=True)
         assert (failed.exit_code, message in failed.stderr) == (2, True)
         assert ckptz(verb, tmp_path / "missing", fails=True).exit_code in (2, 5)
