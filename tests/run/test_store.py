@@ -104,7 +104,7 @@ def n_hidden(rule: ChainRule) -> int:
 
 
 def files_bound(last: int, rule: ChainRule, n_others: int = 0) -> int:
-    """Files of each kind that may be there: what docs/training.md promises."""
+    """Files of each kind that may be there: what docs/checkpointer.md promises."""
     return last + n_hidden(rule) + (1 + n_hidden(rule)) * n_others
 
 
