@@ -1,1 +1,1 @@
-"""Opening, reading, describing, saving and applying files, for all frameworks alike."""
+"""Opening, reading, describing, saving and applying files, for all frameworks."""

@@ -1,1 +1,1 @@
-"""Encoding of one tensor into one frame: a file for each method, and the steps that methods share."""
+"""Encoding one tensor into a frame: one file for each method, and shared steps."""

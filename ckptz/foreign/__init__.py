@@ -1,1 +1,1 @@
-"""Files and folders of other formats, read and written without running code from them."""
+"""Files and folders of other formats, read and written without running code."""

@@ -1,1 +1,1 @@
-"""One `.ckptz` file: envelope, index, frames and streams, what they say and how they are read."""
+"""One `.ckptz` file: envelope, index, frames and streams, and their decoding."""

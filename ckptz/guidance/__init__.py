@@ -1,1 +1,1 @@
-"""Side information that guides an encoder, and where it comes from: moments, gradients, layer inputs."""
+"""Side information for encoders: moments, gradients, layer inputs."""

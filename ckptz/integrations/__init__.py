@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one module each, which loads only when it is imported."""
+"""Adapters to other libraries, one module each, imported only on demand."""

@@ -1,4 +1,4 @@
-"""Arithmetic on arrays, compiled for CPUs or for torch; the tests hold it against its definition in numpy.
+"""Array arithmetic, compiled for CPUs or in torch; tests compare it with its definition in numpy.
 
 `cpu()` is a lazy door, as those of `doors` are: numba loads when it pays, not on import, and small work is
 done without it. The first use on a machine compiles, and `notice` says so.

@@ -1,4 +1,4 @@
-"""The folder of a run: its files, what the next is stored against, which stay, what may be deleted.
+"""The folder of a run: its files, the choice of a base, keep rules and deletion.
 
 Knows no torch.
 """

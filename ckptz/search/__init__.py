@@ -1,1 +1,1 @@
-"""From a quality budget to a file: budgets, what is tried, how it is measured, and the best of it."""
+"""The search for the smallest file within a quality budget: budgets, trials, measurements."""

@@ -1,1 +1,1 @@
-"""States: nested ones as named tensors and a tree of plain values, and the arrays that tensors become."""
+"""Nested states as named tensors and a tree of plain values; arrays for decoded tensors."""

@@ -1,1 +1,1 @@
-"""The verbs of the command line as functions with reports: compress, restore, inspect and the others."""
+"""The verbs of the command line as functions that return reports."""

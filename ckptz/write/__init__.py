@@ -1,1 +1,1 @@
-"""The one way to write a file: tensors and what is known of them go in, a file and one report come out."""
+"""Writing a file: from tensors and side information to a file and a report."""
