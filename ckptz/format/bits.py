@@ -1,7 +1,6 @@
 """Bytes and checksums. Implements spec/01-integers.md.
 
-The only code that slices untrusted bytes: every read names its field, so that a truncated file explains
-itself.
+The only code that slices untrusted bytes. Every read names its field for the error of a truncated file.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def xxh64(data: Buffer) -> int:
 
 
 def xxh64_of_parts(parts: Iterable[Buffer]) -> int:
-    """Compute XXH64 of buffers one after another."""
+    """Compute XXH64 of the concatenation of buffers."""
     digest = xxhash.xxh64()
     for part in parts:
         digest.update(part)
@@ -49,11 +48,11 @@ class ByteReader:
 
     @property
     def left(self) -> int:
-        """Bytes not read yet."""
+        """Number of bytes not read yet."""
         return len(self._view) - self.offset
 
     def take(self, n_bytes: int, what: str) -> memoryview:
-        """Take the next `n_bytes` bytes, not copied."""
+        """Return the next `n_bytes` bytes without copying them."""
         begin, end = self.offset, self.offset + n_bytes
         if not begin <= end <= len(self._view):
             raise TruncatedError(f"{what}: need {n_bytes} bytes at offset {begin}, have {self.left}")
@@ -61,14 +60,14 @@ class ByteReader:
         return self._view[begin:end]
 
     def peek(self) -> memoryview:
-        """Show everything not read yet, not copied and not consumed."""
+        """Return the unread bytes without copying or consuming them."""
         return self._view[self.offset :]
 
     def u8(self, what: str) -> int:
         """Read an unsigned 8-bit integer."""
         offset = self.offset
         if offset >= len(self._view):
-            return self.take(1, what)[0]  # which says what is missing
+            return self.take(1, what)[0]  # raises TruncatedError
         self.offset = offset + 1
         return self._view[offset]
 
@@ -77,7 +76,7 @@ class ByteReader:
         return int.from_bytes(self.take(4, what), "little")
 
     def varint(self, what: str) -> int:
-        """Read an unsigned integer in groups of seven bits, least significant first, shortest form only."""
+        """Read a varint: groups of seven bits, least significant first, in the shortest form."""
         value = self.u8(what)
         if value < 0x80:
             return value
@@ -94,7 +93,7 @@ class ByteReader:
         raise CorruptionError(f"{what}: varint exceeds 64 bits")
 
     def text(self, what: str) -> str:
-        """Read UTF-8 text after its length in bytes (varint)."""
+        """Read UTF-8 text, preceded by its length in bytes (varint)."""
         raw = self.take(self.varint(what), what)
         try:
             return bytes(raw).decode("utf-8")
@@ -102,13 +101,13 @@ class ByteReader:
             raise CorruptionError(f"{what}: not valid UTF-8 ({error.reason})") from None
 
     def end(self, what: str) -> None:
-        """Require that nothing is left."""
+        """Raise CorruptionError if unread bytes remain."""
         if self.left:
             raise CorruptionError(f"{what}: {self.left} bytes follow its end")
 
 
 class ByteWriter:
-    """Appends what `ByteReader` reads; the methods mirror it."""
+    """Builds bytes; the methods are the inverses of those of `ByteReader`."""
 
     __slots__ = ("_parts",)
 
@@ -135,18 +134,18 @@ class ByteWriter:
         self._parts += struct.pack("<Q", value)
 
     def varint(self, value: int) -> None:
-        """Write an unsigned integer in groups of seven bits."""
+        """Write an unsigned integer as a varint."""
         while value >= 0x80:
             self._parts.append(value & 0x7F | 0x80)
             value >>= 7
         self._parts.append(value)
 
     def text(self, value: str) -> None:
-        """Write UTF-8 text after its length in bytes (varint)."""
+        """Write UTF-8 text, preceded by its length in bytes (varint)."""
         encoded = value.encode("utf-8")
         self.varint(len(encoded))
         self.raw(encoded)
 
     def getvalue(self) -> bytes:
-        """Return everything written so far."""
+        """Return all written bytes."""
         return bytes(self._parts)

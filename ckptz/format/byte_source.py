@@ -21,9 +21,9 @@ from ckptz.kernels.floats import Bytes
 
 FILE_URL: Final = "file://"
 FILE_SUFFIXES: Final = (".ckptz", ".safetensors", ".pt", ".pth", ".bin")
-PATIENCE: Final = 20.0  # seconds
-LEAST_RATE: Final = 1 << 16  # bytes a second; a server that sends less is given up
-MAX_UNKNOWN: Final = 4 << 30  # bytes of a file behind a URL that has no length
+PATIENCE: Final = 20.0  # seconds without data after which a request fails
+LEAST_RATE: Final = 1 << 16  # bytes per second; a slower server fails
+MAX_UNKNOWN: Final = 4 << 30  # largest file of a server that does not send its length, in bytes
 MAX_PIECE: Final = 1 << 22
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class ByteSource(Protocol):
     size: int
 
     def read(self, offset: int, n_bytes: int) -> Bytes:
-        """Read exactly `n_bytes` bytes, in memory of the caller's own."""
+        """Read exactly `n_bytes` bytes into new memory."""
         ...
 
     def close(self) -> None: ...
@@ -48,35 +48,35 @@ def _check_end(source: ByteSource, end: int) -> None:
         raise TruncatedError(f"{source.name}: is cut off: it has {source.size} bytes and should have {end}")
 
 
-def path_of(given: str | os.PathLike[str]) -> Path:
+def path_of(name: str | os.PathLike[str]) -> Path:
     """Return the path of a name; for an fsspec URL such as "s3://bucket/run" a path-like object.
 
     Raises:
-        ConfigError: the library for URLs is not installed, or knows nothing of this kind.
-        OSError: there is no connection.
+        ConfigError: the package for the URL is not installed, or the protocol is unknown.
+        OSError: the connection fails.
     """
-    text = str(given) if is_url(given) else os.fspath(given)
+    text = str(name) if is_url(name) else os.fspath(name)
     if text.startswith(FILE_URL):
         return Path(text.removeprefix(FILE_URL))
-    if isinstance(given, Path) or not is_url(text):
+    if isinstance(name, Path) or not is_url(text):
         return Path(text)
-    try:  # optional, and slow to load: only a URL asks for it
-        made: Path = lazy.module("upath").UPath(given, **url_options(text))
-        _check_answers(made)
-        return made
+    try:  # an optional package that is slow to import
+        path: Path = lazy.module("upath").UPath(name, **url_options(text))
+        _check_connection(path)
+        return path
     except ImportError as error:
         raise needs_package(text, error) from None
     except ValueError as error:
         raise ConfigError(f"{text}: cannot be read: {error}") from None
-    except Exception as error:  # of a connection, which names no file; libraries have errors of their own
+    except Exception as error:  # a connection error, whose class depends on the library
         raise failed(text, error) from error
 
 
-def _check_answers(path: Any) -> None:
-    """Ask a store for a file, to load what speaks its protocol and to notice that nobody answers."""
+def _check_connection(path: Any) -> None:
+    """Request the info of a file, to import the protocol's package and to detect a dead server."""
     try:
         path.fs.info(path.path)
-    except FileNotFoundError as error:  # which that of http says of every failure
+    except FileNotFoundError as error:  # http raises this for every failure
         if isinstance(cause := error.__cause__, OSError) and not isinstance(cause, FileNotFoundError):
             raise cause from None
     except NotImplementedError:
@@ -84,7 +84,7 @@ def _check_answers(path: Any) -> None:
 
 
 def needs_package(url: str, error: ImportError) -> ConfigError:
-    """Make the error for a URL whose protocol needs a package that is not installed."""
+    """Return the error for a URL whose protocol needs a missing package."""
     name = getattr(error.__cause__, "name", None) or error.name
     package = "'ckptz[remote]'" if name in (None, "upath", "fsspec") else name
     return ConfigError(
@@ -93,10 +93,10 @@ def needs_package(url: str, error: ImportError) -> ConfigError:
 
 
 def url_options(url: str) -> dict[str, Any]:
-    """Return fsspec's options for a URL: the request fails if the server is silent for `PATIENCE` seconds.
+    """Return fsspec's options for a URL: a request fails if no data arrive for `PATIENCE` seconds.
 
     Raises:
-        ImportError: the library that speaks the protocol is not installed.
+        ImportError: the package for the protocol is not installed.
     """
     if not _is_http(url):
         return {}
@@ -109,25 +109,25 @@ def _is_http(url: str) -> bool:
 
 
 def seconds_for(url: str, n_bytes: int) -> float | None:
-    """Return the timeout of a request for `n_bytes`, in seconds; None for other protocols.
+    """Return the timeout of an http request for `n_bytes`, in seconds; None for other protocols.
 
-    Silence alone is no limit: a byte now and then would break it for ever.
+    A timeout for silence alone would never end for a server that sends a byte now and then.
     """
     return PATIENCE + n_bytes / LEAST_RATE if _is_http(url) else None
 
 
 class Pace:
-    """Watches how much of a body comes that is read piece by piece."""
+    """Checks the data rate of a response that is read in parts."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._since, self._n_bytes = time.monotonic(), 0
 
     def add(self, n_bytes: int) -> None:
-        """Count a piece.
+        """Count received bytes.
 
         Raises:
-            OSError: less than `LEAST_RATE` came over `PATIENCE`.
+            OSError: the rate was below `LEAST_RATE` for `PATIENCE` seconds.
         """
         now = time.monotonic()
         self._n_bytes += n_bytes
@@ -139,7 +139,7 @@ class Pace:
 
 
 def failed(name: str, error: Exception, done: str = "read") -> OSError:
-    """Turn an error of a library for URLs into one that names the file, which was to be read or written."""
+    """Return an OSError that names the file for an error of a URL library; `done` is "read" or "written"."""
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror or str(error), name)
     what = str(error) or f"{type(error).__name__} of the connection"
@@ -165,17 +165,17 @@ def naming_urls(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def is_url(path: object) -> bool:
-    """Return whether this is a URL, or a path that `path_of` made from one."""
+    """Return whether this is a URL, or a path that `path_of` returned for one."""
     return hasattr(path, "fs") or (isinstance(path, str) and "://" in path)
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether this is a folder; a URL with a file's name is not listed."""
+    """Return whether this is a folder; a URL with the suffix of a file is not requested."""
     return not (is_url(path) and path.suffix in FILE_SUFFIXES) and path.is_dir()
 
 
 def local_copy(path: Path) -> BinaryIO:
-    """Copy a file to a temporary local file, which is deleted when it is closed."""
+    """Copy a file to a temporary local file, which is deleted when closed."""
     copy = tempfile.NamedTemporaryFile(prefix="ckptz-", suffix=path.suffix)  # noqa: SIM115
     try:
         n_bytes = 0
@@ -187,7 +187,7 @@ def local_copy(path: Path) -> BinaryIO:
                 if n_bytes > MAX_UNKNOWN:
                     raise OSError(
                         errno.EFBIG,
-                        "the server does not say how long it is, and it does not end; download it first",
+                        "the server sends no length and too many bytes; download it first",
                         str(path),
                     )
         copy.flush()
@@ -198,25 +198,23 @@ def local_copy(path: Path) -> BinaryIO:
 
 
 def _read(file: BinaryIO, path: Path, n_bytes: int) -> bytes:
-    """Read from a file behind a URL, in time."""
-    ahead = getattr(
-        file, "blocksize", None
-    )  # of a file that is read by ranges, its library asks for so much more
+    """Read from a URL with a timeout."""
+    ahead = getattr(file, "blocksize", None)  # bytes that fsspec requests in addition
     seconds = None if ahead is None else seconds_for(str(path), n_bytes + ahead)
     if seconds is not None:
         patience = lazy.module("aiohttp").ClientTimeout(total=seconds, sock_read=PATIENCE)
-        file.kwargs["timeout"] = patience  # type: ignore[attr-defined]  # fsspec hands it to its requests
+        file.kwargs["timeout"] = patience  # type: ignore[attr-defined]  # used by fsspec's requests
     return file.read(n_bytes)
 
 
 class UrlBytes:
-    """A file behind a URL, read by ranges, or brought here whole if there are none; threads share it."""
+    """A file behind a URL, read by ranges or copied if the server has none; usable from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.name, self._path = str(path), path
         self._lock = threading.Lock()
         try:
-            self._file = self._opened(path)
+            self._file = self._open(path)
             self.size = self._file.seek(0, os.SEEK_END)
         except FileNotFoundError:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.name) from None
@@ -224,9 +222,9 @@ class UrlBytes:
             raise failed(self.name, error) from error
 
     @staticmethod
-    def _opened(path: Path) -> BinaryIO:
+    def _open(path: Path) -> BinaryIO:
         file: BinaryIO = path.open("rb")
-        if file.seekable() and getattr(file, "size", 0) is not None:  # of a stream without a length it is
+        if file.seekable() and getattr(file, "size", 0) is not None:  # None for a stream without a length
             return file
         file.close()
         return local_copy(path)
@@ -245,28 +243,28 @@ class UrlBytes:
         return np.frombuffer(bytearray(data), np.uint8)
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         self._file.close()
 
 
 def open_bytes(path: str | os.PathLike[str]) -> ByteSource:
-    """Open a file of this machine, or behind a URL."""
-    where = path_of(path)
-    return UrlBytes(where) if is_url(where) else FileBytes(where)
+    """Open a local file or a URL."""
+    location = path_of(path)
+    return UrlBytes(location) if is_url(location) else FileBytes(location)
 
 
 class FileBytes:
-    """A file read by position: threads share it, and replacing the file leaves it whole.
+    """An open local file, read by position from any thread; it stays readable if its name is replaced.
 
     Raises:
-        ConfigError: a pipe or a device, which has no positions, and which opening could wait for.
+        ConfigError: a pipe or a device, which cannot be read by position.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         mode = self.path.stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder `open` has its own error
-            raise ConfigError(f"{self.path}: is not a regular file; copy what it gives into one")
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # opening a folder raises
+            raise ConfigError(f"{self.path}: is not a regular file; copy its content into one")
         self.name = str(self.path)
         self._file = self.path.open("rb")
         self.size = os.fstat(self._file.fileno()).st_size
@@ -280,7 +278,9 @@ class FileBytes:
             try:
                 n = self._read_into(view[done : done + MAX_READ], offset + done)
             except OSError as error:
-                raise OSError(error.errno, error.strerror, self.name) from None  # it names no file itself
+                raise OSError(
+                    error.errno, error.strerror, self.name
+                ) from None  # the original error names no file
             if not n:
                 raise TruncatedError(f"{self.name}: was cut at byte {offset + done} while it was read")
             done += n
@@ -294,26 +294,26 @@ class FileBytes:
             return self._file.readinto(view)
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         self._file.close()
 
 
-class _NotMarked:
-    """Bytes that nobody writes to, but not marked so: kernels would be compiled once more for those."""
+class _FlaggedWritable:
+    """A view of read-only bytes that is flagged as writable, so that kernels need no second compilation."""
 
     def __init__(self, data: Bytes) -> None:
-        self._data = data  # stays while an array has its memory
+        self._data = data  # keeps the memory alive
         address, _ = data.__array_interface__["data"]
         self.__array_interface__ = data.__array_interface__ | {"data": (address, False)}
 
 
 class MemoryBytes:
-    """A buffer in memory, which is read where it stands."""
+    """A buffer in memory, read without copying."""
 
     name = "<bytes>"
 
     def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._data = np.asarray(_NotMarked(np.frombuffer(data, np.uint8)))
+        self._data = np.asarray(_FlaggedWritable(np.frombuffer(data, np.uint8)))
         self.size = len(self._data)
 
     def read(self, offset: int, n_bytes: int) -> Bytes:

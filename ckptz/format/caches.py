@@ -1,7 +1,7 @@
-"""Caches of decoded chunks: those of other frames that a chunk needs, and recently read ones.
+"""Bounded caches of decoded chunks, and the order in which a chain is decoded.
 
-A chain may be 64 files long, and contexts may look at other tensors of each of them. Following that by calls
-of calls would decode some frames again and again, and end where Python's stack does. All caches are bounded.
+A chain may have 64 files, and contexts may depend on other tensors of each. Recursion would decode some
+frames several times and overflow the stack, so frames are decoded in order of their dependencies.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ckptz.format.context_rules import Block, Row
 from ckptz.format.frame import ChunkRecord, FrameHeader
 from ckptz.parallel import LRUCache
 
-MAX_FRAMES: Final = 256  # that one chunk is decoded from; 65 files of three tensors are 195
-MAX_HELD_BYTES: Final = 256 << 20  # of chunks that wait for those that need them
-CACHE_BYTES: Final = 64 << 20  # decoded chunks that slices of one open file may share
+MAX_FRAMES: Final = 256  # frames that a chunk depends on; 65 files with three tensors each are 195
+MAX_HELD_BYTES: Final = 256 << 20  # decoded chunks in memory while a chain is decoded
+CACHE_BYTES: Final = 64 << 20  # decoded chunks kept for slices of an open file
 MAX_HEADER_CACHE_BYTES: Final = 16 << 20  # headers with their context labels and decoding tables
 MAX_IDLE_ELEMENTS: Final = 1 << 24
 SLOT_TABLE_BYTES: Final = 4 * 4096
@@ -31,62 +31,62 @@ SLOT_TABLE_BYTES: Final = 4 * 4096
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """A chunk: its patterns, or None if only the codes were wanted; its codes, or None if it has none."""
+    """A decoded chunk: patterns (None if only codes were decoded), codes (None without a map)."""
 
     patterns: NDArray[Any] | None
     codes: NDArray[np.uint8] | None
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of memory held."""
+        """Size in memory, in bytes."""
         return sum(part.nbytes for part in (self.patterns, self.codes) if part is not None)
 
 
 class Frame(Protocol):
-    """A frame whose chunks may need chunks of others."""
+    """A frame whose chunks may depend on chunks of other frames."""
 
     def needs(self, only_codes: bool) -> list[Node]:
-        """List what a chunk, or only its codes, is decoded from."""
+        """Return the frames that a chunk, or only its codes, depends on."""
         ...
 
-    def decoded(self, index: int, only_codes: bool, held: DecodedBases) -> Decoded:
-        """Decode a chunk from those that it needs."""
+    def decoded(self, index: int, only_codes: bool, dependencies: DecodedBases) -> Decoded:
+        """Decode a chunk, given its decoded dependencies."""
         ...
 
 
-Node = tuple[Frame, bool]  # a frame, and whether only its codes are needed
+Node = tuple[Frame, bool]  # (frame, True if only its codes are needed)
 DecodedBases = Mapping[Node, Decoded]
 
 
 def gather(index: int, first: Iterable[Node]) -> DecodedBases:
-    """Decode chunk `index` of some frames and of all that they need; returns the former.
+    """Decode chunk `index` of frames and of all their dependencies; return the chunks of the given frames.
 
     Raises:
-        LimitError: it needs more frames, or holds more of them at once, than any writer's files do.
+        LimitError: there are more dependencies, or more of them in memory at once, than ckptz ever writes.
     """
-    wanted = list(first)
-    needs = _in_order(wanted)
-    n_users = Counter(node for nodes in (wanted, *needs.values()) for node in nodes)
-    held: dict[Node, Decoded] = {}
+    targets = list(first)
+    needs = _in_order(targets)
+    n_users = Counter(node for nodes in (targets, *needs.values()) for node in nodes)
+    decoded: dict[Node, Decoded] = {}
     for node, nodes in needs.items():
         frame, only_codes = node
-        held[node] = frame.decoded(index, only_codes, held)
+        decoded[node] = frame.decoded(index, only_codes, decoded)
         n_users.subtract(nodes)
-        for used in nodes:
-            if not n_users[used]:
-                held.pop(used, None)
-        if sum(one.n_bytes for one in held.values()) > MAX_HELD_BYTES:
+        for dependency in nodes:
+            if not n_users[dependency]:
+                decoded.pop(dependency, None)
+        if sum(chunk.n_bytes for chunk in decoded.values()) > MAX_HELD_BYTES:
             raise LimitError(
                 f"a chunk is decoded from more than {MAX_HELD_BYTES >> 20} MiB of others at once"
             )
-    return held
+    return decoded
 
 
-def _in_order(wanted: list[Node]) -> dict[Node, list[Node]]:
-    """Order frames so that each one comes after all frames it needs."""
+def _in_order(targets: list[Node]) -> dict[Node, list[Node]]:
+    """Return frames with their dependencies, each after all frames that it depends on."""
     needs: dict[Node, list[Node]] = {}
     done: dict[Node, list[Node]] = {}
-    waiting = list(wanted)
+    waiting = list(targets)
     while waiting:
         node = waiting[-1]
         if node in needs:
@@ -102,10 +102,10 @@ def _in_order(wanted: list[Node]) -> dict[Node, list[Node]]:
 
 
 class CachedChunks(LRUCache[Decoded]):
-    """The decoded chunks used last, by tensor and first pattern; never to be written to.
+    """Recently used decoded chunks, by tensor and first pattern; read-only.
 
     Args:
-        most: bytes that are held.
+        most: capacity in bytes.
     """
 
     def __init__(self, most: int = CACHE_BYTES) -> None:
@@ -113,13 +113,13 @@ class CachedChunks(LRUCache[Decoded]):
 
 
 class LastChunks:
-    """The decoded chunks of the file that a run wrote last: the next one is stored against them.
+    """The decoded chunks of the newest file of a run, which is the base of the next file.
 
-    A chunk takes the place of that of the file before, which it was decoded from. So a file is decoded by
-    itself, however long its chain is; and one of the same records by nothing at all.
+    Each chunk replaces the chunk of the file before, its base. So only one file is decoded for each save,
+    whatever the chain length, and a chunk with the same checksums is not decoded again.
 
     Args:
-        most: gives the bytes that are held; asked when the first chunk comes. Chunks beyond stay out, and
+        most: function that returns the capacity in bytes, called for the first chunk. Chunks that do not fit
             are decoded through the chain.
     """
 
@@ -127,7 +127,7 @@ class LastChunks:
         self._most, self._limit = most, -1
         self._held: dict[tuple[str, int], tuple[ChunkRecord, Decoded]] = {}
         self._lock = threading.Lock()
-        self.n_bytes = 0  # of all that is held
+        self.n_bytes = 0  # of all chunks
 
     def get(self, name: str, index: int, record: ChunkRecord) -> Decoded | None:
         """Return a cached chunk of a tensor if its stored and decoded checksums match; else None."""
@@ -135,14 +135,14 @@ class LastChunks:
         return entry[1] if entry is not None and entry[0] == record else None
 
     def put(self, name: str, index: int, record: ChunkRecord, chunk: Decoded) -> None:
-        """Hold a chunk, never to be written to, if there is room where the one before it was."""
+        """Replace a chunk by that of the next file if it fits; it must not be modified afterwards."""
         with self._lock:
             if self._limit < 0:
                 self._limit = self._most()
             before = self._held.get((name, index))
             n_others = self.n_bytes - (0 if before is None else before[1].n_bytes)
             n_bytes = n_others + chunk.n_bytes
-            # An interrupt comes after calls only, so none may stand between a chunk and its bytes.
+            # An interrupt can only occur at a call, so there is no call between these two assignments.
             if n_bytes <= self._limit:
                 self._held[name, index] = record, chunk
                 self.n_bytes = n_bytes
@@ -152,7 +152,7 @@ class LastChunks:
 
 
 def _weight(header: FrameHeader) -> int:
-    """The bytes that a header may come to keep alive: labels, tables, chunk records, vectors, map entries."""
+    """Estimate the memory of a header in bytes: labels, tables, chunk records, vectors and map entries."""
     plan = header.plan
     labels = sum(len(rule.indices) for rule in plan.rules if isinstance(rule, Row | Block))
     tables = sum(len(stream.frequencies) for stream in plan.tables)
@@ -164,17 +164,17 @@ def _weight(header: FrameHeader) -> int:
 
 
 class HeaderCache(LRUCache[FrameHeader]):
-    """The frame headers used last; the one just asked for stays, as its chunks come next."""
+    """Recently used frame headers; the newest is always kept, because its chunks are read next."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_CACHE_BYTES) -> None:
         super().__init__(max_bytes, _weight, keeps_any=True)
         self._n_idle = 0
 
     def charge_idle(self, n_elements: int) -> None:
-        """Count elements of vectors that no pattern is decoded from.
+        """Count elements of outer vectors of empty tensors, which are checked though nothing needs them.
 
         Raises:
-            LimitError: a few bytes stand for each million of them, and checking them takes its time.
+            LimitError: too many; a few bytes of a file may describe millions of elements.
         """
         self._n_idle += n_elements
         if self._n_idle > MAX_IDLE_ELEMENTS:

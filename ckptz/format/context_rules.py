@@ -1,4 +1,4 @@
-"""Contexts: labels that the decoder already has, which say what tables a code uses.
+"""Contexts: labels known to the decoder, which select the frequency table of a code.
 
 Implements spec/03-transforms.md#contexts. A frame lists at most three rules; the context of an element is
 the mixed-radix number of their labels, the first rule most significant.
@@ -25,12 +25,12 @@ from ckptz.kernels.floats import Bytes
 
 MAX_RULES: Final = 3
 MAX_CONTEXTS: Final = 1 << 12
-MAX_INDICES: Final = 1 << 24  # labels that a header may hold for rows or blocks
+MAX_INDICES: Final = 1 << 24  # stored labels of rows and blocks in a header
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CONTEXTS: Final = 256
 
-MIN_REPEATED: Final = 1 << 12  # patterns of a row; shorter ones are filled together
-MIN_RUN: Final = 32  # patterns that are moved as a whole
+MIN_REPEATED: Final = 1 << 12  # patterns of a row from which rows are filled one by one
+MIN_RUN: Final = 32  # patterns of a run that is moved as a whole
 
 Labels = NDArray[Any]  # uint8 or uint16
 
@@ -46,7 +46,7 @@ class RuleId(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Magnitude:
-    """The eight bits below the sign: of the base's pattern, or of tensor `source` of the same file."""
+    """The label is the eight bits below the sign, in the base or in tensor `source` of the same file."""
 
     source: str | None = None
 
@@ -58,7 +58,7 @@ class Magnitude:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A stored label for each index of the first dimension."""
+    """The label is stored for each index of the first dimension."""
 
     radix: int
     indices: NDArray[np.uint8]
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A stored label for each block of `size` patterns."""
+    """The label is stored for each block of `size` patterns."""
 
     radix: int
     size: int
@@ -75,7 +75,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class BaseCode:
-    """The code that the base's own frame used; 0 where it has none."""
+    """The label is the code in the frame of the base; 0 if that has no codes."""
 
     radix: int
 
@@ -84,12 +84,12 @@ ContextRule = Magnitude | Row | Block | BaseCode
 
 
 def n_contexts_of(rules: Sequence[ContextRule]) -> int:
-    """Count the contexts; 1 without rules."""
+    """Return the number of contexts; 1 without rules."""
     return math.prod(rule.radix for rule in rules)
 
 
 class ContextSources(Protocol):
-    """Arrays that context rules look at, for the patterns begin..end of one chunk."""
+    """Arrays that context rules read, for patterns begin..end of a chunk."""
 
     begin: int
     end: int
@@ -123,25 +123,25 @@ def _labels_of(rule: ContextRule, sources: ContextSources, row_patterns: int) ->
 
 
 def labels_of_rows(indices: NDArray[np.uint8], begin: int, end: int, row_patterns: int) -> NDArray[np.uint8]:
-    """Return the labels [end - begin] of patterns begin..end of rows, or blocks, with a label each."""
+    """Return the labels [end - begin] of patterns begin..end, given a label for each row or block."""
     first, last = begin // row_patterns, -(-end // row_patterns)
-    own = indices[first:last]
+    row_labels = indices[first:last]
     if row_patterns < MIN_REPEATED:
-        return np.repeat(own, row_patterns)[begin - first * row_patterns :][: end - begin]
+        return np.repeat(row_labels, row_patterns)[begin - first * row_patterns :][: end - begin]
     labels = np.empty(end - begin, np.uint8)
-    for label, row in zip(own.tolist(), range(first, last), strict=True):
+    for label, row in zip(row_labels.tolist(), range(first, last), strict=True):
         labels[max(row * row_patterns - begin, 0) : (row + 1) * row_patterns - begin] = label
     return labels
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The patterns [n] of a chunk as runs of one context each.
+    """The patterns [n] of a chunk as runs of equal size with one context each.
 
     Attributes:
-        labels: the context of each run.
+        labels: context of each run [n / size].
         size: patterns of a run.
-        n_contexts: that labels may name.
+        n_contexts: number of contexts.
     """
 
     labels: NDArray[np.uint8]
@@ -150,21 +150,21 @@ class Runs:
 
     @cached_property
     def per_context(self) -> NDArray[np.int64]:
-        """Patterns of each context [n_contexts]."""
+        """Number of patterns of each context [n_contexts]."""
         return np.bincount(self.labels, minlength=self.n_contexts) * self.size
 
     @cached_property
     def _order(self) -> NDArray[np.intp] | None:
-        """The runs in context order, or None where they stand in it already."""
+        """Indices of the runs in context order, or None if they are sorted already."""
         is_sorted = bool((self.labels[1:] >= self.labels[:-1]).all())
         return None if is_sorted else np.argsort(self.labels, kind="stable")
 
     def group(self, codes: Bytes) -> Bytes:
-        """Put codes [n] in context order."""
+        """Reorder codes [n] into context order."""
         return codes if self._order is None else codes.view(f"V{self.size}")[self._order].view(np.uint8)
 
     def ungroup(self, grouped: Bytes) -> Bytes:
-        """Put codes [n] from context order in that of the patterns."""
+        """Reorder codes [n] from context order into the order of the patterns."""
         if self._order is None:
             return grouped
         codes = np.empty_like(grouped)
@@ -173,20 +173,20 @@ class Runs:
 
 
 def runs_of(rules: Sequence[ContextRule], begin: int, end: int, row_patterns: int) -> Runs | None:
-    """Find runs in patterns begin..end; None if contexts depend on more than places, or change too often."""
+    """Return the runs of patterns begin..end; None if contexts depend on values, or if runs are too short."""
     rule = rules[0] if len(rules) == 1 else None
     if not isinstance(rule, Row | Block):
         return None
-    whole = row_patterns if isinstance(rule, Row) else rule.size
-    size = math.gcd(whole, begin, end)
+    label_size = row_patterns if isinstance(rule, Row) else rule.size
+    size = math.gcd(label_size, begin, end)
     if size < MIN_RUN:
         return None
-    labels = labels_of_rows(rule.indices, begin // size, end // size, whole // size)
+    labels = labels_of_rows(rule.indices, begin // size, end // size, label_size // size)
     return Runs(labels, size, rule.radix)
 
 
 def labels_of(rules: Sequence[ContextRule], sources: ContextSources, row_patterns: int) -> Labels:
-    """Return the context of each pattern of a chunk [n]; `row_patterns` is the size of a row."""
+    """Return the context of each pattern of a chunk [n]; a row has `row_patterns` patterns."""
     labels: Labels = _labels_of(rules[0], sources, row_patterns)
     if len(rules) > 1:
         labels = labels.astype(np.uint16)
@@ -196,7 +196,7 @@ def labels_of(rules: Sequence[ContextRule], sources: ContextSources, row_pattern
 
 
 def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
-    """Write which table each context uses, [n_contexts], as runs: length varint, table varint."""
+    """Write the table of each context [n_contexts] as runs: length varint, table varint."""
     begins = [0, *((table_of[1:] != table_of[:-1]).nonzero()[0] + 1).tolist()]
     lengths = map(operator.sub, [*begins[1:], len(table_of)], begins)
     numbers = [*itertools.chain.from_iterable(zip(lengths, table_of[begins].tolist(), strict=True))]
@@ -208,7 +208,7 @@ def write_runs(out: ByteWriter, table_of: NDArray[np.int64]) -> None:
 
 
 def parse_runs(source: ByteReader, n_contexts: int, n_tables: int) -> NDArray[np.int64]:
-    """Read what `write_runs` wrote, [n_contexts]; refuse tables that do not exist."""
+    """Parse the table of each context [n_contexts], the inverse of `write_runs`; refuse undefined tables."""
     table_of = np.empty(n_contexts, np.int64)
     position = 0
     while position < n_contexts:

@@ -1,9 +1,7 @@
-"""Decoding one chunk of a frame. Implements spec/05-frame.md#decoding; every check is a refusal there.
+"""Decoding of one chunk of a frame. Implements spec/05-frame.md#decoding with all its refusals.
 
-Chunks of which few patterns differ from the base take time for those only. Their bytes are ordinary code
-streams, every one of them constant zero or sparse around zero, so any decoder reads them. Here the changed
-patterns are found without walking all planes, and given back as positions and values, so that they can be
-written into memory that holds the base.
+If few patterns of a chunk differ from the base, all its streams are constant zero or sparse around zero. Then
+only the changed patterns are decoded, as positions and values, which can be written into a copy of the base.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ from ckptz.kernels.floats import Positions as Positions
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The patterns of one chunk that differ from the base.
+    """The patterns of a chunk that differ from the base.
 
     Attributes:
-        positions: where, counted from the start of the chunk, ascending.
-        planes: the codes there, one array a byte plane.
-        mode: the kernels' number for how codes and base make patterns.
+        positions: ascending positions in the chunk [n].
+        planes: codes at these positions, one array [n] for each byte plane.
+        mode: plane mode, as numbered in kernels.
     """
 
     positions: Positions
@@ -46,7 +44,7 @@ class Changes:
         return len(self.positions)
 
     def patterns(self, base: Patterns) -> Patterns:
-        """Compute what the patterns become, from the base's patterns at the same positions."""
+        """Compute the changed patterns [n] from the base's patterns at the same positions."""
         out = np.empty_like(base)
         if len(out):
             cpu().merge_planes(self.planes, base, self.mode, out)
@@ -54,13 +52,13 @@ class Changes:
 
 
 def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: int) -> Changes | None:
-    """Read the changes of a chunk of `n` patterns whose streams are all constant zero or sparse around zero.
+    """Decode the changes of a chunk of `n` patterns whose streams are constant zero or sparse around zero.
 
     Returns:
-        None for any other chunk: it is decoded as a whole.
+        The changes, or None if the chunk has other streams and must be decoded completely.
 
     Raises:
-        FormatError: the bytes are not such streams.
+        FormatError: a stream is damaged.
     """
     streams = _sparse_streams(header, record, payload)
     if streams is None:
@@ -70,14 +68,14 @@ def read_changes(header: FrameHeader, record: ChunkRecord, payload: Bytes, n: in
     changed = [positions for positions, _ in filter(None, planes)]
     if not changed:
         return Changes(np.empty(0, np.int64), (np.empty(0, np.uint8),) * len(planes), mode)
-    everywhere = functools.reduce(np.union1d, changed)
-    return Changes(everywhere, tuple(_placed(plane, everywhere) for plane in planes), mode)
+    all_positions = functools.reduce(np.union1d, changed)
+    return Changes(all_positions, tuple(_codes_at(plane, all_positions) for plane in planes), mode)
 
 
 def _sparse_streams(
     header: FrameHeader, record: ChunkRecord, payload: Bytes
 ) -> list[ByteReader | None] | None:
-    """The sparse streams of a chunk, None for each constant one; None if there is any other."""
+    """Return the sparse streams of a chunk, with None for constant ones; None if there are other streams."""
     if header.plan.quant_map is not None or header.plan.mode not in BASE_MODES:
         return None
     readers: list[ByteReader | None] = []
@@ -94,43 +92,49 @@ def _sparse_streams(
 
 
 def read_plane(source: ByteReader, n: int) -> tuple[int, Positions, Bytes]:
-    """Read a sparse stream of n codes: the common code, the positions of other ones, and these.
+    """Decode a sparse stream of n codes.
+
+    Returns:
+        (the common code, positions of the other codes, the other codes).
 
     Raises:
-        FormatError: the bytes are not one.
+        FormatError: the stream is damaged.
     """
     common, gaps, values = read_sparse(source, n)
     return common, unpack_gaps(gaps, len(values), n), values
 
 
-def _placed(plane: tuple[Positions, Bytes] | None, everywhere: Positions) -> Bytes:
-    """The codes of one plane at all positions that change in any."""
+def _codes_at(plane: tuple[Positions, Bytes] | None, all_positions: Positions) -> Bytes:
+    """Return the codes of one plane at positions where any plane changes."""
     if plane is None:
-        return np.zeros(len(everywhere), np.uint8)
+        return np.zeros(len(all_positions), np.uint8)
     positions, values = plane
-    if len(positions) == len(everywhere):
+    if len(positions) == len(all_positions):
         return values
-    out = np.zeros(len(everywhere), np.uint8)
-    out[np.searchsorted(everywhere, positions)] = values
+    out = np.zeros(len(all_positions), np.uint8)
+    out[np.searchsorted(all_positions, positions)] = values
     return out
 
 
 def decode_chunk(
     header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources, out: Patterns
 ) -> Bytes | None:
-    """Decode chunk `index` into `out` and check it; returns its codes, if a quantization map made them.
+    """Decode chunk `index` into `out` and check its checksum.
 
     Args:
         header: the frame's header.
-        index: which chunk.
-        payload: its stored bytes.
-        sources: the chunk's bounds, and the base where the frame needs one.
-        out: the chunk's patterns; may hold those of the base, and be what `sources` gives as the base.
+        index: number of the chunk.
+        payload: stored bytes of the chunk.
+        sources: bounds of the chunk, and its base if needed.
+        out: receives the patterns of the chunk [n]; may contain those of the base, and be the base of `sources`.
+
+    Returns:
+        The codes, uint8 [n], or None without a quantization map.
 
     Raises:
-        ChecksumError: the stored bytes were changed.
-        MissingBaseError: the bytes are whole, so the base must be another tensor.
-        CorruptionError: the bytes contradict the specification.
+        ChecksumError: the stored bytes are damaged.
+        MissingBaseError: the stored bytes are intact, so the base is a wrong one.
+        CorruptionError: the bytes violate the specification.
     """
     record = header.chunks[index]
     try:
@@ -149,10 +153,10 @@ def decode_chunk(
 
 
 def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: ChunkSources) -> Bytes:
-    """Decode only the codes of chunk `index`, uint8 [n_patterns], for a delta that is grouped by them.
+    """Decode only the codes of chunk `index`, uint8 [n_patterns], for a delta with these codes as contexts.
 
-    Without values there is no decoded checksum to compare, so the stored one is. Faults of the values alone
-    are not seen: spec/03-transforms.md#contexts.
+    The checksum of the stored bytes is checked, as that of the decoded values needs the values. Errors in the
+    values are therefore not detected: spec/03-transforms.md#contexts.
     """
     record = header.chunks[index]
     check_stored(record, index, payload)
@@ -163,16 +167,16 @@ def decode_codes(header: FrameHeader, index: int, payload: Bytes, sources: Chunk
 
 
 def check_stored(record: ChunkRecord, index: int, payload: Bytes) -> None:
-    """Require that the stored bytes of a chunk are as written.
+    """Raise ChecksumError if the stored bytes of a chunk are damaged.
 
-    Decoding values only asks when something is wrong: the decoded checksum covers the good case.
+    Decoding only calls this after an error, because the decoded checksum already proves success.
     """
     if xxh64(payload) != record.stored:
         raise ChecksumError(f"chunk {index}: its stored bytes were changed after they were written")
 
 
 class _Streams:
-    """The streams of one chunk, taken in order."""
+    """The streams of one chunk, read in order."""
 
     def __init__(
         self, header: FrameHeader, record: ChunkRecord, payload: Bytes, sources: ChunkSources
@@ -184,7 +188,7 @@ class _Streams:
         self._next, self._offset = 0, 0
         self._check_base_codes()
         rules, is_map = header.plan.rules, header.plan.quant_map is not None
-        # Labels may be what is wrong with a chunk, so they are read; those of runs were when the header was.
+        # Read labels even if unused, to detect errors in them; labels of runs were checked with the header.
         self._labels: Labels | None = None
         if rules and (is_map or self._runs is None):
             self._labels = labels_of(rules, sources, header.row_patterns)
@@ -205,7 +209,7 @@ class _Streams:
 
     @functools.cached_property
     def _counts(self) -> NDArray[np.uint32]:
-        """Patterns of each context, as kernels that sort by contexts need them."""
+        """Number of patterns of each context, for kernels that sort by context."""
         if self._labels is None:
             raise CorruptionError("a stream uses the tensor's tables, and the frame has none")
         counts: NDArray[np.uint32] = cpu().context_counts(
@@ -221,7 +225,7 @@ class _Streams:
         return stream.coder, data
 
     def decode(self, out: Patterns) -> Bytes | None:
-        """All streams, into patterns; returns the codes of a quantization map."""
+        """Decode all streams into patterns, and return the codes of a quantization map, if any."""
         if self._header.plan.quant_map is None:
             self._decode_planes(out)
             return None
@@ -256,13 +260,13 @@ class _Streams:
         if quant_map.escape_code is not None:
             exact = codes == quant_map.escape_code
             self._put(np.flatnonzero(exact), out)
-        # What stands exactly may be anything; what was computed is finite, or rounding is not defined.
+        # Escaped values may be anything; computed values must be finite, as rounding is undefined otherwise.
         if not cpu().all_finite(out, table.kind) and not cpu().all_finite(out[~exact], table.kind):
             raise CorruptionError("a value is not finite, and not escaped")
         return codes
 
     def map_codes(self) -> Bytes:
-        """The codes of a quantization map, each of which it has."""
+        """Decode the codes of a quantization map, and check their range."""
         ([codes], by_context), quant_map = self._planes(1), self._header.plan.quant_map
         assert quant_map is not None
         if by_context:
@@ -281,7 +285,7 @@ class _Streams:
         out[at] = values
 
     def _plain(self, coder: int, data: Bytes, n: int) -> Bytes:
-        """A stream that needs no tables of the tensor."""
+        """Decode a stream without shared tables."""
         if coder == CoderId.STORED and len(data) == n:
             return data
         plane = np.empty(n, np.uint8)
@@ -289,7 +293,7 @@ class _Streams:
         return plane
 
     def _planes(self, n_streams: int) -> tuple[list[Bytes], list[int]]:
-        """Decode the next code streams, each [n]; says which of them are still in the order of contexts."""
+        """Decode the next code streams, each [n]; also return the numbers of those in context order."""
         streams = [self._take() for _ in range(n_streams)]
         by_context = [i for i, (coder, _) in enumerate(streams) if coder == CoderId.RANS_SHARED]
         planes = [
@@ -302,7 +306,7 @@ class _Streams:
 
     @functools.cached_property
     def _contexts(self) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
-        """The contexts that occur, and the patterns of each."""
+        """The contexts that occur, and the number of patterns of each."""
         if self._runs is None:
             per_context = self._counts.sum(axis=(0, 2), dtype=np.int64)
         else:
@@ -318,7 +322,7 @@ class _Streams:
         return grouped
 
     def _put_in_order(self, planes: Sequence[Bytes], by_context: Sequence[int], out: Patterns) -> None:
-        """Merge planes [n], some of them in the order of contexts, to patterns [n] in their own order."""
+        """Merge planes [n], some of them in context order, into patterns [n]."""
         grouped = np.empty_like(out)
         sorted_planes = [*planes]
         if len(by_context) < len(planes):
@@ -326,7 +330,7 @@ class _Streams:
             sorted_planes = [plane if i in by_context else nothing for i, plane in enumerate(planes)]
         cpu().merge_planes(sorted_planes, grouped, RAW, grouped)
         cpu().ungroup(grouped, self._labels, self._counts, out)
-        own_bytes = out.view(np.uint8).reshape(self._n, -1)
+        out_bytes = out.view(np.uint8).reshape(self._n, -1)
         for i, plane in enumerate(planes):
             if i not in by_context and plane.any():
-                own_bytes[:, i] = plane
+                out_bytes[:, i] = plane

@@ -1,8 +1,8 @@
 """Names, sizes and bit layouts of the element types. Implements spec/registry.md#dtypes.
 
-ckptz never computes with an element's own arithmetic: every tensor is a sequence of *patterns*, unsigned
-little-endian integers of 1, 2, 4 or 8 bytes that hold its bit patterns. One element is one pattern,
-except C64 (two 4-byte patterns) and the sub-byte types (the patterns are the bytes they are packed into).
+Every tensor is a sequence of *patterns*: its bits as unsigned little-endian integers of 1, 2, 4 or 8 bytes.
+An element is one pattern, except that a C64 element is two 4-byte patterns, and that patterns of sub-byte
+types are the bytes that elements are packed into.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Final
 
 from ckptz.errors import CorruptionError, UnsupportedError
 
-FEW_SIZES: Final = 64  # are multiplied at once, whatever they are
+FEW_DIMENSIONS: Final = 64  # whose product is cheap to compute, whatever the sizes
 
 
 def n_elements(shape: Sequence[int]) -> int:
     """Count the elements of a tensor.
 
     Raises:
-        CorruptionError: 2^63 or more; checked as it grows, since a file may name millions of dimensions.
+        CorruptionError: 2^63 or more. A file may claim millions of dimensions, so this is checked early.
     """
-    n = math.prod(shape) if len(shape) <= FEW_SIZES else _product_of_many(shape)
+    n = math.prod(shape) if len(shape) <= FEW_DIMENSIONS else _product_of_many(shape)
     if n >> 63:
         raise CorruptionError("a shape has 2^63 elements or more")
     return n
@@ -44,11 +44,11 @@ class DType:
     """One row of spec/registry.md#dtypes.
 
     Attributes:
-        name: the code that safetensors uses, "BF16".
-        id: the byte that stands for it in a frame.
-        bits: size of one element in bits.
-        pattern_bytes: size of one pattern in bytes.
-        is_float: sign, exponent and mantissa in IEEE order within a pattern.
+        name: the name in safetensors, such as "BF16".
+        id: the id in a frame.
+        bits: size of an element in bits.
+        pattern_bytes: size of a pattern in bytes.
+        is_float: True if a pattern has sign, exponent and mantissa in IEEE order.
     """
 
     name: str
@@ -58,7 +58,7 @@ class DType:
     is_float: bool
 
     def n_bytes(self, shape: Sequence[int]) -> int:
-        """Count the bytes of a dense tensor; a sub-byte tensor must fill whole bytes, as in safetensors."""
+        """Return the size of a tensor in bytes; sub-byte tensors must fill whole bytes, as in safetensors."""
         n_bits = n_elements(shape) * self.bits
         if n_bits % 8:
             raise CorruptionError(f"{self.name} tensor of shape {list(shape)} does not fill whole bytes")
@@ -69,7 +69,7 @@ class DType:
         return self.n_bytes(shape) // self.pattern_bytes
 
 
-# Each with the name by which numpy and PyTorch know it, where they do.
+# Each with its name in numpy and PyTorch, if any.
 _ROWS: Final = (
     (DType("BOOL", 1, 8, 1, False), "bool"),
     (DType("U8", 2, 8, 1, False), "uint8"),
@@ -102,10 +102,10 @@ DTYPE_CODES: Final = {name: code for code, name in DTYPE_NAMES.items()}
 
 
 def dtype_of(name: str) -> DType:
-    """Find the type with this safetensors code.
+    """Return the dtype with a safetensors name.
 
     Raises:
-        UnsupportedError: no such type is known.
+        UnsupportedError: unknown dtype.
     """
     try:
         return DTYPES[name]
@@ -114,10 +114,10 @@ def dtype_of(name: str) -> DType:
 
 
 def dtype_of_id(dtype_id: int) -> DType:
-    """Find the type with this frame id.
+    """Return the dtype with a frame id.
 
     Raises:
-        UnsupportedError: no such type is known.
+        UnsupportedError: unknown dtype.
     """
     try:
         return _BY_ID[dtype_id]

@@ -1,7 +1,7 @@
 """The safetensors header: the outer layer of a `.ckptz` file, and all of a plain file.
 
-Implements spec/06-container.md#envelope. Read strictly: no holes, no overlap, no bytes after the end,
-no duplicate keys. Plain files are read piece by piece, and written streaming.
+Implements spec/06-container.md#envelope. Parsing is strict: no holes, no overlap, no bytes after the end, no
+duplicate keys. Plain files are read in parts and written as a stream.
 
     header length u64 | JSON, padded with spaces | tensor bytes
 """
@@ -30,8 +30,8 @@ LENGTH_BYTES: Final = 8
 MAX_JSON_VALUES: Final = 1 << 22  # spec/06-container.md#envelope
 MAX_HEADER_BYTES: Final = 100_000_000  # safetensors' own limit
 ALIGNMENT: Final = 8
-MAX_SURE_DIGITS: Final = 300  # integers of so many are within the range of a double
-_PAIR: Final = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # a character of two escapes
+MAX_SURE_DIGITS: Final = 300  # integers with fewer digits are in the range of a double
+_PAIR: Final = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..")  # a surrogate pair of two escapes
 _HALF: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _SPACED_KEY: Final = re.compile(rb'"\s+:')
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
@@ -39,7 +39,7 @@ BASE_METADATA_BYTES: Final = 16  # of the section
 
 
 class Region(NamedTuple):
-    """One tensor of the envelope: `begin` and `end` count from the end of the header."""
+    """A tensor in the envelope; `begin` and `end` are byte offsets from the end of the header."""
 
     name: str
     dtype: DType
@@ -50,7 +50,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """A parsed safetensors header; regions in the order of their offsets."""
+    """A parsed safetensors header, with regions sorted by offset."""
 
     metadata: dict[str, str] | None
     regions: tuple[Region, ...]
@@ -87,50 +87,49 @@ _NUMBERS: Final[dict[str, Any]] = {
     "parse_int": _finite_integer,
 }
 _DECODER: Final = json.JSONDecoder(**_NUMBERS)
-_SLOW_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, **_NUMBERS)  # sees keys that occur twice
+_SLOW_DECODER: Final = json.JSONDecoder(object_pairs_hook=_unique, **_NUMBERS)  # detects duplicate keys
 
 
 def strict_json(text: bytes, what: str) -> Any:
-    """Parse JSON in UTF-8, without duplicate keys, numbers no double holds, or half surrogate pairs."""
+    """Parse UTF-8 JSON; refuse duplicate keys, numbers beyond a double and unpaired surrogates."""
     check_number(text, what)
     try:
         value = _DECODER.decode(text.decode())
-        # There are at most so many keys in the text. If as many are in the value, none occurred twice.
+        # The text has at most this many keys. If the value has as many, there are no duplicates.
         if text.count(b'":') + len(_SPACED_KEY.findall(text)) != _n_keys(value):
             value = _SLOW_DECODER.decode(text.decode())
     except CorruptionError as error:
         raise CorruptionError(f"{what}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"{what}: not valid JSON ({error})") from None
-    # Backslashes that stand for themselves go first: what begins with one then is an escape.
+    # Remove escaped backslashes, so that every remaining backslash begins an escape.
     if _HALF.search(_PAIR.sub(b"", text.replace(b"\\\\", b"  "))):
         raise CorruptionError(f"{what}: not valid JSON (half of a surrogate pair)")
     return value
 
 
 def _n_keys(value: Any) -> int:
-    """Count the keys of a value of JSON at all depths; level by level, as there may be millions."""
+    """Count the keys of a JSON value at all depths, iteratively, as there may be millions."""
     n, level = 0, [value] if isinstance(value, dict | list) else []
     while level:
-        maps = [one for one in level if type(one) is dict]
-        n += sum(map(len, maps))
-        inner = (one.values() if type(one) is dict else one for one in level)
-        level = [one for one in itertools.chain.from_iterable(inner) if type(one) in (dict, list)]
+        n += sum(len(node) for node in level if type(node) is dict)
+        inner = (node.values() if type(node) is dict else node for node in level)
+        level = [node for node in itertools.chain.from_iterable(inner) if type(node) in (dict, list)]
     return n
 
 
 def check_number(text: bytes, what: str) -> None:
-    """Refuse more values than are parsed: objects take a hundred times the bytes of the shortest values."""
+    """Refuse JSON with too many values: parsed, they may take a hundred times the bytes of the text."""
     if sum(map(text.count, (b"[", b"{", b","))) > MAX_JSON_VALUES:
         raise CorruptionError(f"{what}: more than {MAX_JSON_VALUES} values")
 
 
 def as_written(text: bytes, kind: Any) -> Any:
-    """Parse JSON that is to the byte what we write of its value, a `kind`; give None for any other.
+    """Parse JSON of type `kind` that is byte for byte as ckptz writes it; return None for any other.
 
-    Such text has every key once and no value that JSON does not have, which costs far more to see otherwise.
+    Such a text has no duplicate keys and no invalid values, which is far more expensive to check otherwise.
     """
-    if b'": ' in text[:256]:  # most of what others write
+    if b'": ' in text[:256]:  # most other writers put a space there
         return None
     try:
         value = msgspec.json.decode(text, type=kind)
@@ -185,12 +184,12 @@ def _checked(raw: dict[str, Any], data_offset: int, size: int) -> Envelope:
 
 
 def is_text_map(value: Any) -> bool:
-    """Return whether a JSON value maps names to strings; there may be millions."""
+    """Return whether a JSON value maps strings to strings."""
     return isinstance(value, dict) and set(map(type, value.values())) <= {str}
 
 
 class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """An entry of the header."""
+    """A tensor entry of the header."""
 
     dtype: str
     shape: tuple[Count, ...]
@@ -224,24 +223,24 @@ def _region(name: str, row: _HeaderEntry) -> Region:
 def build_header(
     regions: Iterable[Region], metadata: Mapping[str, str] | None, n_bytes: int | None = None
 ) -> bytes:
-    """Write a header: its length and JSON.
+    """Return a header: its length and padded JSON.
 
     Args:
-        regions: in the order of their offsets.
+        regions: regions sorted by offset.
         metadata: the `__metadata__` map, or None.
-        n_bytes: pad to this many bytes in all; by default to the alignment.
+        n_bytes: total size to pad to; by default the alignment.
     """
     rows: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for r in regions:
         rows[r.name] = {"dtype": r.dtype.name, "shape": list(r.shape), "data_offsets": [r.begin, r.end]}
     text = msgspec.json.encode(rows)
     padded = -(-len(text) // ALIGNMENT) * ALIGNMENT if n_bytes is None else n_bytes - LENGTH_BYTES
-    assert len(text) <= padded, "the header does not fit into the room that was left for it"
+    assert len(text) <= padded, "the header does not fit into the reserved space"
     return padded.to_bytes(LENGTH_BYTES, "little") + text.ljust(padded, b" ")
 
 
 class PlainFile:
-    """An open safetensors file; `tensors` in the order of their offsets."""
+    """An open safetensors file, with `tensors` sorted by offset."""
 
     def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
         self._source = source
@@ -260,21 +259,21 @@ class PlainFile:
         return raw.view(PATTERN_TYPES[size])
 
     def read(self, offset: int, n_bytes: int) -> NDArray[Any]:
-        """Read bytes behind the header, uint8 [n_bytes]."""
+        """Read bytes after the header, uint8 [n_bytes]."""
         return self._source.read(self._data_offset + offset, n_bytes)
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self._source.size
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         self._source.close()
 
 
 def tensor_checksum(source: TensorSource) -> int:
-    """Compute the checksum of a tensor, as a frame of it would record."""
+    """Compute the checksum of a tensor, as its frame records it."""
     bounds = source.chunk_bounds()
     return combine(xxh64(source.patterns(begin, end)) for begin, end in bounds)
 
@@ -291,16 +290,16 @@ def metadata_checksum(metadata: Mapping[str, str] | None) -> int:
 
 
 def pack_base_metadata(checksum: int) -> bytes:
-    """Pack the optional section of a delta that holds the checksum of its base's metadata."""
+    """Pack the optional section with the checksum of the base's metadata."""
     packed = checksum.to_bytes(8, "little")
     return packed + xxh64(packed).to_bytes(8, "little")
 
 
 def parse_base_metadata(section: bytes) -> int:
-    """Parse a section as `pack_base_metadata` writes it.
+    """Parse a section, the inverse of `pack_base_metadata`.
 
     Raises:
-        ChecksumError: the section was changed.
+        ChecksumError: the section is damaged.
     """
     checksum = int.from_bytes(section[:8], "little")
     if section != pack_base_metadata(checksum):
@@ -309,7 +308,7 @@ def parse_base_metadata(section: bytes) -> int:
 
 
 def plain_regions(tensors: Mapping[str, TensorSource]) -> list[Region]:
-    """List the regions of a file that holds `tensors` one after another."""
+    """Return the regions of a file with consecutive tensors."""
     regions, offset = [], 0
     for name, source in tensors.items():
         n_bytes = source.n_bytes
@@ -324,7 +323,7 @@ def write_plain(
     metadata: Mapping[str, str] | None,
     chunks: Iterator[NDArray[Any]],
 ) -> None:
-    """Write a safetensors file from the patterns of its tensors, chunk after chunk, in order."""
+    """Write a safetensors file from the consecutive chunks of its tensors."""
     sink.write(build_header(regions, metadata))
     for patterns in chunks:
         sink.write(patterns.data)

@@ -1,11 +1,11 @@
-"""Frame: one encoded tensor. Implements spec/05-frame.md. Written and read side by side, in byte order.
+"""Frame: one encoded tensor. Implements spec/05-frame.md; writing and parsing functions in byte order.
 
     header | streams of chunk 0 | streams of chunk 1 | ...
 
     header: length | plan | chunk records | checksum
     plan: version | dtype | domain | predictor | flags | shape | mode | context rules | map | tables | outer
 
-Knows nothing of files, chains or sockets: container and wire both carry frames.
+Independent of files, chains and sockets: files and messages both contain frames.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ from ckptz.format.values import ValueTable
 FRAME_VERSION: Final = 1  # spec/versions.md
 MAX_DIMS: Final = 64
 MAX_ELEMENTS: Final = 1 << 48
-MAX_OUTER: Final = 1 << 24  # elements of all outer vectors together
-VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # the linear and bits domains exist for these
+MAX_OUTER: Final = 1 << 24  # elements of all outer vectors of a tensor
+VALUE_DTYPES: Final = ("F32", "BF16", "F16")  # dtypes with linear and bits domains
 
 FLAG_ZERO, FLAG_ESCAPE = 1, 2
 KNOWN_FLAGS: Final = FLAG_ZERO | FLAG_ESCAPE
-FLAG_MASK: Final = 4  # of protected values, in drafts of the format
+FLAG_MASK: Final = 4  # a mask of protected values, in drafts of the format
 
 E = TypeVar("E", bound=IntEnum)
 PREFIX_BYTES: Final = 4  # the header's own length, u32
@@ -94,7 +94,7 @@ def _known(kind: type[E], value: int, what: str) -> E:
 
 
 def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
-    """Write everything of the header but its length, the chunk records and the checksum."""
+    """Pack a plan: the header without its length, the chunk records and the checksum."""
     out, quant_map = ByteWriter(), plan.quant_map
     out.raw(_packed_head(dtype, shape, plan.domain, plan.predictor, _flags(quant_map), plan.mode))
     out.u8(len(plan.rules))
@@ -112,11 +112,11 @@ def pack_plan(dtype: DType, shape: tuple[int, ...], plan: Plan) -> bytes:
     return out.getvalue()
 
 
-@functools.lru_cache(256)  # a file has few
+@functools.lru_cache(256)  # a file has few different heads
 def _packed_head(
     dtype: DType, shape: tuple[int, ...], domain: Domain, predictor: Predictor, flags: int, mode: PlaneMode
 ) -> bytes:
-    """The fields before the context rules."""
+    """Pack the fields before the context rules."""
     out = ByteWriter()
     for number in (FRAME_VERSION, dtype.id, domain, predictor):
         out.u8(number)
@@ -130,18 +130,18 @@ def _packed_head(
 
 
 def outer_bytes(outer: AnyOuter) -> int:
-    """Count the bytes that the vectors of the outer predictor take in a plan."""
+    """Return the packed size of outer vectors in bytes."""
     out = ByteWriter()
     _write_outer(out, outer)
     return len(out)
 
 
 def parse_plan(source: ByteReader) -> tuple[DType, tuple[int, ...], Plan]:
-    """Parse a plan as `pack_plan` writes it.
+    """Parse a plan, the inverse of `pack_plan`.
 
     Raises:
         CorruptionError: the plan contradicts itself.
-        UnsupportedError: it uses what this version does not know.
+        UnsupportedError: an unknown version, id or flag.
     """
     version = source.u8("frame version")
     if version != FRAME_VERSION:
@@ -309,13 +309,13 @@ def _parse_entries(
 ) -> AnyTable:
     n_rows, n_codes = shape
 
-    def vector(n: int, of: str) -> NDArray[Any]:
-        n_bytes = n * np.dtype(of).itemsize
-        return np.frombuffer(source.take(n_bytes, "quantization table"), of).copy()
+    def vector(n: int, dtype: str) -> NDArray[Any]:
+        n_bytes = n * np.dtype(dtype).itemsize
+        return np.frombuffer(source.take(n_bytes, "quantization table"), dtype).copy()
 
     if kind is TableKind.EXPLICIT:
-        of = "<u4" if domain is Domain.LINEAR else PATTERN_TYPES[dtype.pattern_bytes].str
-        return ExplicitTable(vector(n_rows * n_codes, of).reshape(shape))
+        entry_dtype = "<u4" if domain is Domain.LINEAR else PATTERN_TYPES[dtype.pattern_bytes].str
+        return ExplicitTable(vector(n_rows * n_codes, entry_dtype).reshape(shape))
     if domain is Domain.BITS:
         raise UnsupportedError("the map is an expanded table of integers, which this version of ckptz lacks")
     scale, level, offset = (vector(n, "<f8") for n in (n_rows, n_codes, n_rows))
@@ -324,7 +324,7 @@ def _parse_entries(
 
 
 def _check_normal(*vectors: NDArray[np.float64]) -> None:
-    """Refuse doubles that are not finite, and subnormal ones, which some processor modes flush."""
+    """Refuse infinite, NaN and subnormal doubles; some processor modes flush the latter to zero."""
     for vector in vectors:
         exponent = vector.view(np.uint64) >> np.uint64(52) & np.uint64(0x7FF)
         is_zero = (vector.view(np.uint64) << np.uint64(1)) == 0
@@ -385,9 +385,10 @@ class StreamRecord(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """Checksums of a chunk's stored bytes and decoded patterns; its streams: spec/05-frame.md#chunk-records.
+    """Checksums of the stored bytes and decoded patterns of a chunk, and its streams.
 
-    `base_codes` is the checksum of the base's codes in this chunk, where a context rule reads them.
+    Implements spec/05-frame.md#chunk-records. `base_codes` is the checksum of the base's codes in this
+    chunk, if a context rule reads them.
     """
 
     stored: int
@@ -397,11 +398,11 @@ class ChunkRecord(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        """Stored bytes of the chunk."""
+        """Stored size of the chunk in bytes."""
         return sum([stream.n_bytes for stream in self.streams])
 
     def pack(self) -> bytes:
-        """Write the record's bytes."""
+        """Pack the record into bytes."""
         sums = (self.stored, self.decoded) + (() if self.base_codes is None else (self.base_codes,))
         streams = [number for stream in self.streams for number in (stream.coder, stream.n_bytes)]
         return _record_layout(len(sums), len(self.streams)).pack(*sums, *streams)
@@ -409,18 +410,18 @@ class ChunkRecord(NamedTuple):
 
 @functools.cache
 def _record_layout(n_sums: int, n_streams: int) -> struct.Struct:
-    """Describe a packed ChunkRecord with so many checksums."""
+    """Return the layout of a packed ChunkRecord."""
     return struct.Struct("<" + "Q" * n_sums + "BI" * n_streams)
 
 
 def chunk_record_bytes(dtype: DType, plan: Plan) -> int:
-    """Count the bytes of a packed ChunkRecord."""
+    """Return the size of a packed ChunkRecord in bytes."""
     return 16 + 8 * plan.reads_base_codes + 5 * plan.n_streams(dtype)
 
 
 @dataclass(frozen=True)
 class FrameHeader:
-    """Everything about a frame but its streams."""
+    """A frame without its streams."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -429,12 +430,12 @@ class FrameHeader:
 
     @functools.cached_property
     def n_patterns(self) -> int:
-        """Patterns of the tensor."""
+        """Number of patterns of the tensor."""
         return self.dtype.n_patterns(self.shape)
 
     @property
     def row_patterns(self) -> int:
-        """Patterns of one index of the first dimension."""
+        """Number of patterns of one index of the first dimension."""
         return max(self.n_patterns // n_rows_of(self.shape), 1)
 
     @property
@@ -449,7 +450,7 @@ class FrameHeader:
 
     @property
     def payload_bytes(self) -> int:
-        """Stored bytes of all chunks."""
+        """Stored size of all chunks in bytes."""
         return self.chunk_offsets[-1]
 
     @functools.cached_property
@@ -462,18 +463,18 @@ class FrameHeader:
         return {}
 
     def slot_tables(self, stream: int) -> NDArray[np.uint32]:
-        """Return the decoding tables [n_tables, 4096] of a stream with the tensor's tables, made once."""
+        """Return the cached decoding tables [n_tables, 4096] of a stream with shared tables."""
         if stream not in self._slots:
             self._slots[stream] = slot_tables(self.plan.tables[stream].frequencies)
         return self._slots[stream]
 
     @functools.cached_property
     def value_table(self) -> ValueTable:
-        """The quantization map ready for the kernels, made once."""
+        """The quantization map as arrays for kernels."""
         return ValueTable(self.dtype, self.plan)
 
     def pack(self, packed_plan: bytes | None = None) -> bytes:
-        """Write the header's bytes; `packed_plan` is what `pack_plan` gave, where the caller has it."""
+        """Pack the header; `packed_plan` is the result of `pack_plan`, if the caller has it."""
         packed_plan = packed_plan or pack_plan(self.dtype, self.shape, self.plan)
         body = b"".join((packed_plan, *(chunk.pack() for chunk in self.chunks)))
         length = (PREFIX_BYTES + len(body) + CHECKSUM_BYTES).to_bytes(PREFIX_BYTES, "little")
@@ -481,11 +482,11 @@ class FrameHeader:
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """Undo `pack`, from exactly the header's bytes.
+        """Parse a header, the inverse of `pack`.
 
         Raises:
             FormatError: the header is damaged or contradicts itself.
-            UnsupportedError: it uses what this version does not know.
+            UnsupportedError: an unknown version, id or flag.
         """
         if len(raw) < PREFIX_BYTES + CHECKSUM_BYTES:
             raise CorruptionError(f"frame header of {len(raw)} bytes")
@@ -502,13 +503,13 @@ class FrameHeader:
 
 
 def header_bytes(dtype: DType, shape: tuple[int, ...], plan: Plan, packed_plan: bytes) -> int:
-    """Count the bytes of the packed header, known before any chunk is encoded."""
+    """Return the size of the packed header in bytes, which does not depend on the encoded chunks."""
     records = n_chunks_of(dtype.n_patterns(shape)) * chunk_record_bytes(dtype, plan)
     return PREFIX_BYTES + len(packed_plan) + records + CHECKSUM_BYTES
 
 
 def header_length(prefix: bytes, most: int) -> int:
-    """Read the header's size in bytes from its first four, checked against the frame's size."""
+    """Return the header size in bytes from its first four bytes, checked against the frame size."""
     length = ByteReader(prefix).u32("frame header length")
     if not PREFIX_BYTES + CHECKSUM_BYTES <= length <= most:
         raise CorruptionError(f"frame header claims {length} bytes in a frame of {most}")
@@ -524,15 +525,15 @@ def _parse_chunks(
     n_sums, chunks = 2 + plan.reads_base_codes, []
     layout = _record_layout(n_sums, plan.n_streams(dtype))
     for numbers in layout.iter_unpack(source.take(source.left, "chunk records")):
-        rest = numbers[n_sums:]
-        streams = tuple(map(StreamRecord, rest[::2], rest[1::2]))
+        stream_numbers = numbers[n_sums:]
+        streams = tuple(map(StreamRecord, stream_numbers[::2], stream_numbers[1::2]))
         _check_coders(streams, plan, dtype)
         chunks.append(ChunkRecord(numbers[0], numbers[1], streams, *numbers[2:n_sums]))
     return tuple(chunks)
 
 
 def _check_coders(streams: tuple[StreamRecord, ...], plan: Plan, dtype: DType) -> None:
-    """Refuse coders that are not known, or that a stream cannot have."""
+    """Refuse unknown coders, and coders that a stream must not have."""
     n_code_streams = plan.n_code_streams(dtype)
     for i, stream in enumerate(streams):
         check_coder(stream.coder, is_of_codes=i < n_code_streams)

@@ -2,8 +2,8 @@
 
     first symbol u8 | last symbol u8 | order u8 | Exp-Golomb codes of all frequencies but the last
 
-All of it is numpy, over the rows of many tables at once. What the encoder chooses here is informative: any
-table that sums to 4096 and has at least 1 for every symbol that occurs decodes.
+Everything is numpy over the rows of many tables at once. An encoder may choose any table that sums to 4096
+and has at least 1 for every symbol that occurs.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ckptz.kernels import cpu, plain
 from ckptz.kernels.floats import MAX_TABLE_ORDER, SCALE, SCALE_BITS, Bytes, Counts, Frequencies
 
 MAX_ORDER: Final = MAX_TABLE_ORDER
-FEW_TABLES: Final = 1 << 10  # of a process: numpy takes a tenth of a second for them
+FEW_TABLES: Final = 1 << 10  # tables that a process makes with numpy, in a tenth of a second
 _n_made: Final = [0]
 Float64Array = NDArray[np.float64]
 
-# Binary logarithms by libm: numpy's own differ in the last bit from processor to processor.
+# Binary logarithms of libm: those of numpy differ in the last bit between processors.
 _LOGS: Final = np.array([0.0, *map(math.log2, range(1, SCALE + 1))])
-# Bits of a code of an occurrence under a frequency; logarithms in single precision, as files were written.
+# Bits of a code by its frequency; in single precision, because existing files were written with it.
 _CODE_BITS: Final = SCALE_BITS - _LOGS.astype(np.float32).astype(np.float64)
 
 
 def _logs(counts: Counts) -> Float64Array:
-    """Binary logarithms of counts [...], 0 of 0."""
+    """Return the binary logarithms of counts [...], with 0 for 0."""
     logs = _LOGS[np.minimum(counts, SCALE)]
     is_large = counts > SCALE
     logs[is_large] = [*map(math.log2, counts[is_large].tolist())]
@@ -39,30 +39,30 @@ def _logs(counts: Counts) -> Float64Array:
 
 
 def row_entropy_bits(counts: Counts) -> Float64Array:
-    """Count the bits of an ideal order-0 coder of each row of counts [n, 256]."""
+    """Compute the entropy in bits [n] of each row of counts [n, 256] under an order-0 model."""
     total, used = counts.sum(axis=1), counts[:, _used(counts)]
     return _sums(-used * _logs(used)) + total * _logs(total)
 
 
 def _used(counts: Counts) -> slice:
-    """Find the symbols from the first to the last that any row of counts [n, 256] has; all if none."""
+    """Return the slice from the first to the last symbol that occurs in counts [n, 256]; all if none does."""
     columns = np.flatnonzero(counts.any(axis=0))
     return slice(columns[0], columns[-1] + 1) if len(columns) else slice(0, 256)
 
 
 def entropy_bits(counts: Counts) -> float:
-    """Count the bits of an ideal order-0 coder of counts [..., 256] with a table for each row."""
+    """Compute the entropy in bits of counts [..., 256] under an order-0 model with a table for each row."""
     return float(sum(row_entropy_bits(counts.reshape(-1, counts.shape[-1])).tolist()))
 
 
 def _sums(terms: Float64Array) -> Float64Array:
-    """Add up rows [n, m] from left to right: `sum` adds in another order, which rounds otherwise."""
+    """Sum rows [n, m] from left to right; `sum` uses another order, which rounds differently."""
     sums: Float64Array = np.add.accumulate(terms, axis=1)[:, -1]
     return sums
 
 
 def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Float64Array:
-    """Count the bits of each row of counts [n, 256] under its frequencies; infinite if a symbol has none."""
+    """Compute the bits [n] of counts [n, 256] under frequencies [n, 256]; infinite if a symbol has none."""
     used = _used(counts)
     counts, frequencies = counts[:, used], frequencies[:, used]
     bits = _sums(counts * _CODE_BITS[frequencies])
@@ -71,47 +71,47 @@ def row_cost_bits(counts: Counts, frequencies: Frequencies) -> Float64Array:
 
 
 def cost_bits(counts: Counts, frequencies: Frequencies) -> float:
-    """Count the bits of counts [256] under frequencies [256]; infinite if a symbol has none."""
+    """Compute the bits of counts [256] under frequencies [256]; infinite if a symbol has frequency 0."""
     return float(row_cost_bits(counts[None], frequencies[None])[0])
 
 
 def _kernels_for(tables: NDArray[Any]) -> Any:
-    """Return kernels for tables [n, 256]: numpy for the first ones, as compiling takes longer."""
+    """Return the kernels for tables [n, 256]: numpy for the first ones, as compiling would take longer."""
     _n_made[0] += len(tables)
     return cpu() if _n_made[0] > FEW_TABLES else plain
 
 
-def leave_numpy() -> None:
-    """Make all further tables by compiled kernels."""
+def use_compiled() -> None:
+    """Use compiled kernels for all further tables."""
     _n_made[0] += FEW_TABLES
 
 
 def normalise(counts: Counts) -> Frequencies:
-    """Make frequencies [..., 256] that sum to 4096 of counts [..., 256], at least 1 for all that occur."""
+    """Scale counts [..., 256] to frequencies that sum to 4096, at least 1 for each symbol that occurs."""
     rows = counts.reshape(-1, 256)
     frequencies: Frequencies = _kernels_for(rows).normalise(rows)
     return frequencies.reshape(counts.shape)
 
 
 def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
-    """Write tables [n, 256] one after another: their bytes, and the end of each [n]."""
+    """Pack tables [n, 256]; return their concatenated bytes and the end of each [n]."""
     packed: tuple[Bytes, Counts] = _kernels_for(frequencies).pack_tables(frequencies)
     return packed
 
 
 def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
-    """Make decoding tables [n, 4096] of frequencies [n, 256]."""
+    """Compute decoding tables [n, 4096] from frequencies [n, 256]."""
     tables: NDArray[np.uint32] = _kernels_for(frequencies).slot_tables(frequencies)
     return tables
 
 
 def pack_table(frequencies: Frequencies) -> bytes:
-    """Write a table [256] as bytes."""
+    """Pack a table [256] into bytes."""
     return pack_tables(frequencies[None])[0].tobytes()
 
 
 def parse_table(source: ByteReader) -> Frequencies:
-    """Read what `pack_table` wrote, [256]; refuse tables that do not sum to 4096."""
+    """Parse a table [256], the inverse of `pack_table`; raise CorruptionError if it does not sum to 4096."""
     return _parse(source, 1)[0]
 
 
@@ -121,13 +121,13 @@ def _parse(source: ByteReader, n_tables: int) -> Frequencies:
     if n_bytes < 0:
         for _ in range(n_tables - 1):
             _parse(source, 1)
-        raise _why_no_table(source)
+        raise _table_error(source)
     source.take(n_bytes, "frequency table")
     return tables
 
 
-def _why_no_table(source: ByteReader) -> FormatError:
-    """The reason, found by reading it once more field by field."""
+def _table_error(source: ByteReader) -> FormatError:
+    """Return the error of an invalid table, found by parsing it again field by field."""
     at = source.offset
     try:
         first, last, order = (source.u8(f"frequency table {field}") for field in ("first", "last", "order"))
@@ -149,18 +149,18 @@ def write_tables(out: ByteWriter, tables: Frequencies) -> None:
 
 
 def parse_tables(source: ByteReader, most: int) -> Frequencies:
-    """Read what `write_tables` wrote, [n_tables, 256] with at most `most` tables."""
+    """Parse tables [n_tables, 256], the inverse of `write_tables`; refuse more than `most`."""
     n_tables = source.u8("number of frequency tables")
     if n_tables > most:
         raise CorruptionError(f"{n_tables} frequency tables, at most {most} are allowed")
     return _parse(source, n_tables)
 
 
-# --- what coding a symbol takes -----------------------------------------------------------------
+# --- encoding tables ----------------------------------------------------------------------------
 
 _FREQUENCY: Final = np.arange(1, SCALE + 1, dtype=np.uint64)
 _SHIFT: Final = np.frexp(np.arange(SCALE))[1].astype(np.uint64)  # the binary logarithm, rounded up
-# Of each frequency: reciprocal (32 bits) | start (12), added below | shift (4) | frequency - 1 (12).
+# Entry of each frequency: reciprocal (32 bits) | start (12), added below | shift (4) | frequency - 1 (12).
 _ENTRIES: Final = np.concatenate(
     (
         np.zeros(1, np.uint64),
@@ -175,7 +175,7 @@ _ENTRIES: Final = np.concatenate(
 
 
 def encoding_tables(frequencies: Frequencies) -> NDArray[np.uint64]:
-    """Make entries [n, 256]: reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
+    """Compute encoding tables [n, 256]: reciprocal (32 bits) | start (12) | shift (4) | frequency - 1 (12).
 
     With s = ceil(log2 f) and m = ceil(2^(32+s) / f) - 2^32, floor(x / f) is (x + (x m >> 32)) >> s for
     every x below 2^32, since m f exceeds its real value by less than f <= 2^s.

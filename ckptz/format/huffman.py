@@ -1,7 +1,7 @@
 """Huffman streams: code lengths, then four parts of a quarter of the codes each.
 
-Implements spec/02-entropy.md#huffman. Encoding and decoding take about half the time of rANS or less, and
-the codes of exponents one to two percent more bytes.
+Implements spec/02-entropy.md#huffman. Encoding and decoding take at most half the time of rANS; streams of
+exponents are one to two percent larger.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from ckptz.kernels import cpu
 from ckptz.kernels.floats import HUFFMAN_BITS, HUFFMAN_STREAMS, Bytes, Counts
 
 SIZES: Final = struct.Struct(f"<{HUFFMAN_STREAMS - 1}I")  # bytes of all parts but the last
-_FULL: Final = 1 << HUFFMAN_BITS  # what the codes of a complete code add up to
-# Share of all codes that a code word of each length stands for, in units of the longest; 0 for none.
+_FULL: Final = 1 << HUFFMAN_BITS  # sum of the shares of a complete code
+# Share of a code word of each length, in units of the longest code word; 0 for unused symbols.
 _SHARES: Final = np.array([0, *(_FULL >> n for n in range(1, HUFFMAN_BITS + 1)), *[0] * (15 - HUFFMAN_BITS)])
 
 
 def code_lengths(counts: Counts) -> Bytes:
-    """Compute optimal code lengths [n, 256] for counts [n, 256]; all 0 for rows of fewer than two symbols."""
+    """Compute optimal code lengths [n, 256] in bits for counts [n, 256]; 0 for rows with a single symbol."""
     lengths: Bytes = cpu().huffman_lengths(counts)
     return lengths
 
 
 def pack_lengths(lengths: Bytes) -> bytes:
-    """Write code lengths [256] of at least two symbols as bytes: spec/02-entropy.md#code-lengths."""
+    """Pack code lengths [256] of at least two symbols into bytes: spec/02-entropy.md#code-lengths."""
     used = np.flatnonzero(lengths)
     first, last = int(used[0]), int(used[-1])
     halves = np.zeros((last - first) // 2 * 2 + 2, np.uint8)
@@ -39,14 +39,14 @@ def pack_lengths(lengths: Bytes) -> bytes:
 
 
 def parse_lengths(source: ByteReader) -> Bytes:
-    """Read the code lengths [256] that `pack_lengths` wrote.
+    """Parse code lengths [256], the inverse of `pack_lengths`.
 
     Raises:
-        FormatError: the lengths are not those of a complete code, or end early.
+        FormatError: the code is incomplete or over-subscribed, or the bytes are truncated.
     """
     first, last = (source.u8(f"Huffman code lengths: {field}") for field in ("first", "last"))
     if last <= first:
-        raise CorruptionError(f"Huffman stream: symbols {first}..{last}, a code has at least two")
+        raise CorruptionError(f"Huffman stream: symbols {first}..{last}, a code needs at least two")
     n = last - first + 1
     packed = np.frombuffer(source.take(-(-n // 2), "Huffman code lengths"), np.uint8)
     halves = np.column_stack((packed & 15, packed >> 4)).reshape(-1)
@@ -66,14 +66,17 @@ def parse_lengths(source: ByteReader) -> Bytes:
 def encode_huffman_streams(
     symbols: Bytes, ends: Counts, lengths: Bytes, n_bytes: Counts, packed_lengths: list[bytes]
 ) -> list[memoryview]:
-    """Encode streams [m] of symbols, one behind the other.
+    """Encode m concatenated streams.
 
     Args:
-        symbols: codes of all streams [n].
-        ends: of each stream [m].
-        lengths: code lengths of each [m, 256].
-        n_bytes: an upper bound of what the parts of each take [m].
-        packed_lengths: the code lengths of each as bytes.
+        symbols: codes of all streams, uint8 [n].
+        ends: end of each stream in `symbols` [m].
+        lengths: code lengths of each stream in bits [m, 256].
+        n_bytes: upper bounds of the encoded sizes, without headers [m].
+        packed_lengths: the packed code lengths of each stream.
+
+    Returns:
+        The encoded streams.
     """
     n_heads = np.array([len(packed) + SIZES.size for packed in packed_lengths])
     coded, spans = cpu().huffman_encode(symbols, ends, lengths, n_heads, n_bytes)
@@ -87,10 +90,13 @@ def encode_huffman_streams(
 
 
 def parse_parts(source: ByteReader) -> tuple[Bytes, NDArray[np.int64]]:
-    """Read the parts, all bytes that are left of a stream behind its code lengths, and the end of each [4].
+    """Parse the four parts that follow the code lengths of a stream.
+
+    Returns:
+        (bytes of all parts, end of each part [4]).
 
     Raises:
-        FormatError: the parts take more bytes than there are.
+        FormatError: the recorded sizes exceed the stream.
     """
     sizes = SIZES.unpack(source.take(SIZES.size, "Huffman part sizes"))
     parts = np.frombuffer(source.take(source.left, "Huffman parts"), np.uint8)
@@ -100,7 +106,7 @@ def parse_parts(source: ByteReader) -> tuple[Bytes, NDArray[np.int64]]:
 
 
 def decode_huffman(source: ByteReader, out: Bytes) -> None:
-    """Decode a Huffman stream, all that is left of `source`, into `out` [n].
+    """Decode a Huffman stream, the remaining bytes of `source`, into `out`, uint8 [n].
 
     Raises:
         FormatError: the bytes are not a stream of n codes.

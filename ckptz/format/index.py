@@ -1,7 +1,7 @@
-"""The index: what a `.ckptz` file holds. Implements spec/06-container.md#index.
+"""The index of a `.ckptz` file. Implements spec/06-container.md#index.
 
-Strict JSON, plain or deflated, held against the header around it; no number in it affects how a frame
-decodes.
+Strict JSON, plain or deflated, checked against the header of the file. It does not affect the decoding of
+frames.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOW_RANK_FEATURE: Final = "low-rank"
 HUFFMAN_FEATURE: Final = "huffman"
 GROUPS_FEATURE: Final = "groups"
 MAX_GROUP: Final = 1 << 16  # patterns, normative, spec/06-container.md#groups
-# Features beside those of version 1.0, and the version that each came with; the newest first.
+# Features later than version 1.0 and the version that introduced each, newest first.
 VERSION_OF_FEATURE: Final = {
     GROUPS_FEATURE: FORMAT_VERSION,
     HUFFMAN_FEATURE: FORMAT_VERSION,
@@ -62,27 +62,25 @@ KEY_FORMAT, KEY_VERSION = "ckptz.format", "ckptz.version"
 KEY_FEATURES, KEY_DIGEST = "ckptz.required_features", "ckptz.index_sha256"
 
 
-# Bounded where they enter, so that no arithmetic on them can overflow or take long; so is `Count`.
+# Bounded on parsing, like `Count`, so that arithmetic cannot overflow or take long.
 Amount = Annotated[float, msgspec.Meta(ge=0)]
 Shape = Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]  # spec/05-frame.md#shape
 
 
 Setting = Count | float | bool | str
 Promise = Literal["none", "rmse", "quality-drop", "resume-gap"]
-# Metric of a record that stands beside one of a resumed loss: the same difference, over what a step of
-# training gains.
+# Metric of a record after one of a resumed loss: its difference, divided by the gain of a training step.
 STEPS_LOST: Final = "steps_lost"
-CHANGES: Final = "_changes_by_"  # between a metric and what one value is; see spec/06-container.md
+CHANGES: Final = "_changes_by_"  # joins a metric and its unit; see spec/06-container.md
 Read = Callable[[int, int], NDArray[Any]]
 _CHECKSUM: Final = re.compile("[0-9a-f]{16}")
 
 
 class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The settings that a lossy tensor was asked for, and the errors of its decoded values.
+    """Settings of a lossy tensor, and the measured errors of its decoded values.
 
-    `promise` is the kind of bound the writer kept: "none" for a fixed configuration. `settings` are the
-    method's own: levels, shares, steps. Errors are absolute, in the tensor's own unit; `rms` is the root
-    mean square of the original.
+    `promise` is the kind of limit that the writer kept, "none" for fixed settings. `settings` are those of
+    the method. Errors are absolute; `rms` is the root mean square of the original values.
     """
 
     method: str
@@ -98,11 +96,10 @@ class LossyRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A budget that the file was written for, and what was measured on the tensors decoded from it.
+    """A quality budget of a file, and its measurement on the decoded tensors.
 
-    `metric` names what was measured, never code to run. `max_drop` is the share of `exact` that may be
-    lost if `is_relative`, else a difference; `exact` and `measured` are the metric's values for the
-    original and for the decoded tensors.
+    `metric` is a name, never code to run. `max_drop` is a share of `exact` if `is_relative`, else an absolute
+    difference; `exact` and `measured` are the values for the original and for the decoded tensors.
     """
 
     promise: str
@@ -118,9 +115,9 @@ class QualityRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omi
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """One tensor: `offset` and `n_bytes` of its frame, counted like the envelope's.
+    """A tensor; `offset` and `n_bytes` locate its frame, as in the envelope.
 
-    Tensors with the same number of a `group` share that frame, in the order of their entries.
+    Tensors with the same `group` share one frame, in the order of their entries.
     """
 
     name: str
@@ -134,7 +131,7 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The checkpoint that a delta was made from; `file` is a hint, one path component."""
+    """Reference to the base of a delta; `file` is a hint, a single path component."""
 
     content_id: str
     file: str
@@ -142,12 +139,12 @@ class BaseRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
     @property
     def title(self) -> str:
-        """The base's name in messages."""
+        """Description of the base for messages."""
         return f"{self.file!r} with content id {self.content_id[:16]}"
 
 
 class InlineBase(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The tensors of a base that a file carries within; what it was called, for people only."""
+    """A base inside the file: the tensors that are needed, and its original name for information."""
 
     content_id: str
     file: str
@@ -158,7 +155,7 @@ InlineBases = Annotated[tuple[InlineBase, ...], msgspec.Meta(min_length=1, max_l
 
 
 class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One file of a sharded checkpoint: its tensors in order and its own metadata."""
+    """One file of a sharded checkpoint, with its tensors in order and its metadata."""
 
     file: str
     tensors: tuple[str, ...]
@@ -166,7 +163,7 @@ class Shard(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The layout of a folder: its shards, the text of its `*.index.json`, and its other files by path."""
+    """The layout of a folder: shards, the text of its `*.index.json`, and paths of its other files."""
 
     shards: tuple[Shard, ...]
     index_file: str | None = None
@@ -175,7 +172,7 @@ class Sharding(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Everything a reader knows before it reads a frame."""
+    """The content of the index."""
 
     writer: str
     content_id: str
@@ -190,14 +187,11 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
     @property
     def depth(self) -> int:
-        """Deltas between this file and its full file, wherever that is."""
+        """Chain length: deltas between this file and its full file, inline or in other files."""
         return self.base.depth if self.base else len(self.inline or ())
 
     def placed(self) -> Iterator[tuple[str, TensorEntry]]:
-        """List (name of the region, entry) of every frame of the file, in stored order.
-
-        The entry of a group is that of its first member.
-        """
+        """Yield (name of the region, entry) of every frame in stored order; for a group its first entry."""
         n_groups = 0
         for entry in self.tensors:
             if entry.group is None:
@@ -211,12 +205,12 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
 
 
 def inline_name(level: int, position: int) -> str:
-    """Name the region of a frame: tensor `position` of inline base `level`, 1 for the nearest."""
+    """Return the region name of tensor `position` of inline base `level`, where 1 is the nearest."""
     return f"{RESERVED_PREFIX}.inline.{level}.{position}"
 
 
 def group_name(number: int) -> str:
-    """Name the region of the frame that the tensors of a group share."""
+    """Return the region name of the frame of a group."""
     return f"{RESERVED_PREFIX}.group.{number}"
 
 
@@ -225,7 +219,7 @@ def _counted(text: str) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-@functools.lru_cache(256)  # a file has few
+@functools.lru_cache(256)  # a file has few different shapes
 def _geometry(dtype: str, shape: tuple[int, ...]) -> bytes:
     return _counted(dtype) + b"".join(n.to_bytes(8, "little") for n in (len(shape), *shape))
 
@@ -242,35 +236,35 @@ def content_id(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> str:
 
 
 def content_id_of(tensors: Mapping[str, TensorSource]) -> str:
-    """Compute the content id of any set of tensors; reads all of them."""
+    """Compute the content id of tensors, reading all of them."""
     return content_id(
         (name, source.dtype.name, source.shape, tensor_checksum(source)) for name, source in tensors.items()
     )
 
 
 def writer_name() -> str:
-    """Return the text of `Index.writer`."""
+    """Return the value of `Index.writer`."""
     return f"ckptz {__version__}"
 
 
 def pack_index(index: Index) -> bytes:
-    """Pack the index tensor's bytes: u8 1 and deflated JSON.
+    """Pack an index: u8 1 and deflated JSON.
 
     Raises:
-        ConfigError: a reader would not accept it.
+        ConfigError: the index exceeds the limits of readers.
     """
     text = msgspec.json.encode(index)
     try:
         _parse_text(text)
     except CorruptionError as error:
         raise ConfigError(f"the checkpoint does not fit into one file: {error}") from None
-    # With groups there are many tensors: the last 5 % of the index would take a quarter of a save.
+    # Files with groups have many tensors: level 9 would take a quarter of a save for 5 % of the index.
     has_groups = any(entry.group is not None for entry in index.tensors)
     return b"\x01" + zlib.compress(text, 6 if has_groups else 9)
 
 
 def parse_index(raw: bytes) -> Index:
-    """Parse an index as `pack_index` writes it.
+    """Parse an index, the inverse of `pack_index`.
 
     Raises:
         CorruptionError: not an index, or larger than 64 MiB.
@@ -292,7 +286,7 @@ def _parse_text(text: bytes) -> Index:
         return index
     raw = strict_json(text, "index")
     try:
-        # Metadata may have millions of keys, which need not be copied to be checked.
+        # Metadata may have millions of keys; check them without a copy.
         metadata = raw.pop("metadata", None) if isinstance(raw, dict) else None
         if metadata is not None and not is_text_map(metadata):
             raise CorruptionError("index: metadata is not a map of strings")
@@ -314,7 +308,7 @@ def _inflate(raw: bytes) -> bytes:
 
 
 def envelope_metadata(features: Collection[str], packed_index: bytes) -> dict[str, str]:
-    """Make the `__metadata__` of the envelope; its values have fixed lengths for given features."""
+    """Return the `__metadata__` of the envelope; its size only depends on the features."""
     return {
         KEY_FORMAT: FORMAT_NAME,
         KEY_VERSION: version_of(features),
@@ -324,26 +318,26 @@ def envelope_metadata(features: Collection[str], packed_index: bytes) -> dict[st
 
 
 def version_of(features: Collection[str]) -> str:
-    """Return the lowest version of the format that has all of these features."""
+    """Return the lowest format version with all of these features."""
     return next((since for name, since in VERSION_OF_FEATURE.items() if name in features), "1.0")
 
 
 def is_ckptz(metadata: dict[str, str] | None) -> bool:
-    """Return whether an envelope announces a `.ckptz` file."""
+    """Return whether the metadata of an envelope are those of a `.ckptz` file."""
     return metadata is not None and metadata.get(KEY_FORMAT) == FORMAT_NAME
 
 
 def features_of(metadata: Mapping[str, str]) -> set[str]:
-    """Read what a reader has to know to read the file."""
+    """Return the features that a file requires of a reader."""
     return set(metadata.get(KEY_FEATURES, "").split(","))
 
 
 def check_version(metadata: dict[str, str]) -> None:
-    """Refuse formats and features that this reader does not know, by name."""
+    """Raise UnsupportedError for unknown format versions and features."""
     version = metadata.get(KEY_VERSION, "")
     if not READABLE.fullmatch(version):
         raise UnsupportedError(f"format version {version!r} is not known to this ckptz, which reads 1.x")
-    # Features first: a key that is not known may have come with one of them.
+    # Check features first: an unknown key may belong to an unknown feature.
     unknown = sorted(features_of(metadata) - KNOWN_FEATURES)
     if unknown and KEY_FEATURES in metadata:
         raise UnsupportedError(f"required feature {', '.join(unknown)!r} is not known; upgrade ckptz")
@@ -355,11 +349,18 @@ def check_version(metadata: dict[str, str]) -> None:
 
 
 def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
-    """Read the index of a file and the features that it requires; `read` gives bytes behind the header.
+    """Read and check the index of a file.
+
+    Args:
+        envelope: the header.
+        read: function of (offset, n_bytes) that reads bytes after the header.
+
+    Returns:
+        (the index, required features).
 
     Raises:
         FormatError: not a `.ckptz` file, or a damaged one.
-        UnsupportedError: it requires what this version does not know.
+        UnsupportedError: an unknown version or feature.
     """
     if not is_ckptz(envelope.metadata):
         raise FormatError("not a .ckptz file")
@@ -387,7 +388,7 @@ def read_index(envelope: Envelope, read: Read) -> tuple[Index, set[str]]:
 
 
 def _check_places(frames: list[Region], index: Index) -> None:
-    """Require that header and index name the same frames in the same places."""
+    """Check that header and index have the same frames at the same offsets."""
     regions = [(r.name, r.begin, r.end) for r in frames]
     while regions and regions[-1][0].startswith(OPTIONAL_PREFIX):
         regions.pop()
@@ -405,13 +406,13 @@ def _check_entries(index: Index) -> None:
 
 
 def _check_groups(index: Index, features: set[str]) -> None:
-    """Require that groups are numbered as they begin, and that their members agree."""
+    """Check that groups are numbered in order of their first members, and that members agree."""
     if any(entry.group is not None for base in index.inline or () for entry in base.tensors):
         raise CorruptionError("an inline base has groups")
     members = [entry for entry in index.tensors if entry.group is not None]
     if members and GROUPS_FEATURE not in features:
         raise CorruptionError("the index has groups, and the feature 'groups' is not required")
-    first, sizes = list[TensorEntry](), list[int]()  # of each group
+    first, sizes = list[TensorEntry](), list[int]()  # first entry and number of patterns of each group
     for entry in members:
         assert entry.group is not None
         if entry.group == len(first):
@@ -425,7 +426,7 @@ def _check_groups(index: Index, features: set[str]) -> None:
 
 
 def _member_patterns(entry: TensorEntry, first: TensorEntry) -> int:
-    """Require that a member fits the first one of its group, and count its patterns."""
+    """Check a group member against the first one, and return its number of patterns."""
     if (entry.dtype, entry.offset, entry.n_bytes) != (first.dtype, first.offset, first.n_bytes):
         raise CorruptionError(f"tensor {entry.name!r}: differs from its group in dtype, offset or size")
     n_patterns = dtype_of(entry.dtype).n_patterns(entry.shape)

@@ -1,8 +1,8 @@
-"""The plan of one tensor: what its frame says of how codes become values.
+"""The plan of a tensor: the part of its frame that defines how codes become values.
 
-Implements spec/04-quantization.md. The quantization map says what each code of each context stands for. In
-the linear domain a table entry is an F32 bit pattern that is added to the predictor; in the bits domain it
-is an integer that is added to the ordered bit pattern.
+Implements spec/04-quantization.md. A quantization map has a table entry for each code and context. In the
+linear domain an entry is an F32 bit pattern that is added to the prediction; in the bits domain it is an
+integer that is added to the ordered bit pattern.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ MAX_CODES: Final = 256
 MAX_ROWS: Final = 4096
 
 Table = NDArray[Any]  # uint32 patterns, or integers as wide as the pattern
-OUTER_BYTES: Final = 4  # planes of an outer vector
+OUTER_BYTES: Final = 4  # byte planes of an outer vector
 MAX_RANK: Final = 64
-PLAIN: Final = 0x0D800000  # 2^-100 as an F32 pattern
-PLAIN_COLUMNS: Final = 1 << 20
-LARGEST_SCALE: Final = 0x71800000  # 2^100 as an F32 pattern, of a term of low rank: all sums stay finite
+MIN_NORMAL_FACTOR: Final = 0x0D800000  # 2^-100 as an F32 pattern
+MAX_NUMPY_COLUMNS: Final = 1 << 20
+LARGEST_SCALE: Final = (
+    0x71800000  # 2^100 as an F32 pattern: limit of low-rank scales, which keeps all sums finite
+)
 
 
 class _Table(ABC):
-    """Levels of the codes of each row: F32 patterns, or integers of a pattern's width."""
+    """A table of levels for each row and code: F32 patterns, or integers as wide as a pattern."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, int]:
-        """Numbers of (rows, codes)."""
+        """(number of rows, number of codes)."""
 
     @abstractmethod
     def at(self, rows: NDArray[Any], codes: NDArray[Any]) -> Table:
-        """Compute the entries of rows and codes, whose shapes are broadcast."""
+        """Compute the entries for arrays of rows and codes, which are broadcast."""
 
     def expand(self) -> Table:
         """Compute all entries [n_rows, n_codes]."""
@@ -56,7 +58,7 @@ class _Table(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ExplicitTable(_Table):
-    """Entries as they are, [n_rows, n_codes]."""
+    """A table with stored entries [n_rows, n_codes]."""
 
     entries: Table
 
@@ -74,7 +76,7 @@ class ExplicitTable(_Table):
 
 @dataclass(frozen=True, slots=True)
 class LinearTable(_Table):
-    """Entry [k, c] is scale[k] * level[c] + offset[k], each step rounded to double, then to F32."""
+    """A table of scale[row] * level[code] + offset[row], computed in double and rounded to F32."""
 
     scale: NDArray[np.float64]
     level: NDArray[np.float64]
@@ -95,13 +97,13 @@ AnyTable = ExplicitTable | LinearTable
 
 @dataclass(frozen=True, slots=True)
 class QuantizationMap:
-    """A map from codes to values: tables, rows by context, and codes with a meaning of their own.
+    """A map from codes to values: a table, its rows by context, and special codes.
 
     Attributes:
-        table: what is added to the predictor.
-        row_of_context: the table row of each context [n_contexts].
-        zero_code: a code that stands for exact zero whatever the predictor, or None.
-        escape_code: the last code, if values it marks stand exactly in a side stream, or None.
+        table: entries that are added to the prediction.
+        row_of_context: table row of each context [n_contexts].
+        zero_code: code for an exact zero, whatever the prediction, or None.
+        escape_code: the last code, if it marks values that a separate stream stores exactly, or None.
     """
 
     table: AnyTable
@@ -122,12 +124,12 @@ class QuantizationMap:
 
     @property
     def n_codes(self) -> int:
-        """Size of the alphabet of codes."""
+        """Number of codes."""
         return self.table.shape[1]
 
 
 class PlaneMode(IntEnum):
-    """Changes of a pattern before it is split into bytes: spec/registry.md#plane-modes."""
+    """Transforms of a pattern before it is split into bytes: spec/registry.md#plane-modes."""
 
     RAW = 0  # the bit pattern
     ROTATED = 1  # rotated left by one, so that the exponent of F32 and BF16 fills the top byte
@@ -139,14 +141,14 @@ BASE_MODES = frozenset((PlaneMode.XOR, PlaneMode.DIFFERENCE))
 
 
 def kernel_mode(mode: PlaneMode, dtype: DType) -> int:
-    """Return the kernels' number of a plane mode; differences of floats use `order`."""
+    """Return the number of a plane mode in kernels; differences of floats are those of ordered integers."""
     if mode is PlaneMode.DIFFERENCE:
         return floats.ORDERED_DIFFERENCE if dtype.is_float else floats.DIFFERENCE
     return (floats.RAW, floats.ROTATED, floats.XOR)[mode]
 
 
 class Domain(IntEnum):
-    """Ways in which codes become values: spec/registry.md#domains."""
+    """Interpretation of codes: spec/registry.md#domains."""
 
     PLANES = 0
     LINEAR = 1
@@ -154,7 +156,7 @@ class Domain(IntEnum):
 
 
 class Predictor(IntEnum):
-    """Values that a map's entries are added to: spec/registry.md#predictors."""
+    """Source of the prediction that entries are added to: spec/registry.md#predictors."""
 
     ZERO = 0
     BASE = 1
@@ -164,11 +166,11 @@ class Predictor(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StreamTables:
-    """Frequency tables that one code stream shares over all chunks, and the contexts that use them."""
+    """Frequency tables of one code stream, shared by all chunks, and the table of each context."""
 
     frequencies: NDArray[np.uint16]
-    table_of: NDArray[np.int64]  # [n_contexts]
-    packed: bytes = b""  # their number and the tables as they stand in a frame, where their maker wrote them
+    table_of: NDArray[np.int64]  # table of each context [n_contexts]
+    packed: bytes = b""  # number of tables and packed tables, if the encoder has packed them already
 
     def segments(
         self,
@@ -176,19 +178,19 @@ class StreamTables:
         per_context: NDArray[np.int64],
         slots: NDArray[np.uint32] | None = None,
     ) -> Segments:
-        """Describe how a stream sorted by context passes through the tables.
+        """Return the segments of a stream that is sorted by context, with the table of each.
 
         Args:
-            contexts: that occur in the chunk, ascending [n_used].
-            per_context: patterns of each [n_used].
-            slots: decoding tables [n_tables, 4096], where the caller has them.
+            contexts: contexts that occur in the chunk, ascending [n_used].
+            per_context: number of patterns of each [n_used].
+            slots: decoding tables [n_tables, 4096], if the caller has them.
         """
         return Segments(np.cumsum(per_context), self.table_of[contexts], self.frequencies, slots)
 
 
 @dataclass(frozen=True)
 class Outer:
-    """Two vectors of finite F32 patterns, whose products predict a matrix."""
+    """Two vectors of finite F32 patterns whose outer product is the prediction of a matrix."""
 
     rows: NDArray[np.uint32]
     columns: NDArray[np.uint32]
@@ -202,11 +204,11 @@ class Outer:
 
     @property
     def n_elements(self) -> int:
-        """Elements of both vectors together."""
+        """Number of elements of both vectors."""
         return len(self.rows) + len(self.columns)
 
     def check(self) -> None:
-        """Accept vectors that are in memory already."""
+        """Do nothing: vectors in memory are valid."""
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
         """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""
@@ -214,9 +216,9 @@ class Outer:
 
 
 class StoredOuter:
-    """The two vectors of `Outer` as a header holds them, decoded when they are asked for.
+    """The two vectors of `Outer` as stored in a header, decoded on demand.
 
-    A few bytes may stand for 64 MiB of them, which nobody needs who only looks at the header.
+    A few bytes may decode to 64 MiB, which reading the header alone does not need.
     """
 
     def __init__(self, stored: Sequence[Embedded], n_rows: int, n_columns: int) -> None:
@@ -238,7 +240,7 @@ class StoredOuter:
         return _vector(self.stored[OUTER_BYTES:], self._n_columns)
 
     def check(self) -> None:
-        """Require that both vectors can be decoded; neither is kept."""
+        """Raise FormatError if a vector cannot be decoded; nothing is cached."""
         _vector(self.stored[:OUTER_BYTES], self._n_rows)
         _vector(self.stored[OUTER_BYTES:], self._n_columns)
 
@@ -249,13 +251,13 @@ class StoredOuter:
 
 @dataclass(frozen=True)
 class LowRank:
-    """A matrix as a sum of outer products, whose vectors are codes of a few bits.
+    """A matrix as a sum of outer products of vectors with codes of a few bits.
 
     Attributes:
-        n_rows: of the matrix.
-        n_columns: of the matrix.
-        scales: F32 patterns [rank], finite ones of at most 2^100.
-        stored: the codes, term after term, of its rows and then of its columns; two's complement.
+        n_rows: rows of the matrix.
+        n_columns: columns of the matrix.
+        scales: scale of each term, F32 patterns of at most 2^100 [rank].
+        stored: two's complement codes of the row vector, then of the column vector, of each term.
     """
 
     n_rows: int
@@ -265,12 +267,12 @@ class LowRank:
 
     @property
     def n_elements(self) -> int:
-        """Elements of all vectors together."""
+        """Number of elements of all vectors."""
         return len(self.scales) * (self.n_rows + self.n_columns)
 
     @functools.cached_property
     def terms(self) -> tuple[tuple[NDArray[np.uint32], NDArray[np.uint32]], ...]:
-        """The vectors of each term as F32 patterns, [n_rows] times the scale and [n_columns]."""
+        """The vectors of each term as F32 patterns: scaled row vector [n_rows], column vector [n_columns]."""
         levels = self.stored.codes(self.n_elements).view(np.int8).astype(np.float32).view(np.uint32)
         n = self.n_rows
         return tuple(
@@ -279,21 +281,23 @@ class LowRank:
         )
 
     def check(self) -> None:
-        """Require that the vectors can be decoded; they are not kept."""
+        """Raise FormatError if the vectors cannot be decoded; nothing is cached."""
         self.stored.codes(self.n_elements)
 
     @functools.cached_property
-    def _is_plain(self) -> bool:
+    def _avoids_subnormals(self) -> bool:
         """True if no product or sum can be subnormal: all are 0 or multiples of 2^-123.
 
-        Then it does not matter whether the processor flushes subnormal numbers.
+        Then numpy may be used, whatever the processor does with subnormal numbers.
         """
         sizes = (rows & np.uint32(0x7FFFFFFF) for rows, _ in self.terms)
-        return self.n_columns <= PLAIN_COLUMNS and all(((s == 0) | (s >= PLAIN)).all() for s in sizes)
+        return self.n_columns <= MAX_NUMPY_COLUMNS and all(
+            ((s == 0) | (s >= MIN_NORMAL_FACTOR)).all() for s in sizes
+        )
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
-        """Add the terms up in their order: elements begin..end of the matrix, F32 patterns [end - begin]."""
-        if self._is_plain:
+        """Sum the terms in order for elements begin..end of the matrix, F32 patterns [end - begin]."""
+        if self._avoids_subnormals:
             n = self.n_columns
             first, last = begin // n, -(-end // n)
             sums = np.zeros((last - first, n), np.float32)
@@ -321,16 +325,16 @@ def _vector(planes: Sequence[Embedded], n: int) -> NDArray[np.uint32]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The part of a frame's header that says how its codes become the tensor.
+    """The part of a frame's header that defines how codes become values.
 
     Attributes:
-        mode: planes domain only: what happens to a pattern before it is split.
-        quant_map: linear and bits domains: what codes stand for; None in the planes domain.
-        domain: how codes become values.
-        predictor: what they are relative to.
-        outer: the vectors of the predictors outer and low-rank.
+        mode: transform of patterns before they are split into bytes (planes domain only).
+        quant_map: quantization map; None in the planes domain.
+        domain: interpretation of codes.
+        predictor: source of the prediction.
+        outer: vectors of the predictors outer and low-rank.
         rules: context rules, at most three.
-        tables: one entry a code stream if there are rules, else empty.
+        tables: shared tables of each code stream; empty without rules.
     """
 
     mode: PlaneMode = PlaneMode.RAW
@@ -343,7 +347,7 @@ class Plan:
 
     @property
     def n_contexts(self) -> int:
-        """Contexts of the frame."""
+        """Number of contexts of the frame."""
         return n_contexts_of(self.rules)
 
     @property
@@ -368,8 +372,8 @@ class Plan:
         return self.reads_base_patterns or self.reads_base_codes
 
     @property
-    def stands_alone(self) -> bool:
-        """True if decoding reads nothing but the frame."""
+    def is_self_contained(self) -> bool:
+        """True if decoding only needs the frame itself."""
         return not self.needs_base and not self.context_tensor_names
 
     @property
@@ -379,15 +383,15 @@ class Plan:
 
     @property
     def context_tensor_names(self) -> list[str]:
-        """Name the tensors beside this one whose magnitudes its contexts read."""
+        """Names of the tensors of the same file whose magnitudes are contexts."""
         return [rule.source for rule in self.rules if isinstance(rule, Magnitude) and rule.source]
 
     def n_code_streams(self, dtype: DType) -> int:
-        """Count the streams of codes in each chunk."""
+        """Return the number of code streams in each chunk."""
         return dtype.pattern_bytes if self.quant_map is None else 1
 
     def n_streams(self, dtype: DType) -> int:
-        """Count the streams in each chunk: codes and escaped values."""
+        """Return the number of streams in each chunk: codes and escaped values."""
         n = self.n_code_streams(dtype)
         if self.quant_map is not None:
             n += dtype.pattern_bytes * (self.quant_map.escape_code is not None)
@@ -397,12 +401,12 @@ class Plan:
 def planes_plan(
     mode: PlaneMode, rules: tuple[ContextRule, ...] = (), tables: tuple[StreamTables, ...] = ()
 ) -> Plan:
-    """Make a lossless plan."""
+    """Return a lossless plan."""
     predictor = Predictor.BASE if mode in BASE_MODES else Predictor.ZERO
     return Plan(mode, predictor=predictor, rules=rules, tables=tables)
 
 
 def exact_plan(dtype: DType) -> Plan:
-    """Make the lossless plan for a tensor without a base."""
+    """Return the lossless plan for a tensor without a base."""
     is_split = dtype.is_float and dtype.pattern_bytes > 1
     return planes_plan(PlaneMode.ROTATED if is_split else PlaneMode.RAW)

@@ -1,7 +1,4 @@
-"""Atomic publication: a file appears whole under its name, or not at all; behind a URL, too.
-
-The only caller of `os.replace` in the package.
-"""
+"""Atomic publication of files, also behind URLs. The only caller of `os.replace` in the package."""
 
 from __future__ import annotations
 
@@ -25,10 +22,10 @@ from ckptz.format.byte_source import is_url, path_of
 from ckptz.format.uploads import upload
 
 TEMPORARY_SUFFIX: Final = ".ckptz-tmp"
-EAGER_BYTES: Final = 1 << 26  # small beside what a system collects, and long enough for any disk
+EAGER_BYTES: Final = 1 << 26  # small compared to the page cache, large enough for any disk
 _TEMPORARY: Final = re.compile(rf"([0-9a-f]{{8}})-(\d{{1,10}})-[0-9a-f]{{16}}{re.escape(TEMPORARY_SUFFIX)}$")
 PRIVATE: Final = 0o600
-READ_WRITE: Final = 0o666  # what the system makes of it by the user's umask is the widest mode
+READ_WRITE: Final = 0o666  # the system applies the umask
 
 _CANNOT_SYNC: Final = frozenset(
     {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES, errno.EPERM}
@@ -36,7 +33,7 @@ _CANNOT_SYNC: Final = frozenset(
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename in `folder` last a power cut, where the system can.
+    """Make a rename in `folder` durable, if the system supports it.
 
     Raises:
         OSError: the disk failed.
@@ -53,16 +50,14 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path, *, parents: bool = True) -> bool:
-    """Make a folder, if it is missing, by default with those above it; a power cut does not take it back.
-
-    Behind a URL an upload makes the folders that it needs, so that nothing is done here.
+    """Create a folder durably, by default with its parents; for URLs, uploads do that instead.
 
     Returns:
-        Whether it was made by this very call.
+        True if this call created the folder.
 
     Raises:
-        FileNotFoundError: one above it is missing, and not to be made.
-        OSError: a file is in the place, or the disk fails.
+        FileNotFoundError: a parent is missing and `parents` is False.
+        OSError: a file has this name, or the disk fails.
     """
     missing = [] if is_url(folder) or folder.is_dir() else [folder]
     while parents and missing and not missing[-1].parent.is_dir():
@@ -75,13 +70,13 @@ def make_folder(folder: Path, *, parents: bool = True) -> bool:
         except FileExistsError:
             if not new.is_dir():
                 raise
-            is_new = False  # another process made it meanwhile
+            is_new = False  # another process created it meanwhile
         sync_folder(new.parent)
     return is_new
 
 
 class EagerFile(io.FileIO):
-    """A new file that the system begins to store while it is written: all is waited for at its end."""
+    """A new file that is written to disk while it grows, so that the final fsync takes little time."""
 
     def __init__(self, path: Path, mode: int) -> None:
         super().__init__(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))
@@ -91,16 +86,17 @@ class EagerFile(io.FileIO):
         n, end = super().write(data), self.tell()
         if end - self._begun >= EAGER_BYTES and hasattr(os, "posix_fadvise"):
             begin, self._begun = self._begun, end
-            with contextlib.suppress(OSError):  # advice that a file system does not take
-                # What is not stored yet cannot be dropped from memory, and so is stored.
+            with contextlib.suppress(OSError):  # not supported by the file system
+                # Dropping pages from the cache makes the system write them first.
                 os.posix_fadvise(self.fileno(), begin, end - begin, os.POSIX_FADV_DONTNEED)
         return n
 
 
 class Publication:
-    """New files that replace others together, in the order in which they were completed.
+    """New files that are published together, in the order in which they were completed.
 
-    `owner` begins the names of the temporary files, so that whoever owns a folder knows its own.
+    Args:
+        owner: prefix of temporary file names, by which the owner of a folder recognizes them.
     """
 
     def __init__(self, owner: str = "") -> None:
@@ -109,26 +105,25 @@ class Publication:
 
     @contextlib.contextmanager
     def file(self, path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
-        """Open a file to write; it stays a temporary one beside `path` until all are complete.
+        """Open a temporary file that replaces `path` on `commit`.
 
-        So the rename stays within one file system. What goes behind a URL is made in the system's folder for
-        temporary files, and uploaded when all are complete. The mode is that of the replaced file, and
-        never wider than what the files `like` have in common.
+        It is beside `path`, so that it can be renamed; for a URL it is in the folder for temporary files and
+        is uploaded. It gets the mode of the replaced file, without permissions that a file of `like` lacks.
 
         Raises:
-            ConfigError: something that is no file is in the place, or the name is that of a folder.
+            ConfigError: `path` is not a regular file, or ends with a separator.
         """
         if str(path).endswith(("/", os.sep)):
             raise ConfigError(f"{path}: is written as a folder; name a file")
         target = path_of(path)
         mode = mode_for(target, like)
-        # The name says nothing of the target's, which may be as long as the file system allows.
+        # Without the target's name, which may have the maximum length.
         writer = f"{_machine()}-{os.getpid()}-{secrets.token_hex(8)}"
         name = f".{self._owner}{writer}{TEMPORARY_SUFFIX}"
         temporary = scratch_folder(target) / name
         try:
             with (
-                _naming(temporary, target),
+                _target_in_errors(temporary, target),
                 io.BufferedWriter(EagerFile(temporary, mode)) as file,
             ):
                 yield file
@@ -146,34 +141,34 @@ class Publication:
                 upload(temporary, target.fs, target.path, str(target))  # type: ignore[attr-defined]  # a UPath
                 temporary.unlink()
                 continue
-            with _naming(temporary, target):
+            with _target_in_errors(temporary, target):
                 os.replace(temporary, target)
         for folder in dict.fromkeys(target.parent for _, target in self._staged if not is_url(target)):
             sync_folder(folder)
 
     def discard(self) -> None:
-        """Remove the files that have no name yet."""
+        """Delete the unpublished files."""
         for temporary, _ in self._staged:
             temporary.unlink(missing_ok=True)
 
 
 def scratch_folder(target: Path) -> Path:
-    """Return the folder of this machine where a file is made that becomes `target`."""
+    """Return the local folder for the temporary file of `target`."""
     return Path(tempfile.gettempdir()) if is_url(target) else target.parent
 
 
 @functools.cache
 def _machine() -> str:
-    """Digits for the processes that this one can see: those of its machine, or of its container."""
+    """Return a hash of the machine and PID namespace, whose process ids this process can check."""
     with contextlib.suppress(OSError):
         return hashlib.sha256(
             f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}".encode()
         ).hexdigest()[:8]
-    return "0"  # no system to ask: nobody can tell
+    return "0"  # unknown
 
 
 def is_same(a: Path, b: Path) -> bool:
-    """Return whether two paths are one file."""
+    """Return whether two paths are the same file."""
     if is_url(a) or is_url(b):
         return str(a) == str(b)
     try:
@@ -183,7 +178,7 @@ def is_same(a: Path, b: Path) -> bool:
 
 
 def abandoned(folder: Path) -> list[Path]:
-    """List the temporary files in a folder whose writers are certain to have ended; none behind a URL."""
+    """Return the temporary files in a folder whose writers have certainly ended; none for a URL."""
     unfinished = list[Path]()
     if is_url(folder):
         return unfinished
@@ -195,21 +190,21 @@ def abandoned(folder: Path) -> list[Path]:
 
 
 def is_alive(pid: int) -> bool:
-    """Return False only if there certainly is no process with this number."""
-    if os.name != "posix":  # elsewhere `os.kill` does kill
+    """Return False only if there is certainly no process with this id."""
+    if os.name != "posix":  # on Windows `os.kill` ends the process
         return True
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # another user's
+    except OSError:  # a process of another user
         return True
     return True
 
 
 @contextlib.contextmanager
-def _naming(temporary: Path, target: Path) -> Iterator[None]:
-    """Make OS errors name the target instead of its temporary file."""
+def _target_in_errors(temporary: Path, target: Path) -> Iterator[None]:
+    """Replace the temporary file in OS errors by the target."""
     try:
         yield
     except OSError as error:
@@ -219,10 +214,10 @@ def _naming(temporary: Path, target: Path) -> Iterator[None]:
 
 
 def mode_for(target: Path, like: Iterable[Path]) -> int:
-    """Return the mode of a new file: of the one it replaces, but nothing that one of the files `like` lacks.
+    """Return the mode of a new file: that of the replaced file, without bits that a file of `like` lacks.
 
     Raises:
-        ConfigError: something that is no file is in the place.
+        ConfigError: the target is not a regular file.
     """
     if is_url(target):
         return PRIVATE  # until it is uploaded
@@ -231,7 +226,7 @@ def mode_for(target: Path, like: Iterable[Path]) -> int:
     except FileNotFoundError:
         mode = READ_WRITE
     else:
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the rename has its own error
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # a folder causes an error of the rename
             raise ConfigError(f"{target}: is not a regular file; write elsewhere")
     for source in like:
         mode &= READ_WRITE if is_url(source) else source.stat().st_mode
@@ -240,7 +235,7 @@ def mode_for(target: Path, like: Iterable[Path]) -> int:
 
 @contextlib.contextmanager
 def publish_together(owner: str = "") -> Iterator[Publication]:
-    """Publish several files, which all get their names when the block ends well; on any error none does."""
+    """Publish several files when the block succeeds; on any error delete all of them."""
     files = Publication(owner)
     try:
         yield files
@@ -252,9 +247,9 @@ def publish_together(owner: str = "") -> Iterator[Publication]:
 
 @contextlib.contextmanager
 def publish(path: str | os.PathLike[str], like: Iterable[Path] = ()) -> Iterator[BinaryIO]:
-    """Publish a new file that replaces `path` when the block ends well; on any error the old one stays.
+    """Publish a new file that replaces `path` when the block succeeds; on any error `path` does not change.
 
-    Its permissions are never wider than the common ones of the files `like`.
+    It has no permissions that a file of `like` lacks.
     """
     with publish_together() as files, files.file(path, like) as file:
         yield file

@@ -1,6 +1,6 @@
-"""Reads one `.ckptz` file lazily: header and index at once, frames when asked for.
+"""Lazy reading of a `.ckptz` file: header and index when it is opened, frames on demand.
 
-Implements spec/06-container.md#reading. Memory is only allocated for a tensor somebody asked for.
+Implements spec/06-container.md#reading.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ from ckptz.format.sources import (
 )
 from ckptz.kernels.floats import Patterns
 
-USUAL_HEADER_BYTES: Final = 256  # are read at once; longer headers are read again
+USUAL_HEADER_BYTES: Final = 256  # size of the first read; longer headers need a second one
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#contexts
 
 
 class FrameSource(TensorSource):
-    """One tensor of an open file, decoded chunk by chunk."""
+    """A tensor of an open file, decoded chunk by chunk."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -87,15 +87,15 @@ class FrameSource(TensorSource):
 
     @property
     def header(self) -> FrameHeader:
-        """The frame's header, read and checked against the index."""
+        """The header of the frame, checked against the index."""
         return self._container.headers.get(self, self._read_header)
 
-    def _naming(self) -> AbstractContextManager[None]:
-        """Make a context that names the file and the tensor in errors."""
+    def _error_context(self) -> AbstractContextManager[None]:
+        """Return a context manager that names the file and the tensor in errors."""
         return self._container.naming(self.entry.name)
 
     def _read_header(self) -> FrameHeader:
-        with self._naming():
+        with self._error_context():
             read, offset, n_bytes = self._container.read, self.entry.offset, self.entry.n_bytes
             raw = read(offset, max(min(n_bytes, USUAL_HEADER_BYTES), PREFIX_BYTES)).tobytes()
             length = header_length(raw[:PREFIX_BYTES], n_bytes)
@@ -104,7 +104,7 @@ class FrameSource(TensorSource):
                 raise CorruptionError("index and frame disagree on dtype or shape")
             if length + header.payload_bytes != self.entry.n_bytes:
                 raise CorruptionError("frame length does not match its chunks")
-            if self.entry.checksum not in ("", f"{header.checksum:016x}"):  # that of a group is not recorded
+            if self.entry.checksum not in ("", f"{header.checksum:016x}"):  # empty for a group
                 raise CorruptionError("index and frame disagree on the checksum")
             if header.plan.quant_map is not None and MAPS_FEATURE not in self._container.features:
                 raise CorruptionError("has a quantization map, and the feature 'maps' is not required")
@@ -116,7 +116,7 @@ class FrameSource(TensorSource):
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the frame."""
+        """Size of the frame in bytes."""
         return self.entry.n_bytes
 
     @property
@@ -134,7 +134,7 @@ class FrameSource(TensorSource):
             return base
         ref = self._container.outer_base
         if ref is None:
-            raise CorruptionError("the frame needs a base, and the file names and holds none that fits")
+            raise CorruptionError("the frame needs a base, but the file has no matching one")
         if base is None:
             raise MissingBaseError(f"needs its base {ref.title}, which has no such tensor or is not open")
         raise MissingBaseError(f"has another dtype or shape in its base {ref.title}")
@@ -146,9 +146,9 @@ class FrameSource(TensorSource):
 
     def needs(self, only_codes: bool) -> list[Node]:
         plan = self.header.plan
-        if plan.stands_alone:
+        if plan.is_self_contained:
             return []
-        with self._naming():
+        with self._error_context():
             if only_codes and plan.quant_map is None:
                 return []
             needed: list[Node] = [(self._context_tensor(name), False) for name in plan.context_tensor_names]
@@ -165,7 +165,7 @@ class FrameSource(TensorSource):
             if self.header.plan.quant_map is None:
                 return Decoded(None, None)
             payload = self.payload(index)
-            with self._naming():
+            with self._error_context():
                 return Decoded(
                     None, decode_codes(self.header, index, payload, self._sources(begin, end, held))
                 )
@@ -175,13 +175,13 @@ class FrameSource(TensorSource):
     def _decode(self, index: int, out: Patterns, held: DecodedBases) -> NDArray[np.uint8] | None:
         header = self.header
         payload = self._payload(header, index)
-        with self._naming():
+        with self._error_context():
             sources = self._sources(*self._bounds(index), held)
             return decode_chunk(header, index, payload, sources, out)
 
     def _sources(self, begin: int, end: int, held: DecodedBases) -> ChunkSources:
         plan = self.header.plan
-        if plan.stands_alone:
+        if plan.is_self_contained:
             return ChunkSources(begin, end)
         base, ref = self.base, self._container.outer_base
         if isinstance(base, FrameSource):
@@ -198,11 +198,11 @@ class FrameSource(TensorSource):
 
     @property
     def context_tensor_names(self) -> list[str]:
-        """Tensors that stand beside this one and whose magnitudes its contexts read."""
+        """Names of the tensors of the same file whose magnitudes are contexts."""
         return self.header.plan.context_tensor_names
 
     def _context_tensor(self, name: str) -> FrameSource:
-        """Another tensor of the file, whose magnitudes are contexts: as many patterns, at most two deep."""
+        """Return a context tensor of the file, and check its size and the depth of its own dependencies."""
         source = context_tensors_of(self._container.tensors)(name)
         assert isinstance(source, FrameSource)
         if source.n_patterns != self.header.n_patterns:
@@ -212,7 +212,7 @@ class FrameSource(TensorSource):
         return source
 
     def source_depth(self, most: int) -> int:
-        """Count the tensors of this file, one after another, that contexts depend on, up to `most` + 1."""
+        """Return the length of the chain of context tensors in this file, at most `most` + 1."""
         names = self.context_tensor_names
         if not names:
             return 0
@@ -222,22 +222,22 @@ class FrameSource(TensorSource):
         return 1 + max(find(name).source_depth(most - 1) for name in names)  # type: ignore[attr-defined]
 
     def check_base(self) -> None:
-        """Require that the header is right, and that a base and the tensors it needs are there."""
-        with self._naming():
+        """Check the header, and that the base and the context tensors exist."""
+        with self._error_context():
             _ = self.base
             for name in self.context_tensor_names:
                 self._context_tensor(name)
 
     def check_vectors(self) -> None:
-        """Require that outer vectors which no chunk needs are right; there may be few such in a file."""
+        """Check outer vectors that no chunk needs; their number in a file is limited."""
         outer = self.header.plan.outer
         if outer is not None:
-            with self._naming():
+            with self._error_context():
                 self._container.headers.charge_idle(outer.n_elements)
                 outer.check()
 
     def _bounds(self, index: int) -> tuple[int, int]:
-        """(begin, end) in patterns of chunk `index`."""
+        """Return (begin, end) in patterns of chunk `index`."""
         begin = index * CHUNK_VALUES
         return begin, min(begin + CHUNK_VALUES, self.header.n_patterns)
 
@@ -250,12 +250,12 @@ class FrameSource(TensorSource):
         return self._container.read(offset, header.chunks[index].n_bytes)
 
     def stored_pieces(self) -> Iterator[NDArray[np.uint8]]:
-        """Read the bytes of the frame as stored, the header and then chunk after chunk, each checked."""
+        """Yield the stored bytes of the header and of each chunk, after checking them."""
         header = self.header
         yield self._container.read(self.entry.offset, self.entry.n_bytes - header.payload_bytes)
         for index, record in enumerate(header.chunks):
             payload = self.payload(index)
-            with self._naming():
+            with self._error_context():
                 check_stored(record, index, payload)
             yield payload
 
@@ -265,10 +265,10 @@ class FrameSource(TensorSource):
         return self.decoded(index, True, gather(index, self.needs(True))).codes
 
     def decode_chunk(self, index: int, out: Patterns) -> NDArray[np.uint8] | None:
-        """Decode chunk `index` into `out`, all its patterns; returns the codes, if a map made them.
+        """Decode chunk `index` into `out` [n], and return its codes, if it has a quantization map.
 
-        A chain of frames that need nothing but the patterns of their bases is decoded in place, the first
-        file's frame first: `out` holds the base of each when it is decoded.
+        A chain of frames that only depend on the patterns of their bases is decoded in place, full file
+        first: `out` contains the base of a frame when the frame is decoded.
         """
         chain = [self]
         while len(chain) < MAX_FRAMES and (below := chain[-1]._base_in_place(index)) is not None:
@@ -280,17 +280,17 @@ class FrameSource(TensorSource):
         return codes
 
     def _base_in_place(self, index: int) -> FrameSource | None:
-        """Return the base's frame if its patterns are all that chunk `index` needs, and not in memory."""
+        """Return the frame of the base if chunk `index` only needs its patterns and they are not cached."""
         plan, base = self.header.plan, None
         if plan.reads_base_patterns and not plan.reads_base_codes and not plan.context_tensor_names:
-            with self._naming():
+            with self._error_context():
                 base = self.base
         if base is None or not has_own_frame(base) or base.last(index) is not None:
             return None
         return base
 
     def _gathered(self, index: int) -> DecodedBases:
-        """Decode what a chunk needs; chunks of other tensors of this file are kept for who reads these."""
+        """Decode the dependencies of a chunk; those in this file are cached for later reads."""
         held: dict[Node, Decoded] = {}
         missing: list[Node] = []
         for node in self.needs(False):
@@ -310,7 +310,7 @@ class FrameSource(TensorSource):
         return None if last is None else last.get(self.entry.name, index, self.header.chunks[index])
 
     def fill(self, index: int, out: Patterns) -> None:
-        """Decode chunk `index` into `out`, all its patterns, or copy it if it is kept."""
+        """Decode chunk `index` into `out` [n], or copy it from the cache."""
         kept = self.cache.held((self, index * CHUNK_VALUES))
         if kept is None:
             self.decode_chunk(index, out)
@@ -318,7 +318,7 @@ class FrameSource(TensorSource):
             out[:] = kept.patterns
 
     def patterns_and_codes(self, begin: int, end: int) -> tuple[Patterns, NDArray[np.uint8] | None]:
-        """Decode patterns and codes of begin..end, which are one chunk, at once."""
+        """Decode patterns and codes of begin..end, the bounds of one chunk."""
         index, held = begin // CHUNK_VALUES, self._container.last
         if (last := self.last(index)) is not None and last.patterns is not None:
             return last.patterns, last.codes
@@ -330,29 +330,29 @@ class FrameSource(TensorSource):
 
     @property
     def stored(self) -> Stored:
-        """Plan of the frame, and the method and settings that the index records."""
+        """Plan of the frame, and method and settings from the index."""
         lossy = self.entry.lossy
         method, settings = (None, {}) if lossy is None else (lossy.method, lossy.settings)
         return Stored(self.header.plan, method, settings)
 
     @property
     def n_codes(self) -> int | None:
-        """Size of the alphabet of the frame's codes, or None if no quantization map made them."""
+        """Number of codes of the quantization map, or None without one."""
         quant_map = self.header.plan.quant_map
         return None if quant_map is None else quant_map.n_codes
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Decode the codes of patterns begin..end, one chunk; None if no quantization map made them."""
+        """Decode the codes of begin..end, the bounds of one chunk; None without a quantization map."""
         index = begin // CHUNK_VALUES
         last = self.last(index)
         return self._codes_alone(index) if last is None else last.codes
 
     def changes(self, index: int) -> Changes | None:
-        """Find where chunk `index` differs from its base; None if it does not say so, but must be decoded."""
+        """Return the changes of chunk `index` from its base; None if the chunk must be decoded completely."""
         payload = self.payload(index)
         record = self.header.chunks[index]
         begin, end = self._bounds(index)
-        with self._naming():
+        with self._error_context():
             try:
                 return read_changes(self.header, record, payload, end - begin)
             except (FormatError, UnsupportedError) as error:
@@ -368,25 +368,25 @@ class FrameSource(TensorSource):
         return {stream.coder for stream in self.header.chunks[index].streams}
 
     def check_chunk(self, index: int) -> None:
-        """Require that the stored bytes of a chunk are as written."""
+        """Raise ChecksumError if the stored bytes of a chunk are damaged."""
         payload = self.payload(index)
-        with self._naming():
+        with self._error_context():
             check_stored(self.header.chunks[index], index, payload)
 
     def chunk(self, index: int) -> Patterns:
-        """Return the patterns of chunk `index`, shared with earlier callers: read only."""
+        """Return the patterns of chunk `index` from the cache; read-only."""
         begin, end = self._bounds(index)
         kept = self.cache.get((self, begin), lambda: Decoded(*self.patterns_and_codes(begin, end)))
         assert kept.patterns is not None
         return kept.patterns
 
     def patterns(self, begin: int, end: int) -> Patterns:
-        """Read patterns begin..end; decodes only the chunks that they touch."""
+        """Read patterns begin..end, decoding only the chunks that they overlap."""
         n_patterns = self.header.n_patterns
         first, last = begin // CHUNK_VALUES, -(-end // CHUNK_VALUES)
         whole = (begin, end) == (first * CHUNK_VALUES, min(last * CHUNK_VALUES, n_patterns))
         if whole and last - first == 1:
-            # Chunk by chunk through a chain: nothing would be read twice, so nothing is kept.
+            # Sequential reads use each chunk once, so it is not cached.
             is_kept = self.cache.held((self, begin)) is not None
             return self.chunk(first) if is_kept else self.patterns_and_codes(begin, end)[0]
         out = np.empty(end - begin, PATTERN_TYPES[self.dtype.pattern_bytes])
@@ -398,7 +398,7 @@ class FrameSource(TensorSource):
 
 
 class GroupFrame(FrameSource):
-    """The frame that the tensors of a group share: one chunk with their patterns, one after another."""
+    """The frame of a group: one chunk with the concatenated patterns of its tensors."""
 
     def __init__(self, container: Container, members: Sequence[TensorEntry]) -> None:
         first = members[0]
@@ -410,57 +410,51 @@ class GroupFrame(FrameSource):
         )
         self.members = [(entry.name, entry.shape) for entry in members]
 
-    def _naming(self) -> AbstractContextManager[None]:
+    def _error_context(self) -> AbstractContextManager[None]:
         first, _ = self.members[0]
         return error_context(f"{self._container.name}: {len(self.members)} tensors, first {first!r}")
 
     def _read_header(self) -> FrameHeader:
         header = super()._read_header()
         if header.plan.quant_map is not None or header.plan.context_tensor_names:
-            with self._naming():
+            with self._error_context():
                 raise CorruptionError("the frame of a group has a quantization map or names a tensor")
         return header
 
     @functools.cached_property
     def base(self) -> TensorSource | None:
-        """The base tensor that the frame needs, or None: the same members of the base."""
+        """The concatenated base tensors of the members, or None if the frame needs no base."""
         if not self.header.plan.needs_base:
             return None
         base, ref = group_base(self.dtype, self.members, self._container.bases), self._container.outer_base
         if base is not None:
             return base
         if ref is None:
-            raise CorruptionError("the group needs a base, and the file names and holds none that fits")
+            raise CorruptionError("the group needs a base, but the file has no matching one")
         raise MissingBaseError(f"needs its base {ref.title}, which has no such group or is not open")
 
 
 def group_base(
     dtype: DType, members: Sequence[tuple[str, tuple[int, ...]]], bases: Mapping[str, TensorSource]
 ) -> TensorSource | None:
-    """Find what a group is stored against; None if the base does not have it.
-
-    Either the base has a group of the same members, or it has no frames, and tensors of all their names.
-    """
-    found = [bases.get(name) for name, _ in members]
-    first = found[0]
+    """Return the base of a group: a group of the same members, or plain tensors of their names, or None."""
+    candidates = [bases.get(name) for name, _ in members]
+    first = candidates[0]
     while isinstance(first, ViewOf):
         first = first.source
     if isinstance(first, GroupMember):
         group = first.group
         return group if (group.dtype, group.members) == (dtype, members) else None
     parts = [
-        one
-        for one, (_, shape) in zip(found, members, strict=True)
-        if one is not None and (one.dtype, tuple(one.shape)) == (dtype, shape) and one.stored is None
+        base
+        for base, (_, shape) in zip(candidates, members, strict=True)
+        if base is not None and (base.dtype, tuple(base.shape)) == (dtype, shape) and base.stored is None
     ]
     return JoinedSource.of(parts) if len(parts) == len(members) else None
 
 
 class GroupMember(FrameSource):
-    """A tensor that shares a frame with others, of which it has the patterns from `begin` on.
-
-    What is asked of a frame is answered for the part of it that is the tensor's.
-    """
+    """A tensor in a group; its patterns start at `begin` in the frame of the group."""
 
     def __init__(self, container: Container, entry: TensorEntry, group: GroupFrame, begin: int) -> None:
         super().__init__(container, entry)
@@ -470,12 +464,12 @@ class GroupMember(FrameSource):
 
     @property
     def n_patterns(self) -> int:
-        """Patterns of the tensor, as its place in the group says: they are asked for many times."""
+        """Number of patterns of the tensor, from its slice of the group as that is fast."""
         return self._place.stop - self._place.start
 
     @property
     def header(self) -> FrameHeader:
-        """Dtype, shape and plan; the chunk and its streams are the group's."""
+        """A header with dtype, shape and plan; the chunks belong to the group."""
         return FrameHeader(self.dtype, self.shape, self.group.header.plan, ())
 
     @property
@@ -485,18 +479,18 @@ class GroupMember(FrameSource):
 
     @property
     def stored_bytes(self) -> int:
-        """The tensor's share of the size of the group, by patterns; shares add up to it."""
+        """The tensor's share of the size of the group in bytes, by patterns; shares add up to the size."""
         n_bytes, n_patterns = self.entry.n_bytes, self.group.n_patterns
         before, until = (n_bytes * at // n_patterns for at in (self._place.start, self._place.stop))
         return until - before
 
-    def _own(self, patterns: Patterns) -> Patterns:
-        """Slice the tensor's patterns out of its group's, and check them against the tensor's checksum."""
-        own = patterns[self._place]
-        if not self.holds(0, own):
-            with self._naming():
-                raise CorruptionError("the index records another checksum than its group holds values of")
-        return own
+    def _slice(self, patterns: Patterns) -> Patterns:
+        """Return the tensor's slice of the patterns of its group, after checking its checksum."""
+        values = patterns[self._place]
+        if not self.holds(0, values):
+            with self._error_context():
+                raise CorruptionError("the values in its group do not match the checksum in the index")
+        return values
 
     def holds(self, index: int, patterns: Patterns) -> bool:
         """Return whether patterns have the tensor's checksum."""
@@ -514,7 +508,7 @@ class GroupMember(FrameSource):
             return Decoded(None, None)
         patterns = held[self.group, False].patterns
         assert patterns is not None
-        return Decoded(self._own(patterns), None)
+        return Decoded(self._slice(patterns), None)
 
     def decode_chunk(self, index: int, out: Patterns) -> None:
         """Copy the patterns into `out`."""
@@ -524,11 +518,11 @@ class GroupMember(FrameSource):
 
     def copy(self, patterns: Patterns, out: Patterns) -> None:
         """Copy the tensor's patterns from those of the group."""
-        out[:] = self._own(patterns)
+        out[:] = self._slice(patterns)
 
     def chunk(self, index: int) -> Patterns:
-        """Return all patterns, shared with earlier callers: read only."""
-        return self._own(self.group.chunk(index))
+        """Return all patterns from the cache; read-only."""
+        return self._slice(self.group.chunk(index))
 
     def patterns(self, begin: int, end: int) -> Patterns:
         return self.chunk(0)[begin:end]
@@ -541,47 +535,48 @@ class GroupMember(FrameSource):
         """Return None: the tensor has no codes."""
 
     def last(self, index: int) -> None:
-        """Return None: what is held is the chunk of the group."""
+        """Return None: the cache has the chunk of the group."""
 
     def changes(self, index: int) -> None:
         """Return None: the group is decoded as a whole."""
 
     def check_chunk(self, index: int) -> None:
-        """Require that the stored bytes of the group are as written."""
+        """Raise ChecksumError if the stored bytes of the group are damaged."""
         self.group.check_chunk(index)
 
 
 def _sources_of(container: Container, entries: Sequence[TensorEntry]) -> dict[str, FrameSource]:
-    """Make the sources of the tensors of a file by name, in stored order."""
+    """Return the sources of a file's tensors by name, in stored order."""
     members: dict[int, list[TensorEntry]] = {}
     for entry in entries:
         if entry.group is not None:
             members.setdefault(entry.group, []).append(entry)
-    groups = {number: GroupFrame(container, own) for number, own in members.items()}
-    found, ends = dict[str, FrameSource](), dict.fromkeys(groups, 0)
+    groups = {number: GroupFrame(container, group) for number, group in members.items()}
+    sources, ends = dict[str, FrameSource](), dict.fromkeys(groups, 0)
     for entry in entries:
         if entry.group is None:
-            found[entry.name] = FrameSource(container, entry)
+            sources[entry.name] = FrameSource(container, entry)
         else:
             member = GroupMember(container, entry, groups[entry.group], ends[entry.group])
             ends[entry.group] += member.n_patterns
-            found[entry.name] = member
-    return found
+            sources[entry.name] = member
+    return sources
 
 
 def has_own_frame(source: TensorSource) -> TypeGuard[FrameSource]:
-    """Return whether a tensor is read from a frame that it has for itself."""
+    """Return whether a tensor has a frame that it does not share."""
     return isinstance(source, FrameSource) and not isinstance(source, GroupMember)
 
 
 def frames_of(tensors: Mapping[str, FrameSource]) -> list[FrameSource]:
-    """List the frames of tensors, each once: members of a group share one."""
-    return list(dict.fromkeys(one.group if isinstance(one, GroupMember) else one for one in tensors.values()))
+    """Return the distinct frames of tensors; members of a group share one."""
+    frames = (frame.group if isinstance(frame, GroupMember) else frame for frame in tensors.values())
+    return list(dict.fromkeys(frames))
 
 
 @dataclass(frozen=True, slots=True)
 class _DecodedChunk(ViewOf):
-    """One chunk of a frame that was decoded already, as a source."""
+    """A decoded chunk of a frame as a tensor source."""
 
     chunk: Decoded
 
@@ -593,12 +588,12 @@ class _DecodedChunk(ViewOf):
         return self.chunk.codes
 
     def patterns_and_codes(self, begin: int, end: int) -> tuple[Any, NDArray[np.uint8] | None]:
-        """Return patterns and codes; the patterns are valid only if they were decoded."""
+        """Return patterns, None if they were not decoded, and codes."""
         return self.chunk.patterns, self.chunk.codes
 
 
 class InlineFrames:
-    """The frames of one base that a file carries, decoded from itself and the next inline base."""
+    """The frames of an inline base, which may be deltas to the next inline base."""
 
     outer_base: BaseRef | None = None
     last: LastChunks | None = None
@@ -607,7 +602,7 @@ class InlineFrames:
         self, container: Container, level: int, record: InlineBase, bases: Mapping[str, TensorSource]
     ) -> None:
         self.name = f"{container.name}: inline base {level}"  # for messages
-        self.record = record  # what the index says of it
+        self.record = record  # its entry in the index
         self.bases = bases  # tensors of the next inline base by name
         self.features = container.features
         self.cache, self.headers = container.cache, container.headers
@@ -615,12 +610,12 @@ class InlineFrames:
         self.tensors = {entry.name: FrameSource(self, entry) for entry in record.tensors}  # in stored order
 
     def naming(self, tensor: str) -> AbstractContextManager[None]:
-        """Make a context that names this base and `tensor` in errors."""
+        """Return a context manager that names this base and `tensor` in errors."""
         return error_context(f"{self.name}: tensor {tensor!r}")
 
 
 def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple[InlineFrames, ...]:
-    """The inline bases, nearest first, each decoded from the one after it."""
+    """Return the inline bases, nearest first; each is the base of the one before."""
     levels: list[InlineFrames] = []
     for level in range(len(records), 0, -1):
         bases = levels[0].tensors if levels else {}
@@ -629,49 +624,49 @@ def _inline_frames(container: Container, records: Sequence[InlineBase]) -> tuple
 
 
 class Container:
-    """An open `.ckptz` file: its index, what that requires of a reader, and sources of tensors by name."""
+    """An open `.ckptz` file: its index, required features, and sources of its tensors by name."""
 
     def __init__(self, source: ByteSource, envelope: Envelope | None = None) -> None:
         self._source = source
         self.name = source.name  # for messages
         self.cache = CachedChunks()
         self.headers = HeaderCache()
-        self.bases: Mapping[str, TensorSource] = {}  # by name; of a delta set by whoever resolves the chain
-        self.last: LastChunks | None = None  # holds chunks for the next file of a run; set by its writer
+        self.bases: Mapping[str, TensorSource] = {}  # by name; for a delta set by `store.resolve`
+        self.last: LastChunks | None = None  # cache for the next file of a run, set by its writer
         envelope = read_envelope(source) if envelope is None else envelope
         self._data_offset = envelope.data_offset
         self._sections = {r.name: r for r in envelope.regions if r.name.startswith(OPTIONAL_PREFIX)}
         with error_context(self.name):
             self.index, self.features = read_index(envelope, self.read)
-        self.version = (envelope.metadata or {})[KEY_VERSION]  # of the format, as the file names it
+        self.version = (envelope.metadata or {})[KEY_VERSION]  # format version of the file
         self.tensors = _sources_of(self, self.index.tensors)
-        self.inline = _inline_frames(self, self.index.inline or ())  # bases that it carries, nearest first
+        self.inline = _inline_frames(self, self.index.inline or ())  # inline bases, nearest first
         if self.inline:
             self.bases = self.inline[0].tensors
 
     @property
     def levels(self) -> list[Container | InlineFrames]:
-        """The file's own tensors, then what it carries of its bases, nearest first."""
+        """The file itself, then its inline bases, nearest first."""
         return [self, *self.inline]
 
     @property
     def outer_base(self) -> BaseRef | None:
-        """The base that stands in another file."""
+        """Reference to a base in another file, or None."""
         return self.index.base
 
     def naming(self, tensor: str) -> AbstractContextManager[None]:
-        """Make a context that names this file and `tensor` in errors."""
+        """Return a context manager that names this file and `tensor` in errors."""
         return error_context(f"{self.name}: tensor {tensor!r}")
 
     def read(self, offset: int, n_bytes: int) -> NDArray[np.uint8]:
-        """Read bytes behind the header, uint8 [n_bytes]."""
+        """Read bytes after the header, uint8 [n_bytes]."""
         return self._source.read(self._data_offset + offset, n_bytes)
 
     def base_metadata(self) -> int | None:
         """Return the recorded checksum of a plain base's metadata, or None.
 
         Raises:
-            ChecksumError: the section that says so was changed.
+            ChecksumError: the section is damaged.
         """
         region = self._sections.get(BASE_METADATA)
         if region is None:
@@ -683,26 +678,26 @@ class Container:
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the file."""
+        """Size of the file in bytes."""
         return self._source.size
 
     def share_caches(self, other: Container) -> None:
-        """Keep what was read in the caches of another file of the same chain, which bound them together."""
+        """Use the caches of another file of the same chain, so that their limit applies to both."""
         for level in self.levels:
             level.cache, level.headers = other.cache, other.headers
 
     def close(self) -> None:
-        """Release the file and what was decoded from it."""
+        """Close the file and clear its caches."""
         self.cache.clear()
         self.headers.clear()
         self._source.close()
 
 
 def check_empty(source: TensorSource) -> None:
-    """Read the frame of a tensor without patterns, of which no chunk would be decoded.
+    """Check the frame of an empty tensor, which has no chunks to decode; do nothing for other tensors.
 
     Raises:
-        LimitError: such tensors of the file have more than 2^24 elements of outer vectors together.
+        LimitError: the empty tensors of the file have more than 2^24 elements in outer vectors.
     """
     if isinstance(source, FrameSource) and not source.n_patterns:
         source.check_base()

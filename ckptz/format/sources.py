@@ -1,4 +1,4 @@
-"""Where a tensor's bit patterns come from, and what coding one chunk of it may look at beside them."""
+"""Sources of the bit patterns of tensors, and the inputs for coding one chunk."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PATTERN_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The plan of a tensor's frame, and what the file's record says was asked of it.
+    """How a file stores a tensor.
 
     Attributes:
-        plan: of the frame.
-        method: that made it lossy, or None.
-        settings: of that method.
+        plan: plan of the frame.
+        method: the lossy method, or None.
+        settings: settings of the method.
     """
 
     plan: Plan
@@ -40,9 +40,9 @@ class Stored:
 
 
 class TensorSource:
-    """A tensor that can be read piece by piece; see `ckptz.format.dtypes` for what a pattern is.
+    """A tensor that can be read in parts; `ckptz.format.dtypes` defines patterns.
 
-    Subclasses have `patterns`, and the others where the tensor stands in a frame with a quantization map.
+    Subclasses implement `patterns`; the other methods only for tensors in a frame with a quantization map.
     """
 
     __slots__ = ()
@@ -51,52 +51,52 @@ class TensorSource:
 
         @property
         def dtype(self) -> DType:
-            """Type of the elements."""
+            """Dtype of the elements."""
 
         @property
         def shape(self) -> tuple[int, ...]:
             """Dimensions, in elements."""
 
         def patterns(self, begin: int, end: int) -> Patterns:
-            """Read patterns begin..end, little-endian unsigned integers in memory that may be shared."""
+            """Read patterns begin..end, little-endian unsigned integers; the memory may be shared."""
 
     @property
     def n_patterns(self) -> int:
-        """Patterns of the whole tensor."""
+        """Number of patterns of the tensor."""
         return self.dtype.n_patterns(self.shape)
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Decoded size of the tensor in bytes."""
         return self.dtype.n_bytes(self.shape)
 
     def chunk_bounds(self) -> Iterator[tuple[int, int]]:
-        """List (begin, end) in patterns of every chunk."""
+        """Yield (begin, end) in patterns of every chunk."""
         return chunk_bounds(self.n_patterns)
 
     @property
     def stored(self) -> Stored | None:
-        """Plan and record of the frame that the tensor stands in; None if it has none."""
+        """Plan and method of the tensor's frame; None if it has no frame."""
         return None
 
     @property
     def n_codes(self) -> int | None:
-        """Size of the alphabet of the codes of its own frame; None if it has none."""
+        """Number of different codes in the tensor's frame; None if it has no codes."""
         return None
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Read the codes of patterns begin..end, uint8; None if no quantization map made them."""
+        """Read the codes of patterns begin..end, uint8; None without a quantization map."""
         del begin, end
         return None
 
     def patterns_and_codes(self, begin: int, end: int) -> tuple[Patterns, NDArray[np.uint8] | None]:
-        """Read patterns and codes from one decoding: two would double with every member of a chain."""
+        """Read patterns and codes with one decoding; two would double the work at each link of a chain."""
         return self.patterns(begin, end), self.codes(begin, end)
 
 
 @dataclass(frozen=True, slots=True)
 class SourceOf(TensorSource):
-    """A tensor that is read from another one of the same dtype and shape; subclasses say how."""
+    """Base class of tensors computed from another tensor of the same dtype and shape."""
 
     source: TensorSource
 
@@ -111,7 +111,7 @@ class SourceOf(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class ViewOf(SourceOf):
-    """A tensor with the values and the frame of another one; subclasses say how patterns are read."""
+    """Base class of tensors with the frame of another tensor, whose patterns are read differently."""
 
     @property
     def stored(self) -> Stored | None:
@@ -127,7 +127,7 @@ class ViewOf(SourceOf):
 
 @dataclass(frozen=True, slots=True)
 class ArraySource(TensorSource):
-    """Patterns that are in memory already."""
+    """A tensor whose patterns are in memory."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -135,7 +135,7 @@ class ArraySource(TensorSource):
 
     @classmethod
     def from_buffer(cls, dtype: DType, shape: tuple[int, ...], buffer: Any) -> ArraySource:
-        """Share the memory of a contiguous buffer that holds the tensor's bytes."""
+        """Wrap a contiguous buffer of the tensor's bytes without copying it."""
         return cls(dtype, tuple(shape), np.frombuffer(buffer, PATTERN_TYPES[dtype.pattern_bytes]))
 
     def patterns(self, begin: int, end: int) -> Patterns:
@@ -144,11 +144,11 @@ class ArraySource(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class JoinedSource(TensorSource):
-    """Tensors of one dtype, one after another.
+    """The concatenation of tensors of one dtype.
 
     Attributes:
-        dtype: of all of them.
-        shape: of one dimension, their elements together.
+        dtype: dtype of all parts.
+        shape: [total number of elements].
         parts: the tensors.
     """
 
@@ -158,7 +158,7 @@ class JoinedSource(TensorSource):
 
     @classmethod
     def of(cls, parts: Sequence[TensorSource]) -> JoinedSource:
-        """Join tensors, of which there is at least one."""
+        """Concatenate one or more tensors."""
         return cls(parts[0].dtype, (sum(n_elements(part.shape) for part in parts),), parts)
 
     def patterns(self, begin: int, end: int) -> Patterns:
@@ -167,12 +167,12 @@ class JoinedSource(TensorSource):
 
 @dataclass(frozen=True, slots=True)
 class LazySource(TensorSource):
-    """A tensor whose patterns are read or computed when they are asked for.
+    """A tensor whose patterns are read or computed on demand.
 
     Attributes:
-        dtype: of the tensor.
-        shape: of the tensor.
-        read: gives patterns begin..end, [end - begin].
+        dtype: dtype of the tensor.
+        shape: shape of the tensor.
+        read: function of (begin, end) that returns patterns [end - begin].
     """
 
     dtype: DType
@@ -181,7 +181,7 @@ class LazySource(TensorSource):
 
     @classmethod
     def of(cls, source: TensorSource, compute: Callable[[int, int], Patterns]) -> LazySource:
-        """Compute patterns of a tensor that has the dtype and shape of another one."""
+        """Return a computed tensor with the dtype and shape of `source`."""
         return cls(source.dtype, source.shape, compute)
 
     def patterns(self, begin: int, end: int) -> Patterns:
@@ -189,42 +189,42 @@ class LazySource(TensorSource):
 
 
 def tensor_bytes(tensors: Mapping[str, TensorSource]) -> int:
-    """Count the bytes of tensors, decoded."""
+    """Return the decoded size of tensors in bytes."""
     return sum(source.n_bytes for source in tensors.values())
 
 
 def n_rows_of(shape: tuple[int, ...]) -> int:
-    """Count the indices of the first dimension; 1 for a scalar and for a tensor without elements."""
+    """Return the size of the first dimension; 1 for scalars and empty tensors."""
     return max(shape[0], 1) if shape else 1
 
 
 def n_chunks_of(n_patterns: int) -> int:
-    """Count the chunks of a tensor."""
+    """Return the number of chunks of a tensor."""
     return math.ceil(n_patterns / CHUNK_VALUES)
 
 
 def chunk_bounds(n_patterns: int) -> Iterator[tuple[int, int]]:
-    """List (begin, end) in patterns of every chunk."""
+    """Yield (begin, end) in patterns of every chunk."""
     for begin in range(0, n_patterns, CHUNK_VALUES):
         yield begin, min(begin + CHUNK_VALUES, n_patterns)
 
 
-ContextTensors = Callable[[str], TensorSource]  # tensors of the same file by name
+ContextTensors = Callable[[str], TensorSource]  # returns a tensor of the same file by name
 MapFunction = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
 
 
 @dataclass(slots=True)
 class ChunkSources:
-    """Base and context tensors for patterns begin..end; what was read once is kept while the chunk lasts.
+    """Base and context tensors for patterns begin..end of a chunk; base patterns and codes are read once.
 
     Attributes:
         begin: first pattern of the chunk.
         end: pattern after its last.
         base: the base tensor, or None.
-        context_tensors: tensors of the same file by name, for contexts by another tensor's magnitude.
-        reads_both: the base's patterns and its codes are both needed. They come from one decoding then:
-            two would double with every member of a chain.
-        base_title: for messages, what is known of the base, with a comma before it.
+        context_tensors: returns tensors of the same file, for contexts by the magnitude of another tensor.
+        reads_both: True if base patterns and codes are needed; both are then decoded at once, because two
+            decodings would double the work at each link of a chain.
+        base_title: name of the base for messages, after a comma.
     """
 
     begin: int
@@ -240,7 +240,7 @@ class ChunkSources:
     def base_patterns(self) -> NDArray[Any]:
         """Read patterns begin..end of the base."""
         if self.base is None:
-            raise MissingBaseError("the tensor is stored against a base, and none is open")
+            raise MissingBaseError("the tensor is a delta, but its base is not open")
         if self._patterns is None and self.reads_both:
             self._read_both(self.base)
         if self._patterns is None:
@@ -250,7 +250,7 @@ class ChunkSources:
     def base_codes(self) -> NDArray[np.uint8] | None:
         """Read the codes of patterns begin..end in the base's own frame; None if it has none."""
         if self.base is None:
-            raise MissingBaseError("the tensor is grouped by the codes of a base, and none is open")
+            raise MissingBaseError("contexts are codes of the base, but the base is not open")
         if not self._has_codes and self.reads_both:
             self._read_both(self.base)
         if not self._has_codes:
@@ -269,11 +269,7 @@ class ChunkSources:
 
 
 def context_tensors_of(tensors: Mapping[str, TensorSource]) -> ContextTensors:
-    """Make a function that finds the context tensors of a tensor by name.
-
-    Raises:
-        CorruptionError: when called with a name that is not there.
-    """
+    """Return a function that returns tensors by name, and raises CorruptionError for a missing one."""
 
     def find(name: str) -> TensorSource:
         if name not in tensors:

@@ -1,7 +1,7 @@
-"""One stream: the codes of one chunk of one plane, by whichever coder is smallest.
+"""Streams: the codes of one plane of one chunk, encoded by the coder with the smallest result.
 
-Implements spec/02-entropy.md#streams. Coders that need nothing but the stream stand here; RANS with
-the tensor's tables takes the tables and the context segments from the frame.
+Implements spec/02-entropy.md#streams. rANS with shared tables takes tables and segments from the frame; all
+other coders need only the stream.
 """
 
 from __future__ import annotations
@@ -56,28 +56,28 @@ class CoderId(IntEnum):
 
 
 CODERS: Final = frozenset(map(int, CoderId))
-# Coders of the code streams of chunks alone: no other stream of a file or a message has them.
+# Coders that only code streams of chunks may use.
 OF_CODE_STREAMS: Final = frozenset({CoderId.RANS_SHARED, CoderId.HUFFMAN})
-LANE_CHOICES: Final = (1, 4, 32)  # spec/02-entropy.md#lanes; the stream holds the index
-MAX_ZSTD_WINDOW: Final = 8 << 20  # spec/02-entropy.md#streams; the codes of the stream, if more
-LANE_MIN_BYTES: Final = (0, 400, 6400)  # encoder only: lane states stay near 2 % of the stream
+LANE_CHOICES: Final = (1, 4, 32)  # spec/02-entropy.md#lanes; the stream has the index
+MAX_ZSTD_WINDOW: Final = 8 << 20  # spec/02-entropy.md#streams; or the length of the stream if larger
+LANE_MIN_BYTES: Final = (0, 400, 6400)  # encoder only: keeps lane states near 2 % of the stream
 
-# Encoder only. A plane that shrinks by less is stored: it would decode ten times slower for nothing.
+# Encoder only. A plane that gains less is stored, because decoding would be ten times slower.
 MIN_GAIN: Final = 1 / 128
 ZSTD_LEVEL: Final = 3
 ZSTD_SAMPLE: Final = 1 << 14
 ZSTD_SAMPLE_LEVEL: Final = 1
-ZSTD_MIN_GAIN: Final = 0.95  # of the best other coder, on the sample, before zstd runs on everything
-# Zstd is not tried where an estimate of what it takes at best, from codes and repeats, is above so much.
+ZSTD_MIN_GAIN: Final = 0.95  # zstd must reach this share of the best other coder on a sample
+# zstd is not tried if a lower bound of its size, from entropy and repeats, is above this share.
 ZSTD_MAY_GAIN: Final = 0.96
-MATCH_BITS: Final = 20  # of a repeat
-ZSTD_HEAD: Final = 32  # bytes of headers and tables
-QUICK_BITS: Final = 5  # a code; from here on zstd finds little to try, and is quick
-QUICK_CODES: Final = 1 << 13  # below, its smaller tables may gain more than repeats
+MATCH_BITS: Final = 20  # cost of a repeat
+ZSTD_HEAD: Final = 32  # size of headers and tables in bytes
+QUICK_BITS: Final = 5  # bits per code from which zstd has few matches to try, so is fast
+QUICK_CODES: Final = 1 << 13  # for shorter streams, zstd's smaller tables may gain more than repeats
 SPARSE_MIN_SHARE: Final = 0.97
-HUFFMAN_CODES: Final = 1 << 12  # of a stream; below, its table takes longer than rANS
-HUFFMAN_HEAD: Final = SIZES.size + 4  # bytes of sizes, and of bits that fill up its parts
-# 32,768 uniform bytes measure 7.994, the low bytes of weights 7.955 to 7.97; MIN_GAIN asks for 7.94 of all.
+HUFFMAN_CODES: Final = 1 << 12  # shortest stream; for shorter ones making the table takes longer than rANS
+HUFFMAN_HEAD: Final = SIZES.size + 4  # bytes of part sizes, and of padding bits
+# Entropy of 32,768 uniform bytes is 7.994 bits, of low bytes of weights 7.955 to 7.97; MIN_GAIN needs 7.94.
 RANDOM_MIN: Final = 1 << 17
 RANDOM_BITS: Final = 7.95
 
@@ -87,7 +87,7 @@ Stream = tuple[CoderId, bytes | memoryview]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The way of a stream through the tensor's tables: codes sorted by context, one segment a context."""
+    """The segments of a stream whose codes are sorted by context, with the frequency table of each."""
 
     ends: NDArray[np.int64]  # index after the last code of each segment, ascending
     table_of: NDArray[np.int64]  # the table of each segment
@@ -95,7 +95,7 @@ class Segments:
     slots: NDArray[np.uint32] | None = field(default=None, repr=False)
 
     def slot_tables(self) -> NDArray[np.uint32]:
-        """Return decoding tables [n_tables, 4096], made once per tensor."""
+        """Return decoding tables [n_tables, 4096], cached for each tensor."""
         return slot_tables(self.tables) if self.slots is None else self.slots
 
 
@@ -104,7 +104,7 @@ class _Zstd(Protocol):
     def decompress(self, data: Any, max_output_size: int = 0, *, allow_extra_data: bool = True) -> bytes: ...
 
 
-_local = threading.local()  # zstd contexts are costly to make and not thread-safe
+_local = threading.local()  # zstd contexts are expensive to create and not thread-safe
 
 
 def _zstd_compress(symbols: Bytes, level: int = ZSTD_LEVEL) -> bytes:
@@ -120,12 +120,12 @@ def _zstd_compress(symbols: Bytes, level: int = ZSTD_LEVEL) -> bytes:
 
 
 def n_lanes_for(n_bytes: float) -> int:
-    """Choose the lanes of a stream that takes about so many bytes."""
+    """Return the number of lanes for a stream of about `n_bytes` bytes."""
     return LANE_CHOICES[bisect.bisect_right(LANE_MIN_BYTES, n_bytes) - 1]
 
 
 def encode_rans(symbols: Bytes, segments: Segments, expected_bytes: float) -> memoryview:
-    """Code symbols [n]: lane index u8, lane states u32 each, words u16 each."""
+    """Encode symbols [n]: lane index u8, lane states u32 each, words u16 each."""
     [stream] = encode_rans_streams(
         symbols,
         np.zeros(1, np.int64),
@@ -145,15 +145,18 @@ def encode_rans_streams(
     n_lanes: Counts,
     packed_tables: Sequence[bytes],
 ) -> list[memoryview]:
-    """Code streams [m] of symbols, each from its place in `begins` on, with its own segments and lanes.
+    """Encode m streams with rANS.
 
     Args:
-        symbols: of all streams.
-        begins: where each begins.
-        stream_segments: how many segments there are up to the end of each.
-        segments: of all streams, their ends in `symbols`.
-        n_lanes: of each.
-        packed_tables: bytes that each begins with.
+        symbols: concatenated codes of all streams [n].
+        begins: begin of each stream in `symbols` [m].
+        stream_segments: number of segments up to the end of each stream [m].
+        segments: segments of all streams, with ends in `symbols`.
+        n_lanes: number of lanes of each stream [m].
+        packed_tables: first bytes of each stream.
+
+    Returns:
+        The encoded streams.
     """
     heads = [head + lanes_byte(n) for head, n in zip(packed_tables, n_lanes.tolist(), strict=True)]
     coded, spans = cpu().rans_encode(
@@ -176,7 +179,7 @@ def lanes_byte(n_lanes: int) -> bytes:
 
 
 def parse_rans(source: ByteReader) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """Take what `encode_rans` wrote, all of `source` that is left: lane states [n_lanes], words [n]."""
+    """Parse the remaining bytes of `source` as rANS: lane states [n_lanes] and words [n]."""
     index = source.u8("rANS lanes")
     if index >= len(LANE_CHOICES):
         raise CorruptionError(f"rANS stream: lane index {index} is not defined")
@@ -190,38 +193,38 @@ def parse_rans(source: ByteReader) -> tuple[NDArray[np.uint32], NDArray[np.uint1
 
 
 def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
-    """Decode what `encode_rans` wrote, all that is left of `source`, into `out` [n]."""
+    """Decode the remaining bytes of `source` as rANS into `out`, uint8 [n]."""
     states, words = parse_rans(source)
     if not cpu().rans_decode(words, states, segments.ends, segments.table_of, segments.slot_tables(), out):
         raise CorruptionError("rANS stream does not end in its start state")
 
 
-def single(table: Frequencies, n: int) -> Segments:
-    """Describe a stream of n codes that has one table [256]."""
+def single_segment(table: Frequencies, n: int) -> Segments:
+    """Return the segments of a stream of n codes with one table [256]."""
     return Segments(np.array([n], np.int64), np.zeros(1, np.int64), table[None])
 
 
 def _decode_own(source: ByteReader, out: Bytes) -> None:
     table = parse_table(source)
-    decode_rans(source, single(table, len(out)), out)
+    decode_rans(source, single_segment(table, len(out)), out)
 
 
 # --- sparse -------------------------------------------------------------------------------------
 
 
 def pack_gaps(positions: Positions) -> Bytes:
-    """Write ascending positions [n] as gaps: the number of codes before each that are left out.
+    """Pack ascending positions [n] as gaps, the number of skipped codes before each.
 
-    A gap has as many bytes 255 as it holds 255, then the rest.
+    A gap is gap // 255 bytes of 255, then a byte with the remainder.
     """
     return _pack_gaps(positions, np.array([len(positions)]), np.zeros(1, np.int64))[0]
 
 
 def _pack_gaps(positions: Positions, ends: Counts, begins: Counts) -> tuple[Bytes, Counts]:
-    """Write the gaps of streams [m] that have their positions up to `ends`, and begin at positions `begins`.
+    """Pack the gaps of m streams, given the end of each in `positions` and its first position in `begins`.
 
     Returns:
-        Gaps of all of them, and the end of each [m].
+        (concatenated gaps, end of each stream [m]).
     """
     gaps = np.diff(positions, prepend=-1) - 1
     firsts = np.concatenate(([0], ends[:-1]))
@@ -235,10 +238,10 @@ def _pack_gaps(positions: Positions, ends: Counts, begins: Counts) -> tuple[Byte
 
 
 def unpack_gaps(gaps: Bytes, n_positions: int, n: int) -> Positions:
-    """Read what `pack_gaps` wrote: so many positions below `n`.
+    """Unpack `n_positions` positions below `n`, the inverse of `pack_gaps`.
 
     Raises:
-        CorruptionError: the bytes are not so many.
+        CorruptionError: the gaps are not valid positions.
     """
     is_last = gaps != MAX_GAP_BYTE
     positions = np.cumsum(gaps, dtype=np.int64)[is_last] + np.arange(np.count_nonzero(is_last))
@@ -249,7 +252,7 @@ def unpack_gaps(gaps: Bytes, n_positions: int, n: int) -> Positions:
 
 
 def encode_sparse(gaps: Bytes, values: Bytes, common: int) -> bytes:
-    """Write the common symbol u8, then gaps [m] and values [k]: each a count and an embedded stream."""
+    """Encode a sparse stream: common symbol u8, gaps [m] and values [k] as counted embedded streams."""
     return _packed_sparse(common, [(part, encode_stream(part, nested=True)) for part in (gaps, values)])
 
 
@@ -263,7 +266,7 @@ def _packed_sparse(common: int, parts: Iterable[tuple[Bytes, Stream]]) -> bytes:
 
 
 def read_sparse(source: ByteReader, n: int) -> tuple[int, Bytes, Bytes]:
-    """Read what `encode_sparse` wrote for `n` codes: common symbol, gaps [m], values [k], k at most n."""
+    """Decode a sparse stream of `n` codes into (common symbol, gaps [m], values [k]) with k at most n."""
     common = source.u8("sparse common symbol")
     # Each value has one gap byte below 255, and gaps of 255 skip 255 codes each.
     most = (n + n // 255 + 1, n)
@@ -288,13 +291,13 @@ def _decode_sparse(source: ByteReader, out: Bytes) -> None:
 def encode_stream(
     symbols: Bytes, counts: Counts | None = None, *, nested: bool = False, beat: float = float("inf")
 ) -> Stream:
-    """Code a stream by the smallest of the coders that need nothing else.
+    """Encode a stream with the coder without shared tables that gives the smallest result.
 
     Args:
-        symbols: codes [n], n at least 1; a stored stream is their memory, not a copy.
-        counts: their histogram [256], where the caller has it.
-        nested: inside a sparse stream, where sparse may not nest.
-        beat: bytes that another coder would take; what is larger is not tried.
+        symbols: codes [n], n at least 1; a stored stream shares their memory.
+        counts: histogram [256], if the caller has it.
+        nested: True inside a sparse stream, which must not contain another one.
+        beat: size in bytes of the caller's alternative; larger results are not tried.
     """
     if counts is not None:
         counts = counts[None]
@@ -310,22 +313,22 @@ def encode_streams(
     beats: Sequence[float] | None = None,
     huffman_margin: float | None = None,
 ) -> list[Stream]:
-    """Code streams [m], each as `encode_stream` does by itself, in few calls for all of them.
+    """Encode m streams like `encode_stream`, with few kernel calls for all of them.
 
     Args:
-        parts: codes of each.
-        counts: their histograms [m, 256], where the caller has them.
-        nested: inside a sparse stream.
-        beats: with counts, the bytes that another coder would take of each.
-        huffman_margin: of code streams, the share of bytes that Huffman may take beyond an ideal coder of
-            single codes; None for no Huffman.
+        parts: codes of each stream.
+        counts: histograms [m, 256], if the caller has them.
+        nested: True inside a sparse stream.
+        beats: with `counts`, the size in bytes of the caller's alternative for each stream.
+        huffman_margin: for code streams, the share of bytes that Huffman may take beyond the entropy; None
+            excludes Huffman.
     """
-    is_random = [counts is None and looks_random(len(p), spread_of(p), middle_of(p)) for p in parts]
-    ordinary = [part for part, is_it in zip(parts, is_random, strict=True) if not is_it]
+    random = [counts is None and looks_random(len(p), spread_of(p), middle_of(p)) for p in parts]
+    ordinary = [part for part, is_random in zip(parts, random, strict=True) if not is_random]
     coded = iter(_encode_ordinary(ordinary, counts, beats, huffman_margin, nested=nested) if ordinary else ())
     return [
-        (CoderId.STORED, part.data) if is_it else next(coded)
-        for part, is_it in zip(parts, is_random, strict=True)
+        (CoderId.STORED, part.data) if is_random else next(coded)
+        for part, is_random in zip(parts, random, strict=True)
     ]
 
 
@@ -339,44 +342,44 @@ def _encode_ordinary(
 ) -> list[Stream]:
     if counts is None:
         counts = np.empty((len(parts), 256), np.int64)
-        for at in _side_by_side(parts, range(len(parts))):
+        for at in _kernel_calls(parts, range(len(parts))):
             counts[at] = cpu().count_streams(*joined([parts[k] for k in at]))
     tables = _OwnTables([len(part) for part in parts], counts, huffman_margin)
     sparse = {} if nested else _encode_sparse(parts, counts)
     least = _least_zstd([middle_of(part) for part in parts], tables.owns)
     streams = [
-        _by_another(
+        _by_other_coder(
             part, counts[k], own, sparse.get(k), least[k], float("inf") if beats is None else beats[k]
         )
         for k, (part, own) in enumerate(zip(parts, tables.owns, strict=True))
     ]
-    for at in _side_by_side(parts, [k for k, other in enumerate(streams) if other is None]):
+    for at in _kernel_calls(parts, [k for k, other in enumerate(streams) if other is None]):
         for k, stream in tables.encode(parts, at):
             streams[k] = stream
     return [stream for stream in streams if stream is not None]
 
 
-def _side_by_side(parts: Sequence[Bytes], which: Sequence[int]) -> list[list[int]]:
-    """Group streams by number for calls of kernels: small ones together, as copies, large ones alone."""
+def _kernel_calls(parts: Sequence[Bytes], which: Sequence[int]) -> list[list[int]]:
+    """Group stream numbers into kernel calls: small streams together (copied), large ones alone."""
     small = [k for k in which if len(parts[k]) < RANDOM_MIN]
     return [small] * bool(small) + [[k] for k in which if len(parts[k]) >= RANDOM_MIN]
 
 
 class _OwnTables:
-    """Tables of streams [m] for themselves, of rANS or Huffman; none is made that cannot pay.
+    """The rANS or Huffman table of each of m streams, where a table may reduce the size.
 
     Args:
-        sizes: codes of each.
-        counts: their histograms [m, 256].
+        sizes: number of codes of each stream.
+        counts: histograms [m, 256].
         huffman_margin: see `encode_streams`.
 
     Attributes:
-        owns: each stream under its table.
+        owns: estimated size of each stream with its own table.
     """
 
     def __init__(self, sizes: Sequence[int], counts: Counts, huffman_margin: float | None) -> None:
-        weighed = zip(sizes, least_packed(counts).tolist(), row_entropy_bits(counts).tolist(), strict=True)
-        self.owns = [OwnTable.of(*each) for each in weighed]
+        estimates = zip(sizes, least_packed(counts).tolist(), row_entropy_bits(counts).tolist(), strict=True)
+        self.owns = [OwnTable.of(*each) for each in estimates]
         self._packed = [b""] * len(sizes)
         self._lengths, self._huffman = np.zeros(counts.shape, np.uint8), set[int]()
         self._frequencies = np.zeros(counts.shape, np.uint16)
@@ -388,7 +391,7 @@ class _OwnTables:
         self._add_rans([k for k in paying if k not in self._huffman], counts)
 
     def _add_huffman(self, at: list[int], counts: Counts, margin: float) -> None:
-        """Make the code lengths of these streams, and use those that cost no more than the margin allows."""
+        """Compute code lengths for the streams `at`, and choose Huffman where it is within the margin."""
         self._lengths[at] = code_lengths(counts[at])
         all_bits = (counts[at] * self._lengths[at]).sum(axis=1).tolist()
         for k, n_bits in zip(at, all_bits, strict=True):
@@ -409,7 +412,7 @@ class _OwnTables:
                 self.owns[k] = OwnTable.of(self.owns[k].n, len(table), bits)
 
     def encode(self, parts: Sequence[Bytes], at: Sequence[int]) -> Iterator[tuple[int, Stream]]:
-        """Encode those streams that have these numbers, each by its table."""
+        """Encode the streams `at` with their tables; yield (number, stream)."""
         for which, coder, encode in (
             ([k for k in at if k in self._huffman], CoderId.HUFFMAN, self._encode_huffman),
             ([k for k in at if k not in self._huffman], CoderId.RANS_OWN, self._encode_rans),
@@ -436,9 +439,9 @@ class _OwnTables:
 
 
 def least_packed(counts: Counts) -> Counts:
-    """Return a lower bound [n] of the bytes of tables for counts [n, 256].
+    """Return a lower bound [n] of the packed size in bytes of tables for counts [n, 256].
 
-    A frequency takes a bit or more, and there is one for each symbol from the first to the last.
+    Each symbol from the first to the last takes at least one bit.
     """
     used = counts > 0
     least: Counts = 3 + (255 - used.argmax(axis=1) - used[:, ::-1].argmax(axis=1)) // 8
@@ -446,7 +449,7 @@ def least_packed(counts: Counts) -> Counts:
 
 
 def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
-    """Code those streams, by number, of which nearly all codes are the same, but not all, as sparse."""
+    """Encode streams with one dominant code as sparse; return them by number."""
     commons, peaks = counts.argmax(axis=1).tolist(), counts.max(axis=1).tolist()
     at = [k for k, part in enumerate(parts) if SPARSE_MIN_SHARE * len(part) <= peaks[k] < len(part)]
     if not at:
@@ -463,21 +466,21 @@ def _encode_sparse(parts: Sequence[Bytes], counts: Counts) -> dict[int, bytes]:
 
 
 def joined(parts: Sequence[Any]) -> tuple[Any, Counts]:
-    """Put arrays [m] one behind the other; gives them and the end of each [m]. A single one is not copied."""
+    """Concatenate m arrays; return the result and the end of each [m]. A single array is not copied."""
     if len(parts) == 1:
         return parts[0], np.array([len(parts[0])])
     return np.concatenate(parts), np.cumsum([len(part) for part in parts])
 
 
 def cut(parts: Any, ends: Counts) -> list[Any]:
-    """Cut an array [n] behind these positions [m], the last of which is its end."""
+    """Split an array [n] at `ends` [m]; the last end is n."""
     return [parts[i:j] for i, j in itertools.pairwise((0, *ends.tolist()))]
 
 
-def _by_another(
+def _by_other_coder(
     symbols: Bytes, counts: Counts, own: OwnTable, sparse: bytes | None, least: float, beat: float
 ) -> Stream | None:
-    """Code a stream by another coder than its own table; None if that is the smallest."""
+    """Encode a stream with another coder; return None if its own table gives the smallest result."""
     n, common = len(symbols), int(counts.argmax())
     if counts[common] == n:
         return CoderId.CONSTANT, bytes((common,))
@@ -493,29 +496,29 @@ def _by_another(
 
 @dataclass(frozen=True, slots=True)
 class OwnTable:
-    """A stream of n codes under coder rans-own, weighed before it is coded."""
+    """Estimated size of a stream of n codes with its own table."""
 
     n: int
-    n_bytes: float  # of the stream
-    pays: bool  # whether it is enough smaller than the codes
-    bits: float  # of the codes alone
+    n_bytes: float  # size of the stream
+    pays: bool  # True if it is sufficiently smaller than the codes
+    bits: float  # size of the encoded codes alone, in bits
 
     @classmethod
     def of(cls, n: int, n_packed: int, bits: float) -> OwnTable:
-        """Weigh `n` codes that take so many bits under a table of so many bytes."""
+        """Estimate a stream of `n` codes of `bits` bits with a table of `n_packed` bytes."""
         n_bytes = bits / 8
         n_bytes += n_packed + 1 + 4 * n_lanes_for(n_bytes)
         return cls(n, n_bytes, n_bytes < n * (1 - MIN_GAIN), bits)
 
 
 def middle_of(symbols: Any) -> Any:
-    """Return the sample of an array or tensor [..., n] that zstd is tried on."""
+    """Return the middle of an array or tensor [..., n], the sample for zstd."""
     begin = max((symbols.shape[-1] - ZSTD_SAMPLE) // 2, 0)
     return symbols[..., begin : begin + ZSTD_SAMPLE]
 
 
 def spread_of(symbols: Any) -> Any:
-    """Return samples from the whole of an array or tensor [..., n]: [..., 64, 512 at most]."""
+    """Return 64 evenly spaced samples of at most 512 codes from an array or tensor [..., n]."""
     n = symbols.shape[-1]
     return symbols[..., : n // 64 * 64].reshape(*symbols.shape[:-1], 64, -1)[..., :512]
 
@@ -526,20 +529,22 @@ def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
         return False
     counts = cpu().histogram(np.ascontiguousarray(spread).reshape(-1))
     total = int(counts.sum())
-    # The chance that two codes are equal bounds their entropy from below, and is quick to compute.
+    # The collision probability is a fast lower bound of the entropy.
     squares = int(product(counts, counts))
     is_even = squares * 2**RANDOM_BITS < total**2 or entropy_bits(counts) > RANDOM_BITS * total
     return is_even and not zstd_promises(middle, n, n)
 
 
 def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[float]:
-    """Estimate the bytes that zstd takes at best of samples [n] of streams; 0 where a trial is quick."""
-    asked = [
+    """Return lower bounds in bytes of zstd's size for samples [n] of streams; 0 where trying zstd is fast."""
+    samples = [
         m if own.bits < QUICK_BITS * own.n and own.n >= QUICK_CODES else m[:0]
         for m, own in zip(middles, owns, strict=True)
     ]
     least = []
-    for sample, own, (hits, runs) in zip(asked, owns, cpu().repeats(*joined(asked)).tolist(), strict=True):
+    for sample, own, (hits, runs) in zip(
+        samples, owns, cpu().repeats(*joined(samples)).tolist(), strict=True
+    ):
         per_code = own.bits / own.n
         saved = max((hits + 7 * runs) * per_code - runs * MATCH_BITS, 0)
         least.append((len(sample) * per_code - saved) / 8 + ZSTD_HEAD if len(sample) else 0)
@@ -547,13 +552,13 @@ def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[floa
 
 
 def repeats(sample: Bytes) -> bool:
-    """Return whether zstd beats an ideal order-0 coder on a sample [n]."""
+    """Return whether zstd is smaller than the order-0 entropy on a sample [n]."""
     own = OwnTable.of(len(sample), 0, entropy_bits(cpu().histogram(sample)))
     return zstd_promises(sample, own.n, own.bits / 8, *_least_zstd([sample], [own]))
 
 
 def zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -> bool:
-    """Predict from the middle [m] of n codes whether zstd takes less than `other_bytes`."""
+    """Predict from a sample [m] of n codes whether zstd takes less than `other_bytes` bytes."""
     other_bytes *= len(middle) / n
     if least > ZSTD_MAY_GAIN * other_bytes:
         return False
@@ -561,27 +566,27 @@ def zstd_promises(middle: Bytes, n: int, other_bytes: float, least: float = 0) -
 
 
 def check_coder(coder: int, *, is_of_codes: bool) -> None:
-    """Refuse coders that are not known, or that only code streams of chunks may have.
+    """Refuse unknown coders, and coders that only code streams may use.
 
     Args:
-        coder: the id.
-        is_of_codes: whether the stream is a code stream.
+        coder: the coder id.
+        is_of_codes: True for a code stream of a chunk.
     """
     if coder not in CODERS:
         raise UnsupportedError(f"coder {coder} is not known to this ckptz; upgrade it")
     if coder in OF_CODE_STREAMS and not is_of_codes:
         name = CoderId(coder).name.lower().replace("_", "-")
-        raise CorruptionError(f"coder {name} is for code streams, and another stream has it")
+        raise CorruptionError(f"coder {name} is only for code streams")
 
 
 def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments | None = None) -> None:
     """Decode one stream into `out`.
 
     Args:
-        coder: a CoderId that `check_coder` let pass.
-        stream: exactly the bytes of the stream.
-        out: where the codes go [n]; with `segments` in context order.
-        segments: for RANS_SHARED.
+        coder: a CoderId accepted by `check_coder`.
+        stream: the bytes of the stream.
+        out: receives the codes, uint8 [n], in context order if `segments` is passed.
+        segments: segments for RANS_SHARED.
 
     Raises:
         FormatError: the bytes are not a stream of n codes.
@@ -597,50 +602,50 @@ def decode_stream(coder: int, stream: memoryview, out: Bytes, segments: Segments
 
 
 def write_embedded(out: ByteWriter, symbols: Bytes) -> None:
-    """Write symbols [n] with coder and length before them: spec/02-entropy.md#embedded-streams."""
+    """Encode and write symbols [n] as an embedded stream: spec/02-entropy.md#embedded-streams."""
     Embedded.of(symbols).write(out)
 
 
 @dataclass(frozen=True, slots=True)
 class Embedded:
-    """An embedded stream that is not decoded yet."""
+    """An encoded embedded stream."""
 
     coder: int
     stream: bytes
 
     @classmethod
     def of(cls, symbols: Bytes) -> Embedded:
-        """Code symbols [n]."""
+        """Encode symbols [n]."""
         [stored] = cls.of_all([symbols])
         return stored
 
     @classmethod
     def of_all(cls, parts: Sequence[Bytes]) -> list[Embedded]:
-        """Code streams [m] of symbols in few calls for all of them."""
+        """Encode m streams of symbols with few kernel calls."""
         coded = iter(encode_streams([part for part in parts if len(part)]))
         streams = [next(coded) if len(part) else (CoderId.STORED, b"") for part in parts]
         return [cls(coder, bytes(stream)) for coder, stream in streams]
 
     def write(self, out: ByteWriter) -> None:
-        """Write the stream with coder and length before it: spec/02-entropy.md#embedded-streams."""
+        """Write coder, length and stream: spec/02-entropy.md#embedded-streams."""
         out.u8(self.coder)
         out.varint(len(self.stream))
         out.raw(self.stream)
 
     def codes(self, n: int) -> Bytes:
-        """Return the codes [n]; see `read_embedded`."""
+        """Decode the codes, uint8 [n]; see `read_embedded`."""
         symbols = np.empty(n, np.uint8)
-        # Not as bytes, for whose arrays, which are read-only, kernels would be compiled once more.
+        # A writable copy: for read-only arrays, kernels would be compiled again.
         decode_stream(self.coder, memoryview(bytearray(self.stream)), symbols)
         return symbols
 
 
 def take_embedded(source: ByteReader, what: str, *, nested: bool = False) -> Embedded:
-    """Take an embedded stream as it is stored.
+    """Read an embedded stream without decoding it.
 
     Raises:
-        FormatError: the bytes end before it, or it may not stand in another.
-        UnsupportedError: a coder that is not known.
+        FormatError: the bytes are truncated, or a sparse stream is nested.
+        UnsupportedError: an unknown coder.
     """
     coder = source.u8(f"{what}: coder")
     if nested and coder == CoderId.SPARSE:
@@ -650,13 +655,13 @@ def take_embedded(source: ByteReader, what: str, *, nested: bool = False) -> Emb
 
 
 def read_embedded(source: ByteReader, n: int, what: str, *, nested: bool = False) -> Bytes:
-    """Read what `write_embedded` wrote.
+    """Read and decode an embedded stream, the inverse of `write_embedded`.
 
     Args:
-        source: at the coder.
-        n: number of codes, which the caller bounds: a constant stream of one byte stands for any number.
-        what: the field, for errors.
-        nested: inside a sparse stream, where sparse may not nest.
+        source: the reader, before the coder.
+        n: number of codes; the caller must limit it, because a stream of one byte may decode to any number.
+        what: name of the field, for errors.
+        nested: True inside a sparse stream.
 
     Returns:
         Codes [n].
@@ -680,7 +685,7 @@ def _decode_stored(source: ByteReader, out: Bytes) -> None:
 def _decode_zstd(source: ByteReader, out: Bytes) -> None:
     stream = source.take(source.left, "zstd stream")
     try:
-        # The magic number first: of a skippable frame the rest would be its length.
+        # Check the magic number: a skippable frame would be misread as a length.
         announced = zstandard.get_frame_parameters(stream)
         if bytes(stream[:4]) != zstandard.FRAME_HEADER or announced.content_size != len(out):
             raise CorruptionError(f"zstd stream does not announce {len(out)} bytes")

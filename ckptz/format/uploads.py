@@ -1,7 +1,7 @@
-"""Uploads: finished files that go behind an fsspec URL, once and whole.
+"""Uploads of finished files to fsspec URLs.
 
-An object store shows an upload when it is complete. Elsewhere fsspec's transactions write aside and rename,
-where the file system implements them; where not, an upload that is cut off leaves a file that ends early.
+An object store only shows complete uploads. Other file systems use fsspec's transactions (write to a
+temporary name, then rename) if they implement them; if not, an interrupted upload leaves a truncated file.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any, Final
 from ckptz.format.byte_source import MAX_PIECE, failed
 
 ATTEMPTS: Final = 3
-FINAL: Final = (FileNotFoundError, PermissionError, NotADirectoryError)  # no second attempt ends otherwise
-FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # nor does one on a full disk
+FINAL: Final = (FileNotFoundError, PermissionError, NotADirectoryError)  # not worth a second attempt
+FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # a full disk: no second attempt either
 
 
 def upload(local: Path, fs: Any, path: str, name: str) -> None:
-    """Put a file of this machine behind a URL, under its final name.
+    """Upload a local file under its final name.
 
-    Where a response was lost, the store may have taken the file. So after an error it is asked for what it
-    has: if these are the bytes of the file, all is well, and nothing is sent twice.
+    After an error the stored bytes are compared with the file, because an upload may succeed although its
+    response is lost; the file is only sent again if they differ.
 
     Args:
         local: the finished file.
-        fs: fsspec's file system.
-        path: where the file goes in it.
-        name: of the URL, for messages.
+        fs: the fsspec file system.
+        path: target path in the file system.
+        name: the URL, for messages.
 
     Raises:
-        OSError: the store refused the file or does not answer.
+        OSError: the store refuses the file or does not respond.
     """
     for attempt in itertools.count(1):
         try:
@@ -39,10 +39,10 @@ def upload(local: Path, fs: Any, path: str, name: str) -> None:
             return
         except Exception as error:  # file systems behind URLs have errors of their own
             try:
-                if _is_there(local, fs, path):
+                if _is_uploaded(local, fs, path):
                     return
             except Exception:
-                attempt = ATTEMPTS  # nobody answers
+                attempt = ATTEMPTS  # the store does not respond
             is_final = isinstance(error, FINAL) or (isinstance(error, OSError) and error.errno in FULL)
             if attempt == ATTEMPTS or is_final:
                 raise failed(name, error, "written") from error
@@ -50,7 +50,7 @@ def upload(local: Path, fs: Any, path: str, name: str) -> None:
 
 def _put(local: Path, fs: Any, path: str) -> None:
     parent = path.rpartition("/")[0]
-    # Of an object store the first part is a bucket: a misspelt one is not made here.
+    # In an object store the first part is a bucket; a misspelt one must not be created.
     first = path[: path.find("/", 1)]
     if not fs.exists(parent) and fs.exists(first):
         fs.makedirs(parent, exist_ok=True)
@@ -61,14 +61,14 @@ def _put(local: Path, fs: Any, path: str) -> None:
         fs.put_file(str(local), path)
 
 
-def _is_there(local: Path, fs: Any, path: str) -> bool:
-    """Return whether the bytes behind the URL are those of a file."""
+def _is_uploaded(local: Path, fs: Any, path: str) -> bool:
+    """Return whether the URL has the same bytes as a local file."""
     fs.invalidate_cache(path.rpartition("/")[0])
     try:
         if fs.info(path)["size"] != local.stat().st_size:
             return False
-        with fs.open(path, "rb") as stored, local.open("rb") as wanted:
-            while piece := wanted.read(MAX_PIECE):
+        with fs.open(path, "rb") as stored, local.open("rb") as expected:
+            while piece := expected.read(MAX_PIECE):
                 if stored.read(len(piece)) != piece:
                     return False
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""From codes to patterns by the quantization map. Implements spec/04-quantization.md#decoding."""
+"""Decoding of codes to patterns with a quantization map. Implements spec/04-quantization.md#decoding."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ckptz.format.sources import PATTERN_TYPES, ChunkSources
 from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Bytes, Patterns
 
-MAX_BY_CONTEXT: Final = 1 << 16  # values of codes by context, where contexts share rows
+MAX_BY_CONTEXT: Final = 1 << 16  # entries of a table expanded to one row for each context
 ONE_ROW: Final = np.zeros(1, np.uint16)
 KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
 
 @dataclass(frozen=True)
 class ValueTable:
-    """The quantization map of a plan as kernels take it, for a dtype in `KINDS`."""
+    """The quantization map of a plan as arrays for kernels; the dtype is one of `KINDS`."""
 
     dtype: DType
     plan: Plan
@@ -36,13 +36,13 @@ class ValueTable:
 
     @cached_property
     def kind(self) -> int:
-        """The kernels' number of the dtype."""
+        """The number of the dtype in kernels."""
         return KINDS[self.dtype.name]
 
     @cached_property
     def entries(self) -> NDArray[Any]:
-        """Values of all codes [n_rows, n_codes]: F32 patterns or integers, or patterns if added to zero."""
-        return np.ascontiguousarray(self._ready(self.quant_map.table.expand()))
+        """Values of all codes [n_rows, n_codes]: F32 patterns or integers, final patterns if added to 0."""
+        return np.ascontiguousarray(self._finished(self.quant_map.table.expand()))
 
     @cached_property
     def row_of_context(self) -> NDArray[np.uint16]:
@@ -51,13 +51,13 @@ class ValueTable:
 
     @cached_property
     def by_context(self) -> NDArray[Any] | None:
-        """Values of all codes by context [n_contexts, n_codes], of one if all are alike; None if many."""
+        """Values of all codes [n_contexts, n_codes], [1, n_codes] if all rows are equal; None if too many."""
         rows = self.row_of_context
         if not rows.any():
             return self.entries[:1]
         return self.entries[rows] if len(rows) * self.quant_map.n_codes <= MAX_BY_CONTEXT else None
 
-    def _ready(self, entries: NDArray[Any]) -> NDArray[Any]:
+    def _finished(self, entries: NDArray[Any]) -> NDArray[Any]:
         if self.plan.domain is not Domain.LINEAR or self.plan.predictor is not Predictor.ZERO:
             return entries
         flat = cpu().add_f32(np.zeros(entries.size, np.uint32), entries.reshape(-1))
@@ -66,18 +66,18 @@ class ValueTable:
     def decode(
         self, codes: Bytes, labels: NDArray[Any] | None, prediction: Patterns | None, out: Patterns
     ) -> None:
-        """Restore codes [n] into `out`, patterns [n]; escaped ones are still to be put in place.
+        """Decode codes [n] into `out`, patterns [n]; the caller writes escaped values.
 
         Args:
-            codes: [n].
-            labels: context of each, or None if there is one context.
+            codes: uint8 [n].
+            labels: context of each code [n], or None for a single context.
             prediction: patterns of the base, F32 patterns of the outer product, or None.
             out: patterns [n].
         """
         if labels is None:
             self._decode(codes, self.row_of_context[:1], self.entries, prediction, out)
         elif len(codes) < math.prod(self.quant_map.table.shape):
-            self._decode(*self._only(self.row_of_context[labels], codes), prediction, out)
+            self._decode(*self._used_entries(self.row_of_context[labels], codes), prediction, out)
         elif (entries := self.by_context) is None:
             self._decode(codes, self.row_of_context[labels], self.entries, prediction, out)
         else:
@@ -86,12 +86,14 @@ class ValueTable:
         if self.quant_map.zero_code is not None:
             out[np.flatnonzero(codes == self.quant_map.zero_code)] = 0
 
-    def _only(self, rows: NDArray[np.uint16], codes: Bytes) -> tuple[Bytes, NDArray[np.uint16], NDArray[Any]]:
-        """Make a table of what few patterns use, less than a million, with one entry for each.
+    def _used_entries(
+        self, rows: NDArray[np.uint16], codes: Bytes
+    ) -> tuple[Bytes, NDArray[np.uint16], NDArray[Any]]:
+        """Return a table with one entry for each of a few codes, instead of all entries of the map.
 
-        A header of a few kilobytes may stand for a table of a million entries.
+        A header of a few kilobytes may describe a table of a million entries.
         """
-        at, values = np.arange(len(codes)), self._ready(self.quant_map.table.at(rows, codes))
+        at, values = np.arange(len(codes)), self._finished(self.quant_map.table.at(rows, codes))
         entries = np.zeros((-(-len(codes) // MAX_CODES), MAX_CODES), values.dtype)
         entries.reshape(-1)[: len(codes)] = values
         return (at % MAX_CODES).astype(np.uint8), (at // MAX_CODES).astype(np.uint16), entries
@@ -122,7 +124,7 @@ class ValueTable:
 
 
 def predicted(plan: Plan, sources: ChunkSources) -> Patterns | None:
-    """Compute what the map's entries are added to: base patterns, outer products in F32, or None for zero."""
+    """Return the prediction for a chunk: base patterns, F32 outer products, or None for zero."""
     if plan.outer is not None:
         return plan.outer.products(sources.begin, sources.end)
     return sources.base_patterns() if plan.predictor is Predictor.BASE else None

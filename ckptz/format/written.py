@@ -1,6 +1,6 @@
-"""Describes a file that has been written, and changes its header in its place.
+"""The report on a written file, and later changes of its index.
 
-What is measured on a file is written into its header later: its frames stay where they are.
+A quality that is measured on a file is added to its index afterwards; its frames do not move.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckptz.format.index import (
 )
 from ckptz.format.reader import Container
 
-# Promises of the whole, and so of its tensors together; the first that a file has goes to its tensors.
+# Promises for a whole file; the first one that a file has is recorded for its lossy tensors too.
 PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
 
 
@@ -39,32 +39,32 @@ PROMISED_TENSORS: Final[tuple[Promise, ...]] = ("resume-gap", "quality-drop")
 class Written:
     """Sizes, identity and notes of a file that `write_container` wrote."""
 
-    n_tensors: int  # tensors
-    original_bytes: int  # bytes of all tensors
+    n_tensors: int
+    original_bytes: int  # decoded size of all tensors
     stored_bytes: int  # size of the file
     content_id: str  # identity of the values
-    n_deltas: int  # tensors that are stored against the base
-    n_lossy: int  # tensors that do not come back bit for bit
-    tensor_notes: tuple[tuple[str, str], ...]  # what the user should know of tensors, by name
-    notes: tuple[str, ...]  # the same in few lines, and what else the user should know
+    n_deltas: int  # tensors stored as deltas to the base
+    n_lossy: int  # lossy tensors
+    tensor_notes: tuple[tuple[str, str], ...]  # (tensor name, note for the user)
+    notes: tuple[str, ...]  # notes for the user, with those on tensors summarized
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Refuse names that a reader would have to refuse."""
+    """Raise ConfigError for tensor names that the format reserves."""
     for name in names:
         if name.startswith(RESERVED_PREFIX) or name == "__metadata__":
             raise ConfigError(f"tensor name {name!r} is reserved by ckptz; rename the tensor")
 
 
 def blob(name: str, begin: int, n_bytes: int) -> Region:
-    """Make the region of a frame or of the index."""
+    """Return the envelope region of a frame or of the index."""
     return Region(name, dtype_of("U8"), (n_bytes,), begin, begin + n_bytes)
 
 
-def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) -> tuple[TensorEntry, ...]:
-    """Add the file's common promise to the records of its lossy tensors."""
-    kept = {record.promise for record in quality}
-    promise: Promise = next((one for one in PROMISED_TENSORS if one in kept), "none")
+def with_promise(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) -> tuple[TensorEntry, ...]:
+    """Return entries whose lossy records have the promise of the whole file."""
+    promises = {record.promise for record in quality}
+    promise: Promise = next((name for name in PROMISED_TENSORS if name in promises), "none")
     return tuple(
         entry
         if entry.lossy is None
@@ -74,25 +74,25 @@ def promising(entries: Iterable[TensorEntry], quality: Sequence[QualityRecord]) 
 
 
 def amend_quality(path: Path, quality: Sequence[QualityRecord]) -> int:
-    """Put records into a file in its place; nobody else may read it yet, as it is not atomic.
+    """Replace the quality records in a file that is not published yet; this is not atomic.
 
     Args:
-        path: a file that `write_container` wrote, still under a temporary name.
-        quality: what was measured on the tensors decoded from it.
+        path: a file that `write_container` wrote, under its temporary name.
+        quality: measurements on the tensors decoded from the file.
 
     Returns:
-        The size of the file.
+        The new size of the file in bytes.
     """
     envelope, index = _opened(path)
-    tensors = promising(index.tensors, quality)
+    tensors = with_promise(index.tensors, quality)
     index = msgspec.structs.replace(index, quality=tuple(quality), tensors=tensors)
     return _replace_index(path, envelope, index)
 
 
-def amend_metadata(path: Path, more: Mapping[str, str]) -> int:
-    """Add to the metadata of a file in its place; see `amend_quality`."""
+def amend_metadata(path: Path, entries: Mapping[str, str]) -> int:
+    """Add entries to the metadata of an unpublished file; see `amend_quality`."""
     envelope, index = _opened(path)
-    metadata = {**(index.metadata or {}), **more}
+    metadata = {**(index.metadata or {}), **entries}
     return _replace_index(path, envelope, msgspec.structs.replace(index, metadata=metadata))
 
 

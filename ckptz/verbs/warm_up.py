@@ -19,7 +19,7 @@ from ckptz.codec.lossless import Lossless
 from ckptz.codec.method import Method
 from ckptz.codec.registry import METHODS
 from ckptz.format.dtypes import dtype_of
-from ckptz.format.frequency import leave_numpy
+from ckptz.format.frequency import use_compiled
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
 from ckptz.kernels import compiled, kept_in, silently
 from ckptz.parallel import Workers, jobs_of
@@ -81,7 +81,7 @@ def _in_processes(n_jobs: int) -> None:
 def _write_and_read(method: str) -> None:
     """Write and read a full file and a delta with a method: of weights, and of whole training states."""
     compiled()
-    leave_numpy()
+    use_compiled()
     silently()
     config = CONFIGS[method]
     efforts: tuple[tuple[bool, EffortName], ...] = (False, "fast"), (True, "small")

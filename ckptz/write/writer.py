@@ -36,7 +36,7 @@ from ckptz.format.index import (
 )
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.streams import HUFFMAN_CODES
-from ckptz.format.written import Written, blob, check_names, promising
+from ckptz.format.written import Written, blob, check_names, with_promise
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import FilePlan, Progress, write_frames
 from ckptz.write.groups import grouped
@@ -152,7 +152,7 @@ def _index(entries: Sequence[TensorEntry], job: WriteJob) -> Index:
     return Index(
         writer=writer_name(),
         content_id=content_id((e.name, e.dtype, e.shape, int(e.checksum, 16)) for e in entries),
-        tensors=promising(entries, job.quality),
+        tensors=with_promise(entries, job.quality),
         metadata=None if job.metadata is None else dict(job.metadata),
         base=job.base,
         step=job.step,

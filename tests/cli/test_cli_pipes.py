@@ -115,7 +115,7 @@ def test_contradictions_are_refused_before_standard_input_is_read(chain: Chain) 
         (("compress", "-", chain.first), "name it with -o"),
         (("compress", "-", "--resume"), "--resume cannot be used with"),
         (("restore", "-", "--jobs", "0"), "--jobs"),
-        (("diff", "-", "-"), "one file only"),
+        (("diff", "-", "-"), "used only once"),
     ):
         code, out, said = piped(PLAIN, *line)
         assert (code, out) == (2, b"")

@@ -325,7 +325,7 @@ def test_a_url_that_does_not_end_leaves_no_copy(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "bytes"
     path.write_bytes(bytes(100))
     monkeypatch.setattr(byte_source, "MAX_UNKNOWN", 99)
-    with pytest.raises(OSError, match="does not say how long it is, and it does not end"):
+    with pytest.raises(OSError, match="sends no length and too many bytes"):
         UrlBytes(OneWay(path))
     assert [*tmp_path.iterdir()] == [path]
 

@@ -83,7 +83,7 @@ def test_the_longest_chain_begins_anew(tmp_path: Path) -> None:
     reports = compress(paths, chain=True)
     depths = [report.depth for report in reports]
     assert depths == [*range(MAX_WRITTEN_DEPTH + 1), 0, 1]
-    assert "new full file" in reports[MAX_WRITTEN_DEPTH + 1].notes[0]
+    assert "full file: " in reports[MAX_WRITTEN_DEPTH + 1].notes[0]
     assert content_of(Path(reports[MAX_WRITTEN_DEPTH].output)) == content_of(paths[MAX_WRITTEN_DEPTH])
     late = tmp_path / "late.ckptz"
     [report] = compress([paths[-1]], late, base=Path(reports[MAX_WRITTEN_DEPTH].output))

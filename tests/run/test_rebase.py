@@ -145,7 +145,7 @@ def test_a_context_tensor_of_a_needed_tensor_goes_in(tmp_path: Path, monkeypatch
     base = {"content_id": full.content_id(), "file": "0.ckptz", "depth": 1}
     delta = File({"a": Frame(plan(predictor=1, mode=2))}, features="delta,lossless", index={"base": base})
     (tmp_path / "1.ckptz").write_bytes(delta.bytes())
-    monkeypatch.setattr("ckptz.verbs.rebase._is_anew", lambda frame: False)  # as if it had codes
+    monkeypatch.setattr("ckptz.verbs.rebase._is_decoded", lambda frame: False)  # as if it had codes
     assert rebase(tmp_path / "1.ckptz").bases[0].n_tensors == 2
     (tmp_path / "0.ckptz").unlink()
     ckptz("verify", tmp_path / "1.ckptz")

@@ -323,7 +323,7 @@ def test_a_listing_without_sizes_does_not_make_a_step_a_leftover(
         before = sizes(url)
         assert prune_folder(url, KeepPolicy(last=2)).steps == (2, 3)
         patched.setattr(system, "size", lambda *_: None)
-        with pytest.raises(OSError, match="does not say how long it is"):
+        with pytest.raises(OSError, match=r"sends no length|does not say how long it is"):
             prune_folder(url, KeepPolicy(last=1))
     assert sizes(url) == before
     assert loss_after(url) == (3, expected[3])
