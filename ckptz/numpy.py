@@ -40,14 +40,14 @@ def save(
     effort: EffortName = "default",
     jobs: int | None = None,
 ) -> bytes:
-    """Make the bytes of a `.ckptz` file that holds these arrays.
+    """Return the bytes of a `.ckptz` file with these arrays.
 
     Args:
-        tensor_dict: arrays by name; of any layout, their values are saved.
-        metadata: text to keep with them.
-        config: what may be lost; nothing by default.
-        effort: "fast", "default" or "small": how much time to spend on a smaller file.
-        jobs: threads, all cores by default.
+        tensor_dict: arrays by name, of any layout.
+        metadata: strings to store with the tensors.
+        config: the method and its settings; lossless by default.
+        effort: "fast", "default" or "small": time to spend on a smaller file.
+        jobs: number of threads, by default one for each core.
 
     Example:
         >>> import numpy as np
@@ -68,17 +68,17 @@ def save_file(
     effort: EffortName = "default",
     jobs: int | None = None,
 ) -> None:
-    """Write arrays to a `.ckptz` file, which appears whole or not at all.
+    """Write arrays to a `.ckptz` file, published atomically.
 
     Args:
-        tensor_dict: arrays by name; of any layout, their values are saved.
+        tensor_dict: arrays by name, of any layout.
         filename: the file, replaced if it exists.
-        metadata: text to keep with them.
-        config: what may be lost; nothing by default.
-        base: an earlier `.ckptz` or `.safetensors` file to store only the difference to. It is needed
-            for reading: keep it in the folder of `filename`.
-        effort: "fast", "default" or "small": how much time to spend on a smaller file.
-        jobs: threads, all cores by default.
+        metadata: strings to store with the tensors.
+        config: the method and its settings; lossless by default.
+        base: store a delta to this `.ckptz` or `.safetensors` file. Reading needs the base: keep it in the
+            folder of `filename`.
+        effort: "fast", "default" or "small": time to spend on a smaller file.
+        jobs: number of threads, by default one for each core.
 
     Example:
         >>> import numpy as np
@@ -98,13 +98,13 @@ def load(
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
 ) -> Arrays:
-    """Load the arrays of a `.ckptz` or a safetensors file in memory.
+    """Load the arrays of a `.ckptz` or a safetensors file from its bytes.
 
     Args:
-        data: the file's bytes.
-        search_path: folders with the bases of a delta.
-        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
-        jobs: threads, all cores by default.
+        data: the bytes of the file.
+        search_path: folders to search for bases.
+        max_decoded_bytes: largest decoded size in bytes; by default the free memory.
+        jobs: number of threads, by default one for each core.
 
     Example:
         >>> import numpy as np
@@ -126,14 +126,14 @@ def load_file(
 ) -> Arrays:
     """Load all arrays of a `.ckptz` or a `.safetensors` file by name.
 
-    Weights of a `Checkpointer`'s run have the model's names: their prefix "model." is removed.
+    The prefix "model." in the weights files of a `Checkpointer` is removed.
 
     Args:
-        filename: the file; a delta finds its bases beside it and in `search_path`.
+        filename: the file; bases are searched beside it and in `search_path`.
         backend: "mmap" or "pread", as in safetensors.
-        search_path: more folders with bases.
-        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
-        jobs: threads, all cores by default.
+        search_path: more folders to search for bases.
+        max_decoded_bytes: largest decoded size in bytes; by default the free memory.
+        jobs: number of threads, by default one for each core.
 
     Example:
         >>> import numpy as np
@@ -156,13 +156,13 @@ def _sources(tensor_dict: Mapping[str, NDArray[Any]]) -> dict[str, ArraySource]:
 
 def _source(name: str, array: NDArray[Any]) -> ArraySource:
     if not isinstance(array, np.ndarray):
-        # safetensors fails on the first attribute that is missing.
+        # safetensors raises AttributeError here too.
         what = f"{type(array).__name__!r} object has no attribute 'dtype'"
         raise AttributeError(f"{what}: tensor {name!r} is no numpy array")
     dtype, layout = _layout(array.dtype)
     if dtype is None:
         raise DTypeError(
-            f"tensor {name!r} has dtype {array.dtype}, which the format does not know; convert it"
+            f"tensor {name!r} has dtype {array.dtype}, which the format does not have; convert it"
         )
     little = np.asarray(array).astype(layout, order="C", copy=False)
     patterns = little.reshape(-1).view(PATTERN_TYPES[dtype.pattern_bytes])
@@ -171,9 +171,9 @@ def _source(name: str, array: NDArray[Any]) -> ArraySource:
     return ArraySource(dtype, array.shape, patterns)
 
 
-@functools.cache  # numpy makes its names of dtypes slowly
+@functools.cache  # dtype.name is slow in numpy
 def _layout(array_dtype: np.dtype[Any]) -> tuple[DType | None, np.dtype[Any]]:
-    """Find the dtype of the format, and that of arrays in its byte order."""
+    """Return the dtype of the format, or None, and the little-endian dtype of arrays."""
     code = DTYPE_CODES.get(array_dtype.name)
     dtype = None if code is None or code == "F4" else dtype_of(code)
     return dtype, array_dtype.newbyteorder("<")

@@ -2,8 +2,8 @@
 
     from ckptz.torch import load_file, save_file
 
-`load_file`, `load` and `load_model` also read plain safetensors files. `save_state` and `load_state` keep
-nested states, as `torch.save` and `torch.load` do, without pickle.
+`load_file`, `load` and `load_model` also read plain safetensors files. `save_state` and `load_state` replace
+`torch.save` and `torch.load` for nested states, without pickle.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def save(
     effort: EffortName = "default",
     jobs: int | None = None,
 ) -> bytes:
-    """Make the bytes of a `.ckptz` file that holds these tensors.
+    """Return the bytes of a `.ckptz` file with these tensors.
 
     Args:
         tensors: contiguous, dense tensors by name, on any device.
-        metadata: text to keep with them.
-        config: what may be lost; nothing by default.
-        effort: "fast", "default" or "small": how much time to spend on a smaller file.
-        jobs: threads, all cores by default.
+        metadata: strings to store with the tensors.
+        config: the method and its settings; lossless by default.
+        effort: "fast", "default" or "small": time to spend on a smaller file.
+        jobs: number of threads, by default one for each core.
 
     Raises:
         ValueError: not a dict of tensors, or a tensor is sparse or not contiguous.
@@ -92,17 +92,17 @@ def save_file(
     effort: EffortName = "default",
     jobs: int | None = None,
 ) -> None:
-    """Write tensors to a `.ckptz` file, which appears whole or not at all.
+    """Write tensors to a `.ckptz` file, published atomically.
 
     Args:
         tensors: contiguous, dense tensors by name, on any device.
         filename: the file, replaced if it exists.
-        metadata: text to keep with them.
-        config: what may be lost; nothing by default.
-        base: an earlier `.ckptz` or `.safetensors` file to store only the difference to. It is needed
-            for reading: keep it in the folder of `filename`.
-        effort: "fast", "default" or "small": how much time to spend on a smaller file.
-        jobs: threads, all cores by default.
+        metadata: strings to store with the tensors.
+        config: the method and its settings; lossless by default.
+        base: store a delta to this `.ckptz` or `.safetensors` file. Reading needs the base: keep it in the
+            folder of `filename`.
+        effort: "fast", "default" or "small": time to spend on a smaller file.
+        jobs: number of threads, by default one for each core.
 
     Raises:
         ValueError: not a dict of tensors, or a tensor is sparse or not contiguous.
@@ -126,13 +126,13 @@ def load(
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
 ) -> Tensors:
-    """Load the tensors of a `.ckptz` or a safetensors file in memory.
+    """Load the tensors of a `.ckptz` or a safetensors file from its bytes.
 
     Args:
-        data: the file's bytes.
-        search_path: folders with the bases of a delta.
-        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
-        jobs: threads, all cores by default.
+        data: the bytes of the file.
+        search_path: folders to search for bases.
+        max_decoded_bytes: largest decoded size in bytes; by default the free memory.
+        jobs: number of threads, by default one for each core.
 
     Example:
         >>> import torch
@@ -156,17 +156,17 @@ def load_file(
 ) -> Tensors:
     """Load all tensors of a `.ckptz` or a `.safetensors` file by name.
 
-    Weights of a `Checkpointer`'s run have the model's names: their prefix "model." is removed.
+    The prefix "model." in the weights files of a `Checkpointer` is removed.
 
     Args:
-        filename: the file; a delta finds its bases beside it and in `search_path`.
-        device: where the tensors go.
+        filename: the file; bases are searched beside it and in `search_path`.
+        device: device of the tensors.
         backend: "mmap" or "pread", as in safetensors.
-        search_path: more folders with bases.
-        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
-        jobs: threads, all cores by default.
-        link_policy: compressed links that the model will run with. If the file records that it was trained
-            with others, which is harmful, a `ckptz.wire.PolicyWarning` says why.
+        search_path: more folders to search for bases.
+        max_decoded_bytes: largest decoded size in bytes; by default the free memory.
+        jobs: number of threads, by default one for each core.
+        link_policy: policy of the compressed links that the model will use. A `ckptz.wire.PolicyWarning` is
+            issued if the file records training with another policy, which reduces quality.
 
     Example:
         >>> import torch
@@ -193,17 +193,17 @@ def save_model(
     effort: EffortName = "default",
     jobs: int | None = None,
 ) -> None:
-    """Write a model's state; of parameters that share memory one is kept, the metadata name the others.
+    """Write the state of a model; parameters that share memory are stored once, and named in the metadata.
 
     Args:
         model: the model.
         filename: the file, replaced if it exists.
-        metadata: text to keep with the tensors.
-        force_contiguous: save tensors of other layouts as contiguous ones instead of refusing them.
-        config: what may be lost; nothing by default.
-        base: an earlier file to store only the difference to; see `save_file`.
-        effort: "fast", "default" or "small": how much time to spend on a smaller file.
-        jobs: threads, all cores by default.
+        metadata: strings to store with the tensors.
+        force_contiguous: save non-contiguous tensors as contiguous ones instead of raising.
+        config: the method and its settings; lossless by default.
+        base: store a delta to this file; see `save_file`.
+        effort: "fast", "default" or "small": time to spend on a smaller file.
+        jobs: number of threads, by default one for each core.
 
     Example:
         >>> import torch
@@ -234,21 +234,21 @@ def load_model(
     jobs: int | None = None,
     link_policy: LinkPolicy | str | None = None,
 ) -> tuple[set[str], list[str]]:
-    """Load a file that `save_model` wrote, or any other with the right names, into `model`.
+    """Load a file with a model's state into `model`.
 
-    Names match with or without the components of wrappers (torch.compile, DataParallel, checkpoint_wrapper),
-    in the model as in the file. A run's file of weights matches too; see `load_file`.
+    Names of the model and of the file match with or without the components of wrappers (torch.compile,
+    DataParallel, checkpoint_wrapper) and the prefix "model." of a `Checkpointer`.
 
     Args:
         model: the model, changed in place.
         filename: the file.
-        strict: refuse missing and unexpected names. Without it, they are returned; tensors of another
-            shape are refused all the same, and so is a file with no name of the model.
-        device: where the tensors are before they are copied into the model.
+        strict: raise for missing and unexpected names. If False, they are returned; different shapes, and a
+            file without any name of the model, still raise.
+        device: device of the tensors before they are copied into the model.
         backend: "mmap" or "pread", as in safetensors.
-        search_path: more folders with bases of a delta.
-        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
-        jobs: threads, all cores by default.
+        search_path: more folders to search for bases.
+        max_decoded_bytes: largest decoded size in bytes; by default the free memory.
+        jobs: number of threads, by default one for each core.
         link_policy: see `load_file`.
 
     Returns:
@@ -256,7 +256,7 @@ def load_model(
 
     Raises:
         RuntimeError: names are missing or unexpected, or shapes differ.
-        ConfigError: `strict` is False, and no name matches.
+        ConfigError: `strict` is False and no name matches.
 
     Example:
         >>> import torch
@@ -299,22 +299,20 @@ def save_state(
     effort: EffortName = "default",
     jobs: int | None = None,
 ) -> None:
-    """Write a nested state to a `.ckptz` file, as `torch.save` would, but without pickle.
-
-    It may hold dicts, lists and tuples of tensors, numbers, text and bytes, with NumPy arrays and scalars,
-    paths, sets, dates and devices among them. Tensors that share memory share it after `load_state`.
+    """Write a nested state to a `.ckptz` file, like `torch.save` but without pickle.
 
     Args:
-        state: what to keep; tensors on any device.
+        state: dicts, lists and tuples of tensors (on any device), numbers, text, bytes, NumPy arrays and
+            scalars, paths, sets, dates and devices. Tensors that share memory share it after `load_state`.
         filename: the file, replaced if it exists.
-        config: what weights and moments may lose; nothing by default.
-        base: an earlier file to store only the difference to; see `save_file`.
-        effort: "fast", "default" or "small": how much time to spend on a smaller file.
-        jobs: threads, all cores by default.
+        config: the method for weights and moments; lossless by default.
+        base: store a delta to this file; see `save_file`.
+        effort: "fast", "default" or "small": time to spend on a smaller file.
+        jobs: number of threads, by default one for each core.
 
     Raises:
-        UnsupportedError: a value that could not come back without running code; the message says where.
-        WriteError: the disk is full or fails; what was there stays.
+        UnsupportedError: a value that cannot be restored without running code; the message has its path.
+        WriteError: the disk is full or fails; an existing file does not change.
 
     Example:
         >>> import torch
@@ -327,7 +325,7 @@ def save_state(
     try:
         flat = flatten(to_plain(state, lambda tensor, _: move(tensor)))
     except RecursionError:
-        raise ConfigError("the state is nested too deep, or holds itself; save a flatter one") from None
+        raise ConfigError("the state is nested too deeply or contains itself; save a flatter one") from None
     save_to_file(flat.tensors, filename, None, config, base, jobs, effort, flat.tree)
 
 
@@ -339,20 +337,20 @@ def load_state(
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
 ) -> Any:
-    """Load what `save_state` was given, or the nested state that `ckptz compress` made a file of.
+    """Load a nested state from a file of `save_state` or `ckptz compress`.
 
     Args:
-        filename: the file; a delta finds its bases beside it and in `search_path`.
-        map_location: the device of the tensors, the CPU by default.
-        search_path: more folders with bases.
-        max_decoded_bytes: most bytes to decode to; by default, the memory that is free.
-        jobs: threads, all cores by default.
+        filename: the file; bases are searched beside it and in `search_path`.
+        map_location: device of the tensors, the CPU by default.
+        search_path: more folders to search for bases.
+        max_decoded_bytes: largest decoded size in bytes; by default the free memory.
+        jobs: number of threads, by default one for each core.
 
     Raises:
         FileNotFoundError: no such file.
-        FormatError: it is damaged, or no `.ckptz` file.
-        MissingBaseError: a file that it is stored against is missing.
-        LimitError: it does not fit into memory.
+        FormatError: the file is damaged, or no `.ckptz` file.
+        MissingBaseError: a base is missing.
+        LimitError: the decoded size exceeds `max_decoded_bytes`.
 
     Example:
         >>> from ckptz.torch import load_state, save_state
@@ -375,12 +373,12 @@ def load_state(
 
 
 def nothing_matches(where: str, saved: Iterable[str], live: Iterable[str]) -> str:
-    """Return the message about a file that holds nothing of a model."""
-    first, wanted = (next(iter(names), None) for names in (saved, live))
-    has = "it is empty" if first is None else f"its first name is {first!r}"
+    """Return the error message for a file without any name of a model."""
+    first, expected = (next(iter(names), None) for names in (saved, live))
+    content = "it is empty" if first is None else f"its first name is {first!r}"
     return (
-        f"{where}: no name matches the model: {has}, the model's first is {wanted!r}; "
-        "give the weights of this model"
+        f"{where}: no name matches the model: {content}, the model's first is {expected!r}; "
+        "load a file of this model"
     )
 
 
@@ -394,7 +392,7 @@ def _mismatch(model: torch.nn.Module, missing: Iterable[str], unexpected: Iterab
 
 
 def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """All names, those together whose tensors overlap in memory; tensors without memory are left out."""
+    """Return groups of names whose tensors overlap in memory; tensors without memory are left out."""
     by_storage: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
         if tensor.device.type != "meta" and (storage := tensor.untyped_storage()).nbytes():
@@ -416,8 +414,8 @@ def _overlapping(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> l
 
 
 def _duplicates(tensors: Mapping[str, torch.Tensor], preferred: Iterable[str] = ()) -> dict[str, list[str]]:
-    """By each name to keep, the names to leave out because they are part of its memory."""
-    wanted, duplicates = set(preferred), {}
+    """Return for each name to keep the names whose tensors are part of its memory."""
+    preferred_names, duplicates = set(preferred), {}
     for names in _groups(tensors):
         complete = sorted(name for name in names if _is_complete(tensors[name]))
         if not complete:
@@ -426,7 +424,7 @@ def _duplicates(tensors: Mapping[str, torch.Tensor], preferred: Iterable[str] = 
                 f"to keep for saving amongst: {set(names)}. None is covering the entire storage; clone them, "
                 "or use save_file"
             )
-        kept = next((name for name in complete if name in wanted), complete[0])
+        kept = next((name for name in complete if name in preferred_names), complete[0])
         duplicates[kept] = sorted(name for name in names if name != kept)
     return duplicates
 
@@ -472,7 +470,7 @@ def _check(tensors: Tensors) -> None:
             )
 
 
-def _fetched(flat: torch.Tensor, n: int, begin: int, end: int) -> Patterns:
+def _copy_to_host(flat: torch.Tensor, n: int, begin: int, end: int) -> Patterns:
     """Copy patterns begin..end of `n` bytes each from a device tensor uint8 [n_bytes] to the host."""
     return flat[n * begin : n * end].cpu().numpy().view(PATTERN_TYPES[n])
 
@@ -480,13 +478,15 @@ def _fetched(flat: torch.Tensor, n: int, begin: int, end: int) -> Patterns:
 def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
     """Return a source for a dense, contiguous tensor on any device; errors contain `name`."""
     if tensor.device.type == "meta":
-        # These words, like those above, are safetensors' own: its callers look for them.
+        # The wording of safetensors, which callers may match, here and above.
         raise NotImplementedError(f"Cannot copy out of meta tensor; no data! (tensor {name!r})")
     dtype, shape = stored_type(name, tensor)
     if not tensor.numel():
         return ArraySource(dtype, shape, np.empty(0, PATTERN_TYPES[dtype.pattern_bytes]))
     tensor = tensor.resolve_conj().resolve_neg()
     if lives_elsewhere(tensor):
-        return LazySource(dtype, shape, functools.partial(_fetched, bytes_of(tensor), dtype.pattern_bytes))
+        return LazySource(
+            dtype, shape, functools.partial(_copy_to_host, bytes_of(tensor), dtype.pattern_bytes)
+        )
     patterns = bytes_of(tensor).numpy().view(PATTERN_TYPES[dtype.pattern_bytes])
     return ArraySource(dtype, shape, np.require(patterns, requirements=["A"]))

@@ -1,9 +1,8 @@
-"""The arrays that tensors are decoded into, numpy's or PyTorch's, and what an index picks of a tensor.
+"""Arrays for decoded tensors, and the index rules of slices.
 
-The index rules are those of safetensors' numpy slices, and of every slice under backend="pread": ints,
-slices with bounds inside the tensor and a positive step, and one ellipsis. Indices that safetensors refuses
-are refused here with the same class of error in its words; only its crash on reversed bounds is an error of
-ours.
+The index rules are those of safetensors' numpy slices, and of every slice with backend="pread": ints, slices
+with bounds inside the tensor and a positive step, and one ellipsis. Invalid indices raise the errors of
+safetensors; reversed bounds, on which safetensors crashes, raise too.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ _MAX_BOUND: Final = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True)
 class WindowPart:
-    """The part of a window that lies in one chunk.
+    """The part of a window in one chunk.
 
     Attributes:
-        chunk: which chunk.
-        offset: first pattern, counted from the start of the chunk.
-        dims: (size, stride) of each dimension.
-        at: where it belongs in the result, in patterns.
+        chunk: number of the chunk.
+        offset: first pattern in the chunk.
+        dims: (size, stride) of each dimension, in patterns.
+        at: offset in the result, in patterns.
     """
 
     chunk: int
@@ -48,7 +47,7 @@ class WindowPart:
 
     @property
     def n_patterns(self) -> int:
-        """Patterns of the part."""
+        """Number of patterns of the part."""
         return math.prod(size for size, _ in self.dims)
 
     @property
@@ -57,7 +56,7 @@ class WindowPart:
         return not self.dims or (len(self.dims) == 1 and self.dims[0][1] == 1)
 
     def copy(self, chunk: Patterns, out: Patterns) -> None:
-        """Take the patterns from their chunk to their place in `out`."""
+        """Copy the patterns from their chunk into `out`."""
         sizes = tuple(size for size, _ in self.dims)
         strides = tuple(stride * chunk.itemsize for _, stride in self.dims)
         picked = as_strided(chunk[self.offset :], sizes, strides, writeable=False)
@@ -66,12 +65,12 @@ class WindowPart:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A strided box in a flat tensor; in row-major order its offsets rise.
+    """A strided box in a flat tensor, with increasing offsets in row-major order.
 
     Attributes:
         offset: first pattern.
-        sizes: patterns along each dimension.
-        strides: patterns from one to the next along each dimension.
+        sizes: size of each dimension.
+        strides: stride of each dimension, in patterns.
     """
 
     offset: int
@@ -85,18 +84,18 @@ class Window:
 
     @property
     def n_patterns(self) -> int:
-        """Patterns that the window picks."""
+        """Number of patterns of the window."""
         return math.prod(self.sizes)
 
     def widened(self, n: int) -> Window:
-        """Return the window of the same box where every element is `n` patterns."""
+        """Return the same box for elements of `n` patterns."""
         if n == 1:
             return self
         strides = tuple(stride * n for stride in self.strides)
         return Window(self.offset * n, (*self.sizes, n), (*strides, 1))
 
     def pieces(self) -> Iterator[WindowPart]:
-        """Cut the window into the parts that lie in one chunk each."""
+        """Yield the parts of the window, split at chunk bounds."""
         if self.n_patterns:
             yield from _pieces(self.offset, self._merged_dims(), 0)
 
@@ -113,7 +112,7 @@ class Window:
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a tensor in C order, in elements, as PyTorch has them."""
+    """Return the strides of a tensor in C order, in elements, as PyTorch computes them."""
     return tuple(math.prod(max(n, 1) for n in shape[i + 1 :]) for i in range(len(shape)))
 
 
@@ -135,25 +134,25 @@ def _pieces(offset: int, dims: Dims, at: int) -> Iterator[WindowPart]:
         n_fitting = min((left - row_span) // stride + 1, n_rows - i)
         if n_fitting > 0:
             yield WindowPart(begin // CHUNK_VALUES, begin % CHUNK_VALUES, ((n_fitting, stride), *row), row_at)
-        else:  # this row runs over the end of its chunk
+        else:  # this row crosses the end of its chunk
             yield from _pieces(begin, row, row_at)
         i += max(n_fitting, 1)
 
 
 def select(index: Any, shape: Shape) -> tuple[Window, Shape]:
-    """Find the window that `index` picks, in elements, and the shape of the result.
+    """Return the window of an index, in elements, and the shape of the result.
 
     Raises:
-        SafetensorError: an index that is not taken, or out of range.
+        SafetensorError: an unsupported index, or one out of range.
         OverflowError: a slice with a negative bound.
         TypeError: a slice with a bound that is no integer.
     """
     items = _items(index, len(shape))
     picks = [_pick(item, d, shape[d] if d < len(shape) else 0) for d, item in enumerate(items)]
-    spelled = f"Error during slicing [{', '.join(map(_spelled, picks))}] with shape {list(shape)}: "
+    prefix = f"Error during slicing [{', '.join(map(_index_text, picks))}] with shape {list(shape)}: "
     if len(picks) > len(shape):
-        raise CkptzError(f"{spelled}more slicing indexes than dimensions in tensor")
-    bounds = [_in_range(pick, d, shape[d], spelled) for d, pick in enumerate(picks)]
+        raise CkptzError(f"{prefix}more slicing indexes than dimensions in tensor")
+    bounds = [_in_range(pick, d, shape[d], prefix) for d, pick in enumerate(picks)]
     bounds += [(0, n, 1, True) for n in shape[len(picks) :]]
     return _window(bounds, shape)
 
@@ -168,7 +167,7 @@ def _window(bounds: Sequence[tuple[int, int, int, bool]], shape: Shape) -> tuple
 
 
 def _items(index: Any, n_dims: int) -> list[Any]:
-    """Return one item for each indexed dimension; slices replace an ellipsis."""
+    """Return an item for each indexed dimension, with an ellipsis replaced by slices."""
     if isinstance(index, list):
         if index:
             raise CkptzError("Non empty lists are not implemented; take a slice, an int or an ellipsis")
@@ -190,7 +189,7 @@ def _as_int(item: Any) -> int | None:
 
 
 def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
-    """Read one item as an index counted from the start, or as start, stop and step of a slice."""
+    """Return an item as a nonnegative index, or as start, stop and step of a slice."""
     if not isinstance(item, slice):
         number = _as_int(item)
         if number is None:
@@ -216,7 +215,7 @@ def _bound(value: Any) -> int:
     return number
 
 
-def _spelled(pick: int | _Bounds) -> str:
+def _index_text(pick: int | _Bounds) -> str:
     if isinstance(pick, int):
         return str(pick)
     start, stop, step = pick
@@ -224,14 +223,14 @@ def _spelled(pick: int | _Bounds) -> str:
     return f"{first}:{last}" if step == 1 else f"{first}:{last}:{step}"
 
 
-def _in_range(pick: int | _Bounds, dim: int, size: int, spelled: str) -> tuple[int, int, int, bool]:
-    """Return (start, stop, step, whether the dimension stays) of an item; raise if it is out of range."""
+def _in_range(pick: int | _Bounds, dim: int, size: int, prefix: str) -> tuple[int, int, int, bool]:
+    """Return (start, stop, step, whether the dimension is kept) of an item; raise if it is out of range."""
     start, stop, step = (pick, pick + 1, 1) if isinstance(pick, int) else pick
     start, stop = start or 0, size if stop is None else stop
     if start >= size or stop > size:
         beyond = start if start >= size else stop - 1
         what = f"index {beyond} out of bounds for tensor dimension #{dim} of size {size}"
-        raise CkptzError(f"{spelled}{what}")
+        raise CkptzError(f"{prefix}{what}")
     if stop < start:
         raise CkptzError(f"slice {start}:{stop} of dimension {dim} ends before it begins")
     return start, stop, step, not isinstance(pick, int)
@@ -242,12 +241,12 @@ def _in_range(pick: int | _Bounds, dim: int, size: int, spelled: str) -> tuple[i
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The patterns that an index picks from a tensor, and the shape that they get.
+    """The patterns of an indexed tensor, and how they become the result.
 
     Attributes:
         window: the patterns to decode.
-        shape: of the framework's tensor that they make.
-        then: what is left to be done with that tensor, or None.
+        shape: shape of the framework's tensor of these patterns.
+        then: function that indexes that tensor further, or None.
     """
 
     window: Window
@@ -256,23 +255,23 @@ class Selection:
 
 
 def patterns_per_element(dtype: DType) -> int:
-    """Count the patterns in one element; the framework packs types smaller than a byte into patterns."""
+    """Return the number of patterns of an element; at least 1, as sub-byte types are packed."""
     return max(dtype.bits // (8 * dtype.pattern_bytes), 1)
 
 
-# --- numpy: types that it lacks come from ml_dtypes, once the caller has imported it -----------------------
+# --- numpy; further dtypes exist once the caller has imported ml_dtypes -------------------------------------
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the array type that holds `dtype`.
+    """Return the numpy dtype for `dtype`.
 
     Raises:
-        DTypeError: there is none, or ml_dtypes has it and is not imported.
+        DTypeError: numpy has none, or ml_dtypes is not imported.
     """
     return _numpy_dtype(dtype.name)
 
 
-@functools.cache  # errors are not kept: ml_dtypes may come later
+@functools.cache  # errors are not cached, as ml_dtypes may be imported later
 def _numpy_dtype(name: str) -> np.dtype[Any]:
     if name not in DTYPE_NAMES:
         raise DTypeError(f"numpy has no dtype for {name}; load with framework 'pt'")
@@ -285,7 +284,7 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 class Framework:
-    """Makes numpy arrays; a subclass makes the tensors of another framework."""
+    """Creates numpy arrays; a subclass creates tensors of another framework."""
 
     __slots__ = ()
 
@@ -295,7 +294,7 @@ class Framework:
         return shape
 
     def allocate(self, dtype: DType, shape: Shape) -> tuple[Any, Patterns]:
-        """Make a tensor of this (framework's) shape that holds nothing yet, and its patterns to be written.
+        """Return an uninitialized tensor of a shape of the framework, and a writable view of its patterns.
 
         Raises:
             DTypeError: the framework has no such dtype.

@@ -1,7 +1,4 @@
-"""Frameworks, devices and backends by the names that safetensors gives them.
-
-PyTorch loads when a caller asks for its tensors.
-"""
+"""Frameworks, devices and backends by their names in safetensors. PyTorch is imported on demand."""
 
 from __future__ import annotations
 
@@ -31,20 +28,20 @@ def parse_framework(name: str) -> str:
     """Return the canonical name of a framework.
 
     Raises:
-        ConfigError: safetensors knows no such framework.
+        ConfigError: safetensors has no such framework.
     """
     if not isinstance(name, str):
         raise TypeError(f"framework must be a str, got {type(name).__name__}")
     if name not in FRAMEWORKS:
-        raise ConfigError(f"framework {name} is invalid; ckptz gives 'pt' or 'np' tensors")
+        raise ConfigError(f"framework {name} is invalid; use 'pt' or 'np'")
     return FRAMEWORKS[name]
 
 
 def parse_device(device: str | int | None) -> str | int:
-    """Spell the device as PyTorch does; a bare number is left to PyTorch.
+    """Return a device in the notation of PyTorch; numbers are returned as they are.
 
     Raises:
-        ConfigError: not a device that safetensors takes.
+        ConfigError: not a device of safetensors.
     """
     if device is None:
         return "cpu"
@@ -74,10 +71,10 @@ def _parse_device_name(name: str) -> str:
 
 
 def parse_backend(backend: str) -> str:
-    """Check the backend, which changes nothing but the index rules of slices.
+    """Check the backend, which only affects the index rules of slices.
 
     Raises:
-        ConfigError: safetensors knows no such backend.
+        ConfigError: safetensors has no such backend.
     """
     if not isinstance(backend, str):
         raise TypeError(f"backend must be a str, got {type(backend).__name__}")
@@ -87,24 +84,24 @@ def parse_backend(backend: str) -> str:
 
 
 def framework(name: str, device: str | int, backend: str) -> Framework:
-    """Choose the framework called `name` for tensors on `device`.
+    """Return the framework for tensors on a device.
 
     Args:
-        name: from `parse_framework`.
-        device: from `parse_device`.
-        backend: "pread" gives slices safetensors' own index rules, whatever the framework.
+        name: result of `parse_framework`.
+        device: result of `parse_device`.
+        backend: "pread" applies the index rules of safetensors to slices, whatever the framework.
 
     Raises:
         ConfigError: the framework has no such device.
-        UnsupportedError: ckptz makes no tensors of this framework.
+        UnsupportedError: ckptz does not support the framework.
     """
     if name != "torch" and device != "cpu":
         raise ConfigError(f"Device {device} is not supported for framework {name}; load to 'cpu'")
     if name not in ("torch", "numpy"):
         raise UnsupportedError(
-            f"framework {name!r}: ckptz makes PyTorch tensors and numpy arrays; open with 'np' and convert"
+            f"framework {name!r}: ckptz returns PyTorch tensors and numpy arrays; use 'np' and convert"
         )
     if name == "numpy":
-        return Framework()  # they live on the CPU, and both backends slice alike
-    made: Framework = lazy.module("ckptz.state.torch").TorchTensors(device, backend == "pread")
-    return made
+        return Framework()  # on the CPU, where both backends slice in the same way
+    tensors: Framework = lazy.module("ckptz.state.torch").TorchTensors(device, backend == "pread")
+    return tensors

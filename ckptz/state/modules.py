@@ -1,8 +1,8 @@
-"""Names of a model's parameters and state without the wrappers of PyTorch, wherever these are in the model.
+"""Names of parameters and state without the components of PyTorch's wrappers.
 
-A wrapper of a model is recognised by its class, never by a component of a name: a submodule that users call
-`module` keeps its name. Of a file there are only names: components of wrappers are removed from these where
-the model then has exactly one entry of that name.
+In a model, wrappers are recognised by their class, so a submodule of the user named `module` keeps its name.
+In a file there are only names: their wrapper components are removed if the model then has exactly one entry
+of that name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from ckptz.errors import ConfigError
 
-# By module and name of the class, so that none has to be imported: the attribute that holds the inner module.
+# (module, class name), to avoid imports: attribute of the inner module.
 _INNER: Final = {
     ("torch._dynamo.eval_frame", "OptimizedModule"): "_orig_mod",
     ("torch.nn.parallel.data_parallel", "DataParallel"): "module",
@@ -33,7 +33,7 @@ _ATTRIBUTES: Final = frozenset(_INNER.values())
 
 
 def _inner_of(module: nn.Module | None) -> tuple[str, nn.Module] | None:
-    """Return the attribute and the module that a wrapper holds, or None if `module` is no wrapper."""
+    """Return (attribute, inner module) of a wrapper, or None for other modules."""
     for base in type(module).__mro__:
         if module is not None and (name := _INNER.get((base.__module__, base.__name__))) is not None:
             return name, getattr(module, name)
@@ -48,12 +48,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def name_without_wrappers(model: nn.Module, name: str) -> str:
-    """Remove the components of wrappers from the name of a module, a parameter or an entry of a state dict.
+    """Remove wrapper components from the name of a module, a parameter or an entry of a state dict.
 
-    Some wrappers remove their own component from state dicts, so it may be absent. Components after one that
-    is no submodule are kept: state-dict hooks may have renamed them.
+    A wrapper's component may be absent, because some wrappers remove it from state dicts. Components after
+    one that is no submodule are kept, because state-dict hooks may have renamed them.
     """
-    kept = list[str]()
+    parts = list[str]()
     module: nn.Module | None = model
     for part in name.split("."):
         while (inner := _inner_of(module)) is not None:
@@ -61,15 +61,15 @@ def name_without_wrappers(model: nn.Module, name: str) -> str:
             if part == attribute:
                 break
         else:
-            kept.append(part)
+            parts.append(part)
             module = None if module is None else module._modules.get(part)
-    return ".".join(kept)
+    return ".".join(parts)
 
 
 def names_in_model(model: nn.Module, live: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
     """Map saved names to the names of the same entries in a model's state dict.
 
-    Either side may have components of wrappers that the other lacks. Equal names go first. A saved name
+    Either name may have wrapper components that the other lacks; equal names take precedence. A saved name
     without exactly one counterpart is mapped to itself, so that loading reports it.
 
     Args:
@@ -78,32 +78,32 @@ def names_in_model(model: nn.Module, live: Iterable[str], saved: Iterable[str]) 
         saved: names to map.
 
     Raises:
-        ConfigError: two names of the model differ by wrappers alone.
+        ConfigError: two names of the model only differ in wrapper components.
     """
     saved, by_bare = list(saved), names_without_wrappers(model, live)
-    taken = set(saved)
+    saved_names = set(saved)
     by_core: dict[str, list[str]] = {}
     for bare, name in by_bare.items():
-        if name not in taken:
+        if name not in saved_names:
             by_core.setdefault(_core(bare), []).append(bare)
     equal, claims = set(by_bare.values()), dict[str, list[str]]()
     for name in saved:
         if name not in equal:
-            wanted = [bare for bare in by_core.get(_core(name), ()) if _is_within(bare, name)]
-            wanted = [name] if name in wanted else wanted
-            if len(wanted) == 1:
-                claims.setdefault(by_bare[wanted[0]], []).append(name)
+            matches = [bare for bare in by_core.get(_core(name), ()) if _is_within(bare, name)]
+            matches = [name] if name in matches else matches
+            if len(matches) == 1:
+                claims.setdefault(by_bare[matches[0]], []).append(name)
     counterparts = {names[0]: name for name, names in claims.items() if len(names) == 1}
     return {name: counterparts.get(name, name) for name in saved}
 
 
 def _core(name: str) -> str:
-    """Remove every component that a wrapper may have added."""
+    """Remove every component that may be a wrapper's."""
     return ".".join(part for part in name.split(".") if part not in _ATTRIBUTES)
 
 
 def _is_within(bare: str, name: str) -> bool:
-    """Return whether the components of `bare` occur in `name` in this order."""
+    """Return whether the components of `bare` are a subsequence of those of `name`."""
     parts = iter(name.split("."))
     return all(part in parts for part in bare.split("."))
 
@@ -112,7 +112,7 @@ def names_without_wrappers(model: nn.Module, names: Iterable[str]) -> dict[str, 
     """Map each name without wrappers to the name in the model.
 
     Raises:
-        ConfigError: two names differ by wrappers alone.
+        ConfigError: two names only differ in wrapper components.
     """
     original: dict[str, str] = {}
     for name in names:

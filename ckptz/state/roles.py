@@ -1,6 +1,6 @@
 """Role, parameter and layer type of a tensor, from its name and shape.
 
-The tables are visible and ordered; the first pattern that matches wins. Users put their own in front.
+The first matching pattern of a table applies; rules of users come first.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from ckptz.errors import ConfigError
 
 ROLES: Final = ("weight", "exp_avg", "exp_avg_sq", "factor", "momentum", "other")
 LAYER_TYPES: Final = ("embedding", "attention", "linear", "conv", "norm", "head", "other")
-# What optimizers call their state: Adam, AdamW and Lion, RMSprop, SGD and Muon, Adafactor (whose factors are
-# sums over rows and columns of a second moment), bitsandbytes (whose codes have 8 bits already). Everything
-# else is lossless.
+# Names of optimizer state: Adam, AdamW and Lion, RMSprop, SGD and Muon, Adafactor (factors are sums over rows
+# and columns of a second moment), bitsandbytes (8-bit codes already). All other state is lossless.
 _STATE_ROLES: Final = {
     "exp_avg": "exp_avg",
     "exp_avg_sq": "exp_avg_sq",
@@ -33,10 +32,10 @@ _STATE_ROLES: Final = {
     "max_exp_avg_sq": "other",
     **dict.fromkeys(("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"), "other"),
 }
-# SOAP's factors: the moments beside them are in the basis of these, and not of elements of the parameter.
+# Factors of SOAP: its moments are in the basis of these factors, not per element of the parameter.
 BASES: Final = frozenset({"GG", "Q"})
 
-# (pattern over the parameter's name, layer type); spec-free, `inspect` shows what matched.
+# (pattern in the parameter's name, layer type); not part of the format. `inspect` shows the result.
 LAYER_PATTERNS: Final = (
     (r"(^|[._])(lm_head|head|classifier|score|output_projection)([._]|$)", "head"),
     (r"(embed|(^|[._])(wte|wpe|token|position|tok|pos|word_embeddings)([._]|$))", "embedding"),
@@ -51,13 +50,13 @@ class Role:
     """Role, parameter and layer type of one tensor."""
 
     role: str  # one of ROLES
-    parameter: str  # name of the parameter it is or belongs to
+    parameter: str  # name of the parameter
     layer_type: str  # one of LAYER_TYPES
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A user's row: names that match the glob `name` get what is not None."""
+    """A rule of the user: sets role or layer type, if not None, of names that match the glob `name`."""
 
     name: str
     role: str | None = None
@@ -72,7 +71,7 @@ class Rule:
 
 
 def load_rules(text: str) -> tuple[Rule, ...]:
-    """Read rules from TOML: `[[rule]]` tables with `name`, and `role` or `layer_type` or both."""
+    """Parse rules from TOML: `[[rule]]` tables with `name` and `role`, `layer_type` or both."""
     try:
         rows = tomllib.loads(text).get("rule", [])
         return tuple(Rule(**row) for row in rows)
@@ -90,7 +89,7 @@ _LAYERS: Final = tuple((re.compile(pattern), layer_type) for pattern, layer_type
 
 
 def _split_state(name: str) -> tuple[str, str]:
-    """(role, parameter) of a tensor's name."""
+    """Return (role, parameter) for a tensor name."""
     if match := _STATE.fullmatch(name):
         parameter = match["parameter"] or match["rest"]
         return _STATE_ROLES[match["word"] or match["first"]], parameter.removeprefix("model.")
@@ -106,7 +105,7 @@ def _layer_type(parameter: str, shape: Sequence[int]) -> str:
 
 
 def role_of(name: str, shape: Sequence[int], is_float: bool, rules: Iterable[Rule] = ()) -> Role:
-    """Return the role of a tensor by name and shape, the user's rules first; integers have role "other"."""
+    """Return the role of a tensor by name and shape; rules come first, and integers have role "other"."""
     role, parameter = _split_state(name)
     role = role if is_float else "other"
     layer_type = _layer_type(parameter, shape)

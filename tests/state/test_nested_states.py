@@ -136,7 +136,7 @@ def test_what_cannot_be_kept_is_named_with_its_place(value: Any, said: str, tmp_
 def test_a_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
     state: dict[str, Any] = {}
     state["self"] = state
-    with pytest.raises(ConfigError, match="holds itself"):
+    with pytest.raises(ConfigError, match="contains itself"):
         save_state(state, tmp_path / "state.ckptz")
 
 
