@@ -95,7 +95,7 @@ def read_plane(source: ByteReader, n: int) -> tuple[int, Positions, Bytes]:
     """Decode a sparse stream of n codes.
 
     Returns:
-        (the common code, positions of the other codes, the other codes).
+        (the common code, positions of the other codes [k], the other codes [k]).
 
     Raises:
         FormatError: the stream is damaged.

@@ -323,7 +323,7 @@ def write_plain(
     metadata: Mapping[str, str] | None,
     chunks: Iterator[NDArray[Any]],
 ) -> None:
-    """Write a safetensors file from the consecutive chunks of its tensors."""
+    """Write a safetensors file from the consecutive chunks of its tensors, patterns [n] each."""
     sink.write(build_header(regions, metadata))
     for patterns in chunks:
         sink.write(patterns.data)

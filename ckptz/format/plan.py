@@ -124,7 +124,7 @@ class QuantizationMap:
 
     @property
     def n_codes(self) -> int:
-        """Number of codes."""
+        """Number of different codes."""
         return self.table.shape[1]
 
 
@@ -208,7 +208,7 @@ class Outer:
         return len(self.rows) + len(self.columns)
 
     def check(self) -> None:
-        """Do nothing: vectors in memory are valid."""
+        """Accept the vectors, as those in memory are valid."""
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
         """Compute elements begin..end of the matrix, F32 patterns [end - begin]."""

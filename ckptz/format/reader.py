@@ -342,7 +342,7 @@ class FrameSource(TensorSource):
         return None if quant_map is None else quant_map.n_codes
 
     def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        """Decode the codes of begin..end, the bounds of one chunk; None without a quantization map."""
+        """Decode the codes of patterns begin..end, one chunk; None without a quantization map."""
         index = begin // CHUNK_VALUES
         last = self.last(index)
         return self._codes_alone(index) if last is None else last.codes

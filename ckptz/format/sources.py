@@ -26,7 +26,7 @@ PATTERN_TYPES: Final[Mapping[int, np.dtype[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How a file stores a tensor.
+    """The plan, method and settings by which a file stores a tensor.
 
     Attributes:
         plan: plan of the frame.
@@ -181,7 +181,7 @@ class LazySource(TensorSource):
 
     @classmethod
     def of(cls, source: TensorSource, compute: Callable[[int, int], Patterns]) -> LazySource:
-        """Return a computed tensor with the dtype and shape of `source`."""
+        """Return a tensor with the dtype and shape of `source` and computed patterns."""
         return cls(source.dtype, source.shape, compute)
 
     def patterns(self, begin: int, end: int) -> Patterns:

@@ -238,7 +238,7 @@ def _pack_gaps(positions: Positions, ends: Counts, begins: Counts) -> tuple[Byte
 
 
 def unpack_gaps(gaps: Bytes, n_positions: int, n: int) -> Positions:
-    """Unpack `n_positions` positions below `n`, the inverse of `pack_gaps`.
+    """Unpack positions [n_positions] below `n`, the inverse of `pack_gaps`.
 
     Raises:
         CorruptionError: the gaps are not valid positions.

@@ -88,7 +88,7 @@ class Window:
         return math.prod(self.sizes)
 
     def widened(self, n: int) -> Window:
-        """Return the same box for elements of `n` patterns."""
+        """Return the window for elements of `n` patterns."""
         if n == 1:
             return self
         strides = tuple(stride * n for stride in self.strides)
