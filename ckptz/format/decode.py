@@ -126,7 +126,7 @@ def decode_chunk(
         index: number of the chunk.
         payload: stored bytes of the chunk.
         sources: bounds of the chunk, and its base if needed.
-        out: receives the patterns of the chunk [n]; may contain those of the base, and be the base of `sources`.
+        out: receives the patterns of the chunk [n]; it may be the base of `sources`.
 
     Returns:
         The codes, uint8 [n], or None without a quantization map.
