@@ -621,7 +621,7 @@ class Embedded:
 
     @classmethod
     def of_all(cls, parts: Sequence[Bytes]) -> list[Embedded]:
-        """Encode m streams of symbols with few kernel calls."""
+        """Encode streams of symbols [n] with few kernel calls for all of them."""
         coded = iter(encode_streams([part for part in parts if len(part)]))
         streams = [next(coded) if len(part) else (CoderId.STORED, b"") for part in parts]
         return [cls(coder, bytes(stream)) for coder, stream in streams]
