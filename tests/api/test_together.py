@@ -41,7 +41,10 @@ def moved(patterns: Patterns, share: float) -> Patterns:
 
 
 def pairs(dtype: DType) -> list[tuple[Patterns, Patterns]]:
-    """Tensors and their bases: of all sizes, hardly, half and wholly changed, constant, repeated."""
+    """Tensors and their bases: of all sizes, hardly, half and wholly changed, constant, repeated, random.
+
+    What changes in random values depends on the value, so contexts pay for bytes too.
+    """
     found = []
     for n in SIZES:
         old = weights(dtype, n)
@@ -49,7 +52,10 @@ def pairs(dtype: DType) -> list[tuple[Patterns, Patterns]]:
     for n in SIZES[2:]:
         old = weights(dtype, n)
         found += [(old[::-1].copy(), old), (np.full_like(old, 3), old), (np.resize(old[:50], n), old)]
-    return found
+    rng = np.random.default_rng(0)
+    old = rng.integers(0, 256, n * dtype.pattern_bytes, np.uint8).view(PATTERN_TYPES[dtype.pattern_bytes])
+    changed = rng.random(n) < np.where(old % 128 > 100, 0.5, 0.01)
+    return [*found, (old + changed.astype(old.dtype), old)]
 
 
 def frame(source: ArraySource, encoded: Encoded) -> bytes:

@@ -267,7 +267,7 @@ def test_a_residual_may_stand_alone(folder: Path, losses: list[float]) -> None:
 
 
 def test_a_prune_keeps_residuals_unless_it_is_told_how_many(folder: Path, losses: list[float]) -> None:
-    assert "1 step exact" in ckptz("prune", folder, "--keep-last", 2).stdout
+    assert "residual files of 1 step" in ckptz("prune", folder, "--keep-last", 2).stdout
     assert residuals(folder) == HEAD
     assert loss_after(folder) == (N_SAVED, losses[N_SAVED + 1])
     planned = ckptz("prune", folder, "--keep-exact", 0, "--dry-run", "--json").json
