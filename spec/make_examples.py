@@ -38,7 +38,7 @@ from ckptz.format.plan import (
 )
 from ckptz.format.sources import ArraySource, ChunkSources
 from ckptz.format.streams import LANE_CHOICES, CoderId, Segments, encode_rans
-from ckptz.store.resolve import open_source
+from ckptz.store.resolve import open_checkpoint
 from tests.support import reference
 
 PAGE = Path(__file__).with_name("examples.md")
@@ -316,7 +316,7 @@ def frame_lines(framed: Framed, base: int) -> list[str]:
 def decoded_lines(data: bytes) -> list[str]:
     """What a reader gets."""
     lines = ["", "## Decoded", "", "| tensor | patterns |", "|---|---|"]
-    checkpoint = open_source(MemoryBytes(data))
+    checkpoint = open_checkpoint(MemoryBytes(data))
     for name, source in checkpoint.tensors.items():
         patterns = source.patterns(0, source.dtype.n_patterns(source.shape))
         digits = 2 * source.dtype.pattern_bytes

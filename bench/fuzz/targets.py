@@ -25,7 +25,7 @@ from ckptz.format.frame import FrameHeader
 from ckptz.format.index import parse_index
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.state.skeleton import parse_tree
-from ckptz.store.resolve import open_source
+from ckptz.store.resolve import open_checkpoint
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import HEADER_BYTES, Direction, LinkHeader
 from ckptz.wire.policy import LinkPolicy
@@ -39,7 +39,7 @@ SESSIONS: Final = sessions()
 
 def _envelope(data: bytes) -> None:
     """A whole file, every tensor that is small enough decoded."""
-    for source in open_source(MemoryBytes(data)).tensors.values():
+    for source in open_checkpoint(MemoryBytes(data)).tensors.values():
         n_patterns = source.dtype.n_patterns(source.shape)
         if n_patterns * source.dtype.pattern_bytes <= MAX_DECODED_BYTES:
             source.patterns(0, n_patterns)

@@ -28,7 +28,7 @@ from ckptz.kernels.interrupts import finalize
 from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, jobs_of
 from ckptz.state.arrays import Framework, Selection, WindowPart
 from ckptz.state.frameworks import framework, parse_backend, parse_device, parse_framework
-from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 try:
     import resource as _resource
@@ -471,7 +471,7 @@ def load_bytes(
     """Load all tensors of a `.ckptz` file in memory; None if the bytes are a plain safetensors file."""
     if not isinstance(data, bytes):
         raise TypeError(f"data must be bytes, got {type(data).__name__}")
-    checkpoint = open_source(MemoryBytes(data), [Path(folder) for folder in search_path])
+    checkpoint = open_checkpoint(MemoryBytes(data), search_path)
     if checkpoint.container is None:
         return None
     with _handle(open_whole, checkpoint, (framework_name, "cpu", "mmap"), max_decoded_bytes, jobs) as file:

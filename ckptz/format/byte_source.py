@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, BinaryIO, Final, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -30,6 +30,7 @@ T = TypeVar("T")
 MAX_READ = 1 << 30  # one read call moves at most about 2 GiB on Linux
 
 
+@runtime_checkable
 class ByteSource(Protocol):
     """Bytes by offset."""
 

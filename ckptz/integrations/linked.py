@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -26,7 +27,7 @@ from ckptz.run.linked_files import LinkedFiles
 from ckptz.run.names import Inode
 from ckptz.run.prune import prune_saved
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, MAX_STEP, FileKind, Kept
-from ckptz.run.writer import reopened, write_against
+from ckptz.run.writer import write_against
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import Rule
 from ckptz.state.torch import to_plain
@@ -34,6 +35,7 @@ from ckptz.store.resolve import (
     MAX_DEPTH,
     Checkpoint,
     Path_,
+    open_checkpoint,
 )
 from ckptz.torch import load_state
 from ckptz.training.compare import notes_on
@@ -206,7 +208,8 @@ class Chain(LinkedFiles):
                 sink.flush()
                 place, temporary = residual_of(Path(sink.name), path), Path(sink.name)
                 metadata = {**(job.metadata or {}), EXACT_OF_KEY: written.content_id}
-                with files.file(place) as exact, reopened(temporary, self._last) as lossy:
+                restored = contextlib.closing(open_checkpoint(temporary, last=self._last))
+                with files.file(place) as exact, restored as lossy:
                     write(exact, residual_job(job, lossy, path.name, metadata), workers)
         if base is not None and inode is None and not written.n_deltas:
             self.notes.append(f"no tensor gains from {self.options.base}; the file stands alone")

@@ -17,7 +17,6 @@ import torch
 from ckptz.api.read import PathLike, safe_open
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, with_context
 from ckptz.foreign.folders import is_model_file, torch_names
-from ckptz.format.byte_source import FileBytes
 from ckptz.format.dtypes import dtype_of
 from ckptz.state.skeleton import TensorRef, parse_tree
 from ckptz.state.torch import torch_dtype
@@ -116,7 +115,7 @@ class Reader:
 
 def _names(file: Path, stored: Iterable[str]) -> list[tuple[str, str]]:
     """(name in the state, name in the file); they differ where a torch file has one tensor twice."""
-    with contextlib.closing(open_file(FileBytes(file))) as opened:
+    with contextlib.closing(open_file(file)) as opened:
         index = getattr(opened, "index", None)  # a plain safetensors file has none
     if index is None or index.tree is None:
         return [(key, key) for key in sorted(stored)]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.format.byte_source import is_folder, is_url, open_bytes, path_of
+from ckptz.format.byte_source import is_folder, is_url, path_of
 from ckptz.format.reader import Container
 from ckptz.run.step_files import INDEX_FILE, StepFile
 from ckptz.store.resolve import SUFFIX, open_file
@@ -107,7 +107,7 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
     for path in run_files(folder):
         with (
             contextlib.suppress(CkptzError, OSError),
-            contextlib.closing(open_file(open_bytes(path))) as file,
+            contextlib.closing(open_file(path)) as file,
         ):
             if isinstance(file, Container):
                 index = file.index

@@ -6,13 +6,10 @@ The one way of all who write runs: what is saved is in memory, and no base is wo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Final, TypeVar
 
 from ckptz.errors import CkptzError
-from ckptz.format.caches import LastChunks
-from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -61,11 +58,3 @@ def write_against(
                 raise
             notes.append(f"{why}: {error}")
     return write(None)
-
-
-@contextlib.contextmanager
-def reopened(path: Path, last: LastChunks | None) -> Iterator[Checkpoint]:
-    """Open a file that has just been written; `last` holds what it restores to for the next one."""
-    with contextlib.closing(open_checkpoint(path)) as opened:
-        opened.share_decoded(last)
-        yield opened

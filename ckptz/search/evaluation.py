@@ -18,7 +18,6 @@ import numpy as np
 
 from ckptz.codec.tensor import MapFunction
 from ckptz.errors import ConfigError
-from ckptz.format.byte_source import FileBytes
 from ckptz.format.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
@@ -146,7 +145,7 @@ def open_trial(
         search_path: folders in which bases of the base are searched.
     """
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context(contextlib.closing(open_file(FileBytes(path))))
+        file = stack.enter_context(contextlib.closing(open_file(path)))
         # The trial was just written against these files, so their content ids need no check.
         if isinstance(file, Container) and file.index.base is not None:
             bases: dict[str, TensorSource] = {}

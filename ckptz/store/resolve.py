@@ -67,8 +67,14 @@ class Checkpoint:
             file.close()
 
 
-def open_file(source: ByteSource) -> Container | PlainFile:
-    """Open one file as `.ckptz` or plain safetensors, by its metadata; close `source` on an error."""
+def open_file(file: Path_ | ByteSource) -> Container | PlainFile:
+    """Open one file, of a path, a URL or bytes, as `.ckptz` or plain safetensors, without its bases.
+
+    Raises:
+        FileNotFoundError: no such file.
+        FormatError: it is damaged.
+    """
+    source = file if isinstance(file, ByteSource) else open_bytes(file)
     try:
         envelope = read_envelope(source)
         if is_ckptz(envelope.metadata):
@@ -84,21 +90,46 @@ def open_file(source: ByteSource) -> Container | PlainFile:
         raise
 
 
-def open_checkpoint(path: Path_, search_path: Sequence[Path_] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: Path_ | ByteSource, search_path: Sequence[Path_] = (), *, last: LastChunks | None = None
+) -> Checkpoint:
     """Open a `.ckptz` or `.safetensors` file and, for a delta, its chain.
 
     Args:
-        path: a local path or a URL.
+        path: a local path, a URL, or the bytes of a file.
         search_path: folders in which bases are searched, besides the folder of the file and, for a symbolic
             link, the folder of its target.
+        last: keeps decoded chunks of the files for the next file that is stored against them.
 
     Raises:
         FileNotFoundError: no such file.
         FormatError: a file of the chain is damaged.
         MissingBaseError: a base is not found.
     """
-    checked = path_of(path)
-    return open_source(open_bytes(checked), (*folders_beside(checked), *map(path_of, search_path)))
+    where = path if isinstance(path, ByteSource) else path_of(path)
+    file = open_file(where)
+    if isinstance(file, PlainFile):
+        return Checkpoint(file.name, file.tensors, file.metadata, None, (file,))
+    folders = [] if isinstance(where, ByteSource) else list(folders_beside(where))
+    folders += map(path_of, search_path)
+    files: list[Container | PlainFile] = [file]
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
+        while isinstance(delta := files[-1], Container) and (ref := delta.index.base) is not None:
+            check_reference(delta, ref)
+            base = _find_base(delta, ref, folders)
+            stack.callback(base.close)
+            delta.bases = base.tensors
+            files.append(base)
+            if not is_url(base.name):  # a base may be a symbolic link too
+                folders += [one for one in folders_beside(Path(base.name)) if one not in folders]
+            if isinstance(base, Container):
+                base.share_caches(delta)
+        stack.pop_all()
+    checkpoint = Checkpoint(file.name, file.tensors, file.index.metadata, file, tuple(files))
+    if last is not None:
+        checkpoint.share_decoded(last)
+    return checkpoint
 
 
 def folders_beside(path: Path) -> tuple[Path, ...]:
@@ -107,28 +138,6 @@ def folders_beside(path: Path) -> tuple[Path, ...]:
         return (path.parent,)
     target = path.resolve().parent
     return (path.parent,) if target == path.parent.resolve() else (path.parent, target)
-
-
-def open_source(source: ByteSource, folders: Sequence[Path] = ()) -> Checkpoint:
-    """Open bytes as a checkpoint; its bases are searched in `folders`."""
-    file = open_file(source)
-    if isinstance(file, PlainFile):
-        return Checkpoint(file.name, file.tensors, file.metadata, None, (file,))
-    files: list[Container | PlainFile] = [file]
-    with contextlib.ExitStack() as stack:
-        stack.callback(file.close)
-        while isinstance(last := files[-1], Container) and (ref := last.index.base) is not None:
-            check_reference(last, ref)
-            base = _find_base(last, ref, folders)
-            stack.callback(base.close)
-            last.bases = base.tensors
-            files.append(base)
-            if not is_url(base.name):  # a base may be a symbolic link too
-                folders = (*folders, *(f for f in folders_beside(Path(base.name)) if f not in folders))
-            if isinstance(base, Container):
-                base.share_caches(last)
-        stack.pop_all()
-    return Checkpoint(file.name, file.tensors, file.index.metadata, file, tuple(files))
 
 
 def check_reference(container: Container, ref: BaseRef) -> None:
@@ -154,7 +163,7 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
     metadata = delta.base_metadata()
     for path in _candidates(ref, folders):
         try:
-            file = open_file(open_bytes(path))
+            file = open_file(path)
         except (CkptzError, OSError) as error:
             unusable.append(str(error))
             continue

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,12 +38,11 @@ from ckptz.run.step_files import (
     FileKind,
     StepFile,
 )
-from ckptz.run.writer import reopened
 from ckptz.state.flatten import check_strides, flatten
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree
 from ckptz.state.torch import TorchTensors, torch_dtype
-from ckptz.store.resolve import Checkpoint, base_metadata, base_ref
+from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
 from ckptz.training.copies import copied, named_in
 from ckptz.training.live import Hold, with_live
 from ckptz.training.snapshot import MODEL
@@ -265,7 +263,11 @@ class StepWriter:
             if not (self._method.config.is_lossy or self._state.hold.has_weights):
                 self._state.hold.release()  # lossy weights and residuals read optimizer state again
             state_path = Path(state_sink.name)
-            with reopened(state_path, store.last) if state.n_lossy else nullcontext() as restored:
+            with contextlib.ExitStack() as held:
+                restored = None
+                if state.n_lossy:
+                    restored = open_checkpoint(state_path, last=store.last)
+                    held.callback(restored.close)
                 write_weights = functools.partial(self._write_weights, sink, restored)
                 weights = store.write_against_base("weights", sink, write_weights, rule, notes)
             sink.flush()
@@ -278,7 +280,7 @@ class StepWriter:
                     metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
                     with (
                         files.file(folder / file.exact.name) as exact_sink,
-                        reopened(path, store.last) as opened,
+                        contextlib.closing(open_checkpoint(path, last=store.last)) as opened,
                     ):
                         exact[file.exact] = self._write_exact(file, exact_sink, opened, metadata)
         store.upload(state_file, *exact, weights_file)

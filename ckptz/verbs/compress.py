@@ -33,7 +33,7 @@ from ckptz.foreign.inputs import (
     to_paths,
 )
 from ckptz.foreign.torch_files import TORCH_SUFFIXES
-from ckptz.format.byte_source import is_url, open_bytes, path_of
+from ckptz.format.byte_source import is_url, path_of
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned, is_same, make_folder, publish
 from ckptz.format.sources import TensorSource, tensor_bytes
@@ -345,7 +345,7 @@ def _check_made_from(opened: Input, target: Path, sources: Mapping[Path, Stamp])
     """Check by index and modification times that an existing output was made from this input."""
     # Stores behind URLs count whole seconds.
     modified = target.stat().st_mtime_ns + (999_999_999 if is_url(target) else 0)
-    with contextlib.closing(open_file(open_bytes(target))) as existing:
+    with contextlib.closing(open_file(target)) as existing:
         stored = {name: (source.dtype, source.shape) for name, source in existing.tensors.items()}
     expected = {name: (source.dtype, source.shape) for name, source in opened.tensors.items()}
     if stored != expected or any(time > modified for time, _ in sources.values()):

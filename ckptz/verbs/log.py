@@ -12,7 +12,7 @@ from typing import Literal
 from ckptz.api.describe import InspectReport, described
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.foreign.inputs import PathLike, check_not_torch, to_paths
-from ckptz.format.byte_source import is_folder, naming_urls, open_bytes, path_of
+from ckptz.format.byte_source import is_folder, naming_urls, path_of
 from ckptz.format.envelope import PlainFile
 from ckptz.format.index import BaseRef, QualityRecord
 from ckptz.format.reader import Container
@@ -58,7 +58,7 @@ def inspect(path: PathLike, *, search_path: Sequence[PathLike] = ()) -> InspectR
         except (
             CkptzError
         ) as error:  # a base is missing; if the file itself is damaged, open_file raises again
-            file = stack.enter_context(contextlib.closing(open_file(open_bytes(path))))
+            file = stack.enter_context(contextlib.closing(open_file(path)))
             broken = str(error)
         if not isinstance(file, Container):
             raise ConfigError(f"{path}: a plain safetensors file; inspect describes .ckptz files")
@@ -192,7 +192,7 @@ def _report(folder: Path, logged: Iterable[_LoggedFile], entries: tuple[LogEntry
 
 def _read(path: Path, name: str, on_error: OnError = lambda error: None) -> _LoggedFile:
     try:
-        with contextlib.closing(open_file(open_bytes(path))) as file:
+        with contextlib.closing(open_file(path)) as file:
             return _describe(path, name, file)
     except (CkptzError, OSError) as error:
         on_error(error)
@@ -253,7 +253,7 @@ def _holds(path: Path, file: Container) -> Holds:
 
 def _may_be_base(plain: Path, delta: Container) -> bool:
     """Return whether a plain file has the names, dtypes and shapes of the delta's base."""
-    with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(open_bytes(plain))) as file:
+    with contextlib.suppress(CkptzError, OSError), contextlib.closing(open_file(plain)) as file:
         return isinstance(file, PlainFile) and fits(file, delta)
     return False
 
@@ -317,7 +317,7 @@ class _BaseTree:
         ]
         if usable:
             return self._show(min(usable, key=lambda logged: logged.path.name != ref.file))
-        with contextlib.closing(open_file(open_bytes(delta.path))) as file:
+        with contextlib.closing(open_file(delta.path)) as file:
             assert isinstance(file, Container)
             fitting = [path for path in self._plain if _may_be_base(path, file)]
         named = [path for path in fitting if path.name == ref.file]

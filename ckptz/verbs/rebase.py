@@ -17,7 +17,7 @@ from ckptz.format.reader import Container, FrameSource, GroupMember
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
-from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from ckptz.store.resolve import Checkpoint, open_checkpoint
 from ckptz.verbs.verify import check_stored_bytes
 from ckptz.words import Report
 from ckptz.write.inline_writer import NeededBase, bytes_to_write, write_inline
@@ -193,7 +193,7 @@ def _verify(written: Path, target: Path, content_id: str, workers: Workers, prog
     """Read back an unpublished file without its bases; errors name `target`."""
     source = FileBytes(written)
     source.name = str(target)
-    with contextlib.closing(open_source(source)) as checkpoint:
+    with contextlib.closing(open_checkpoint(source)) as checkpoint:
         if checkpoint.content_id() != content_id:
             raise CorruptionError(
                 f"{target}: the new file reads back wrong and was discarded; nothing was replaced"

@@ -7,7 +7,7 @@ import numpy as np
 import safetensors.numpy
 
 from ckptz.format.byte_source import MemoryBytes
-from ckptz.store.resolve import open_source
+from ckptz.store.resolve import open_checkpoint
 from tests.support.spec_support import SPEC, page, table
 
 FIELD_PAGES = ("02-entropy.md", "04-quantization.md", "05-frame.md", "06-container.md")
@@ -43,7 +43,7 @@ def test_the_page_shows_every_byte_of_the_file() -> None:
 
 def test_the_file_of_the_page_loads() -> None:
     data = annotated_bytes()
-    tensors = open_source(MemoryBytes(data)).tensors
+    tensors = open_checkpoint(MemoryBytes(data)).tensors
     rows = {row["tensor"]: row["patterns"].split() for row in table("examples.md", "decoded", "patterns")}
     assert rows.keys() == tensors.keys()
     for name, source in tensors.items():

@@ -17,7 +17,7 @@ from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.frame import FrameHeader
 from ckptz.format.reader import Container
 from ckptz.parallel import Workers
-from ckptz.store.resolve import open_checkpoint, open_source
+from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import apply_, load_file, save_file
 from ckptz.verbs import rebase as rebase_module
 from ckptz.verbs.compress import MAX_WRITTEN_DEPTH
@@ -370,7 +370,7 @@ def test_permissions_are_those_of_the_file(chain: Chain) -> None:
 
 
 def content(raw: bytes) -> dict[str, bytes]:
-    with contextlib.closing(open_source(MemoryBytes(raw))) as opened:
+    with contextlib.closing(open_checkpoint(MemoryBytes(raw))) as opened:
         sources = opened.tensors.items()
         return {name: s.patterns(0, s.dtype.n_patterns(s.shape)).tobytes() for name, s in sources}
 
@@ -424,7 +424,7 @@ def test_frames_of_bases_are_copied_whole_and_are_no_tensors(small: bytes, tmp_p
 def test_frames_of_bases_are_checked_against_their_own_entries(small: bytes) -> None:
     """Two frames of a base that change places decode, but to tensors that the index does not name."""
     raw = bytearray(small)
-    with contextlib.closing(open_source(MemoryBytes(small))) as opened:
+    with contextlib.closing(open_checkpoint(MemoryBytes(small))) as opened:
         first, second, _ = (s.entry for s in opened.container.inline[0].tensors.values())
     offset = 8 + int.from_bytes(raw[:8], "little")
     assert first.n_bytes == second.n_bytes

@@ -19,7 +19,7 @@ from ckptz.format.index import content_id
 from ckptz.format.reader import check_empty
 from ckptz.format.sources import PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import CoderId
-from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 Stream = tuple[int, bytes]
 Files = dict[str, bytes]  # by name; the first is the one to read, the others are there for its base
@@ -307,7 +307,7 @@ def read_files(files: Files, folder: Path) -> dict[str, bytes]:
 
 def open_bytes(data: bytes) -> Checkpoint:
     """A file in memory."""
-    return open_source(MemoryBytes(data))
+    return open_checkpoint(MemoryBytes(data))
 
 
 def read_all(checkpoint: Checkpoint) -> dict[str, bytes]:

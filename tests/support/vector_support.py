@@ -17,7 +17,7 @@ from ckptz.errors import (
 from ckptz.foreign.folders import check_sharding
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.state.flatten import unflatten
-from ckptz.store.resolve import Checkpoint, open_checkpoint, open_source
+from ckptz.store.resolve import Checkpoint, open_checkpoint
 from tests.support.spec_files import Files, read_all
 from tests.support.spec_support import SPEC
 
@@ -92,7 +92,7 @@ def state_of(checkpoint: Checkpoint, spool: Path | None = None) -> State:
 
 def read_bytes(data: bytes, folder: Path | None = None) -> State:
     """A file in memory; its bases are looked for in `folder`."""
-    return state_of(open_source(MemoryBytes(data), [folder] if folder else []))
+    return state_of(open_checkpoint(MemoryBytes(data), [folder] if folder else []))
 
 
 def read_path(path: Path, spool: Path | None = None) -> State:
