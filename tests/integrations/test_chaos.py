@@ -15,7 +15,7 @@ from tests.support.spec_support import ROOT
 pytestmark = pytest.mark.apps
 
 PROGRAM = ROOT / "tests" / "support" / "killed_program.py"
-MAX_POINTS = 12  # of one program; each is a process that is killed and one that resumes
+MAX_POINTS = 8  # of one program; each is a process that is killed and one that resumes
 
 
 def trained(kind: str, folder: Path) -> str:
