@@ -1,0 +1,375 @@
+"""Runs as users have them, restarted from lossy checkpoints to the end of their schedules.
+
+    python -m bench.studies.user_runs [--run NAME ...] [--arm NAME ...] [--seeds N ...] [--report] [--quick]
+
+A GPT of 1.4 M parameters on words, 4,096 of them and many rare, with AdamW; its fine-tunes on other texts,
+whose words the base run has hardly met or never; a network on distorted characters with SGD and Nesterov
+momentum, and with Adam. Each arm saves through one `ckptz.Checkpointer` that is made just before its first
+save, restores what it has just written and trains on. Everything is counted: files of weights and of state,
+full file included, against fp32 weights and the optimizer's tensors. What a constant is chosen on is never
+reported: see `CHOSEN_ON`.
+
+Of each run: the end against the same run uninterrupted, the loss of the last file against the weights that it
+was made from, and the largest restored first moment against what its restored second moment allows. Seeds
+above 0 disturb the first state by a hundredth of each tensor's spread, of the exact run as well; the row
+"disturbed, exact" is what chance alone does. Rows are kept in bench/.cache/user_runs; --report writes what is
+there. One to two CPU minutes an arm.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import math
+import re
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from bench.core.measure import CACHE, Row, cpu_seconds, machine, parser_of, save_rows
+from bench.core.report import finish
+from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
+from bench.studies import tasks
+from bench.studies.restarts import ARMS, Plan, quality, quoted_in, saver_of
+from bench.studies.tasks import HELD_OUT, SEARCH, Batch, Task, image
+from bench.studies.training import N_THREADS, Trainer, remembered
+from ckptz import Checkpointer
+
+WORDS: Final = GPTConfig(n_layers=2, width=128, n_heads=4, context=32, vocabulary=4096)
+BATCH, EVAL_BATCH, EVAL_BATCHES = 8, 64, 8
+VALIDATION: Final = 10  # one file, or one page, in so many
+N_STEPS, SEEN = 600, 330  # of a run from scratch, and those before its first checkpoint
+TUNING_STEPS, TUNING_RATE = 150, 3e-4
+EXACT, DISTURBED = "exact", "disturbed, exact"
+DEFAULT: Final = "grid, default"
+CHOSEN_ON: Final = ("source, 30", "docstrings, 15", "characters, SGD")
+Text = Callable[[], tuple[list[str], list[str]]]
+
+
+# --- texts: lists of words, to train on and to validate --------------------------------------------
+
+
+def _words(pages: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split pages, by the hash of their text, and cut each into words, spaces and signs."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for page in pages:
+        is_aside = hashlib.sha256(page.encode()).digest()[0] % VALIDATION == 0
+        parts[is_aside].extend(re.findall(r"\w+|\s|[^\w\s]", page))
+    return parts
+
+
+@functools.cache
+def source() -> tuple[list[str], list[str]]:
+    """Python's standard library."""
+    text = bytes(torch.cat(read_corpus()).numpy()).decode("utf-8", "replace")
+    return _words(text[i : i + 20_000] for i in range(0, len(text), 80_000))
+
+
+@functools.cache
+def docstrings() -> tuple[list[str], list[str]]:
+    """Docstrings of Python's standard library."""
+    text = bytes(torch.cat(read_corpus()).numpy()).decode("utf-8", "replace")
+    return _words(quoted_in(text))
+
+
+@functools.cache
+def headers() -> tuple[list[str], list[str]]:
+    """The C++ headers that torch brings with it."""
+    root = Path(torch.__file__).parent / "include" / "c10"
+    return _words(path.read_text("utf-8", "replace") for path in sorted(root.rglob("*.h")))
+
+
+@functools.cache
+def licences() -> tuple[list[str], list[str]]:
+    """Descriptions and licences of the installed packages."""
+    site = Path(torch.__file__).parents[1]
+    found = [*site.glob("*.dist-info/METADATA"), *site.glob("*.dist-info/**/LICENSE*")]
+    return _words(path.read_text("utf-8", "replace") for path in sorted(found) if path.is_file())
+
+
+@functools.cache
+def _numbers() -> Mapping[str, int]:
+    """Number the most frequent words of all texts; all others are word 0."""
+    counts: collections.Counter[str] = collections.Counter()
+    for text in (source, docstrings, headers, licences):
+        counts.update(text()[0])
+    return {word: i + 1 for i, (word, _) in enumerate(counts.most_common(WORDS.vocabulary - 1))}
+
+
+@functools.cache
+def _tokens(text: Text) -> tuple[Tensor, Tensor]:
+    path = CACHE / "user_runs" / f"{text.__name__}.pt"
+    if not path.exists():
+        numbers = _numbers()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save([torch.tensor([numbers.get(word, 0) for word in part]) for part in text()], path)
+    train, validation = torch.load(path)
+    return train, validation
+
+
+def _batch(text: Text, step: int) -> Batch:
+    found = next(batches(_tokens(text)[0], batch=BATCH, context=WORDS.context, seed=3, start=step))
+    return found[:, :-1], found[:, 1:]
+
+
+@functools.cache
+def _slices(text: Text, part: str) -> tuple[Batch, ...]:
+    own = batches(_tokens(text)[1], batch=EVAL_BATCH, context=WORDS.context, seed=5 + (part == SEARCH))
+    return tuple((found[:, :-1], found[:, 1:]) for found, _ in zip(own, range(EVAL_BATCHES), strict=False))
+
+
+# --- runs -------------------------------------------------------------------------------------------
+
+
+def _on_words(text: Text, interval: int) -> Task:
+    """A GPT on words from scratch; AdamW, its rate on a cosine to a tenth."""
+    return Task(
+        name=text.__name__,
+        budgeted="loss",
+        moments=("exp_avg", "exp_avg_sq"),
+        first_step=SEEN,
+        interval=interval,
+        model=lambda: TinyGPT(WORDS),
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1),
+        rate=tasks.warmup_cosine(1e-3, 30, N_STEPS),
+        batch=functools.partial(_batch, text),
+        slices=functools.partial(_slices, text),
+    )
+
+
+def _tuned(base: Text, text: Text, interval: int) -> Task:
+    """The end of a run on `base`, on another text; AdamW as torch has it, its rate in a line to 0."""
+    return replace(
+        _on_words(text, interval),
+        name=f"{text.__name__}, after {base.__name__}",
+        first_step=interval,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters()),
+        rate=lambda step: TUNING_RATE * max(0.0, 1 - step / TUNING_STEPS),
+    )
+
+
+@functools.cache
+def _state_at(text: Text, step: int) -> Mapping[str, Tensor]:
+    """A state of the uninterrupted run from scratch."""
+    path = CACHE / "user_runs" / f"{text.__name__}-{step}.pt"
+    if not path.exists():
+        trainer = Trainer(_on_words(text, 30))
+        trainer.train(step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(trainer.state(), path)
+    found: Mapping[str, Tensor] = torch.load(path)
+    return found
+
+
+def scratch(text: Text, interval: int) -> Plan:
+    """From step `SEEN` of a run from scratch to its end."""
+    n = (N_STEPS - SEEN) // interval + 1
+    return Plan(_on_words(text, interval), n, tuple(range(n - 1)), _state_at(text, SEEN))
+
+
+def fine_tune(base: Text, text: Text, interval: int) -> Plan:
+    """From the first checkpoint of a fine-tune to its end."""
+    task, n = _tuned(base, text, interval), TUNING_STEPS // interval
+    trainer = Trainer(task)
+    trainer.model.load_state_dict(
+        {k.removeprefix("model."): v for k, v in _state_at(base, N_STEPS).items() if k.startswith("model.")}
+    )
+    trainer.train(interval)
+    return Plan(task, n, tuple(range(n - 1)), trainer.state())
+
+
+def characters(optimizer: str) -> Plan:
+    """The last half of a run on distorted characters: letters and digits to choose on, Greek to report."""
+    is_sgd = optimizer == "SGD"
+    n_steps, seen, interval = 600, 300, 30
+
+    def made(model: torch.nn.Module) -> torch.optim.Optimizer:
+        if is_sgd:
+            return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        return torch.optim.Adam(model.parameters(), 1e-3)
+
+    task = replace(
+        image(),
+        name=f"characters, {optimizer}",
+        first_step=seen,
+        interval=interval,
+        moments=("momentum_buffer",) if is_sgd else ("exp_avg", "exp_avg_sq"),
+        optimizer=made,
+        rate=tasks.warmup_cosine(0.05 if is_sgd else 1e-3, 30, n_steps),
+    )
+    trainer = Trainer(task)
+    trainer.train(seen)
+    n = (n_steps - seen) // interval + 1
+    return Plan(task, n, tuple(range(n - 1)), trainer.state())
+
+
+RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
+    "source, 30": lambda: scratch(source, 30),
+    "docstrings, 15": lambda: fine_tune(source, docstrings, 15),
+    "characters, SGD": lambda: characters("SGD"),
+    "headers, 10": lambda: scratch(headers, 10),
+    "headers, 30": lambda: scratch(headers, 30),
+    "headers, 90": lambda: scratch(headers, 90),
+    "licences, 15": lambda: fine_tune(headers, licences, 15),
+    "licences, 30": lambda: fine_tune(headers, licences, 30),
+    "characters, Adam": lambda: characters("Adam"),
+}
+
+
+# --- arms -------------------------------------------------------------------------------------------
+
+
+def end_of(name: str, arm: str, seed: int, *, only_known: bool) -> dict[str, Any] | None:
+    """Return what the cache has of an arm; measure what it lacks, or return None."""
+    path = _path(name, arm, seed)
+    if only_known and not path.exists():
+        return None
+    return remembered(path, lambda: _measured(_plan(name), arm, seed))
+
+
+@functools.lru_cache(1)
+def _plan(name: str) -> Plan:
+    return RUNS[name]()
+
+
+def _measured(plan: Plan, arm: str, seed: int) -> dict[str, Any]:
+    if arm != EXACT:
+        return _restarted(plan, arm, seed)
+    trainer = Trainer(plan.task, plan.first(seed))
+    trainer.train(plan.task.interval * (plan.n_checkpoints - 1))
+    return quality(trainer)
+
+
+def _path(name: str, arm: str, seed: int) -> Path:
+    folder = CACHE / "user_runs" / name.replace(", ", "-").replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{arm.replace(', ', '-').replace(' ', '_')}-{seed}.json"
+
+
+def _restarted(plan: Plan, arm: str, seed: int) -> dict[str, Any]:
+    trainer, folder = Trainer(plan.task, plan.first(seed)), Path(tempfile.mkdtemp(prefix="ckptz-user-runs-"))
+    found: dict[str, Any] = {"sizes": [], "encode_cpu_s": [], "training_cpu_s": [], "beyond": [], "notes": []}
+    saver: Checkpointer = saver_of(folder, trainer, ARMS[arm], plan)
+    try:
+        for index in range(plan.n_checkpoints):
+            if index:
+                trains = functools.partial(trainer.train, plan.task.interval)
+                found["training_cpu_s"].append(cpu_seconds(trains)[1])
+            if index + 1 == plan.n_checkpoints:
+                found |= quality(trainer)
+            _, spent = cpu_seconds(functools.partial(saver.save, trainer.step))
+            report = saver.wait()
+            assert report is not None
+            found["raw_bytes"] = report.tensor_bytes
+            found["sizes"].append(report.stored_bytes)
+            found["encode_cpu_s"].append(spent)
+            found["notes"] = [*report.notes]
+            saver.restore(trainer.step)
+            found["beyond"].append(_beyond(trainer))
+        found["last_file"] = trainer.evaluate(HELD_OUT).loss
+    finally:
+        saver.close()
+        shutil.rmtree(folder)
+    return found | {"n_restarts": plan.n_checkpoints - 1}
+
+
+def _beyond(trainer: Trainer) -> float:
+    """Return the largest first moment in the root of its second, of what Cauchy-Schwarz allows these."""
+    largest = 0.0
+    for group in trainer.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = trainer.optimizer.state[parameter]
+            if "exp_avg_sq" not in state:
+                continue
+            (b1, b2), step = group["betas"], float(state["step"])
+            ratio = b1 * b1 / b2
+            most = (1 - b1) * math.sqrt((1 - ratio**step) / ((1 - b2) * (1 - ratio)))
+            first, root = state["exp_avg"].double().abs(), state["exp_avg_sq"].double().sqrt()
+            found = torch.where(first > 0, first / root, 0.0).max()
+            largest = max(largest, float(found) / most)
+    return largest
+
+
+# --- tables -----------------------------------------------------------------------------------------
+
+
+def rows_of(name: str, arms: Iterable[str], seeds: Iterable[int], *, only_known: bool) -> Iterator[Row]:
+    """Yield a row for each arm and seed, and one of chance alone."""
+    for seed in seeds:
+        exact = end_of(name, EXACT, seed, only_known=only_known)
+        if exact is None:
+            continue
+        if seed and (first := end_of(name, EXACT, 0, only_known=only_known)) is not None:
+            yield _row(name, DISTURBED, seed, exact, first)
+        for arm in arms:
+            if (found := end_of(name, arm, seed, only_known=only_known)) is not None:
+                yield _row(name, arm, seed, found, exact)
+
+
+def _row(name: str, arm: str, seed: int, found: Mapping[str, Any], exact: Mapping[str, Any]) -> Row:
+    loss, end = found[HELD_OUT]["loss"], exact[HELD_OUT]["loss"]
+    row: dict[str, object] = {
+        "run": name,
+        "used": "to choose" if name in CHOSEN_ON else "to report",
+        "arm": arm,
+        "seed": seed,
+        "loss, uninterrupted": f"{end:.4f}",
+        "end, %": f"{100 * (loss / end - 1):+.3f}",
+        "other slice, %": f"{100 * (found[SEARCH]['loss'] / exact[SEARCH]['loss'] - 1):+.3f}",
+    }
+    sizes = found.get("sizes")
+    if not sizes:
+        return row | dict.fromkeys(_SIZES, "")
+    spent = statistics.median(found["encode_cpu_s"][1:]) / statistics.median(found["training_cpu_s"])
+    measured = (
+        found["n_restarts"],
+        f"{found['raw_bytes'] / 1e6:.2f}",
+        f"{found['raw_bytes'] * len(sizes) / sum(sizes):.1f}x",
+        f"{found['raw_bytes'] * (len(sizes) - 1) / sum(sizes[1:]):.1f}x",
+        f"{100 * (found['last_file'] / loss - 1):+.3f}",
+        f"{max(found['beyond']):.2f}",
+        f"{100 * spent:.1f}",
+    )
+    return row | dict(zip(_SIZES, measured, strict=True))
+
+
+_SIZES: Final = (
+    "restarts",
+    "state, MB",
+    "smaller",
+    "deltas alone",
+    "last file, %",
+    "first moments, of their bound",
+    "encoding, % of training",
+)
+
+
+def main() -> None:
+    """Command line."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--run", nargs="+", choices=sorted(RUNS), default=list(RUNS))
+    parser.add_argument("--arm", nargs="+", default=[DEFAULT])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--report", action="store_true", help="measure nothing, write what the cache holds")
+    given = parser.parse_args()
+    torch.set_num_threads(N_THREADS)
+    rows: list[Row] = []
+    for name in given.run:
+        for row in rows_of(name, given.arm, given.seeds, only_known=given.report):
+            rows.append(row)
+            print(row, flush=True)
+    if given.report:
+        save_rows("user_runs", rows)
+        finish("user_runs", machine())
+
+
+if __name__ == "__main__":
+    main()
