@@ -1,6 +1,6 @@
 """Runs as users have them, restarted from lossy checkpoints to the end of their schedules.
 
-    python -m bench.studies.user_runs [--run NAME ...] [--arm NAME ...] [--seeds N ...] [--report] [--quick]
+    python -m bench.studies.user_runs [--run NAME ...] [--arm NAME ...] [--seeds N ...] [--report]
 
 A GPT of 1.4 M parameters on words, 4,096 of them and many rare, with AdamW; its fine-tunes on other texts,
 whose words the base run has hardly met or never; a network on distorted characters with SGD and Nesterov
@@ -44,7 +44,7 @@ from bench.studies.training import N_THREADS, Trainer, remembered
 from ckptz import Checkpointer
 
 WORDS: Final = GPTConfig(n_layers=2, width=128, n_heads=4, context=32, vocabulary=4096)
-BATCH, EVAL_BATCH, EVAL_BATCHES = 8, 64, 8
+BATCH, EVAL_BATCH, EVAL_BATCHES = 16, 64, 8
 VALIDATION: Final = 10  # one file, or one page, in so many
 N_STEPS, SEEN = 600, 330  # of a run from scratch, and those before its first checkpoint
 TUNING_STEPS, TUNING_RATE = 150, 3e-4
