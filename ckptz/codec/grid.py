@@ -97,7 +97,7 @@ UNGUIDED_SHARE: Final = 0.5  # of the usual step, for weights of SGD; from bench
 FULL_SHARE: Final = 0.35  # of the step of deltas, for full files of runs that restart
 PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
 MIN_DECIDING: Final = 256  # elements
-LEAST_MOVING: Final = 1 / 16  # of elements; see `_GridTensor.after`
+MOST_MOVES: Final = 16.0  # mean movements of a file, that a step may be; see `_GridTensor.after`
 FINEST: Final = 1 / 64  # of a step
 SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
 
@@ -111,12 +111,14 @@ class UniformGrid(Recipe):
         dead_zone: additional share of a step, on both sides of zero, that becomes zero; None for the default.
         purpose: see `Grid`.
         full_step: see `Grid`.
+        most_moves: see `Grid`.
     """
 
     step: float = 1.0
     dead_zone: float | None = None
     purpose: str = "auto"
     full_step: float | None = None
+    most_moves: float = MOST_MOVES
     name: ClassVar[str] = "grid"
 
     is_joint: ClassVar[bool] = True
@@ -185,7 +187,8 @@ class UniformGrid(Recipe):
         key = key if isinstance(key, int) else NEAREST
         grid = _GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
-            grid = grid.after(tensor.seed, PEAK if kept else PEAK_TO_SHIP, tensor.movement)
+            moves = None if tensor.movement is None else tensor.movement * self.most_moves
+            grid = grid.after(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
         counted = grid.counted(tensor.run)
         most = largest_magnitude(counted.codes.total)
         if base is None and (layer := _Layer.of(grid, tensor.guide)) is not None:
@@ -250,6 +253,8 @@ class Grid(Method):
         purpose: "resume" keeps what training has moved, however often it restarts from such files; "ship"
             makes the smallest file for an evaluation. "auto" is resume for files with optimizer state or
             with a base, and ship for weights alone.
+        most_moves: the step that a delta to restart from has at most, in mean movements of training since its
+            base.
 
     Example:
         >>> from ckptz import Grid
@@ -263,6 +268,7 @@ class Grid(Method):
     min_elements: int = MIN_ELEMENTS
     purpose: str = "auto"
     full_step: float | None = None
+    most_moves: float = MOST_MOVES
     name: ClassVar[str] = "grid"
     reads: ClassVar[frozenset[str]] = frozenset({MOMENTS_FROM, SENSITIVITY, CALIBRATION})
 
@@ -276,6 +282,8 @@ class Grid(Method):
                 raise ConfigError(f"{name} must be above 0 and at most 1024, got {step}")
         if self.purpose not in PURPOSES:
             raise ConfigError(f"purpose must be one of {', '.join(PURPOSES)}, got {self.purpose!r}")
+        if not 0 < self.most_moves <= 1024:
+            raise ConfigError(f"most_moves must be above 0 and at most 1024, got {self.most_moves}")
         if self.dead_zone is not None and not 0 <= self.dead_zone <= 4:
             raise ConfigError(f"dead_zone must be from 0 to 4, got {self.dead_zone}")
 
@@ -291,7 +299,7 @@ class Grid(Method):
         """Return the recipe: large weights of two or more dimensions become lossy."""
         if not is_large_weight(role, dtype, shape, self.min_elements):
             return EXACT
-        return UniformGrid(self.step, self.dead_zone, self.purpose, self.full_step)
+        return UniformGrid(self.step, self.dead_zone, self.purpose, self.full_step, self.most_moves)
 
     def recipes(
         self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
@@ -305,15 +313,17 @@ class Grid(Method):
             return Method.recipes(weights, tensors, roles)
         return state_recipes(tensors, roles, trained, self.moments, weights, self.step)
 
-    def for_restarts(self, n: int, *, is_guided: bool = True) -> Self:
+    def for_restarts(self, n: int, *, is_guided: bool = True, healing: float = 1.0) -> Self:
         """Return finer steps for more restarts: the loss that each restart adds grows with the step.
 
         Full files are finer still: the error of the first stays in the run through all restarts. Weights
-        also get finer steps where no second moments say which of them matter.
+        also get finer steps where no second moments say which of them matter, and near the end.
         """
         share = min(max(USUAL_RESTORES / n, 1 / 16), 1.0)
-        finer = self._with_step(self.step * share * (1.0 if is_guided else UNGUIDED_SHARE), share)
-        return replace(finer, full_step=self.full_step or finer.step * FULL_SHARE)
+        step = self.step * share * (1.0 if is_guided else UNGUIDED_SHARE)
+        finer = self._with_step(step * healing, share)
+        full_step = self.full_step or step * min(FULL_SHARE, healing)
+        return replace(finer, full_step=full_step, most_moves=self.most_moves * healing)
 
     def scaled(self, multiplier: float) -> Self:
         """Return the settings with another step; the steps of moments follow in proportion.
@@ -407,8 +417,10 @@ class _GridTensor(OnGrid):
             return OnGrid.codes(self, begin, end, patterns)
         return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))
 
-    def after(self, new: int, peak: float, movement: float | None) -> _GridTensor:
+    def after(self, new: int, peak: float, most: float | None) -> _GridTensor:
         """Choose thresholds, and steps for them, by the chunk in the middle; `self.key` is the base's file's.
+
+        Steps drawn for become at most `most` of those that are given.
 
         Weights have a peak at zero. So of residuals whose base is within `peak` steps of it, many are small
         wherever they come from; the others decide.
@@ -427,7 +439,7 @@ class _GridTensor(OnGrid):
             is_far[:] = True
         thresholds = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
         key = key_of(np.where(is_far, places, np.nan), thresholds, self.key, new)
-        share = 1.0 if key == NEAREST or not movement else min(max(movement / LEAST_MOVING, FINEST), 1.0)
+        share = 1.0 if key == NEAREST or not most else min(max(most, FINEST), 1.0)
         return replace(self, key=key, rows=replace(self.rows, steps=self.rows.steps * share))
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:

@@ -133,14 +133,16 @@ class Method:
         """Number of elements below which a tensor stays lossless."""
         return 0
 
-    def for_restarts(self, n: int, *, is_guided: bool = True) -> Self:
+    def for_restarts(self, n: int, *, is_guided: bool = True, healing: float = 1.0) -> Self:
         """Return the settings for a run that restarts `n` times (at least 1) from its lossy files.
 
         Args:
             n: the expected number of restarts.
             is_guided: whether the optimizer keeps second moments, which measure sensitivity.
+            healing: share of the usual step that weights may have, less than 1 where little training is left
+                that would make errors good.
         """
-        del n, is_guided
+        del n, is_guided, healing
         return self
 
     def for_shards(self) -> Self:

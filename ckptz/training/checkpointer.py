@@ -64,6 +64,7 @@ from ckptz.training.optimizers import (
 )
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
+from ckptz.training.schedules import Schedule
 from ckptz.training.snapshot import MODEL, Snapshot
 from ckptz.training.state import (
     Extra,
@@ -83,6 +84,7 @@ from ckptz.training.state import (
 )
 from ckptz.words import Report, format_bytes
 
+LARGEST: Final = "largest_rate"  # in the state: that the run has had so far
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
 T = TypeVar("T")
@@ -255,6 +257,7 @@ class Checkpointer:
         self._snapshot = Snapshot(max_staging_bytes)
         # What a budget was measured on is what is written.
         self._tracker = UpdateTracker() if config.loses_state and budget is None else None
+        self._schedule = Schedule()
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
@@ -293,11 +296,12 @@ class Checkpointer:
         if step == self._at:
             return
         aside = self._make_way(step)
-        method = self._method()
+        method, on_rates = self._method(step)
         try:
             taken = self._taken(method.config)
         except CkptzError as error:
             raise with_context(error, f"{self._store.name}: step {step} was not saved") from error
+        self._schedule.mark(self._optimizers, step)
         search = None
         if self._search is not None:
             method, search = self._searched(self._search, taken, method, step)
@@ -309,7 +313,12 @@ class Checkpointer:
             write_seconds=0.0,
             stored_bytes=0,
             tensor_bytes=0,
-            notes=(*aside, *(() if search is None else search.notes), *((NOTHING_KEPT,) * is_unmet)),
+            notes=(
+                *aside,
+                *on_rates,
+                *(() if search is None else search.notes),
+                *((NOTHING_KEPT,) * is_unmet),
+            ),
             search=search,
         )
         self._writer.start(
@@ -365,6 +374,7 @@ class Checkpointer:
         self._store.lock()
         if self._tracker is not None and not self._tracker.has_snapshot:
             self._mark(self._tracker, step, is_restored=False)
+            self._schedule.mark(self._optimizers, step)
 
     def _mark(self, tracker: UpdateTracker, step: int, *, is_restored: bool) -> None:
         weights = sampled_weights(model_state(self.model))
@@ -403,25 +413,29 @@ class Checkpointer:
             raise loss from error
         return self._last
 
-    def _method(self) -> LossSettings:
-        """Return the loss settings before a search; check that the calibration fits."""
+    def _method(self, step: int) -> tuple[LossSettings, tuple[str, ...]]:
+        """Return the loss settings before a search, and notes on them; check that the calibration fits."""
         calibration = calibrated(self._calibration)
         if calibration is not None:
             live = model_state(self.model).items()
             shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
             check_fits(calibration, shapes)
-        return LossSettings(config=self._config_now, calibration=calibration)
+        config, notes = self._config_at(step)
+        return LossSettings(config=config, calibration=calibration), notes
 
-    @property
-    def _config_now(self) -> Method:
-        """The configuration for the restarts that are expected, or twice as many where these are used up."""
+    def _config_at(self, step: int) -> tuple[Method, tuple[str, ...]]:
+        """Return the configuration for the restarts that are expected, or twice as many if these are used up.
+
+        Near the end of the run its steps are finer. The notes tell what of that is not known.
+        """
         expected = self._expected
         if not expected or self._search is not None:
-            return self._config
+            return self._config, ()
         while expected < self._n_restores:
             expected *= 2
         is_guided = not self._optimizers or not all(isinstance(one, SGD) for one in self._optimizers)
-        return self._config.for_restarts(expected, is_guided=is_guided)
+        healing, notes = self._schedule.share_of_step(self._optimizers, self.extra.values(), step)
+        return self._config.for_restarts(expected, is_guided=is_guided, healing=healing), notes
 
     def _searched(
         self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int
@@ -464,6 +478,7 @@ class Checkpointer:
             "extra": extra_state(self.extra),
             "rng": random_state(),
             **({RESTORES: self._n_restores} if self._n_restores else {}),
+            **({LARGEST: self._schedule.largest} if self._schedule.has_fallen else {}),
         }
 
     @property
@@ -639,6 +654,7 @@ class Checkpointer:
             self._unreadable = frozenset()
             before = n_restores if isinstance(n_restores, int) and 0 <= n_restores < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
+            self._schedule.restore(self._optimizers, step, rest.get(LARGEST))
             if self._tracker is not None:
                 self._mark(self._tracker, step, is_restored=True)
         self.restored = self._compared(restored, saved)

@@ -1,0 +1,130 @@
+"""Rates to come: schedulers are simulated without a trace, and files near the end have finer steps."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler as torch_schedulers
+from torch.optim.lr_scheduler import LRScheduler
+
+from ckptz import Checkpointer, Grid, KeepPolicy, inspect
+from ckptz.training.schedules import RISING, UNKNOWN, Schedule, rates_to_come
+
+N = 40
+SCHEDULERS: dict[str, Callable[[Any], LRScheduler]] = {
+    "line": lambda o: torch_schedulers.LambdaLR(o, lambda step: max(0.0, 1 - step / N)),
+    "cosine": lambda o: torch_schedulers.CosineAnnealingLR(o, N),
+    "one cycle": lambda o: torch_schedulers.OneCycleLR(o, 1.0, total_steps=N),
+    "sequence": lambda o: torch_schedulers.SequentialLR(
+        o,
+        [torch_schedulers.LinearLR(o, 0.1, 1.0, 5), torch_schedulers.CosineAnnealingLR(o, N - 5)],
+        milestones=[5],
+    ),
+}
+
+
+def made(scheduler: str, n_steps: int) -> tuple[torch.optim.AdamW, LRScheduler]:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    found = SCHEDULERS[scheduler](optimizer)
+    for _ in range(n_steps):
+        optimizer.step()
+        found.step()
+    return optimizer, found
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("n_steps", [12, 25, 38])
+def test_the_rates_to_come_are_those_that_come(name: str, n_steps: int) -> None:
+    optimizer, scheduler = made(name, n_steps)
+    before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
+    to_come = rates_to_come(scheduler, optimizer.param_groups[0], math.inf)
+    assert (optimizer.state_dict(), scheduler.state_dict()) == before
+    rates, last = [], optimizer.param_groups[0]["lr"]
+    for _ in range(N - 1 - n_steps + (name != "one cycle")):
+        optimizer.step()
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+        if rates[-1] > last and n_steps > 12:  # one cycle rises first
+            break
+        last = rates[-1]
+    assert to_come == pytest.approx(sum(rates), rel=1e-3)
+
+
+def test_a_scheduler_by_a_metric_or_with_a_broken_function_is_unknown() -> None:
+    optimizer, _ = made("line", 0)
+    by_metric = torch_schedulers.ReduceLROnPlateau(optimizer)
+    broken = torch_schedulers.LambdaLR(optimizer, lambda step: 1 / (2 - step))
+    schedule = Schedule()
+    for scheduler in (by_metric, broken):
+        assert rates_to_come(scheduler, optimizer.param_groups[0], 100.0) is None
+        share, notes = schedule.share_of_step([optimizer], [scheduler], 10)
+        assert share <= UNKNOWN
+        assert type(scheduler).__name__ in notes[0]
+
+
+RATES = st.one_of(st.floats(), st.none(), st.text(max_size=2), st.integers(-1, 2), st.just(torch.tensor(0.1)))
+
+
+@given(st.lists(RATES, min_size=1, max_size=6), st.one_of(st.none(), RATES))
+def test_no_rate_gives_more_than_the_usual_step_or_an_error(rates: list[Any], initial: Any) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    schedule = Schedule()
+    for step, rate in enumerate(rates):
+        optimizer.param_groups[0] |= {"lr": rate, "initial_lr": initial}
+        share, _ = schedule.share_of_step([optimizer], [], step)
+        assert 0.1 < share <= 1
+        schedule.mark([optimizer], step)
+
+
+def test_rates_that_rise_give_half_a_step_and_a_note() -> None:
+    optimizer, _ = made("line", 0)
+    schedule = Schedule()
+    schedule.mark([optimizer], 10)
+    optimizer.param_groups[0]["lr"] = 1.5
+    assert schedule.share_of_step([optimizer], [], 20) == (UNKNOWN, (RISING,))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_files_near_the_end_have_finer_steps(tmp_path: Path, is_known: bool) -> None:
+    """Also where rates are set by hand, and in a new process at each step."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(128, 128)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch_schedulers.LambdaLR(optimizer, lambda step: max(0.0, 1 - step / N))
+    if not is_known:
+        optimizer.param_groups[0].pop("initial_lr")
+    steps = list[float]()
+    extra: dict[str, Any] = {"scheduler": scheduler} if is_known else {}
+    for step in range(5, N + 1, 5):
+        with Checkpointer(
+            tmp_path,
+            model,
+            optimizer,
+            config=Grid(),
+            keep=KeepPolicy(last=None, exact=0),
+            full_every=1,
+            extra=extra,
+        ) as saver:
+            saver.restore_latest()
+            for _ in range(5):
+                model(torch.randn(64, 128)).square().mean().backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                if not is_known:
+                    optimizer.param_groups[0].pop("initial_lr", None)
+            saver.save(step)
+        entries = inspect(tmp_path / f"step-{step:08d}.ckptz").tensors
+        settings = next(one.lossy.settings for one in entries if one.lossy and one.name == "model.weight")
+        steps.append(float(settings["step"]))
+    assert steps[0] == steps[1] == 0.35
+    assert steps[-1] < 0.25
+    assert steps == sorted(steps, reverse=True)
