@@ -52,6 +52,7 @@ from ckptz.training.budget_search import (
     check_fits,
 )
 from ckptz.training.compare import differences, fingerprint, notes_on
+from ckptz.training.curve import Curve
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import LossSettings, StepReader, StepState, StepWriter, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
@@ -84,6 +85,7 @@ from ckptz.training.state import (
 )
 from ckptz.words import Report, format_bytes
 
+CURVE: Final = "curve"  # in the state: the metrics of the run, where they were given
 LARGEST: Final = "largest_rate"  # in the state: that the run has had so far
 RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
 BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
@@ -258,6 +260,7 @@ class Checkpointer:
         # What a budget was measured on is what is written.
         self._tracker = UpdateTracker() if config.loses_state and budget is None else None
         self._schedule = Schedule()
+        self._curve = Curve(lower_is_better=keep.lower_is_better)
         self._writer: Background[SaveReport] = Background()
         self._turns = Turns()
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
@@ -273,7 +276,8 @@ class Checkpointer:
 
         Args:
             step: after all that are in the folder.
-            metric: by which `KeepPolicy.best` compares steps.
+            metric: by which `KeepPolicy.best` compares steps. With restarts from lossy files, it also tells what
+                these cost: more than 0.5 % together makes the next files finer, with a note.
 
         Raises:
             ConfigError: the step is not new, somebody else writes to the folder, a tensor has no values, the
@@ -296,6 +300,7 @@ class Checkpointer:
         if step == self._at:
             return
         aside = self._make_way(step)
+        on_metric = () if metric is None or not self._expected else self._curve.add(step, metric)
         method, on_rates = self._method(step)
         try:
             taken = self._taken(method.config)
@@ -315,6 +320,7 @@ class Checkpointer:
             tensor_bytes=0,
             notes=(
                 *aside,
+                *on_metric,
                 *on_rates,
                 *(() if search is None else search.notes),
                 *((NOTHING_KEPT,) * is_unmet),
@@ -433,6 +439,7 @@ class Checkpointer:
             return self._config, ()
         while expected < self._n_restores:
             expected *= 2
+        expected *= 2**self._curve.n_finer
         is_guided = not self._optimizers or not all(isinstance(one, SGD) for one in self._optimizers)
         healing, notes = self._schedule.share_of_step(self._optimizers, self.extra.values(), step)
         return self._config.for_restarts(expected, is_guided=is_guided, healing=healing), notes
@@ -479,6 +486,7 @@ class Checkpointer:
             "rng": random_state(),
             **({RESTORES: self._n_restores} if self._n_restores else {}),
             **({LARGEST: self._schedule.largest} if self._schedule.has_fallen else {}),
+            **({} if (curve := self._curve.state()) is None else {CURVE: curve}),
         }
 
     @property
@@ -655,6 +663,9 @@ class Checkpointer:
             before = n_restores if isinstance(n_restores, int) and 0 <= n_restores < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)
             self._schedule.restore(self._optimizers, step, rest.get(LARGEST))
+            self._curve = Curve.restored(
+                rest.get(CURVE), lower_is_better=self._keep.lower_is_better, is_lossy=not restored.is_exact
+            )
             if self._tracker is not None:
                 self._mark(self._tracker, step, is_restored=True)
         self.restored = self._compared(restored, saved)
