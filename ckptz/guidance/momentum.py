@@ -132,12 +132,14 @@ class LostMomentum:
         moment: as it is.
         restored: as the file restores it; None where all of it is lost.
         second: the second moment, if moves depend on it.
+        restored_second: as a file restores it; None where that is not known, or exact.
     """
 
     decay: MomentumDecay
     moment: TensorSource
     restored: TensorSource | None
     second: TensorSource | None
+    restored_second: TensorSource | None = None
 
     @property
     def bound(self) -> SideInformation:
@@ -147,12 +149,13 @@ class LostMomentum:
 
     def moves(self, begin: int, end: int) -> Sample:
         """Compute the moves that it would still have caused, float32 [end - begin]."""
-        lost = _values(self.moment, begin, end)
-        if self.restored is not None:
-            with np.errstate(all="ignore"):
-                lost = lost - _values(self.restored, begin, end)
         squares = None if self.second is None else _values(self.second, begin, end)
-        return self.decay.moves(lost, squares)
+        moves = self.decay.moves(_values(self.moment, begin, end), squares)
+        if self.restored is None:
+            return moves
+        if self.restored_second is not None:
+            squares = _values(self.restored_second, begin, end)
+        return moves - self.decay.moves(_values(self.restored, begin, end), squares)
 
     def sample(self) -> Sample:
         """Compute the moves at the elements that `UpdateTracker` samples, float32 [n]."""
@@ -317,11 +320,15 @@ class Momentum:
     ) -> tuple[dict[str, MovedSource], dict[str, str]]:
         """Move weights by what is lost of their first moments; give them, and notes on others, by name."""
         known = self.tracker.lost(trained, self.step)
-        lost = {
-            parameter: replace(one, restored=restored[name])
-            for parameter, one in known.items()
-            if (name := trained[parameter].names[one.decay.moment]) in restored
-        }
+        lost = {}
+        for parameter, one in known.items():
+            names, second = trained[parameter].names, one.decay.second
+            if names[one.decay.moment] in restored:
+                lost[parameter] = replace(
+                    one,
+                    restored=restored[names[one.decay.moment]],
+                    restored_second=None if second is None else restored.get(names[second]),
+                )
         measured = self.tracker.shares(trained, self.step, lost, self.pool)
         shares = (
             dict.fromkeys((name for name, one in lost.items() if one.decay.total), USUAL_SHARE) | measured

@@ -276,8 +276,8 @@ class Checkpointer:
 
         Args:
             step: after all that are in the folder.
-            metric: by which `KeepPolicy.best` compares steps. With restarts from lossy files, it also tells what
-                these cost: more than 0.5 % together makes the next files finer, with a note.
+            metric: by which `KeepPolicy.best` compares steps. It also tells what lossy restarts cost:
+                more than 0.5 % together makes the next files finer, with a note.
 
         Raises:
             ConfigError: the step is not new, somebody else writes to the folder, a tensor has no values, the

@@ -50,7 +50,7 @@ class Curve:
         return self._judged() if was_lossy else ()
 
     def _distance(self, step: int, metric: float) -> float | None:
-        """Return how much worse a metric is than the line through the two before it, as a share of the last."""
+        """Return how much worse a metric is than the line through the two before, as a share of the last."""
         if len(self._points) < 2:
             return None
         (first, one), (second, other) = self._points
@@ -71,8 +71,8 @@ class Curve:
         self.n_finer += 1
         self._restarted.clear()
         return (
-            f"{n} lossy restarts have cost {100 * cost:.2g} % of the metric, within {100 * SURE * error:.1g}, "
-            f"which is more than {100 * PROMISED:g} %: files have half the steps from now on",
+            f"{n} lossy restarts have cost {100 * cost:.2g} +- {100 * SURE * error:.1g} % of the metric, "
+            f"more than the {100 * PROMISED:g} % that are promised: files have half the steps from now on",
         )
 
     @classmethod
