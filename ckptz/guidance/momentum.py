@@ -114,6 +114,7 @@ class _WeightSnapshot:
         step: of the save, or None where it is not known.
         rate: of the next update.
         is_restored: whether it was restored.
+        has_lost: whether its momentum was restored with a loss.
     """
 
     sample: Sample
@@ -121,6 +122,7 @@ class _WeightSnapshot:
     step: int | None
     rate: float
     is_restored: bool
+    has_lost: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,20 +185,27 @@ class UpdateTracker:
         self.has_snapshot = False  # whether there has been a save, a restore or a first step
         self._shares: dict[str, float] = {}  # that were measured last
 
-    def snapshot(self, trained: Mapping[str, ParamState], step: int | None, *, is_restored: bool) -> None:
+    def snapshot(
+        self,
+        trained: Mapping[str, ParamState],
+        step: int | None,
+        *,
+        is_restored: bool,
+        has_lost: bool = False,
+    ) -> None:
         """Take a sample of the weights, by parameter, that a save has written, or that a restore has loaded.
 
         Args:
             trained: by parameter. Samples of the weights, as `stride_of` has them, may stand for these.
             step: of the run; None where it is not known.
             is_restored: whether a restore has left them.
+            has_lost: whether that was one of files that lose momentum.
         """
         self._snapshots, self.has_snapshot = {}, True
         for parameter, one in trained.items():
             if one.rate is not None and can_move(one.weight):
-                self._snapshots[parameter] = _WeightSnapshot(
-                    _sampled(one.weight), one.updates, step, one.rate, is_restored
-                )
+                sample, known = _sampled(one.weight), (one.updates, step, one.rate)
+                self._snapshots[parameter] = _WeightSnapshot(sample, *known, is_restored, has_lost)
 
     def lost(self, trained: Mapping[str, ParamState], step: int | None) -> dict[str, LostMomentum]:
         """Return the first moments of all weights that can be corrected as lost, by parameter.
@@ -261,9 +270,9 @@ class UpdateTracker:
             if n_updates:
                 shape = one.moment.shape
                 n_free = min(math.prod(shape[:1]) + math.prod(shape[1:]), len(moved))
-                found[parameter] = ProjectionStats.of(
-                    one.sample(), moved, one.decay.in_noise(n_updates), n_free
-                )
+                has_lost = self._snapshots[parameter].has_lost
+                in_noise = one.decay.in_noise(n_updates, from_zero=has_lost)
+                found[parameter] = ProjectionStats.of(one.sample(), moved, in_noise, n_free)
             elif self._snapshots[parameter].is_restored:  # what the file loses was lost before
                 known[parameter] = 0.0
         self._shares |= shares_of(pool(found))

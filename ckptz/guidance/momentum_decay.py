@@ -69,12 +69,21 @@ class MomentumDecay:
         found[~np.isfinite(found)] = 0
         return found
 
-    def in_noise(self, n_updates: float) -> float:
+    def in_noise(self, n_updates: float, *, from_zero: bool = False) -> float:
         """Return <P, D> / <P, P> for gradients that are noise, D being the last `n_updates` updates.
 
         Each of those moved by what m still holds of it.
+
+        Args:
+            n_updates: at least 1.
+            from_zero: whether m was zero before them, as what a file has lost of it is. D then lacks what
+                earlier gradients would have moved, and P what they would still move.
         """
-        return (1 - self.decay**n_updates) / self.decay * (1 + self.at_once * (1 + self.decay))
+        left = self.decay**n_updates
+        if from_zero:
+            gradients = (1 + self.decay) / (self.decay * (1 + left))
+            return gradients * (1 + self.at_once) - 1
+        return (1 - left) / self.decay * (1 + self.at_once * (1 + self.decay))
 
 
 def decay_of(

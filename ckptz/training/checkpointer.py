@@ -382,10 +382,10 @@ class Checkpointer:
             self._mark(self._tracker, step, is_restored=False)
             self._schedule.mark(self._optimizers, step)
 
-    def _mark(self, tracker: UpdateTracker, step: int, *, is_restored: bool) -> None:
+    def _mark(self, tracker: UpdateTracker, step: int, *, is_restored: bool, has_lost: bool = False) -> None:
         weights = sampled_weights(model_state(self.model))
         trained = trained_weights(optimizer_state(self.model, self._optimizers), weights)
-        tracker.snapshot(trained, step, is_restored=is_restored)
+        tracker.snapshot(trained, step, is_restored=is_restored, has_lost=has_lost)
 
     def wait(self) -> SaveReport | None:
         """Wait until no save is under way.
@@ -667,7 +667,7 @@ class Checkpointer:
                 rest.get(CURVE), lower_is_better=self._keep.lower_is_better, is_lossy=not restored.is_exact
             )
             if self._tracker is not None:
-                self._mark(self._tracker, step, is_restored=True)
+                self._mark(self._tracker, step, is_restored=True, has_lost=not restored.is_exact)
         self.restored = self._compared(restored, saved)
         return step
 

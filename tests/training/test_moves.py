@@ -200,6 +200,23 @@ def test_noise_is_moved_whole_however_often_a_run_is_saved(name: str, n: int, ex
     assert ProjectionStats.of(to_come, moved, in_noise).share > 0.85
 
 
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Nesterov"])
+@pytest.mark.parametrize("n", [2, 5, 15, 70])
+def test_noise_is_moved_whole_behind_a_restart_that_has_lost_momentum(name: str, n: int) -> None:
+    run = Run(OPTIMIZERS[name], size=256)
+    run.train(100)
+    for state in run.optimizer.state.values():
+        state["momentum_buffer" if "momentum_buffer" in state else "exp_avg"].zero_()
+    before = flat(run.model.weight)
+    run.train(n)
+    decay = decays(run)["weight"]
+    moved, to_come = flat(run.model.weight) - before, lost_of(run, decay).moves(0, 256 * 256)
+    raw = float(moved @ to_come / (to_come @ to_come))
+    assert raw == pytest.approx(decay.in_noise(n, from_zero=True), rel=0.1)
+    if n in (5, 15) and name != "Nesterov":
+        assert raw < 0.9 * decay.in_noise(n)
+
+
 def test_what_gradients_undo_is_not_moved() -> None:
     rng = np.random.default_rng(0)
     to_come = rng.standard_normal(65536).astype(np.float32)
