@@ -195,7 +195,7 @@ class Tokens:
 
 
 def restarted(folder: Path) -> tuple[Tokens, tuple[str, ...], Array]:
-    run, config = Tokens(), Grid(moments=Moments(first_step=0.05))
+    run, config = Tokens(), Grid(moments=Moments(first_step=0.1))
     with Checkpointer(folder, run.model, run.optimizer, config=config, keep=LOSSY, background=False) as saver:
         for step in (40, 60, 80):
             run.train(20)

@@ -337,14 +337,16 @@ def test_steps_of_all_tensors_are_finer_together(tmp_path: Path) -> None:
 def test_more_restores_than_usual_want_finer_steps() -> None:
     given = Grid(step=0.5)
     usual, many = given.for_restarts(10), given.for_restarts(40)
-    assert (usual.step, usual.full_step, usual.moments) == (0.5, 0.5 * FULL_SHARE, given.moments)
-    assert (many.step, many.full_step) == (0.125, 0.125 * FULL_SHARE)
-    assert many.moments.second_step == given.moments.second_step / 4
-    assert many.moments.first_step == given.moments.first_step / 4
+    assert (usual.step, usual.full_step) == (0.25, 0.25 * FULL_SHARE)
+    assert usual.moments.second_step == given.moments.second_step / 2
+    assert usual.moments.first_step == given.moments.first_step / 2
+    assert (many.step, many.full_step) == (usual.step / 4, usual.full_step / 4)
+    assert many.moments.second_step == usual.moments.second_step / 4
+    assert many.moments.first_step == usual.moments.first_step / 4
     assert replace(given, full_step=1.0).for_restarts(40).full_step == 1.0
     unguided = given.for_restarts(10, is_guided=False)
-    assert (unguided.step, unguided.full_step) == (0.25, 0.25 * FULL_SHARE)
-    assert unguided.moments == given.moments
+    assert (unguided.step, unguided.full_step) == (0.125, 0.125 * FULL_SHARE)
+    assert unguided.moments == usual.moments
 
 
 @pytest.mark.parametrize("step", [1.0, 4.0])
@@ -403,10 +405,10 @@ def steps_recorded(folder: Path) -> list[Any]:
     ("options", "expected"),
     [
         ({}, [1.0, 1.0]),  # the newest step is exact: nothing restarts from what is lost
-        ({"keep": LOSSY}, [FULL_SHARE, 1.0]),
-        ({"keep": LOSSY, "restores": 20}, [FULL_SHARE / 2, 0.5]),
+        ({"keep": LOSSY}, [FULL_SHARE / 2, 0.5]),
+        ({"keep": LOSSY, "restores": 20}, [FULL_SHARE / 4, 0.25]),
         ({"keep": LOSSY, "restores": 0}, [1.0, 1.0]),
-        ({"restores": 5}, [FULL_SHARE, 1.0]),
+        ({"restores": 5}, [FULL_SHARE / 2, 0.5]),
     ],
 )
 def test_steps_follow_the_restarts_that_are_expected(
@@ -426,4 +428,4 @@ def test_more_restarts_than_expected_make_steps_finer(tmp_path: Path) -> None:
         with saver:  # a new process each time
             saver.restore_latest()
             saver.save(step)
-    assert steps_recorded(tmp_path) == [FULL_SHARE] + [1.0] * 10 + [0.5] * 3
+    assert steps_recorded(tmp_path) == [FULL_SHARE / 2] + [0.5] * 10 + [0.25] * 3

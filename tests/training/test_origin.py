@@ -130,8 +130,8 @@ def test_a_file_against_it_has_the_step_of_a_full_file(
     for name in (STEP_1, STEP_2):
         records = [tensor.lossy for tensor in inspect(folder / name).tensors]
         steps.append({one.settings["step"] for one in records if one is not None and one.method == "grid"})
-    assert steps[0] == {full_step or FULL_SHARE * GRID.step}
-    assert max(steps[1]) == GRID.step, "deltas of the run have their own"
+    assert steps[0] == {full_step or FULL_SHARE * GRID.step / 2}
+    assert max(steps[1]) == GRID.step / 2, "deltas of the run have their own"
 
 
 def test_a_run_that_goes_on_without_being_told_stays_with_its_names(folder: Path, pretrained: Path) -> None:

@@ -125,6 +125,6 @@ def test_files_near_the_end_have_finer_steps(tmp_path: Path, is_known: bool) -> 
         entries = inspect(tmp_path / f"step-{step:08d}.ckptz").tensors
         settings = next(one.lossy.settings for one in entries if one.lossy and one.name == "model.weight")
         steps.append(float(settings["step"]))
-    assert steps[0] == steps[1] == 0.35
-    assert steps[-1] < 0.25
+    assert steps[0] == steps[1] == 0.175
+    assert steps[-1] < 0.125
     assert steps == sorted(steps, reverse=True)
