@@ -94,8 +94,8 @@ MAX_FIRST_STEP: Final = 64.0
 
 PURPOSES: Final = ("auto", "resume", "ship")
 UNGUIDED_SHARE: Final = 0.5  # of the usual step, for weights of SGD; from bench/studies/restarts, image
-# Of all steps, in runs that restart. On the runs of bench/studies/user_runs to choose on, one seed: a run from
-# scratch ends at +0.38 % with half the steps (65x) and at +0.70 % with whole ones (106x), a fine-tune at +0.18 %
+# Of all steps, in runs that restart. On runs of bench/studies/user_runs to choose on, one seed: a run from
+# scratch ends at +0.38 % with half the steps (65x), at +0.70 % with whole ones (106x), a fine-tune at +0.18 %
 # (99x) where it was +0.36 % (129x).
 RESTART_SHARE: Final = 0.5
 FULL_SHARE: Final = 0.35  # of the step of deltas, for full files of runs that restart
