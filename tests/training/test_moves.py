@@ -212,9 +212,9 @@ def test_noise_is_moved_whole_behind_a_restart_that_has_lost_momentum(name: str,
     decay = decays(run)["weight"]
     moved, to_come = flat(run.model.weight) - before, lost_of(run, decay).moves(0, 256 * 256)
     raw = float(moved @ to_come / (to_come @ to_come))
-    assert raw == pytest.approx(course.in_noise(n, from_zero=True), rel=0.1)
+    assert raw == pytest.approx(decay.in_noise(n, from_zero=True), rel=0.1)
     if n in (5, 15) and name != "Nesterov":
-        assert raw < 0.9 * course.in_noise(n)
+        assert raw < 0.9 * decay.in_noise(n)
 
 
 def test_what_gradients_undo_is_not_moved() -> None:
