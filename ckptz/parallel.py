@@ -276,7 +276,7 @@ class LRUCache(Generic[V]):
         self._most, self._weigh, self._keeps_any = most, weigh, keeps_any
         self.weight = 0  # of all that is held
         self._held: OrderedDict[Hashable, V] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # an interrupt right behind its acquisition leaves it with this thread
         self._making: dict[Hashable, threading.RLock] = {}
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
