@@ -268,11 +268,14 @@ class FrameSource(TensorSource):
         """Decode chunk `index` into `out` [n], and return its codes, if it has a quantization map.
 
         A chain of frames that only depend on the patterns of their bases is decoded in place, full file
-        first: `out` contains the base of a frame when the frame is decoded.
+        first: `out` contains the base of a frame when the frame is decoded. Where a frame of the chain has
+        other dependencies, two paths may lead to the same frame, so `gather` decodes each frame once.
         """
         chain = [self]
         while len(chain) < MAX_FRAMES and (below := chain[-1]._base_in_place(index)) is not None:
             chain.append(below)
+        if not all(isinstance(f, FrameSource) and f.last(index) for f, _ in chain[-1].needs(False)):
+            chain = [self]
         chain.reverse()
         codes = chain[0]._decode(index, out, chain[0]._gathered(index))
         for base, frame in itertools.pairwise(chain):

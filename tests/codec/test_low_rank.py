@@ -182,7 +182,7 @@ def test_wide_rows_are_computed_element_by_element(monkeypatch: pytest.MonkeyPat
     codes = np.arange(1, 14, dtype=np.uint8)
     found = LowRank(3, 10, np.array([0x3F800000], np.uint32), Embedded.of(codes))
     expected = found.products(0, 30)
-    monkeypatch.setattr(plan_module, "PLAIN_COLUMNS", 9)
+    monkeypatch.setattr(plan_module, "MAX_NUMPY_COLUMNS", 9)
     other = LowRank(3, 10, found.scales, found.stored)
     np.testing.assert_array_equal(other.products(7, 23), expected[7:23])
 

@@ -465,7 +465,7 @@ def test_a_step_is_published_whatever_becomes_of_the_older_ones(
 ) -> None:
     with copied(stream) as folder:
         publisher = Publisher(folder, full_every=2, keep_full=1, jobs=1)
-        real, calls = publisher._place.sizes, []
+        real, calls = publisher._folder.sizes, []
 
         def refuse(*_: Any) -> Any:
             calls.append(1)
@@ -473,9 +473,9 @@ def test_a_step_is_published_whatever_becomes_of_the_older_ones(
                 return real()
             raise CkptzError("no answer")
 
-        monkeypatch.setattr(publisher._place, failing, refuse)
+        monkeypatch.setattr(publisher._folder, failing, refuse)
         done = publisher.publish(published_state(6), 6)
-        assert ("older stays" in done.note) == (failing == "sizes")
+        assert ("older files are kept" in done.note) == (failing == "sizes")
         assert follow(folder, 1) == 1
         assert follow(folder) == 6
 
