@@ -64,7 +64,7 @@ class Patched:
 
     Attributes:
         content_id: identity of the values that the tensors have now.
-        base: identity of those they had, or None if the file stands alone.
+        base: identity of those they had, or None for a full file.
         step: the file's step, or None.
         n_tensors: tensors of the file.
         n_changed_tensors: those that were written to.

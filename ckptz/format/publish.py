@@ -114,7 +114,7 @@ class Publication:
             ConfigError: `path` is not a regular file, or ends with a separator.
         """
         if str(path).endswith(("/", os.sep)):
-            raise ConfigError(f"{path}: is written as a folder; name a file")
+            raise ConfigError(f"{path}: names a folder; name a file")
         target = path_of(path)
         mode = mode_for(target, like)
         # Without the target's name, which may have the maximum length.

@@ -212,7 +212,7 @@ class Chain(LinkedFiles):
                 with files.file(place) as exact, restored as lossy:
                     write(exact, residual_job(job, lossy, path.name, metadata), workers)
         if base is not None and inode is None and not written.n_deltas:
-            self.notes.append(f"no tensor gains from {self.options.base}; the file stands alone")
+            self.notes.append(f"no tensor gains from {self.options.base}; the file is full")
         return written, inode
 
 

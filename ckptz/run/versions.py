@@ -50,7 +50,7 @@ def newest_step(versions: Iterable[Version]) -> int | None:
 
 
 def full_files_of(versions: Iterable[Version]) -> list[Version]:
-    """Return the versions that stand alone, oldest first."""
+    """Return the full versions, oldest first."""
     return [version for version in versions if version.base is None]
 
 

@@ -24,8 +24,7 @@ def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:
         model: the state that is to be saved, by the model's own names.
 
     Raises:
-        ConfigError: it is not one file that stands alone, or has no matrix of the model in its dtype and
-            shape.
+        ConfigError: it is not one full checkpoint file, or has no matrix of the model in its dtype and shape.
         FileNotFoundError: no such file.
         FormatError: it is damaged.
     """
@@ -33,7 +32,7 @@ def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:
     with contextlib.closing(open_checkpoint(path)) as opened:
         if opened.depth:
             raise ConfigError(
-                f"{path}: a base stands alone, and this file is stored against others; restore it to a "
+                f"{path}: is a delta, and base= needs a full checkpoint; restore it to a "
                 f"{PLAIN_SUFFIX} file and name that"
             )
         there = {(n, torch_dtype(s.dtype), tuple(s.shape)) for n, s in opened.tensors.items()}

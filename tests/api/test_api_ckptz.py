@@ -261,8 +261,11 @@ def test_tensors_go_to_the_device_of_the_framework() -> None:
 
 def test_patterns_of_a_tensor_on_a_device_are_fetched_piece_by_piece() -> None:
     tensor = make(torch.float32, 100)
-    assert CKPTZ.torch._fetched(tensor.view(torch.uint8), 4, 3, 9).tobytes() == tensor[3:9].numpy().tobytes()
-    assert CKPTZ.torch._fetched(tensor.view(torch.uint8), 4, 0, 100).dtype == np.dtype("<u4")
+    assert (
+        CKPTZ.torch._copy_to_host(tensor.view(torch.uint8), 4, 3, 9).tobytes()
+        == tensor[3:9].numpy().tobytes()
+    )
+    assert CKPTZ.torch._copy_to_host(tensor.view(torch.uint8), 4, 0, 100).dtype == np.dtype("<u4")
 
 
 @pytest.mark.gpu

@@ -158,8 +158,8 @@ def test_verbs_that_write_one_file_refuse_an_output_that_ends_with_a_separator(
     verb: str, chain: Chain
 ) -> None:
     run = ckptz(verb, chain.delta, "-o", f"{chain.folder}/new/", fails=True)
-    assert "new/: is written as a folder; name a file" in run.stderr
-    with pytest.raises(ConfigError, match="is written as a folder"):
+    assert "new/: names a folder; name a file" in run.stderr
+    with pytest.raises(ConfigError, match="names a folder"):
         ckptz_numpy.save_file({"w": np.zeros(3)}, f"{chain.folder}/new/")
     assert not (chain.folder / "new").exists()
 
@@ -395,7 +395,7 @@ def test_a_dry_run_predicts_what_each_method_would_write_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampled, "SAMPLE", 1 << 17)
-    monkeypatch.setattr(sampled, "LEAST", 1 << 12)
+    monkeypatch.setattr(sampled, "MIN_VALUES", 1 << 12)
     source, base = a_model(tmp_path, 0.01), a_model(tmp_path)
     ckptz("compress", base)
     for against in ((), ("--base", base.with_suffix(".ckptz"))):

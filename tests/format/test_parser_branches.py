@@ -270,9 +270,9 @@ def test_a_source_without_a_frame_has_no_codes() -> None:
 
 def test_sources_of_a_chunk_that_are_not_open() -> None:
     none = ChunkSources(0, 2)
-    with pytest.raises(MissingBaseError, match="stored against a base"):
+    with pytest.raises(MissingBaseError, match="its base is not open"):
         none.base_patterns()
-    with pytest.raises(MissingBaseError, match="grouped by the codes"):
+    with pytest.raises(MissingBaseError, match="the base is not open"):
         none.base_codes()
     with pytest.raises(CorruptionError, match="'v', which is not open"):
         none.patterns_of("v")

@@ -192,7 +192,7 @@ def test_a_file_goes_through(folder: Path, tmp_path: Path) -> None:
 
 def test_streams_that_cannot_be(folder: Path) -> None:
     for line, what in (
-        (("diff", "-", "-"), "one file only"),
+        (("diff", "-", "-"), "standard input can be used only once"),
         (("inspect", "-"), "standard input"),
     ):
         code, out, said = piped(b"not a checkpoint", *line)

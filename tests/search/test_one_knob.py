@@ -233,7 +233,7 @@ def test_no_evaluation_replays_the_parent_and_promises_nothing(folder: Path) -> 
     facts = ckptz("inspect", folder / "1.ckptz", "--json").json
     assert facts["quality"] == []
     assert {t["lossy"]["promise"] for t in facts["tensors"] if t["lossy"]} == {"none"}
-    assert any("nothing was measured" in note for note in report.notes)
+    assert any("quality not measured" in note for note in report.notes)
 
 
 def test_no_evaluation_needs_a_parent(folder: Path) -> None:
@@ -263,7 +263,7 @@ def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--method", "grid", "--set", "step=2"), "what a search looks for"),
+        (("--method", "grid", "--set", "step=2"), "the search chooses this value"),
         (("--set", "protect_as=exact"), "method grid has no such setting"),
         (("--method", "kmeans", "--set", "dead_zone=0.1"), "method kmeans has no such setting"),
         (("--set", "search.max_evaluations=0"), "needs settings from a base or --config"),

@@ -395,7 +395,7 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
         (("--eval", "{f}/evaluate.py:loss", "--budget", "-1%"), "must be at least 0"),
         (
             ("--eval", "{f}/evaluate.py:loss", "--method", "kmeans", "--set", "levels=16"),
-            "what a search looks for",
+            "the search chooses this value",
         ),
         (("--eval", "{f}/evaluate.py:loss", "--method", "lossless"), "has no search space"),
         (
@@ -403,7 +403,7 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
             "method grid has no such setting",
         ),
         (("--dry-run", "--chain", "--method", "grid"), "dry run"),
-        (("--method", "grid", "--method", "kmeans"), "several, without settings, only with --dry-run"),
+        (("--method", "grid", "--method", "kmeans"), "several --method are only for --dry-run"),
         (("--config", "{f}/evaluate.py"), "no settings"),
         (("--config", "{f}/code.json"), "unknown setting 'eval'"),
         (("--config", "{f}/plan.toml", "--method", "grid"), "which configures kmeans"),
@@ -411,8 +411,11 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
         (("--method", "kmeans", "--set", "levels=8", "--set", "levels=4"), "is set twice"),
         (("--method", "kmeans", "--set", "layer_prune=3"), "layer_prune must be pairs"),
         (("--method", "grid", "--set", "moments.third_step=2"), "--set moments"),
-        (("--eval", "{f}/evaluate.py:loss", "--set", "search.restores=0"), "not a whole number"),
-        (("--eval", "{f}/evaluate.py:loss", "--set", "search.speed=2"), "not one of search.max_evaluations"),
+        (
+            ("--eval", "{f}/evaluate.py:loss", "--set", "search.restores=0"),
+            "0 is not an integer of at least 1",
+        ),
+        (("--eval", "{f}/evaluate.py:loss", "--set", "search.speed=2"), "use one of search.max_evaluations"),
         (("--eval", "{f}/evaluate.py:loss", "--dry-run", "--chain"), "dry run"),
     ],
 )

@@ -279,7 +279,7 @@ def test_a_remote_run_is_restored_by_those_who_have_it(pretrained: Path) -> None
         ("nothing", FileNotFoundError, "none.safetensors"),
         ("another model", ConfigError, r"has none of .* such as '0\.weight' as torch\.float32"),
         ("two files", ConfigError, "a base is one file, and this folder has 2"),
-        ("a delta", ConfigError, "a base stands alone"),
+        ("a delta", ConfigError, "base= needs a full checkpoint"),
     ],
 )
 def test_what_is_no_base_is_refused_before_training(
