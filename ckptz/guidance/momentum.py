@@ -193,7 +193,7 @@ class UpdateTracker:
         is_restored: bool,
         has_lost: bool = False,
     ) -> None:
-        """Take a sample of the weights, by parameter, that a save has written, or that a restore has loaded.
+        """Sample the weights, by parameter, after a save or a restore.
 
         Args:
             trained: by parameter. Samples of the weights, as `stride_of` has them, may stand for these.

@@ -1,8 +1,8 @@
-"""What lossy restarts cost a run, by the metric that its saves are given.
+"""Estimate of what lossy restarts cost a run, from the metric passed to each save.
 
-A metric is compared with the line through the two before it. How far metrics are from that line where nothing
-was restored tells how the curve bends and how noisy it is; what metrics behind a lossy restart are worse
-than that, the restart has cost. A run that restarts at every save has no curve to compare with.
+Each value is compared with a line through the two values before it. Deviations without a restart in between
+measure the curvature and the noise of the curve; a value after a lossy restart that is worse by more is the
+cost of the restart. A run that restarts at every save has no curve to compare with.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How much of its training a run still has before it, as the learning rates of its optimizer tell.
+"""Estimate of the training that a run still has before it, from the learning rates of its optimizer.
 
 What a restart adds to weights as noise later training makes good, the more the more it moves them. Near the
 end of a schedule little is left, so files of these steps have finer steps.

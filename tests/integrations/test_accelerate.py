@@ -191,7 +191,7 @@ def test_compiled_models_load_into_plain_ones_and_the_other_way_round(
 
 
 class Counter:
-    """What users register beside models."""
+    """An object with a state, registered beside the models."""
 
     def __init__(self) -> None:
         self.n, self.is_reset = 1, False

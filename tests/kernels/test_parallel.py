@@ -43,7 +43,7 @@ def refuse(item: object) -> None:
 
 
 def is_let_go(call: Callable[[], object]) -> bool:
-    """Whether nothing holds an error once it was caught, nor the files that its traceback holds open."""
+    """Return whether a caught error and the files of its traceback are freed."""
     gc.disable()
     try:
         try:

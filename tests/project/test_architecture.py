@@ -87,7 +87,7 @@ SOURCES = {module_of(p): p for folder in ("ckptz", "cli") for p in sorted((ROOT 
 
 @functools.cache
 def trees() -> dict[str, ast.Module]:
-    """What the modules say, parsed by those who ask, not by all who collect."""
+    """Parse the modules on first use, so that collecting the tests does not."""
     return {module: ast.parse(path.read_text()) for module, path in SOURCES.items()}
 
 

@@ -275,7 +275,7 @@ def dcp_door(config: Any = ckptz.LOSSLESS) -> Door:
 
 
 def linked_door() -> Door:
-    """What adapters of frameworks do: a file a step, of which they remove the older ones themselves."""
+    """Return a door like the adapters of frameworks, which delete older files themselves."""
 
     def steps(folder: Path) -> list[int]:
         return numbers_in(folder, r"(\d+)\.ckpt")

@@ -1,4 +1,4 @@
-"""What lossy restarts cost by the metrics of a run, and what follows from it."""
+"""The cost of lossy restarts, estimated from metrics, and the finer files that follow from it."""
 
 from __future__ import annotations
 
