@@ -36,10 +36,10 @@ def test_figures_are_numbers_with_a_unit_outside_of_code(text: str, found: list[
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ("README.md,0.25,demo,method=ckptz grid,loss resumed,one run", "is -0.308 in bench/results/demo.csv"),
-        ("README.md,0.31,demo,method=ckptz grid,loss resumed,one run", ""),
-        ("README.md,-0.31,demo,method=ckptz grid,loss resumed,one run", ""),
-        ("README.md,+0.31,demo,method=ckptz grid,loss resumed,one run", "is -0.308 in"),
+        ("README.md,0.25,demo,method=ckptz grid,loss resumed,one run", "is -0.191 in bench/results/demo.csv"),
+        ("README.md,0.19,demo,method=ckptz grid,loss resumed,one run", ""),
+        ("README.md,-0.19,demo,method=ckptz grid,loss resumed,one run", ""),
+        ("README.md,+0.19,demo,method=ckptz grid,loss resumed,one run", "is -0.191 in"),
         ("README.md,0.25,demo,method=none,loss resumed,one run", "has no source"),
         ("README.md,0.25,setting,,,", "what it was measured on"),
         ("docs/wire.md,0.25,setting,,,a limit", "and not on the page"),
