@@ -9,14 +9,13 @@ Folders that have another name, or no index and files of something else, are not
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError
 from ckptz.foreign.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.format.publish import TEMPORARY_SUFFIX
-from ckptz.run.exact import unlink_residuals
+from ckptz.run.deletion import finish_removals, remove_residuals, remove_step
 from ckptz.run.keep import KeepPolicy, what_stays
 from ckptz.run.names import EXACT, step_of_folder
 from ckptz.store.resolve import SUFFIX
@@ -70,6 +69,7 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         What the user should know of what stays.
     """
     try:
+        finish_removals(run)
         step_folders = _folders(run)
         folders = [path for _, path in step_folders]
         whole = [(step, path) for step, path in step_folders if _is_there(path / INDEX_FILE)]
@@ -77,13 +77,13 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         steps = rules.kept({step for step, _ in whole}, {})
         kept = [(step, path) for step, path in whole if step in steps]
         for path in (path for step, path in kept if step not in rules.heads(steps)):
-            unlink_residuals(path.glob(f"*{EXACT}*{SUFFIX}"))
+            remove_residuals(path.glob(f"*{EXACT}*{SUFFIX}"))
         older = folders[: folders.index(kept[-1][1])] if kept else []
         stays = what_stays(
             older, [path for _, path in kept], _checked, lambda path: folders[: folders.index(path)]
         )
         for path in filter(_is_ours, sorted(stays.may_go)):
-            _remove(path)
+            remove_step(path)
     except OSError as error:
         return (f"older steps stay until the next save: {error}",)
     return stays.notes
@@ -112,15 +112,6 @@ def _is_ours(folder: Path) -> bool:
     if _is_there(folder / INDEX_FILE):
         return True
     return folder.is_dir() and all(name.endswith((SUFFIX, TEMPORARY_SUFFIX)) for name in os.listdir(folder))
-
-
-def _remove(folder: Path) -> None:
-    """Delete a step; of one that was moved away and linked, the link."""
-    if folder.is_symlink():
-        folder.unlink()
-        return
-    (folder / INDEX_FILE).unlink(missing_ok=True)  # first, so that half of it is no step
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _checked(folder: Path) -> tuple[Path, ...]:

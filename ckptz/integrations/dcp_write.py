@@ -55,7 +55,7 @@ from ckptz.integrations.linked import (
     checked_options,
     warn_of_no_gain,
 )
-from ckptz.run.linked_files import drop_unneeded
+from ckptz.run.deletion import drop_unneeded
 from ckptz.run.names import EXACT, step_of_folder
 from ckptz.run.step_files import Kept
 from ckptz.store.resolve import SUFFIX

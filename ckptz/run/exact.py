@@ -7,9 +7,8 @@ belongs to; a Checkpointer's names say which step is meant, step-00000100.exact.
 from __future__ import annotations
 
 import glob
-import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,17 +35,6 @@ def residual_of(path: Path, named: Path | None = None) -> Path:
 def residuals_of(path: Path) -> list[Path]:
     """List the residuals of a file, and of others that had its name."""
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
-
-
-def unlink_residuals(residuals: Iterable[Path]) -> None:
-    """Delete residuals of one folder, which keeps its time: by it the Trainer tells old folders from new."""
-    gone = list(residuals)
-    if gone:
-        folder = gone[0].parent
-        before = folder.stat()
-        for residual in gone:
-            residual.unlink(missing_ok=True)
-        os.utime(folder, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def existing_residual_of(file: Path) -> Path | None:

@@ -19,30 +19,24 @@ Knows no framework.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from ckptz.errors import CkptzError, ConfigError, MissingBaseError
-from ckptz.format.byte_source import FileBytes
-from ckptz.format.envelope import LENGTH_BYTES
-from ckptz.format.publish import TEMPORARY_SUFFIX
+from ckptz.errors import CkptzError
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
-from ckptz.run.exact import residual_of, residuals_of, unlink_residuals
-from ckptz.run.keep import what_stays
-from ckptz.run.links import BASE_PREFIX, Origin, link_chain
-from ckptz.run.names import LIGHTNING_SUFFIX, Inode, inode_of, step_of
-from ckptz.run.step_files import ABANDONED_SECONDS, ChainRule, FileFacts, Kept
-from ckptz.store.resolve import SUFFIX, Checkpoint, open_checkpoint
+from ckptz.run.deletion import remove_checkpoints, remove_residuals
+from ckptz.run.exact import residual_of, residuals_of
+from ckptz.run.links import Origin, link_chain
+from ckptz.run.names import Inode, inode_of, step_of
+from ckptz.run.step_files import ChainRule, Kept
+from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 N_SETTLED: Final = 8  # newest files whose residuals are looked for
-TORCH_MAGIC: Final = b"PK\x03\x04"  # begins files of torch
 
 
 class LinkedFiles:
@@ -102,7 +96,7 @@ class LinkedFiles:
             with self._tidying:  # what was asked for before is not meant for this file
                 self._unwanted = [other for other in self._unwanted if other != path.absolute()]
             try:
-                unlink_residuals(old for old in residuals_of(path) if old != residual_of(path))
+                remove_residuals(old for old in residuals_of(path) if old != residual_of(path))
                 self._tidy()
             except OSError as error:
                 self.notes.append(f"what is not wanted any more stays: {error}")
@@ -224,7 +218,7 @@ class LinkedFiles:
                 residual = residual_of(path)
                 open_checkpoint(residual if residual.exists() else path).close()
             for path in older:
-                unlink_residuals(residuals_of(path))
+                remove_residuals(residuals_of(path))
         except (OSError, CkptzError) as error:
             self.notes.append(f"older files stay exact until the next save: {error}")
 
@@ -248,11 +242,7 @@ class LinkedFiles:
                 return
             gone = [path for path in self._unwanted if path not in spared]
             self._unwanted = [path for path in self._unwanted if path in spared]
-            for path in gone:
-                unlink_residuals(residuals_of(path))
-                path.unlink(missing_ok=True)
-            for folder in dict.fromkeys(path.parent for path in gone):
-                self.notes += drop_unneeded(folder)
+            self.notes += remove_checkpoints(gone)
 
 
 def _is_there(path: Path, inode: Inode) -> bool:
@@ -260,57 +250,3 @@ def _is_there(path: Path, inode: Inode) -> bool:
         return inode_of(path) == inode
     except OSError:
         return False
-
-
-def drop_unneeded(folder: Path) -> tuple[str, ...]:
-    """Delete the bases in a folder that none of its other files is stored against.
-
-    Returns:
-        What the user should know: which files cannot be read, so that all bases stay.
-
-    Raises:
-        OSError: one cannot be deleted.
-    """
-    try:
-        with os.scandir(folder) as entries:
-            files = {folder / entry.name for entry in entries if not entry.is_dir()}
-    except FileNotFoundError:
-        return ()
-    bases = {path for path in files if path.name.startswith(BASE_PREFIX) and path.name.endswith(SUFFIX)}
-    if not bases:
-        return ()
-    stays = what_stays(bases, files - bases, lambda path: _bases_of(path, files), lambda _: bases)
-    for path in stays.may_go:
-        path.unlink(missing_ok=True)
-    return stays.notes
-
-
-def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:
-    """The file that another is stored against; raises if this cannot be told, or it is not in `files`."""
-    try:
-        facts = FileFacts.read(FileBytes(path))
-    except (OSError, CkptzError):
-        if _is_no_checkpoint(path):
-            return ()
-        raise
-    if facts is None or facts.base is None:
-        return ()
-    base = path.parent / facts.base.file
-    if base not in files:
-        raise MissingBaseError(f"its base {facts.base.title} is not here")
-    return (base,)
-
-
-def _is_no_checkpoint(path: Path) -> bool:
-    """Return whether an unreadable file is certainly no checkpoint of ckptz."""
-    try:
-        if path.name.endswith(TEMPORARY_SUFFIX):  # somebody writes it, or was killed while doing so
-            return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
-        with contextlib.closing(FileBytes(path)) as file:
-            head = file.read(0, min(file.size, LENGTH_BYTES + 1)).tobytes()
-    except ConfigError:  # a pipe or a device
-        return True
-    except FileNotFoundError:  # deleted meanwhile; a link may lead to where nothing is mounted
-        return path.resolve().parent == path.parent.resolve()
-    is_named = path.name.endswith((SUFFIX, LIGHTNING_SUFFIX))
-    return head.startswith(TORCH_MAGIC) or not (is_named or head[LENGTH_BYTES:] == b"{")

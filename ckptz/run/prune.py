@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,9 +28,9 @@ from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseEr
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned
+from ckptz.run.deletion import drop_unneeded, finish_removals, remove_step
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, what_stays
-from ckptz.run.linked_files import drop_unneeded
 from ckptz.run.links import BASE_PREFIX
 from ckptz.run.names import (
     EXACT,
@@ -395,26 +394,16 @@ def prune_saved(folder: Path, policy: KeepPolicy, spared: Collection[str] = ()) 
         ConfigError: a folder's name and its files name different steps.
         OSError: a file cannot be deleted.
     """
-    for path in folder.glob(f".*{_DELETED}"):
-        shutil.rmtree(path)  # a kill cut this short
+    finish_removals(folder)
     items = _items_in(folder, is_split=policy.weights is not None)
     return _carry_out(
         str(folder), items, policy, None, functools.partial(_remove, folder), spared=spared
     ).notes
 
 
-_DELETED: Final = ".ckptz-deleted"  # ends the name of a step's folder while it is deleted
-
-
 def _remove(folder: Path, item: PruneItem) -> None:
-    """Delete a file, a link or the folder of a step, which disappears as a whole."""
     path = folder / item.name
-    if path.is_dir() and not path.is_symlink():
-        gone = folder / f".{path.name}{_DELETED}"
-        path.rename(gone)
-        shutil.rmtree(gone)
-        return
-    path.unlink(missing_ok=True)  # of a link, the link
+    remove_step(path)
     if path.parent != folder:  # the state of a step whose weights stay
         drop_unneeded(path.parent)
 

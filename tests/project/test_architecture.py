@@ -276,9 +276,8 @@ DELETES = {
     "ckptz.foreign.dcp": "a folder that this very call made, when writing it failed",
     # Others' files, by the rule.
     "ckptz.run.folder": "leftovers of killed writers, under the lock; what a prune tells it to",
-    "ckptz.run.linked_files": "what a framework does not want, and bases: needs of what stays were read",
-    "ckptz.run.prune": "steps that no rule keeps: needs of those that stay were read",
-    "ckptz.run.exact": "residuals of files that need not be exact any more, as `linked_files` tells it to",
+    "ckptz.run.prune": "files of a Checkpointer that no rule keeps: needs of those that stay were read",
+    "ckptz.run.deletion": "what `keep.py` or a framework lets go, and bases: needs of what stays were read",
     "ckptz.integrations.lightning": "what Lightning tells it to, by `linked_files`",
     "ckptz.integrations.dcp_write": "shards that the whole index does not name; bases by `linked_files`",
     "ckptz.integrations.dcp_run": "folders of old steps: those that stay were read; cut-off saves: no index",

@@ -26,7 +26,7 @@ from ckptz.integrations.dcp import CkptzStorageReader, CkptzStorageWriter
 from ckptz.integrations.dcp_run import delete_old
 from ckptz.integrations.linked import Chain, ChainOptions, job_of
 from ckptz.run import linked_files, links
-from ckptz.run.linked_files import drop_unneeded
+from ckptz.run.deletion import drop_unneeded
 from ckptz.run.versions import versions_in
 from ckptz.store.resolve import open_checkpoint
 from ckptz.sync import Follower, Publisher
