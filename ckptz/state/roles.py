@@ -32,6 +32,7 @@ _STATE_ROLES: Final = {
     "max_exp_avg_sq": "other",
     **dict.fromkeys(("state1", "state2", "absmax1", "absmax2", "qmap1", "qmap2"), "other"),
 }
+SECOND_MOMENTS: Final = frozenset(name for name, role in _STATE_ROLES.items() if role == "exp_avg_sq")
 # Factors of SOAP: its moments are in the basis of these factors, not per element of the parameter.
 BASES: Final = frozenset({"GG", "Q"})
 

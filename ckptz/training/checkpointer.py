@@ -14,7 +14,7 @@ from typing import Any, Final, Self, TypeVar
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from ckptz.codec.coded import CodedSource
 from ckptz.codec.effort import EffortName, effort_of
@@ -41,6 +41,7 @@ from ckptz.run.prune import prune
 from ckptz.run.step_files import ALL_EXACT, MAX_STEP, ChainRule, StepFile, checked_step
 from ckptz.search.budget import Budget
 from ckptz.search.run import SearchReport
+from ckptz.state.roles import SECOND_MOMENTS
 from ckptz.store.lock import NOT_ALLOWED
 from ckptz.store.resolve import MAX_DEPTH, Path_
 from ckptz.training.background import Background, Turns
@@ -440,7 +441,8 @@ class Checkpointer:
         while expected < self._n_restores:
             expected *= 2
         expected *= 2**self._curve.n_finer
-        is_guided = not self._optimizers or not all(isinstance(one, SGD) for one in self._optimizers)
+        states = (own for one in self._optimizers for own in one.state.values())
+        is_guided = not self._optimizers or any(SECOND_MOMENTS & {*own} for own in states)
         healing, notes = self._schedule.share_of_step(self._optimizers, self.extra.values(), step)
         return self._config.for_restarts(expected, is_guided=is_guided, healing=healing), notes
 

@@ -97,14 +97,6 @@ class Curve:
         if isinstance(points, list) and all(_are_numbers(one) and len(one) == 2 for one in points):
             made._points = [(int(step), metric) for step, metric in points[-2:]]
         return made
-        points, n_finer = state.get("points"), state.get("finer")
-        if isinstance(n_finer, int) and 0 <= n_finer <= MAX_FINER:
-            made.n_finer = n_finer
-        if _are_numbers(plain := state.get("plain")) and _are_numbers(restarted := state.get("restarted")):
-            made._plain, made._restarted = [*plain], [*restarted]
-        if isinstance(points, list) and all(_are_numbers(one) and len(one) == 2 for one in points):
-            made._points = [(int(step), metric) for step, metric in points[-2:]]
-        return made
 
     def state(self) -> dict[str, Any] | None:
         """Return plain values for the state of a run; None where no metric was given."""

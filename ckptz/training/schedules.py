@@ -81,11 +81,12 @@ class Schedule:
         n_updates = _n_updates(optimizers, group, step)
         largest = max(self.largest, rate, rate_of(group, "initial_lr") or 0.0)
         so_far = n_updates * (largest + rate) / 2
-        interval = so_far / USUAL_RESTORES
+        interval, has_fallen = so_far / USUAL_RESTORES, False
         if self._last is not None and n_updates > self._last[1]:
             before, since = self._last[0], n_updates - self._last[1]
             if rate > before:
                 return UNKNOWN, (RISING,)
+            has_fallen = rate < before
             interval = since * (before + rate) / 2
         if not interval > 0:
             return 1.0, ()
@@ -95,7 +96,7 @@ class Schedule:
         for one in _schedulers(extra, optimizers):
             last = getattr(one, "last_epoch", 0)
             updates = max(n_updates / last, 1.0) if last > 0 else 1.0  # of a step of the scheduler
-            known = rates_to_come(one, group, ENOUGH * interval / updates)
+            known = rates_to_come(one, group, ENOUGH * interval / updates, has_fallen=has_fallen)
             if known is None:
                 share = UNKNOWN
                 notes.append(UNREADABLE.format(type(one).__name__))
@@ -142,17 +143,20 @@ def _rate(value: Any) -> float | None:
     return float(value) if is_rate else None
 
 
-def rates_to_come(scheduler: LRScheduler, group: Mapping[str, Any], enough: float) -> float | None:
+def rates_to_come(
+    scheduler: LRScheduler, group: Mapping[str, Any], enough: float, *, has_fallen: bool
+) -> float | None:
     """Simulate a scheduler and add up the rates of a group at its next steps.
 
     They count to the last one that differs from the one before it, and to the first that rises after one has
-    fallen: where a schedule ends nothing says, and behind both it may have ended. Nothing of the run is
-    changed.
+    fallen: where a schedule ends nothing says, and behind both it may have ended, as a cosine does that would
+    rise again if it were stepped on. Nothing of the run is changed.
 
     Args:
         scheduler: of an optimizer that has the group.
         group: one of its groups.
         enough: sum at which more need not be known.
+        has_fallen: whether the rate now is below an earlier one.
 
     Returns:
         Infinity if all rates stay as they are, as far as they matter; None if the scheduler cannot be
@@ -165,12 +169,13 @@ def rates_to_come(scheduler: LRScheduler, group: Mapping[str, Any], enough: floa
         return None
     stand_in = copy.copy(scheduler.optimizer)
     stand_in.param_groups = [{**one, "params": []} for one in groups]
-    first, total, known, has_fallen = rate, 0.0, math.inf, False
+    first, total, known = rate, 0.0, math.inf
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of schedulers that are ahead of their optimizer
             for next_rate in _stepped(_copied(scheduler, stand_in), stand_in.param_groups[at]):
                 if has_fallen and next_rate > rate:
+                    known = total
                     break
                 total += next_rate
                 if next_rate != rate:

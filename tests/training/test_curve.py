@@ -77,6 +77,20 @@ def test_any_state_from_a_file_is_a_curve_or_ignored(state: Any) -> None:
         curve.add(step, 1.0)
 
 
+@pytest.mark.parametrize("metric", [math.nan, math.inf, -math.inf])
+def test_a_metric_that_is_not_finite_is_noted_and_the_step_saved(tmp_path: Path, metric: float) -> None:
+    model = torch.nn.Linear(128, 128)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Checkpointer(
+        tmp_path, model, optimizer, config=Grid(), keep=KeepPolicy(last=None, exact=0)
+    ) as saver:
+        for step in (1, 2):
+            model(torch.randn(64, 128)).square().mean().backward()
+            optimizer.step()
+            saver.save(step, metric=metric if step == 1 else 2.0)
+            assert (NOT_FINITE in saver.wait().notes) == (step == 1)  # type: ignore[union-attr]
+
+
 def test_a_costly_restart_halves_the_steps_of_the_next_files(tmp_path: Path) -> None:
     model = torch.nn.Linear(128, 128)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

@@ -435,6 +435,9 @@ class Unknown(torch.optim.AdamW):
     ("make", "options", "reasons"),
     [
         pytest.param(Unknown, {}, [UNKNOWN_DECAY], id="an optimizer of which nothing is known"),
+        pytest.param(
+            lambda p: SignOfMomentum(p), {}, [UNKNOWN_DECAY], id="momentum that moves in another way"
+        ),
         pytest.param(lambda p: torch.optim.AdamW(p, 0.0, weight_decay=0), {}, [], id="a rate of zero"),
         pytest.param(OPTIMIZERS["AdamW"], {"budget": Budget(lambda _: 1.0, 0.5)}, [], id="a budget"),
     ],
@@ -546,9 +549,26 @@ def test_numbers_of_optimizers_are_one_tensor_of_a_lossy_file_and_come_back_apar
     assert [count.item() for count in counts] == [66.0, 66.0]
 
 
-@pytest.mark.parametrize(("name", "step"), [("SGD", 0.25), ("AdamW", 0.5)])
-def test_weights_of_sgd_have_half_of_the_step(tmp_path: Path, name: str, step: float) -> None:
-    saved(tmp_path, Run(OPTIMIZERS[name]), steps=(50,))
+class SignOfMomentum(torch.optim.Optimizer):
+    """Momentum without second moments, as in Lion."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for one in self.param_groups[0]["params"]:
+            average = self.state[one].setdefault("exp_avg", torch.zeros_like(one))
+            one -= self.param_groups[0]["lr"] * average.lerp_(one.grad, 0.1).sign()
+
+
+@pytest.mark.parametrize(
+    ("make", "step"), [(OPTIMIZERS["SGD"], 0.25), (SignOfMomentum, 0.25), (OPTIMIZERS["AdamW"], 0.5)]
+)
+def test_weights_without_second_moments_have_half_of_the_step(
+    tmp_path: Path, make: Make, step: float
+) -> None:
+    saved(tmp_path, Run(make), steps=(50,))
     entries = inspect(tmp_path / "step-00000050.ckptz").tensors
     steps = {one.lossy.settings["step"] for one in entries if one.lossy and one.lossy.method == "grid"}
     assert steps == {step * FULL_SHARE}

@@ -45,7 +45,7 @@ def made(scheduler: str, n_steps: int) -> tuple[torch.optim.AdamW, LRScheduler]:
 def test_the_rates_to_come_are_those_that_come(name: str, n_steps: int) -> None:
     optimizer, scheduler = made(name, n_steps)
     before = copy.deepcopy((optimizer.state_dict(), scheduler.state_dict()))
-    to_come = rates_to_come(scheduler, optimizer.param_groups[0], math.inf)
+    to_come = rates_to_come(scheduler, optimizer.param_groups[0], math.inf, has_fallen=n_steps > 12)
     assert (optimizer.state_dict(), scheduler.state_dict()) == before
     rates, last = [], optimizer.param_groups[0]["lr"]
     for _ in range(N - 1 - n_steps + (name != "one cycle")):
@@ -64,7 +64,7 @@ def test_a_scheduler_by_a_metric_or_with_a_broken_function_is_unknown() -> None:
     broken = torch_schedulers.LambdaLR(optimizer, lambda step: 1 / (2 - step))
     schedule = Schedule()
     for scheduler in (by_metric, broken):
-        assert rates_to_come(scheduler, optimizer.param_groups[0], 100.0) is None
+        assert rates_to_come(scheduler, optimizer.param_groups[0], 100.0, has_fallen=False) is None
         share, notes = schedule.share_of_step([optimizer], [scheduler], 10)
         assert share <= UNKNOWN
         assert type(scheduler).__name__ in notes[0]
@@ -84,12 +84,64 @@ def test_no_rate_gives_more_than_the_usual_step_or_an_error(rates: list[Any], in
         schedule.mark([optimizer], step)
 
 
+@pytest.mark.parametrize("name", ["line", "cosine"])
+def test_nothing_comes_behind_the_end_even_of_a_cosine_that_would_rise_again(name: str) -> None:
+    optimizer, scheduler = made(name, N - 5)
+    schedule = Schedule()
+    schedule.mark([optimizer], N - 5)
+    for _ in range(5):
+        optimizer.step()
+        scheduler.step()
+    share, notes = schedule.share_of_step([optimizer], [scheduler], N)
+    assert share < 0.2
+    assert notes == ()
+
+
+def test_the_last_drop_of_a_schedule_by_steps_counts_as_its_end() -> None:
+    """Between drops the next one shows that training goes on."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    scheduler = torch_schedulers.MultiStepLR(optimizer, [60, 120], 0.1)
+    schedule, shares = Schedule(), dict[int, float]()
+    for step in range(10, 160, 10):
+        for _ in range(10):
+            optimizer.step()
+            scheduler.step()
+        shares[step], _ = schedule.share_of_step([optimizer], [scheduler], step)
+        schedule.mark([optimizer], step)
+    assert shares[80] == shares[20] == 1
+    assert max(shares[step] for step in (120, 130, 140, 150)) <= 0.25
+
+
 def test_rates_that_rise_give_half_a_step_and_a_note() -> None:
     optimizer, _ = made("line", 0)
     schedule = Schedule()
     schedule.mark([optimizer], 10)
     optimizer.param_groups[0]["lr"] = 1.5
     assert schedule.share_of_step([optimizer], [], 20) == (UNKNOWN, (RISING,))
+
+
+def test_restarts_within_a_warm_up_are_noted(tmp_path: Path) -> None:
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch_schedulers.LinearLR(optimizer, 0.1, 1.0, total_iters=N)
+    for step in (5, 10):
+        with Checkpointer(
+            tmp_path,
+            model,
+            optimizer,
+            config=Grid(),
+            keep=KeepPolicy(last=None, exact=0),
+            every=5,
+            extra={"scheduler": scheduler},
+        ) as saver:
+            saver.restore_latest()
+            for i in range(step - 5, step):
+                saver.maybe_save(i)
+                model(torch.randn(8, 8)).square().mean().backward()
+                optimizer.step()
+                scheduler.step()
+            saver.save(step)
+            assert RISING in saver.wait().notes  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("is_known", [True, False])
