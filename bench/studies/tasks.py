@@ -168,6 +168,7 @@ def language() -> Task:
 
 # --- images -------------------------------------------------------------------------------------
 
+Drawn = Callable[[], tuple[Tensor, Tensor]]
 CHARACTERS: Final = string.digits + string.ascii_letters
 FONTS: Final = (
     *("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique"),
@@ -183,31 +184,40 @@ WIDTHS: Final = (32, 64, 128, 256)
 
 
 @functools.cache
-def glyphs() -> Tensor:
-    """Every character in every font, [fonts, characters, GLYPH_SIZE, GLYPH_SIZE], ink 1 on 0."""
+def glyphs(characters: str = CHARACTERS, fonts: Sequence[str] = FONTS) -> Tensor:
+    """Draw every character in every font, [fonts, characters, GLYPH_SIZE, GLYPH_SIZE], ink 1 on 0."""
     import matplotlib as mpl  # of these benches only this task needs fonts
     from PIL import Image, ImageDraw, ImageFont
 
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
-    drawn = np.zeros((len(FONTS), len(CHARACTERS), GLYPH_SIZE, GLYPH_SIZE), np.float32)
-    for i, name in enumerate(FONTS):
+    drawn = np.zeros((len(fonts), len(characters), GLYPH_SIZE, GLYPH_SIZE), np.float32)
+    for i, name in enumerate(fonts):
         font = ImageFont.truetype(str(folder / f"{name}.ttf"), size=26)
-        for j, character in enumerate(CHARACTERS):
+        for j, character in enumerate(characters):
             image = Image.new("L", (GLYPH_SIZE, GLYPH_SIZE))
             ImageDraw.Draw(image).text((GLYPH_SIZE // 2,) * 2, character, fill=255, font=font, anchor="mm")
             drawn[i, j] = np.asarray(image, np.float32) / 255
     return torch.from_numpy(drawn)
 
 
-def distorted(seed: int, n_images: int) -> Batch:
-    """Images [n, 1, IMAGE_SIZE, IMAGE_SIZE] and labels [n, 1]: turned, sheared, scaled, moved and noisy."""
+def distorted(seed: int, n_images: int, drawn: Tensor) -> Batch:
+    """Turn, shear, scale and move images, and add noise.
+
+    Args:
+        seed: of all that is drawn at random.
+        n_images: of the batch.
+        drawn: what they are made from, [variants, classes, GLYPH_SIZE, GLYPH_SIZE].
+
+    Returns:
+        Images [n, 1, IMAGE_SIZE, IMAGE_SIZE] and classes [n, 1].
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> Tensor:
         return low + (high - low) * torch.rand(n_images, generator=generator)
 
-    fonts = torch.randint(len(FONTS), (n_images,), generator=generator)
-    labels = torch.randint(len(CHARACTERS), (n_images,), generator=generator)
+    variants = torch.randint(drawn.shape[0], (n_images,), generator=generator)
+    labels = torch.randint(drawn.shape[1], (n_images,), generator=generator)
     angle, shear = uniform(-0.4, 0.4), uniform(-0.3, 0.3)
     width, height = uniform(0.7, 1.1), uniform(0.7, 1.1)
     cosine, sine = angle.cos(), angle.sin()
@@ -216,19 +226,9 @@ def distorted(seed: int, n_images: int) -> Batch:
         torch.stack([sine * width, cosine * height, uniform(-0.2, 0.2)], 1),
     )
     grid = functional.affine_grid(torch.stack(rows, 1), [n_images, 1, IMAGE_SIZE, IMAGE_SIZE], False)
-    images = functional.grid_sample(glyphs()[fonts, labels][:, None], grid, align_corners=False)
+    images = functional.grid_sample(drawn[variants, labels][:, None], grid, align_corners=False)
     noise = NOISE * torch.randn(images.shape, generator=generator)
     return images + noise, labels[:, None]
-
-
-def _image_batch(step: int) -> Batch:
-    return distorted(DATA_SEED * 1_000_003 + step, IMAGE_BATCH)
-
-
-@functools.cache
-def _image_slices(part: str) -> tuple[Batch, ...]:
-    seed = 11_000_000 if part == SEARCH else 12_000_000
-    return tuple(distorted(seed + i, IMAGE_EVAL_BATCH) for i in range(IMAGE_EVAL_BATCHES))
 
 
 class Residual(nn.Module):
@@ -248,16 +248,16 @@ class Residual(nn.Module):
 
 
 class GlyphNet(nn.Module):
-    """A residual network of 1.2 M parameters; `forward` returns logits [n, 1, characters]."""
+    """A residual network of 1.2 M parameters; `forward` returns logits [n, 1, classes]."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_classes: int) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, WIDTHS[0], 3, 1, 1, bias=False)
         self.norm = nn.BatchNorm2d(WIDTHS[0])
         self.stages = nn.ModuleList(
             Residual(inputs, outputs, 1 if inputs == outputs else 2) for inputs, outputs in _stages()
         )
-        self.head = nn.Linear(WIDTHS[-1], len(CHARACTERS))
+        self.head = nn.Linear(WIDTHS[-1], n_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = functional.relu(self.norm(self.stem(x)))
@@ -275,19 +275,34 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
 
 
-def image() -> Task:
-    """A small residual network on distorted characters with SGD momentum."""
+def characters() -> tuple[Tensor, Tensor]:
+    """Draw digits and letters; noise and distortions tell those to train on from those to evaluate."""
+    return glyphs(), glyphs()
+
+
+def image(drawn: Drawn = characters) -> Task:
+    """Make the task of a small residual network on distorted images with SGD momentum.
+
+    Args:
+        drawn: what images are made from, to train on and to evaluate; see `distorted`.
+    """
+
+    def slices(part: str) -> tuple[Batch, ...]:
+        seed = 11_000_000 if part == SEARCH else 12_000_000
+        held = drawn()[1]
+        return tuple(distorted(seed + i, IMAGE_EVAL_BATCH, held) for i in range(IMAGE_EVAL_BATCHES))
+
     return Task(
         name="image",
         budgeted="accuracy",
         moments=("momentum_buffer",),
         first_step=300,
         interval=100,
-        model=GlyphNet,
+        model=lambda: GlyphNet(drawn()[0].shape[1]),
         optimizer=_sgd,
         rate=warmup_cosine(0.05, 60, 1600),
-        batch=_image_batch,
-        slices=_image_slices,
+        batch=lambda step: distorted(DATA_SEED * 1_000_003 + step, IMAGE_BATCH, drawn()[0]),
+        slices=functools.cache(slices),
     )
 
 

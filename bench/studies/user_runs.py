@@ -26,6 +26,7 @@ import re
 import shutil
 import statistics
 import tempfile
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -33,13 +34,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bench.core.measure import CACHE, Row, cpu_seconds, machine, parser_of, save_rows
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
 from bench.studies import tasks
 from bench.studies.restarts import ARMS, Plan, quality, quoted_in, saver_of
-from bench.studies.tasks import HELD_OUT, SEARCH, Batch, Task, image
+from bench.studies.tasks import HELD_OUT, SEARCH, Batch, Drawn, Task
 from bench.studies.training import N_THREADS, Trainer, remembered
 from ckptz import Checkpointer
 
@@ -186,10 +188,29 @@ def fine_tune(base: Text, text: Text, interval: int) -> Plan:
     return Plan(task, n, tuple(range(n - 1)), trainer.state())
 
 
-def characters(optimizer: str) -> Plan:
-    """The last half of a run on distorted characters: letters and digits to choose on, Greek to report."""
+def greek() -> tuple[Tensor, Tensor]:
+    """Draw Greek letters in the fonts that have them."""
+    letters = "".join(chr(one) for one in range(0x391, 0x3CA) if unicodedata.category(chr(one))[0] == "L")
+    drawn = tasks.glyphs(letters, tuple(font for font in tasks.FONTS if not font.startswith("cm")))
+    return drawn, drawn
+
+
+@functools.cache
+def digits() -> tuple[Tensor, Tensor]:
+    """Take handwritten digits, of each the first 120 to train on and the next 50 to evaluate."""
+    from sklearn.datasets import load_digits  # only these runs need it
+
+    found = load_digits()
+    images = torch.from_numpy(found.images).float()[:, None] / 16
+    images = functional.pad(functional.interpolate(images, scale_factor=4, mode="bilinear"), (4,) * 4)[:, 0]
+    by_class = torch.stack([images[found.target == one][:170] for one in range(10)], 1)
+    return by_class[:120], by_class[120:]
+
+
+def pictures(drawn: Drawn, optimizer: str, interval: int = 30) -> Plan:
+    """From the middle of a run on distorted images to its end."""
     is_sgd = optimizer == "SGD"
-    n_steps, seen, interval = 600, 300, 30
+    n_steps, seen = 600, 300
 
     def made(model: torch.nn.Module) -> torch.optim.Optimizer:
         if is_sgd:
@@ -197,8 +218,8 @@ def characters(optimizer: str) -> Plan:
         return torch.optim.Adam(model.parameters(), 1e-3)
 
     task = replace(
-        image(),
-        name=f"characters, {optimizer}",
+        tasks.image(drawn),
+        name=f"{drawn.__name__}, {optimizer}",
         first_step=seen,
         interval=interval,
         moments=("momentum_buffer",) if is_sgd else ("exp_avg", "exp_avg_sq"),
@@ -214,13 +235,17 @@ def characters(optimizer: str) -> Plan:
 RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
     "source, 30": lambda: scratch(source, 30),
     "docstrings, 15": lambda: fine_tune(source, docstrings, 15),
-    "characters, SGD": lambda: characters("SGD"),
+    "characters, SGD": lambda: pictures(tasks.characters, "SGD"),
     "headers, 10": lambda: scratch(headers, 10),
     "headers, 30": lambda: scratch(headers, 30),
     "headers, 90": lambda: scratch(headers, 90),
     "licences, 15": lambda: fine_tune(headers, licences, 15),
     "licences, 30": lambda: fine_tune(headers, licences, 30),
-    "characters, Adam": lambda: characters("Adam"),
+    "Greek, SGD": lambda: pictures(greek, "SGD"),
+    "Greek, Adam": lambda: pictures(greek, "Adam"),
+    "digits, SGD, 10": lambda: pictures(digits, "SGD", 10),
+    "digits, SGD": lambda: pictures(digits, "SGD"),
+    "digits, Adam": lambda: pictures(digits, "Adam"),
 }
 
 
