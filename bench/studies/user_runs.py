@@ -207,10 +207,10 @@ def digits() -> tuple[Tensor, Tensor]:
     return by_class[:120], by_class[120:]
 
 
-def pictures(drawn: Drawn, optimizer: str, interval: int = 30) -> Plan:
+def pictures(drawn: Drawn, optimizer: str, n_steps: int) -> Plan:
     """From the middle of a run on distorted images to its end."""
     is_sgd = optimizer == "SGD"
-    n_steps, seen = 600, 300
+    seen, interval = n_steps // 2, n_steps // 20
 
     def made(model: torch.nn.Module) -> torch.optim.Optimizer:
         if is_sgd:
@@ -235,17 +235,15 @@ def pictures(drawn: Drawn, optimizer: str, interval: int = 30) -> Plan:
 RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
     "source, 30": lambda: scratch(source, 30),
     "docstrings, 15": lambda: fine_tune(source, docstrings, 15),
-    "characters, SGD": lambda: pictures(tasks.characters, "SGD"),
+    "characters, SGD": lambda: pictures(tasks.characters, "SGD", 600),
     "headers, 10": lambda: scratch(headers, 10),
     "headers, 30": lambda: scratch(headers, 30),
     "headers, 90": lambda: scratch(headers, 90),
     "licences, 15": lambda: fine_tune(headers, licences, 15),
     "licences, 30": lambda: fine_tune(headers, licences, 30),
-    "Greek, SGD": lambda: pictures(greek, "SGD"),
-    "Greek, Adam": lambda: pictures(greek, "Adam"),
-    "digits, SGD, 10": lambda: pictures(digits, "SGD", 10),
-    "digits, SGD": lambda: pictures(digits, "SGD"),
-    "digits, Adam": lambda: pictures(digits, "Adam"),
+    "Greek, SGD": lambda: pictures(greek, "SGD", 600),
+    "digits, SGD": lambda: pictures(digits, "SGD", 300),
+    "digits, Adam": lambda: pictures(digits, "Adam", 300),
 }
 
 
