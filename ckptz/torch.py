@@ -24,7 +24,7 @@ from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, 
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import CkptzError, ConfigError, FormatError, with_context
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, Patterns, TensorSource, tensor_bytes
-from ckptz.kernels.torch import bytes_of, lives_elsewhere
+from ckptz.kernels.torch import bytes_of, is_on_device
 from ckptz.parallel import Workers
 from ckptz.run.step_files import model_prefix
 from ckptz.state.flatten import flatten, geometry_of, unflatten
@@ -484,7 +484,7 @@ def source_of(name: str, tensor: torch.Tensor) -> TensorSource:
     if not tensor.numel():
         return ArraySource(dtype, shape, np.empty(0, PATTERN_TYPES[dtype.pattern_bytes]))
     tensor = tensor.resolve_conj().resolve_neg()
-    if lives_elsewhere(tensor):
+    if is_on_device(tensor):
         return LazySource(
             dtype, shape, functools.partial(_copy_to_host, bytes_of(tensor), dtype.pattern_bytes)
         )

@@ -1,7 +1,7 @@
 """Array arithmetic, compiled for CPUs or in torch; tests compare it with its definition in numpy.
 
-`cpu()` is a lazy door, as those of `doors` are: numba loads when it pays, not on import, and small work is
-done without it. The first use on a machine compiles, and `notice` says so.
+Numba is not imported with this package: `cpu()` returns the numpy kernels for small work, and imports the
+compiled ones when a process has more to do. Their first use on a machine compiles them, with a notice.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from typing import Any
 
 from ckptz import lazy
 from ckptz.kernels import plain
-from ckptz.kernels.doors import codec
-from ckptz.kernels.doors import moments as moments
-from ckptz.kernels.doors import rounding as rounding
-from ckptz.kernels.doors import wire as wire
+from ckptz.kernels.loaders import codec
+from ckptz.kernels.loaders import moments as moments
+from ckptz.kernels.loaders import rounding as rounding
+from ckptz.kernels.loaders import wire as wire
 
 
 def compiled() -> Any:
-    """Return the compiled codec kernels, and use them from now on."""
+    """Return the compiled codec kernels, which `cpu()` returns as well from now on."""
     plain.retire()
     return codec()
 
@@ -27,15 +27,15 @@ def cpu() -> Any:
     return plain if plain.suffices() else codec()
 
 
-planning = cpu  # arithmetic of the encoder's choices
+planning = cpu  # kernels that only encoders use to choose between encodings
 
 
-def silently() -> None:
-    """Turn off the notice of compilation in this process, which compiles because it was asked to."""
-    lazy.module("ckptz.kernels.cache").be_silent()
+def silence_notice() -> None:
+    """Turn off the notice of compilation in this process, as for `ckptz warm-up`."""
+    lazy.module("ckptz.kernels.cache").silence_notice()
 
 
-def kept_in() -> str | None:
-    """Return the folder that keeps compiled kernels for later processes; None if there is none."""
-    folder = lazy.module("ckptz.kernels.cache").written_to()
+def cache_folder() -> str | None:
+    """Return the folder where compiled kernels are stored for later processes; None if there is none."""
+    folder = lazy.module("ckptz.kernels.cache").writable_folder()
     return None if folder is None else str(folder)

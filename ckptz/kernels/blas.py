@@ -1,9 +1,9 @@
-"""Products and factors of matrices by the BLAS of numpy, which a fork waits for.
+"""Matrix products and factorisations by numpy's BLAS, locked against forks.
 
-OpenBLAS, the BLAS of numpy's wheels, ends its threads when the process forks. A call that is under way on
-another thread, as that of a background save while a `DataLoader` starts its workers, would wait for them for
-ever. So every such call of ckptz stands in this module, under a lock of the calling thread, and a fork takes
-all of these locks first. Nothing waits while nobody forks.
+OpenBLAS, the BLAS of numpy's wheels, ends its threads when the process forks. A BLAS call that is running on
+another thread, such as that of a background save while a `DataLoader` starts its workers, would then wait for
+them for ever. Every BLAS call of ckptz is therefore in this module and holds a lock of the calling thread;
+a fork acquires all of these locks first. Without a fork no call waits.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ import numpy as np
 
 from ckptz.kernels.interrupts import interrupt_later
 
-_registry: Final = threading.RLock()  # of the locks of all threads; whoever forks holds it meanwhile
+_registry: Final = threading.RLock()  # guards `_locks`; held by a thread while it forks
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class _Local(threading.local):
-    """The lock of a thread, locks that it took to fork, and whether Ctrl-C came while it took them."""
+    """Lock of a thread, locks that it acquired to fork, and whether Ctrl-C came meanwhile."""
 
     def __init__(self) -> None:
-        # Reentrant: the handler of a signal may fork in the midst of a call.
+        # Reentrant: a signal handler may fork during a call.
         self.lock, self.taken, self.is_interrupted = threading.RLock(), list[Any](), False
         with _registry:
             _locks.add(self.lock)
 
 
 _local = _Local()
-_forking: Final = set[int]()  # threads that wait for the locks of others
+_forking: Final = set[int]()  # ids of threads that are waiting to fork
 
 
 def _turn() -> Any:
-    """Return the lock of the calling thread; a fork that waits goes first, or it would starve."""
+    """Return the lock of the calling thread, after any waiting fork, which would starve otherwise."""
     if _forking:
         with _registry:
             pass
@@ -73,7 +73,7 @@ def cholesky(matrix: Any) -> Any | None:
 def _before_fork() -> None:
     _forking.add(threading.get_ident())
     _local.is_interrupted = False
-    # Python swallows what is raised here, so Ctrl-C is kept for afterwards.
+    # Python swallows exceptions of fork handlers, so Ctrl-C is raised again after the fork.
     while True:
         try:
             _take_all()
@@ -89,20 +89,20 @@ def _take_all() -> None:
 
 
 def _take(lock: Any) -> None:
-    _local.taken.append(lock)  # first, or an interrupt could leave it locked for ever
+    _local.taken.append(lock)  # before acquiring it: an interrupt between the two would leave it locked
     lock.acquire()
 
 
 def _after_fork() -> None:
     _forking.discard(threading.get_ident())
     while _local.taken:
-        with contextlib.suppress(RuntimeError):  # an interrupt came before it was acquired
+        with contextlib.suppress(RuntimeError):  # not acquired: interrupted before
             _local.taken.pop().release()
 
 
 def _after_fork_in_child() -> None:
     _after_fork()
-    _forking.clear()  # of threads that are not here
+    _forking.clear()  # other threads do not exist in the child
 
 
 def _after_fork_in_parent() -> None:

@@ -1,12 +1,12 @@
-"""Where compiled kernels are kept, and what users are told: where that is, and that it takes long.
+"""The disk cache of compiled kernels, and the notice that kernels are being compiled.
 
-They are kept beside the package, else in the home directory, else in a folder of the temporary files that
-none but the user may write; NUMBA_CACHE_DIR, if set, stands for the first two. A folder that can be read but
-not written, as in an image, serves what was compiled into it.
+The cache folder is next to the package, else in the home directory, else a folder for temporary files that
+only the user can write. NUMBA_CACHE_DIR replaces the first two. Read-only folders, such as those of an image,
+are read as well.
 
-What is kept belongs to the text of the kernels, and not to the time or the place of their files as numba has
-it: a copy of the package, or an image that was built anew, compiles nothing again. All files of kernels count
-together, because a kernel contains those that it calls from other files.
+Cache entries are keyed by a hash of all kernel sources, not by path and time of a file as in numba, so that
+a copy of the package or a rebuilt image compiles nothing again. All sources are hashed together, because a
+kernel includes the functions that it calls in other files.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ NOTICE: Final = (
     "ckptz: compiling kernels (first use on this machine, up to 20 seconds in all; "
     "ckptz warm-up compiles them ahead of time)"
 )
-PATIENCE: Final = 2.0  # seconds of compilation that need no notice
+PATIENCE: Final = 2.0  # seconds of compilation before the notice is printed
 
 
 @functools.cache
 def stamp() -> str:
-    """Name the text of all kernels and the compiler: kernels of another name are others."""
+    """Return a hash of all kernel sources and the numba version, which keys the cache."""
     digest = hashlib.sha256(numba.__version__.encode())
     for path in sorted(SOURCES.glob("*.py")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
@@ -56,7 +56,7 @@ def stamp() -> str:
 
 
 def _usual() -> list[Path]:
-    """Return the usual folders of compiled kernels."""
+    """Return the preferred cache folders."""
     name = f"ckptz-{stamp()}"
     if config.CACHE_DIR:
         return [Path(config.CACHE_DIR, name)]
@@ -65,15 +65,15 @@ def _usual() -> list[Path]:
 
 
 @functools.cache
-def written_to() -> Path | None:
-    """Find the folder that new kernels go to; None if nothing can be written."""
+def writable_folder() -> Path | None:
+    """Return the folder that new kernels are written to; None if no folder is writable."""
     return next(filter(_is_writable, _usual()), None) or _temporary()
 
 
-def read_from() -> list[Path]:
-    """List the folders that may have kernels, those that others have filled among them."""
-    own = written_to()
-    return _usual() + ([own] if own and own not in _usual() else [])
+def readable_folders() -> list[Path]:
+    """Return all folders to look for kernels in, also read-only ones."""
+    folder = writable_folder()
+    return _usual() + ([folder] if folder and folder not in _usual() else [])
 
 
 def _is_writable(folder: Path) -> bool:
@@ -86,14 +86,14 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _temporary() -> Path | None:
-    """A folder for this user's kernels among the temporary files; None where there is no safe one."""
+    """Return a folder in the temporary directory that only this user can write; None if there is none."""
     try:
         folder = Path(tempfile.gettempdir(), f"ckptz-kernels-{os.getuid()}")
         folder.mkdir(mode=0o700, exist_ok=True)
         folder_stat = folder.lstat()
-    except (OSError, AttributeError):  # nothing can be written, or a system without user numbers
+    except (OSError, AttributeError):  # not writable, or a system without user ids
         return None
-    # Kernels are code: nobody else may have put the folder there or write into it.
+    # Kernels are executable code, so no other user may own the folder or write into it.
     is_own = (
         stat.S_ISDIR(folder_stat.st_mode)
         and folder_stat.st_uid == os.getuid()
@@ -103,20 +103,20 @@ def _temporary() -> Path | None:
 
 
 def note() -> str:
-    """Return a clause that names the kernel folder if it is not the usual one; else an empty string."""
-    folder = written_to()
+    """Return a clause for the notice if no preferred folder is used; else an empty string."""
+    folder = writable_folder()
     if folder is None:
-        return "; again in each process, as nothing can be written to keep them: set NUMBA_CACHE_DIR"
+        return "; no cache folder is writable, so each process compiles again: set NUMBA_CACHE_DIR"
     if folder not in _usual():
-        return f"; kept in {folder}, as no usual folder can be written"
+        return f"; cached in {folder}, as the default cache folders are not writable"
     return ""
 
 
-# --- what numba asks ----------------------------------------------------------------------------
+# --- numba's cache interface --------------------------------------------------------------------
 
 
 class _Locator(caching._CacheLocator):  # type: ignore[misc]
-    """Locator of numba's cache: the folder of a function's kernels, and their stamp."""
+    """Locator of numba's cache: the cache folder, and the hash of the sources."""
 
     def __init__(self, function: Any, path: str) -> None:
         self._py_file, self._line = path, function.__code__.co_firstlineno
@@ -126,7 +126,7 @@ class _Locator(caching._CacheLocator):  # type: ignore[misc]
         return cls(py_func, py_file)
 
     def get_cache_path(self) -> str:
-        return str(written_to() or read_from()[0])
+        return str(writable_folder() or readable_folders()[0])
 
     def get_source_stamp(self) -> str:
         return stamp()
@@ -135,7 +135,7 @@ class _Locator(caching._CacheLocator):  # type: ignore[misc]
         return str(self._line)
 
     def ensure_cache_path(self) -> None:
-        """`written_to` has done so."""
+        """Do nothing: `writable_folder` has created the folder."""
 
 
 class _Names(caching.CompileResultCacheImpl):  # type: ignore[misc]
@@ -150,9 +150,9 @@ def _name_runtime() -> None:
 
 
 class _CheckedFile(caching.IndexDataCacheFile):  # type: ignore[misc]
-    """The index and the kernels of one function, each file with a checksum at its end.
+    """Cache files of one function, index and kernels, each with a checksum at its end.
 
-    Damaged machine code could run and compute something else.
+    Without it, damaged machine code could run and compute wrong values.
     """
 
     @contextlib.contextmanager
@@ -163,12 +163,12 @@ class _CheckedFile(caching.IndexDataCacheFile):  # type: ignore[misc]
             file.write(content.getvalue() + _checksum(content.getbuffer()))
 
     def _load_index(self) -> Any:
-        with contextlib.suppress(FileNotFoundError):  # nothing is kept yet
-            _check_whole(self._index_path)
+        with contextlib.suppress(FileNotFoundError):  # nothing is cached yet
+            _check_checksum(self._index_path)
         return super()._load_index()
 
     def _load_data(self, name: str) -> Any:
-        _check_whole(self._data_path(name))
+        _check_checksum(self._data_path(name))
         return super()._load_data(name)
 
 
@@ -176,11 +176,11 @@ def _checksum(content: bytes | memoryview) -> bytes:
     return hashlib.blake2b(content, digest_size=CHECKSUM_BYTES).digest()
 
 
-def _check_whole(path: str) -> None:
-    """Require that a file ends with the checksum of its content.
+def _check_checksum(path: str) -> None:
+    """Check that a file ends with the checksum of its content.
 
     Raises:
-        ValueError: it does not, so it is damaged.
+        ValueError: the checksum does not match, so the file is damaged.
     """
     content = memoryview(Path(path).read_bytes())
     if _checksum(content[:-CHECKSUM_BYTES]) != content[-CHECKSUM_BYTES:]:
@@ -188,27 +188,27 @@ def _check_whole(path: str) -> None:
 
 
 class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
-    """Kernels of one function that are kept, in every folder."""
+    """Cached kernels of one function, in all readable folders."""
 
     _impl_class = _Names
 
     def __init__(self, function: Any) -> None:
         super().__init__(function)
-        self._files = {folder: self._file_in(folder) for folder in read_from()}
+        self._files = {folder: self._file_in(folder) for folder in readable_folders()}
 
     def _file_in(self, folder: Path) -> Any:
         return _CheckedFile(str(folder), self._impl.filename_base, stamp())
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load a kernel for arguments of these types; None if none of the folders has it.
+        """Load the kernel of a signature; None if no folder has it.
 
-        numba would set up all that it needs to compile first, which takes longer than to load. What is
-        compiled needs the names of numba's runtime and nothing else.
+        numba's own method first initialises its compiler, which takes longer than loading. Cached code only
+        needs the symbols of numba's runtime.
         """
         _name_runtime()
         key = self._index_key(sig, target_context.codegen())
         for file in self._files.values():
-            # A file that is damaged, or that may not be read: compile again instead.
+            # If the file is damaged or unreadable, the kernel is compiled again.
             with contextlib.suppress(Exception):
                 kernel = file.load(key)
                 if kernel is not None:
@@ -216,8 +216,8 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
         return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a kernel, if it can be written: a full disk is no reason to end a command."""
-        folder = written_to()
+        """Write a kernel to the cache; errors are ignored, since a full disk must not end a command."""
+        folder = writable_folder()
         if folder is not None and self._impl.check_cachable(data):
             file, key, reduced = (
                 self._files[folder],
@@ -227,44 +227,44 @@ class CachedKernels(caching.FunctionCache):  # type: ignore[misc]
             with contextlib.suppress(OSError):
                 try:
                     file.save(key, reduced)
-                except Exception:  # the index is damaged: begin a new one
+                except Exception:  # the index is damaged: start a new one
                     file.flush()
                     file.save(key, reduced)
 
 
-# --- what users are told ------------------------------------------------------------------------
+# --- the notice ---------------------------------------------------------------------------------
 
 
 class _Compilation(events.Listener):  # type: ignore[misc]
-    """Prints `NOTICE` when compilation has taken `PATIENCE`, and stops the clock meanwhile."""
+    """Prints `NOTICE` after `PATIENCE` seconds of compilation, and excludes compilation from the clock."""
 
     def __init__(self) -> None:
-        self.is_said = False
+        self.is_silent = False  # the notice was printed or turned off
         self._depth, self._begin = 0, 0.0
 
     def on_start(self, event: Any) -> None:
-        """A dispatcher found nothing in its cache; numba lets one thread compile at a time."""
+        """Start the timer when a compilation begins; numba compiles in one thread at a time."""
         self._depth += 1
         if self._depth == 1:
             self._begin = time.perf_counter()
-        is_told = self.is_said or sys.stderr is None  # closed: print would write to stdout, among data
+        is_silent = self.is_silent or sys.stderr is None  # with stderr closed, print would write to stdout
         is_own = event.data["dispatcher"].py_func.__module__.startswith("ckptz.")
-        if is_own and not is_told and clock.compiled_seconds() >= PATIENCE:
-            self.is_said = True
+        if is_own and not is_silent and clock.compiled_seconds() >= PATIENCE:
+            self.is_silent = True
             if _is_first_notice():
                 print(NOTICE + note(), file=sys.stderr, flush=True)
 
     def on_end(self, event: Any) -> None:
-        """It has compiled, or failed to."""
+        """Exclude the time of a compilation that has ended or failed from the clock."""
         del event
         self._depth -= 1
         if not self._depth:
-            clock.stand_still(time.perf_counter() - self._begin)
+            clock.exclude(time.perf_counter() - self._begin)
 
 
 def _is_first_notice() -> bool:
-    """Return whether no process has printed the notice of these kernels; others will not after this one."""
-    folder = written_to()
+    """Return whether no process has printed the notice for these kernels, and mark it as printed."""
+    folder = writable_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
             (folder / f"told-{stamp()}").touch(exist_ok=False)
@@ -278,10 +278,10 @@ _compilation: Final = _Compilation()
 
 @functools.cache
 def listen() -> None:
-    """Begin to watch for compilation."""
+    """Register the listener for compilation, once."""
     events.register("numba:compile", _compilation)
 
 
-def be_silent() -> None:
-    """Stop the notice in this process, which compiles because it was asked to."""
-    _compilation.is_said = True
+def silence_notice() -> None:
+    """Turn off the notice in this process."""
+    _compilation.is_silent = True

@@ -1,4 +1,4 @@
-"""A clock that stands still while kernels are compiled, so that no speed counts what is done once."""
+"""A clock that stops while kernels are compiled, so that reported speeds do not include compilation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ _compiled = [0.0]  # seconds
 
 
 def working_seconds() -> float:
-    """Read the clock: differences are seconds of work."""
+    """Return a time in seconds whose differences exclude compilation."""
     return time.perf_counter() - _compiled[0]
 
 
 def compiled_seconds() -> float:
-    """Return the seconds of this process that went into compilation."""
+    """Return the seconds that this process has spent on compilation."""
     return _compiled[0]
 
 
-def stand_still(seconds: float) -> None:
-    """Take back seconds that went into compilation."""
+def exclude(seconds: float) -> None:
+    """Subtract seconds of compilation from `working_seconds`."""
     _compiled[0] += seconds

@@ -1,7 +1,6 @@
 """Entropy coding on the CPU: histograms, rANS, packed frequency tables.
 
-Loops over arrays of one type each, and nothing that numba compiles anew inside every kernel: assignments of
-slices, reductions, sorts.
+Slice assignments, reductions and sorts are avoided, since numba compiles them again inside every kernel.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from ckptz.kernels.lanes_cpu import decode_step, encode_step
 from ckptz.kernels.memory_cpu import load_64
 from ckptz.kernels.numba_base import ONE, inlined, kernel, part
 
-N_LANES = 32  # lanes of the vectorised loops; 1 and 4 lanes take the scalar ones
+N_LANES = 32  # lanes of the vectorised loops; streams of 1 and 4 lanes use the scalar loops
 N_PAIRS, PAIR = 1 << 16, np.uint64(0xFFFF)
-COUNTED_BY_PAIRS = 1 << 18  # symbols of a stream: tables of 512 KiB are cleared and added up for it
+COUNTED_BY_PAIRS = 1 << 18  # symbols from which on it pays to clear and add up pair tables of 512 KiB
 LOW_12 = np.uint64(0xFFF)
 LOW_32 = np.uint64(0xFFFFFFFF)
 
@@ -41,7 +40,10 @@ LOW_32 = np.uint64(0xFFFFFFFF)
 
 @part
 def _count_pairs(symbols: Any, begin: Any, end: Any, pairs: Any, counts: Any) -> None:
-    """Count a long stream by pairs of symbols, in two tables in turn, as equal pairs would wait in one."""
+    """Count a long stream by pairs of symbols.
+
+    Two tables alternate: with one, consecutive equal pairs would wait for each other's store.
+    """
     for i in range(2 * N_PAIRS):
         pairs[i] = uint32(0)
     last = begin + ((end - begin) & ~uint64(7))
@@ -63,7 +65,7 @@ def _count_pairs(symbols: Any, begin: Any, end: Any, pairs: Any, counts: Any) ->
 
 @kernel
 def _count_streams(symbols: Any, ends: Any, parts: Any, pairs: Any, counts: Any) -> None:
-    # Four histograms in turn: equal neighbours would wait for each other's store in one.
+    # Four histograms alternate: with one, consecutive equal symbols would wait for each other's store.
     begin = uint64(0)
     for k in range(len(ends)):
         end = uint64(ends[k])
@@ -112,7 +114,7 @@ def _repeats(symbols: Any, ends: Any, last: Any, result: Any) -> None:
             is_hit = uint64(last[at] == tag)
             last[at] = tag
             n_hits += is_hit
-            n_runs += is_hit & ~was_hit  # without a branch, which would be a guess
+            n_runs += is_hit & ~was_hit  # branchless: a branch would be mispredicted
             was_hit = is_hit
         result[k, 0], result[k, 1] = n_hits, n_runs
         begin = end
@@ -144,7 +146,7 @@ def _encode_scalar(
         i -= uint64(1)
         lane = (i - origin) & last
         entry, state = entries[uint64(symbols[i])], uint64(lanes[lane])
-        # Without a branch, which would be a guess: a word is written always, and counts if the state is full.
+        # Branchless, as a branch would be mispredicted: a word is always written, but kept only if needed.
         words[q - uint64(1)] = uint16(state)
         full = uint64((state >> uint64(20)) > (entry >> uint64(48)))
         q -= full
@@ -168,7 +170,7 @@ def _rans_encode(
     out: Any,
     spans: Any,
 ) -> None:
-    """Code streams from their ends on, so that nothing is moved; `out` are the bytes of `words`."""
+    """Encode streams backwards from their ends, which moves no bytes; `out` is a byte view of `words`."""
     left, head, s0 = uint64(0), 0, 0
     for k in range(len(begins)):
         origin, s1, n_head = uint64(begins[k]), stream_segments[k], head_ends[k] - head
@@ -182,8 +184,8 @@ def _rans_encode(
             begin = uint64(segment_ends[s - 1]) if s > s0 else origin
             end, own = uint64(segment_ends[s]), entries[table_of[s]]
             if end > begin and own[uint64(symbols[begin])] >> uint64(48) == uint64(SCALE - 1):
-                continue  # the only code of its table changes no state
-            # Symbols behind the last whole step of all lanes, whole steps, and symbols before the first.
+                continue  # the only symbol of a table does not change the state
+            # Symbols after the last step of all 32 lanes, the steps of 32, and symbols before the first.
             whole_begin = whole_end = begin
             if last == uint64(N_LANES - 1):
                 whole_end = end - ((end - origin) & last)
@@ -249,7 +251,7 @@ def _decode_scalar(
         out[i] = uint8(entry)
         state = _decode_one(state, entry)
         low = uint32(state < uint32(STATE_LOW))
-        if q < n_words:  # without a branch on `low`, which would be a guess
+        if q < n_words:  # no branch on `low`, which would be mispredicted
             word = uint32(words[q])
             state = (state << (low << uint32(4))) | (word & (uint32(0) - low))
             q += uint64(low)
@@ -263,18 +265,20 @@ def _decode_scalar(
 def _rans_decode(
     words: Any, lanes: Any, n_lanes: int, ends: Any, table_of: Any, tables: Any, out: Any
 ) -> bool:
-    """Decode from the states of the lanes on; all of `lanes` are there, of which `n_lanes` are in use."""
+    """Decode from initial states `lanes` [32], of which the first `n_lanes` are used."""
     n_words, all_lanes = uint64(len(words)), uint64(N_LANES)
     begin, q, last = uint64(0), uint64(0), uint64(n_lanes - 1)
     for s in range(len(ends)):
         end, slots = uint64(ends[s]), tables[table_of[s]]
-        if (slots[0] >> uint32(8)) & uint32(0xFFF) == uint32(SCALE - 1):  # the only code changes no state
+        if (slots[0] >> uint32(8)) & uint32(0xFFF) == uint32(
+            SCALE - 1
+        ):  # the only symbol does not change the state
             symbol = uint8(slots[0])
             for i in range(begin, end):
                 out[i] = symbol
             begin = end
             continue
-        # Symbols before the first whole step of all lanes, whole steps, and symbols behind the last.
+        # Symbols before the first step of all 32 lanes, the steps of 32, and symbols after the last.
         for turn in range(2):
             until = end
             if last == uint64(N_LANES - 1):
@@ -384,7 +388,7 @@ def _normalise(counts: Any, gains: Any, order: Any, stack: Any, frequencies: Any
         for j in range(256):
             common += counts[row, j]
             frequencies[row, j] = 0
-        # Symbols too rare for a share of their own get 1; the others divide what is left.
+        # Symbols whose share is below 1 get 1; the others divide the rest.
         factor = 0.0
         while n_more:
             factor = (SCALE - np.float64(n_rare)) / np.float64(common if common > 1 else 1)
@@ -404,7 +408,7 @@ def _normalise(counts: Any, gains: Any, order: Any, stack: Any, frequencies: Any
                 frequencies[row, j] = np.int64(n * factor)
             missing -= int(frequencies[row, j])
             gains[j] = n / np.float64(frequencies[row, j]) if n else -1.0
-        # Most often some gain parts those that get one from the others; only equals need their whole order.
+        # Bisect for a gain that separates the `missing` greatest; a full sort is only needed with ties.
         low, high = 0.0, 1.0
         for j in range(256):
             high = gains[j] if gains[j] > high else high
@@ -438,7 +442,7 @@ def normalise(counts: Counts) -> Frequencies:
 
 @kernel
 def _pack_tables(frequencies: Any, golomb_bits: Any, sums: Any, out: Any, ends: Any) -> None:
-    """`golomb_bits` are those of each frequency under each order, `sums` one number for each order."""
+    """Pack tables; `golomb_bits` is `plain.GOLOMB_BITS`, and `sums` [n_orders] a work array."""
     at = 0
     for row in range(len(frequencies)):
         first, last = 0, 255
@@ -460,7 +464,7 @@ def _pack_tables(frequencies: Any, golomb_bits: Any, sums: Any, out: Any, ends: 
         bits, n_bits = uint64(0), uint64(0)
         for j in range(first, last):
             value = uint64(frequencies[row, j]) + (ONE << uint64(order))
-            # Zeros, one more than which the code has low bits beside those of its order, a one, the low bits.
+            # n_low - order zero bits, a one bit, then the n_low low bits of the value.
             n_code = uint64(golomb_bits[frequencies[row, j], order])
             n_low = (n_code + uint64(order) - ONE) >> ONE
             code = ONE | (value ^ (ONE << n_low)) << ONE

@@ -1,7 +1,4 @@
-"""Bit patterns of floats in plain numpy, and the numbers that all kernels share.
-
-Arrays in, arrays out; nothing here knows a format.
-"""
+"""Bit patterns of floats in plain numpy, and the constants that all kernels share."""
 
 from __future__ import annotations
 
@@ -25,42 +22,42 @@ SCALE_BITS = 12
 SCALE = 1 << SCALE_BITS
 STATE_LOW = 1 << 16
 MAX_GAP_BYTE = 255
-N_LAST = 1 << 14  # groups of eight codes that `repeats` remembers
-LAST_MIX = 0x9E3779B97F4A7C15  # hashes them: the top 14 bits are the place, the next 32 stand there
-MAX_TABLE_ORDER = 11  # of the codes of a frequency table
-SMALL_PART = 15  # of what is sorted: by insertion
-MAX_GOLOMB_BITS = 16  # longest tail of a code: values are below 2^16
-HUFFMAN_BITS = 11  # longest code of a Huffman stream, whose decoder looks so many bits up
+N_LAST = 1 << 14  # slots of the hash table of `repeats`
+LAST_MIX = 0x9E3779B97F4A7C15  # its hash: the top 14 bits are the slot, the next 32 the tag stored in it
+MAX_TABLE_ORDER = 11  # greatest Exp-Golomb order in a frequency table
+SMALL_PART = 15  # shorter parts are sorted by insertion
+MAX_GOLOMB_BITS = 16  # low bits of an Exp-Golomb code at most: values are below 2^16
+HUFFMAN_BITS = 11  # longest code of a Huffman stream, and index width of the decoding table
 HUFFMAN_STREAMS = 4
 
-NEAREST: Final = -1  # instead of a key of thresholds: every one of them is one half
-MAX_MAGNITUDE: Final = 127  # codes of a grid: both signs, zero and the escape fill an alphabet of 256
-ESCAPE: Final = 255  # stands for the escape code until the alphabet is known
+NEAREST: Final = -1  # dither seed of rounding to nearest: all thresholds are one half
+MAX_MAGNITUDE: Final = 127  # of a grid code: 2 * 127 signed levels, zero and the escape make 256 codes
+ESCAPE: Final = 255  # placeholder of the escape code until the size of the alphabet is known
 
 
 def order(patterns: Patterns) -> Patterns:
-    """Turn float patterns [...] into integers in the order of the values; -0.0 just below 0.0."""
+    """Map float patterns [...] to integers that sort as the values do; -0.0 is just below 0.0."""
     top = patterns.dtype.type(1 << (8 * patterns.itemsize - 1))
     return np.where(patterns & top, ~patterns, patterns | top)
 
 
 # --- values -------------------------------------------------------------------------------------
 
-F32, BF16, F16 = range(3)  # the float types that have values, not only bit patterns
+F32, BF16, F16 = range(3)  # float types that kernels compute with; others are bit patterns only
 N_BUCKETS = 1 << 16
-TINY_EXPONENT = 27  # sums of two floats below 2^-100 are made of integers, see `add_f32`
+TINY_EXPONENT = 27  # floats below 2^-100 are added as integers, see `add_f32`
 
 
 def region_codes(patterns: Patterns, boundaries: Patterns, codes: Bytes) -> Bytes:
-    """Return codes[r] of each pattern, r the number of boundaries at or below it in the order of the values.
+    """Return codes[r] for each pattern, where r is the number of boundaries at or below it.
 
-    `boundaries` are ascending results of `order`; `codes` has one more entry.
+    `boundaries` [n] are ascending results of `order`; `codes` has n + 1 entries.
     """
     return codes[np.searchsorted(boundaries, order(patterns), side="right")]
 
 
 def to_f32(patterns: Patterns, kind: int) -> NDArray[np.uint32]:
-    """Convert patterns [...] to the bit patterns of F32, exactly."""
+    """Convert patterns [...] of type `kind` to F32 bit patterns, exactly."""
     if kind == BF16:
         return patterns.astype(np.uint32) << np.uint32(16)
     if kind == F16:
@@ -69,7 +66,7 @@ def to_f32(patterns: Patterns, kind: int) -> NDArray[np.uint32]:
 
 
 def from_f32(patterns: NDArray[np.uint32], kind: int) -> Patterns:
-    """Round F32 patterns [...] to nearest, ties to even; spec/04-quantization.md#cast."""
+    """Round F32 patterns [...] to patterns of type `kind`, ties to even; spec/04-quantization.md#cast."""
     if kind == BF16:
         half = np.uint32(0x7FFF) + ((patterns >> np.uint32(16)) & np.uint32(1))
         is_nan = (patterns & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
@@ -84,7 +81,7 @@ def from_f32(patterns: NDArray[np.uint32], kind: int) -> Patterns:
 
 
 def all_finite(patterns: Patterns, kind: int) -> bool:
-    """Return whether no pattern is an infinity or NaN."""
+    """Return whether no bit pattern is an infinity or NaN."""
     exponent = patterns.dtype.type((0x7F800000, 0x7F80, 0x7C00)[kind])
     return not bool(((patterns & exponent) == exponent).any())
 
@@ -92,15 +89,15 @@ def all_finite(patterns: Patterns, kind: int) -> bool:
 def outer_product(
     rows: NDArray[np.uint32], columns: NDArray[np.uint32], begin: int, end: int
 ) -> NDArray[np.uint32]:
-    """Compute F32 patterns of rows[i] * columns[j] for elements begin..end of the matrix, subnormals kept."""
+    """Compute elements begin..end of the matrix rows[i] * columns[j] as F32 patterns, with subnormals."""
     element = np.arange(begin, end)
     a, b = rows[element // len(columns)], columns[element % len(columns)]
-    # The double product of two F32 numbers is exact; one rounding follows, by integers.
+    # The product of two F32 numbers is exact in double; it is rounded once.
     return round_f64(widen_f64(a) * widen_f64(b))
 
 
 def widen_f64(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
-    """Convert F32 patterns [n] to doubles; subnormal ones by integers, which no processor mode flushes."""
+    """Convert F32 patterns [n] to doubles; subnormals by integer arithmetic, which flush-to-zero spares."""
     with np.errstate(invalid="ignore"):
         values = patterns.view(np.float32).astype(np.float64)
     is_subnormal = (patterns & np.uint32(0x7F800000)) == 0
@@ -110,11 +107,11 @@ def widen_f64(patterns: NDArray[np.uint32]) -> NDArray[np.float64]:
 
 
 def round_f64(values: NDArray[np.float64]) -> NDArray[np.uint32]:
-    """Round doubles [n] to F32 patterns, to nearest even, subnormals kept by integer arithmetic."""
+    """Round doubles [n] to F32 patterns, to nearest even; subnormals by integer arithmetic."""
     with np.errstate(all="ignore"):
         rounded = values.astype(np.float32).view(np.uint32)
     is_tiny = (np.abs(values) < 2.0**-125) & (values != 0)
-    # Scaled by 2^149 the subnormal numbers are the integers; rint rounds ties to even.
+    # Subnormal F32 numbers are multiples of 2^-149; rint rounds ties to even.
     steps = np.rint(np.abs(values[is_tiny]) * 2.0**149).astype(np.uint32)
     rounded[is_tiny] = steps | (np.signbit(values[is_tiny]).astype(np.uint32) << np.uint32(31))
     return rounded

@@ -1,7 +1,7 @@
-"""Huffman coding on the CPU: code lengths, four streams of a quarter of the symbols each, decoded in turn.
+"""Huffman coding on the CPU: code lengths, and streams of four parts that are decoded alternately.
 
-The encoder looks up pairs of symbols. The decoder looks up 11 bits for up to four symbols; one load of
-64 bits serves five look-ups, and four independent streams hide their latency.
+The encoder looks up pairs of symbols. The decoder gets up to four symbols from one lookup of 11 bits, and
+does five lookups per load of 64 bits; the four independent parts hide the latency of the lookups.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from ckptz.kernels.numba_base import inlined, kernel, part
 
 N_ENTRIES = 1 << HUFFMAN_BITS
 PAIRS = 1 << 16
-SLACK = 8  # bytes behind a stream that the encoder's last store may touch
-LOOKUPS = 5  # of one load, which has at least 57 bits
-SYMBOLS = 4  # of a look-up at most
+SLACK = 8  # bytes after a stream that the encoder's last store may overwrite
+LOOKUPS = 5  # lookups per load, which has at least 57 bits
+SYMBOLS = 4  # symbols per lookup at most
 STEP = np.int64(LOOKUPS * SYMBOLS)
 ALL_BITS = np.uint64(N_ENTRIES - 1)
 BYTE = np.uint64(0xFF)
-# Fields of an entry of the decoder: bits of all its symbols, number of these, bits of the first, the symbols.
+# Bit fields of a decoder entry: total bits of its symbols, their number, bits of the first one, the symbols.
 N_SYMBOLS_AT, FIRST_BITS_AT, SYMBOLS_AT = np.uint64(8), np.uint64(16), np.uint64(32)
 
 
@@ -32,7 +32,7 @@ N_SYMBOLS_AT, FIRST_BITS_AT, SYMBOLS_AT = np.uint64(8), np.uint64(16), np.uint64
 
 @part
 def _rank(counts: Any, ranked: Any) -> int:
-    """Rank the symbols that occur by count, equal ones by symbol; returns how many there are."""
+    """Sort the symbols that occur by count, then by symbol, and return their number."""
     n = 0
     for symbol in range(256):
         if counts[symbol]:
@@ -47,7 +47,7 @@ def _rank(counts: Any, ranked: Any) -> int:
 
 @kernel
 def _huffman_lengths(counts: Any, ranked: Any, items: Any, is_leaf: Any, lengths: Any) -> None:
-    """Package-merge: each level has the leaves and the pairs of the level before it, by weight."""
+    """Compute code lengths by package-merge; see `plain.huffman_lengths`."""
     for row in range(len(counts)):
         own = counts[row]
         n: Any = _rank(own, ranked)
@@ -90,7 +90,7 @@ def huffman_lengths(counts: Counts) -> Bytes:
 
 @part
 def _huffman_codes(lengths: Any, codes: Any) -> None:
-    """Number the codes of lengths [256] by length and symbol, and turn their bits around."""
+    """Assign canonical code words [256] by length and symbol, with their bits reversed."""
     code = uint64(0)
     for n_bits in range(1, HUFFMAN_BITS + 1):
         code <<= uint64(1)
@@ -108,14 +108,14 @@ def _huffman_codes(lengths: Any, codes: Any) -> None:
 
 @part
 def _put_whole_bytes(out: Any, at: Any, word: Any, n_bits: Any) -> Any:
-    """Write the whole bytes of a word to out[at:]; returns the next byte, and the word and bits left."""
+    """Write the complete bytes of a word to out[at:]; returns the next offset, and the remaining bits."""
     store_64(out, at, word)
     return at + (n_bits >> uint64(3)), word >> (n_bits & ~uint64(7)), n_bits & uint64(7)
 
 
 @part
 def _encode_quarter(symbols: Any, begin: Any, end: Any, pairs: Any, singles: Any, out: Any, at: Any) -> Any:
-    """Encode symbols begin..end to out[at:]; returns the next byte. Entries are code << 8 | bits."""
+    """Encode symbols begin..end to out[at:] and return the next offset; entries are code << 8 | n_bits."""
     word, n_bits, i = uint64(0), uint64(0), uint64(begin)
     last = uint64(begin) + ((uint64(end) - uint64(begin)) & ~uint64(3))
     while i < last:
@@ -187,14 +187,14 @@ def huffman_encode(symbols: Bytes, ends: Counts, lengths: Bytes, n_heads: Counts
 
 @part
 def _fill_entries(lengths: Any, codes: Any, entries: Any) -> None:
-    """Make the entries for all of 11 bits, of a code that is complete."""
+    """Fill the decoding table [2048] of a complete code; each entry holds up to four symbols."""
     _huffman_codes(lengths, codes)
     for symbol in range(256):
         n_bits = np.int64(lengths[symbol])
         if n_bits:
             for k in range(np.int64(codes[symbol]), N_ENTRIES, 1 << n_bits):
                 entries[k] = uint64(symbol) << SYMBOLS_AT | uint64(n_bits) << FIRST_BITS_AT
-    # The first symbol of the bits behind a symbol is read from a lower entry, where it stays what it was.
+    # The bits after a symbol index a lower entry; its first symbol does not change when more are added.
     for k in range(N_ENTRIES):
         n_all, n_symbols, symbols = uint64(0), uint64(0), uint64(0)
         while n_symbols < uint64(SYMBOLS):
@@ -211,7 +211,7 @@ def _fill_entries(lengths: Any, codes: Any, entries: Any) -> None:
 
 @inlined
 def _five(source: Any, p: Any, entries: Any, out: Any, o: Any) -> Any:
-    """Decode five look-ups from bit `p` on to out[o:]; returns the sum of their entries."""
+    """Do five lookups from bit `p` on, write their symbols to out[o:], and return the sum of the entries."""
     word = load_64(source, p >> uint64(3)) >> (p & uint64(7))
     entry = entries[word & ALL_BITS]
     store_32(out, o, entry >> SYMBOLS_AT)
@@ -236,7 +236,7 @@ def _five(source: Any, p: Any, entries: Any, out: Any, o: Any) -> Any:
 
 @part
 def _decode_tail(source: Any, p: Any, last: Any, entries: Any, out: Any, o: Any, end: Any) -> Any:
-    """Decode one stream up to out[end] from bit `p` on; returns the next bit, also beyond the source."""
+    """Decode one part from bit `p` on up to out[end]; returns the next bit, which may exceed the source."""
     size = uint64(len(source))
     while np.int64(p) <= last and np.int64(o) + STEP <= np.int64(end):
         total = _five(source, p, entries, out, o)
@@ -256,7 +256,7 @@ def _decode_tail(source: Any, p: Any, last: Any, entries: Any, out: Any, o: Any,
 
 @kernel
 def _huffman_decode(source: Any, ends: Any, lengths: Any, codes: Any, entries: Any, out: Any) -> bool:
-    """Decode four streams, each up to its end in the source."""
+    """Decode the four parts of a stream alternately; see `plain.huffman_decode`."""
     _fill_entries(lengths, codes, entries)
     n = uint64(len(out))
     size = (n + uint64(HUFFMAN_STREAMS - 1)) // uint64(HUFFMAN_STREAMS)
@@ -270,7 +270,7 @@ def _huffman_decode(source: Any, ends: Any, lengths: Any, codes: Any, entries: A
     o0, e0, e1, e2 = uint64(0), o1, o2, o3
     p0, p1, p2, p3 = uint64(0), uint64(8 * ends[0]), uint64(8 * ends[1]), uint64(8 * ends[2])
     last = np.int64(8) * (len(source) - np.int64(8))
-    # Every stream has 64 bits to load and room for the symbols of five look-ups.
+    # While each part has 64 bits to load and space for the symbols of five lookups.
     while (
         np.int64(p0) <= last
         and np.int64(p1) <= last
@@ -307,7 +307,7 @@ def _huffman_decode(source: Any, ends: Any, lengths: Any, codes: Any, entries: A
 
 @part
 def _ends_at(source: Any, p: Any, end: Any) -> bool:
-    """Return whether a stream that ends before bit `p` ends in the byte before `end`, padded with zeros."""
+    """Return whether a part that ends before bit `p` ends in byte `end - 1`, with zero bits as padding."""
     if np.int64((p + uint64(7)) >> uint64(3)) != end:
         return False
     return (p & uint64(7)) == uint64(0) or (uint64(source[end - 1]) >> (p & uint64(7))) == uint64(0)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 def interrupt_later() -> None:
     """Raise KeyboardInterrupt in the main thread once the calling function has returned.
 
-    By another thread: what is raised on this one comes before that.
+    The signal is sent from another thread: an exception raised here would be swallowed with the caller's.
     """
     _thread.start_new_thread(_interrupt_main, ())
 
@@ -25,10 +25,10 @@ def _interrupt_main() -> None:
 
 
 def finalize(call: Callable[[], object]) -> None:
-    """Make a call from `__del__`; where Ctrl-C comes, repeat the call and raise KeyboardInterrupt later.
+    """Call a function from `__del__`; on Ctrl-C call it again, and raise KeyboardInterrupt later.
 
     Args:
-        call: may be interrupted anywhere and called again.
+        call: may be interrupted at any point and called again.
     """
     is_interrupted = False
     while True:

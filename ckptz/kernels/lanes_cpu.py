@@ -1,8 +1,9 @@
-"""Steps of 32 rANS lanes, written in the compiler's own vectors of eight lanes.
+"""One rANS step of 32 lanes, in LLVM vectors of eight lanes.
 
-Which word is whose depends on all lanes before it, so numba's loops go from lane to lane. Here a table has
-the order of the words for each of the 256 sets of eight lanes, and one instruction shuffles them; where the
-processor has none, they go one by one. Entries of tables are loaded one by one, as gathers are slower.
+The word that a lane reads depends on all lanes before it, which a numba loop handles lane by lane. Here a
+table of shuffle masks for the 256 subsets of eight lanes lets one byte shuffle (SSSE3) distribute the words;
+without that instruction they are distributed one by one. Table entries are loaded one by one, as gathers
+are slower.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _PAIRS, _CODES = ir.VectorType(_I64, 4), ir.VectorType(_I8, EIGHT)
 
 
 def _orders(*, to_front: bool) -> bytearray:
-    """Return shuffle masks [256, 16] from consecutive words to the lanes of a set, or back.
+    """Return byte shuffle masks [256, 16], one for each subset of eight lanes.
 
-    Words go to lanes `to_front` of the stream's words, or are gathered from lanes at the end of a vector.
+    With `to_front`, a mask moves consecutive words to the lanes of the subset (decoding); without, it
+    moves the words of these lanes to the end of the vector (encoding).
     """
     orders = bytearray(b"\x80" * (256 * 16))
     for lanes in range(256):
@@ -40,7 +42,7 @@ def _orders(*, to_front: bool) -> bytearray:
 
 
 class _Step:
-    """The instructions of one step, as they are put together."""
+    """Builder of the LLVM instructions of one step."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         self.builder = builder
@@ -61,11 +63,11 @@ class _Step:
         self.builder.store(value, self.at(array, index, value.type), align=1)
 
     def set_of(self, lanes: Any) -> Any:
-        """Return a set of lanes [8] as a bit mask."""
+        """Return the bit mask of a subset of lanes, i1 [8], as i64."""
         return self.builder.zext(self.builder.bitcast(lanes, _I8), _I64)
 
     def shuffled(self, words: Any, lanes: Any, *, to_front: bool) -> Any:
-        """Put words [8] in the order of `_orders` for a set of lanes."""
+        """Shuffle words [8] by the mask of `_orders` for a subset of lanes."""
         name = f"ckptz.orders.{int(to_front)}"
         table = self.builder.module.globals.get(name)
         if table is None:
@@ -79,8 +81,8 @@ class _Step:
             self.builder.call(shuffle, [self.builder.bitcast(words, _BYTES), order]), _WORDS
         )
 
-    def taken(self, words: Any, q: Any, lanes: Any) -> tuple[Any, Any]:
-        """Distribute words from `q` on to the lanes of a set: words [8], and the next `q`."""
+    def read_words(self, words: Any, q: Any, lanes: Any) -> tuple[Any, Any]:
+        """Read a word from `words[q:]` for each lane of a subset: returns words [8] and the next `q`."""
         builder = self.builder
         if self.has_shuffle:
             loaded = self.shuffled(self.load(words, q, _WORDS), lanes, to_front=True)
@@ -92,8 +94,11 @@ class _Step:
             q = builder.add(q, builder.zext(builder.extract_element(lanes, place), _I64))
         return loaded, q
 
-    def given(self, states: Any, words: Any, q: Any, lanes: Any) -> Any:
-        """Put the low halves of a set of lanes in front of word `q`; what stands before them may change."""
+    def write_words(self, states: Any, words: Any, q: Any, lanes: Any) -> Any:
+        """Write the low halves of a subset of lanes before word `q`, and return the next `q`.
+
+        Up to eight words before `q` are overwritten, even if fewer lanes write.
+        """
         builder = self.builder
         halves = builder.trunc(states, _WORDS)
         if self.has_shuffle:
@@ -114,14 +119,14 @@ def _of(kind: Any, value: int) -> Any:
 
 
 def _signature(*args: Any) -> Any:
-    """Return the signature of a step; all arrays are contiguous."""
+    """Return the numba signature of a step for contiguous arrays."""
     assert all(kind.layout == "C" for kind in args if isinstance(kind, types.Array)), args
     return types.uint64(*args[:3], types.uint64, args[4], types.uint64)
 
 
 @intrinsic
 def decode_step(typing_context: Any, lanes: Any, slots: Any, words: Any, q: Any, out: Any, i: Any) -> Any:
-    """Decode 32 symbols to out[i:], from words of which 32 are there from `q` on; gives the next `q`."""
+    """Decode 32 symbols to out[i:] and return the next `q`; 32 words must be readable from `q` on."""
     del typing_context
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -144,7 +149,7 @@ def decode_step(typing_context: Any, lanes: Any, slots: Any, words: Any, q: Any,
             states.append(builder.add(product, builder.lshr(entry, _of(_STATES, 20))))
         for group, state in enumerate(states):
             low = builder.icmp_unsigned("<", state, _of(_STATES, STATE_LOW))
-            taken, q = step.taken(words, q, low)
+            taken, q = step.read_words(words, q, low)
             longer = builder.or_(builder.shl(state, _of(_STATES, 16)), builder.zext(taken, _STATES))
             step.store(builder.select(low, longer, state), lanes, _of(_I64, EIGHT * group))
         return q
@@ -153,7 +158,7 @@ def decode_step(typing_context: Any, lanes: Any, slots: Any, words: Any, q: Any,
 
 
 def _entries_of(step: _Step, entries: Any, symbols: Any, first: Any) -> tuple[Any, Any]:
-    """Load what `encoding_tables` has of eight symbols: reciprocals [8], and the upper halves [8]."""
+    """Load the entries of eight symbols from `encoding_tables`: reciprocals [8] and upper halves [8]."""
     builder = step.builder
     halves = [ir.Constant(_PAIRS, ir.Undefined)] * 2  # lanes 0, 1, 4, 5 and lanes 2, 3, 6, 7
     for lane in range(EIGHT):
@@ -169,7 +174,7 @@ def _entries_of(step: _Step, entries: Any, symbols: Any, first: Any) -> tuple[An
 
 
 def _upper_product(builder: Any, a: Any, b: Any) -> Any:
-    """Compute the upper halves of the products of u32 [8]."""
+    """Compute the upper 32 bits of the products of u32 vectors [8]."""
     a, b = builder.bitcast(a, _PAIRS), builder.bitcast(b, _PAIRS)
     low, half = _of(_PAIRS, 0xFFFFFFFF), _of(_PAIRS, 32)
     even = builder.mul(builder.and_(a, low), builder.and_(b, low))
@@ -182,7 +187,7 @@ def _upper_product(builder: Any, a: Any, b: Any) -> Any:
 def encode_step(
     typing_context: Any, lanes: Any, entries: Any, words: Any, q: Any, symbols: Any, i: Any
 ) -> Any:
-    """Encode symbols[i : i + 32] into at most 32 words in front of `q`, where 32 are; gives the next `q`."""
+    """Encode symbols[i : i + 32] into at most 32 words before `q` and return the next `q`; needs q >= 32."""
     del typing_context
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -193,11 +198,11 @@ def encode_step(
         for group in reversed(range(GROUPS)):
             reciprocal, upper = parts[group]
             state = step.load(lanes, _of(_I64, EIGHT * group), _STATES)
-            less = builder.lshr(upper, _of(_STATES, 16))  # the frequency, less one
+            less = builder.lshr(upper, _of(_STATES, 16))  # frequency minus one
             full = builder.icmp_unsigned(">", builder.lshr(state, _of(_STATES, 20)), less)
-            q = step.given(state, words, q, full)
+            q = step.write_words(state, words, q, full)
             state = builder.select(full, builder.lshr(state, _of(_STATES, 16)), state)
-            # The sum of `encoding_tables`, of 33 bits: its half where it is to be halved at all.
+            # The sum has 33 bits (see `encoding_tables`): it is halved first if it is shifted at all.
             shift = builder.and_(builder.lshr(upper, _of(_STATES, 12)), _of(_STATES, 15))
             once = builder.select(builder.icmp_unsigned("<", shift, _of(_STATES, 1)), shift, _of(_STATES, 1))
             product = _upper_product(builder, state, reciprocal)

@@ -1,4 +1,4 @@
-"""Loads and stores of several bytes at any place of an array of bytes, which numba has no words for."""
+"""Unaligned loads and stores of 16 to 64 bits in arrays of bytes, which numba does not offer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _element(context: Any, builder: Any, kind: Any, value: Any, index: Any, n_bi
 
 
 def _load(n_bits: int) -> Any:
-    """Make a load of so many bits from bytes, wherever they begin."""
+    """Create the intrinsic `load(bytes, at)`: `n_bits` little-endian bits from any byte offset, as u64."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def load(typing_context: Any, source: Any, at: Any) -> Any:
@@ -34,7 +34,7 @@ def _load(n_bits: int) -> Any:
 
 
 def _store(n_bits: int) -> Any:
-    """Make a store of so many low bits into bytes, wherever they begin."""
+    """Create the intrinsic `store(bytes, at, value)`: the low `n_bits` of a u64 to any byte offset."""
 
     @intrinsic  # type: ignore[untyped-decorator]
     def store(typing_context: Any, out: Any, at: Any, value: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Kernels of optimizer state: levels of second moments in the order of bit patterns, and of first moments.
+"""Kernels that quantize optimizer state: second moments to logarithmic levels, first moments to linear ones.
 
-Encoder only. Levels are computed in doubles, which hold all distances and their quotients' floors exactly.
+Only encoders use them. Levels are computed in doubles, which represent distances of patterns exactly.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from numba import float32, float64, int64, uint8, uint32, uint64
 from ckptz.kernels.numba_base import BLOCK, inlined, kernel, summing
 from ckptz.kernels.values_cpu import _to_f32
 
-EXCEPTION = -(2.0**60)  # instead of an index: the element has no level
-N_FOLDED = 512  # mantissas below 2 whose product stays below infinity
+EXCEPTION = -(2.0**60)  # level index of an element that no level restores
+N_FOLDED = 512  # mantissas below 2 whose product does not overflow
 MANTISSA, UNIT_EXPONENT = 0x000FFFFFFFFFFFFF, 0x3FF0000000000000  # of a double
 
 
@@ -28,10 +28,14 @@ def _ordered(pattern: Any, top: Any, mask: Any) -> Any:
 
 @kernel
 def _indices(patterns: Any, predicted: Any, log_levels: Any, indices: Any, nominal: Any) -> None:
-    """Find the level of each pattern [n], EXCEPTION if it cannot restore it, and the patterns of levels [n].
+    """Compute the level index and the restored pattern of each of the patterns [n].
 
-    `predicted` has no elements for a prediction of zero. `log_levels` is (step, phase, top bit, all bits,
-    largest pattern).
+    Args:
+        patterns: bit patterns of second moments.
+        predicted: bit patterns of their predictions; empty for a prediction of zero.
+        log_levels: (step, phase, top bit, all bits, largest pattern).
+        indices: output, index of the level [n]; EXCEPTION if no level restores the element.
+        nominal: output, pattern of the level [n].
     """
     step, phase, top_bit, all_bits, largest = log_levels
     top, mask = uint32(top_bit), uint32(all_bits)
@@ -57,7 +61,7 @@ def _indices(patterns: Any, predicted: Any, log_levels: Any, indices: Any, nomin
 
 @kernel
 def log_level_codes(patterns: Any, predicted: Any, log_levels: Any, codes_of: Any, out: Any) -> None:
-    """Write the codes of patterns [n]; `codes_of` is (lowest level, levels, zero code, escape code)."""
+    """Write codes of patterns [n]; `codes_of` is (lowest level, number of levels, zero code, escape code)."""
     lowest, n_levels, zero_code, escape_code = codes_of
     indices, nominal = np.empty(BLOCK), np.empty(BLOCK, patterns.dtype)
     for begin in range(0, len(patterns), BLOCK):
@@ -74,10 +78,10 @@ def log_level_codes(patterns: Any, predicted: Any, log_levels: Any, codes_of: An
 def log_level_sums(
     patterns: Any, predicted: Any, log_levels: Any, kind: int, first: int, counts: Any, roots: Any
 ) -> None:
-    """Add up occurrences of levels from `first` on, and roots of elements in roots of their level.
+    """Count levels from `first` on, and add up sqrt(element / level) by level.
 
-    Both are [4, n_levels + 2], by turns, so that equal neighbours need not wait for each other's sum. The
-    last two are zeros, and elements that none of the levels restores.
+    `counts` and `roots` are [4, n_levels + 2]: four partial sums alternate, so that consecutive equal levels
+    do not wait for each other's store. The last two columns are for zeros and for elements without a level.
     """
     indices, nominal = np.empty(BLOCK), np.empty(BLOCK, patterns.dtype)
     exact, level = np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.uint32)
@@ -106,16 +110,17 @@ def log_level_sums(
 def log_level_bits(
     distances: Any, labels: Any, step: int, phases: Any, first: int, counts: Any, bits: Any
 ) -> None:
-    """Write the bits of an ideal coder of levels, with a table for each label, for each phase [n_phases].
+    """Compute the size in bits of ideally coded levels, with a table for each label, for several phases.
 
     Args:
-        distances: from the predictor, doubles [n].
-        labels: of each [n].
-        step: from one level to the next.
-        phases: of level 0, doubles [n_phases].
+        distances: distances from the predictions, doubles [n].
+        labels: label of each element [n].
+        step: distance of two levels.
+        phases: offsets of level 0 to compare, doubles [n_phases].
         first: the lowest level.
-        counts: zeros [n_labels, n_levels], which are zeros again afterwards; levels beyond count as the last.
-        bits: [n_phases].
+        counts: work array of zeros [n_labels, n_levels], zeros again afterwards; levels out of range are
+            counted as the nearest one.
+        bits: output [n_phases].
     """
     n_labels, n_levels = counts.shape
     flat, last = counts.reshape(-1), float64(n_levels - 1)
@@ -148,9 +153,9 @@ def _row_product(mantissas: Any) -> float:
 
 @kernel
 def _split_floats(patterns: Any, mantissas: Any, bits: Any, exponents: Any, lives: Any) -> None:
-    """Split F32 patterns [n]: mantissas from 1 to 2, exponents, and whether they are above zero.
+    """Split F32 patterns [n] into mantissas in [1, 2), exponents, and whether they are above zero.
 
-    `bits` are those of `mantissas`. What is not above zero has mantissa 1 and exponent 0.
+    `bits` is a view of `mantissas`. Elements that are not above zero get mantissa 1 and exponent 0.
     """
     for i in range(len(patterns)):
         exponent, low = patterns[i] >> uint32(23), patterns[i] & uint32(0x7FFFFF)
@@ -176,13 +181,13 @@ def _fold(products: Any, exponents: Any, lives: Any, columns: Any) -> None:
 
 @kernel
 def log_sums(patterns: Any, begin: int, rows: Any, columns: Any) -> None:
-    """Add up binary logarithms of F32 patterns [n] of a matrix, and the number of those above zero.
+    """Add up binary logarithms of the positive elements of a matrix, and count them, by row and column.
 
     Args:
-        patterns: elements of the matrix from `begin` on; only those above zero count.
-        begin: the first of them.
-        rows: sums and numbers by row [2, n_rows].
-        columns: the same by column [2, n_columns].
+        patterns: F32 patterns of the elements from `begin` on [n].
+        begin: index of the first element in the flat matrix.
+        rows: sums and counts by row [2, n_rows], added to in place.
+        columns: sums and counts by column [2, n_columns], added to in place.
     """
     n_columns = columns.shape[1]
     mantissas, exponents = np.empty(N_FOLDED), np.empty(N_FOLDED, np.int64)
@@ -218,7 +223,7 @@ def log_sums(patterns: Any, begin: int, rows: Any, columns: Any) -> None:
 
 @kernel
 def beyond(values: Any, squares: Any, ratio: float, out: Any) -> Any:
-    """Write whether magnitudes of floats [n] are above `ratio` roots of floats [n]; returns how many are."""
+    """Write abs(values) > ratio * sqrt(squares) to `out` [n], and return how often it is true."""
     n = int64(0)
     for i in range(len(values)):
         out[i] = float64(abs(values[i])) > ratio * np.sqrt(float64(squares[i]))
@@ -228,20 +233,20 @@ def beyond(values: Any, squares: Any, ratio: float, out: Any) -> Any:
 
 @inlined
 def _size(pattern: Any, value: Any) -> Any:
-    """Magnitude of a float as a double, subnormal ones by integers, which no processor mode flushes."""
+    """Return the magnitude of a float as a double; subnormals by integers, which flush-to-zero spares."""
     tiny = float64(pattern & uint32(0x7FFFFF)) * 2.0**-149
     return abs(float64(value)) if pattern & uint32(0x7F800000) else tiny
 
 
 @inlined
 def _level(ratio: Any, nearest: Any, largest: Any) -> Any:
-    """Level of a magnitude in steps: 0 below `nearest`, `largest` for all beyond."""
+    """Return the level of a magnitude in steps: 0 below `nearest`, at most `largest`."""
     return 0 if ratio < nearest else int64(min(max(np.rint(ratio), 1.0), float64(largest)))
 
 
 @kernel
 def _near_zero(steps: Any, nearest: Any) -> Any:
-    """Return F32 patterns [n_labels] of magnitudes below which the level is certainly 0."""
+    """Return, by label, F32 patterns [n_labels] of magnitudes below which the level is certainly 0."""
     bounds = np.empty(len(steps), np.float32)
     for label in range(len(steps)):
         bounds[label] = float32(min(steps[label] * nearest * 0.999999, 3e38))
@@ -252,9 +257,10 @@ def _near_zero(steps: Any, nearest: Any) -> Any:
 def level_codes(
     patterns: Any, values: Any, labels: Any, steps: Any, dead_zone: Any, codes_of: Any, out: Any
 ) -> None:
-    """Write the codes of F32 patterns [n] and their floats [n], in steps by label.
+    """Write linear level codes of floats [n], with a step for each label.
 
-    `codes_of` is (lowest level, number of levels, escape code, level that stands for all beyond).
+    `patterns` is a view of `values`. `codes_of` is (lowest level, number of levels, escape code, greatest
+    level, which larger values get as well).
     """
     lowest, n_levels, escape_code, largest = codes_of
     nearest = 0.5 + dead_zone
@@ -275,13 +281,14 @@ def level_codes(
 def level_sums(
     patterns: Any, values: Any, labels: Any, steps: Any, dead_zone: Any, counts: Any, sums: Any
 ) -> None:
-    """Add up occurrences of levels by label, and values in steps for all but level 0.
+    """Count levels by label, and add up values in steps by label and level, except for level 0.
 
-    Both are [n_labels, 2 * largest + 1], of the levels from -largest to largest, which stand for all beyond.
+    `counts` and `sums` are [n_labels, 2 * largest + 1] for the levels from -largest to largest, which larger
+    values get as well.
     """
     largest, nearest = counts.shape[1] // 2, 0.5 + dead_zone
     near_zero = _near_zero(steps, nearest)
-    # By turns: equal neighbours would wait for each other's sum in one.
+    # Four counters alternate: with one, consecutive zeros would wait for each other's store.
     n_labels = uint64(len(steps))
     zeros = np.zeros(4 * len(steps), np.int64)
     for i in range(len(patterns)):
@@ -303,9 +310,17 @@ def level_sums(
 
 @kernel
 def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) -> Any:
-    """Write magnitudes of floats [n] in roots of their second moments, and return how many have one.
+    """Write abs(values) / sqrt(second moment) of the elements with a second moment above zero.
 
-    `roots` are of the magnitude contexts of second moments, patterns [n]; zeros have none.
+    Args:
+        patterns: F32 patterns of first moments [n].
+        values: the same as floats.
+        moments: patterns of the second moments [n].
+        roots: typical square root by magnitude context (exponent) of a second moment [256].
+        out: output, at least as long as the number of results.
+
+    Returns:
+        The number of results.
     """
     n, shift = uint64(0), uint32(8 * moments.itemsize - 9)
     for i in range(len(patterns)):
@@ -317,8 +332,8 @@ def root_ratios(patterns: Any, values: Any, moments: Any, roots: Any, out: Any) 
 
 # --- first moments --------------------------------------------------------------------------------
 
-# Libraries of linear algebra take all cores for such products, whose threads then wait in loops: on two
-# cores that was three quarters of a save's processor time.
+# BLAS libraries use all cores for such products, and their threads then wait in busy loops: on two cores that
+# was three quarters of a save's CPU time.
 
 
 @kernel
@@ -334,7 +349,7 @@ def add_products(matrix: Any, vectors: Any, out: Any) -> None:
 
 @kernel
 def add_transposed_products(matrix: Any, vectors: Any, out: Any) -> None:
-    """Add the products of its transpose with vectors [n_rows, n] to `out` [n_columns, n]."""
+    """Add the products of the transposed matrix with vectors [n_rows, n] to `out` [n_columns, n]."""
     for i in range(matrix.shape[0]):
         vector = vectors[i]
         for j in range(matrix.shape[1]):

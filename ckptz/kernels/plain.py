@@ -1,8 +1,8 @@
 """Kernels of lossless files in plain numpy: used for small work, and the definition of the compiled ones.
 
-Loading compiled kernels takes a third of a second, and compiling them several. Work that is done sooner is
-done here: `ckptz.kernels` turns to the compiled ones after `PATIENCE` seconds of it. Both write the same
-bytes.
+Importing the compiled kernels takes a third of a second, and compiling them several seconds. `ckptz.kernels`
+therefore starts with these functions, and uses the compiled ones after `PATIENCE` seconds spent here. Both
+write the same bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels.doors import codec
 from ckptz.kernels.floats import (
     DIFFERENCE,
     HUFFMAN_BITS,
@@ -37,9 +36,10 @@ from ckptz.kernels.floats import (
     Patterns,
     order,
 )
+from ckptz.kernels.loaders import codec
 
 PATIENCE: Final = 0.4  # seconds, about what loading numba takes
-MOST_SYMBOLS: Final = 1 << 19  # longer streams are left to the compiled kernels at once
+MOST_SYMBOLS: Final = 1 << 19  # longer streams always use the compiled kernels
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,12 +47,12 @@ _spent = [0.0]  # seconds
 
 
 def suffices() -> bool:
-    """Return whether this process has done little work so far, so that no compiled kernel is needed."""
+    """Return whether this process has spent less than `PATIENCE` in these kernels."""
     return _spent[0] < PATIENCE
 
 
 def retire() -> None:
-    """Leave all further work to the compiled kernels."""
+    """Use the compiled kernels for all further work of this process."""
     _spent[0] = PATIENCE
 
 
@@ -62,14 +62,14 @@ def _compiled() -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a compiled kernel that has no numpy version here."""
+    """Return the compiled kernel of a name that this module does not define."""
     if name.startswith("__"):
         raise AttributeError(name)
     return getattr(_compiled(), name)
 
 
 def _counted(function: Callable[P, T]) -> Callable[P, T]:
-    """Count the seconds that a function takes."""
+    """Decorate a kernel so that its run time counts towards `PATIENCE`."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -85,7 +85,7 @@ def _counted(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def unorder(patterns: Patterns) -> Patterns:
-    """Undo `order`, patterns [...]."""
+    """Map the results of `order` back to float patterns [...]."""
     top = patterns.dtype.type(1 << (8 * patterns.itemsize - 1))
     return np.where(patterns & top, patterns & ~top, ~patterns)
 
@@ -97,7 +97,7 @@ def _rotate(patterns: Patterns, n_left: int) -> Patterns:
 
 
 def _zeros(like: Patterns) -> Patterns:
-    """Zeros of the same type, so that subtraction wraps as unsigned."""
+    """Return an unsigned zero of the dtype of `like`, so that subtraction wraps."""
     return np.zeros_like(like)
 
 
@@ -113,7 +113,7 @@ def _unzigzag(code: Patterns) -> Patterns:
 
 
 def transform(patterns: Patterns, base: Patterns, mode: int, out: Patterns | None = None) -> Patterns:
-    """Turn patterns [n] into what a plane mode splits, in `out` if given; spec/03-transforms.md#planes."""
+    """Apply a plane mode to patterns [n], into `out` if given; spec/03-transforms.md#planes."""
     result = patterns
     if mode == ROTATED:
         result = _rotate(patterns, 1)
@@ -130,7 +130,7 @@ def transform(patterns: Patterns, base: Patterns, mode: int, out: Patterns | Non
 
 
 def restore(codes: Patterns, base: Patterns, mode: int, out: Patterns) -> None:
-    """Undo `transform`, into `out` [n], which may be `codes`."""
+    """Invert `transform` of codes [n] into `out` [n], which may be `codes`; patterns of the same dtype."""
     if mode == ROTATED:
         out[:] = _rotate(codes, 8 * out.itemsize - 1)
     elif mode == XOR:
@@ -145,9 +145,10 @@ def restore(codes: Patterns, base: Patterns, mode: int, out: Patterns) -> None:
 
 @_counted
 def split_planes(patterns: Patterns, base: Patterns, mode: int, out: Bytes | None = None) -> Bytes:
-    """Split the bytes of each pattern after `mode` into planes: [pattern bytes, n], least significant first.
+    """Apply a plane mode to patterns [n] and split them into byte planes, into `out` if given.
 
-    They are in `out` if it is given.
+    Returns:
+        Planes [bytes per pattern, n], the least significant byte first.
     """
     planes = transform(patterns, base, mode).reshape(-1, 1).view(np.uint8).T
     if out is None:
@@ -158,7 +159,7 @@ def split_planes(patterns: Patterns, base: Patterns, mode: int, out: Bytes | Non
 
 @_counted
 def merge_planes(planes: Sequence[Bytes], base: Patterns, mode: int, out: Patterns) -> None:
-    """Undo `split_planes`, into `out`; each plane is an array [n]."""
+    """Invert `split_planes` of planes [n] each, into the patterns `out` [n]."""
     restore(np.ascontiguousarray(np.stack(planes).T).view(out.dtype).reshape(-1), base, mode, out)
 
 
@@ -172,14 +173,18 @@ def histogram(symbols: Bytes) -> Counts:
 
 
 def _by_symbol(ends: Counts, table_of: Counts, n_tables: int, n_lanes: int) -> NDArray[np.int64]:
-    """The table of each symbol [steps, n_lanes]; `n_tables` for lanes that have none in the last step."""
+    """Return the table index of each symbol [steps, n_lanes]; `n_tables` for idle lanes of the last step."""
     tables = np.full(-(-int(ends[-1]) // n_lanes) * n_lanes, n_tables, np.int64)
     tables[: ends[-1]] = np.repeat(table_of, np.diff(ends, prepend=0))
     return tables.reshape(-1, n_lanes)
 
 
 def _encode_stream(symbols: Bytes, tables: NDArray[np.int64], entries: NDArray[np.uint64]) -> Any:
-    """Encode one stream by the table of each symbol [steps, n_lanes]: lane states, and words as read."""
+    """Encode one stream, given the table of each symbol [steps, n_lanes].
+
+    Returns:
+        The lane states [n_lanes], and the words in the order in which a decoder reads them.
+    """
     n_lanes = tables.shape[1]
     padded = np.zeros(tables.shape, np.uint8)
     padded.reshape(-1)[: len(symbols)] = symbols
@@ -212,22 +217,22 @@ def rans_encode(
     heads: Bytes,
     head_ends: Counts,
 ) -> tuple[Bytes, Counts]:
-    """Code streams [m] of symbols, each from its place in `begins` on.
+    """Encode m streams with rANS. Each stream consists of segments, which use one frequency table each.
 
     Args:
-        symbols: of all streams [n].
-        begins: of each stream [m].
-        stream_segments: how many segments there are up to the end of each stream [m].
-        segment_ends: end of each segment in `symbols`; the first of a stream begins with it.
-        table_of: the row of `entries` that each segment uses.
-        entries: of `ckptz.format.frequency.encoding_tables`, [n_tables, 256].
-        n_lanes: of each stream [m]: 1, 4 or 32.
-        heads: bytes that stand before the lane states, of all streams.
+        symbols: the symbols of all streams [n].
+        begins: start of each stream in `symbols` [m].
+        stream_segments: number of segments up to the end of each stream [m].
+        segment_ends: end of each segment in `symbols`; the first segment of a stream starts with the stream.
+        table_of: row of `entries` for each segment.
+        entries: encoding tables [n_tables, 256], see `ckptz.format.frequency.encoding_tables`.
+        n_lanes: lanes of each stream [m]: 1, 4 or 32.
+        heads: bytes to write before the lane states, for all streams.
         head_ends: end of each stream's bytes in `heads` [m].
 
     Returns:
-        Bytes among which the streams stand: head, lane states u32 and words u16, in the order that a decoder
-        reads them; begin and end of each [m, 2].
+        A buffer that contains the encoded streams (head, lane states u32, words u16, in decoding order), and
+        the begin and end of each stream in it, in bytes [m, 2].
     """
     arguments = symbols, begins, stream_segments, segment_ends, table_of, entries, n_lanes, heads, head_ends
     if len(symbols) > MOST_SYMBOLS:
@@ -271,7 +276,19 @@ def rans_decode(
     tables: NDArray[np.uint32],
     out: Bytes,
 ) -> bool:
-    """Decode `out` [n]; False unless all words are used and every lane ends in 2^16."""
+    """Decode a rANS stream into `out` [n].
+
+    Args:
+        words: the words after the lane states.
+        states: initial lane states [n_lanes].
+        ends: end of each segment in `out`.
+        table_of: row of `tables` for each segment.
+        tables: decoding tables, see `slot_tables` [n_tables, 4096].
+        out: the decoded bytes.
+
+    Returns:
+        Whether all words were used and every lane ended in state 2^16; if not, the stream is damaged.
+    """
     if len(out) > MOST_SYMBOLS:
         return bool(_compiled().rans_decode(words, states, ends, table_of, tables, out))
     p = 0
@@ -298,14 +315,14 @@ def rans_decode(
 
 @_counted
 def slot_tables(frequencies: Frequencies) -> NDArray[np.uint32]:
-    """Make decoding tables [n, 4096] of frequencies [n, 256], each row of which has the sum 4096.
+    """Build decoding tables [n, 4096] from frequencies [n, 256], whose rows sum to 4096.
 
-    Entries are symbol | (frequency - 1) << 8 | (slot - start) << 20.
+    An entry is symbol | (frequency - 1) << 8 | (slot - start) << 20.
     """
     wide = frequencies.astype(np.uint32)
     starts = np.cumsum(wide, axis=1, dtype=np.uint32) - wide
     entries = np.arange(256, dtype=np.uint32) | (wide - np.uint32(1)) << np.uint32(8)
-    entries -= starts << np.uint32(20)  # modulo 2^32; the slot makes up for it
+    entries -= starts << np.uint32(20)  # may wrap modulo 2^32; adding the slot undoes that
     slots = np.repeat(entries.reshape(-1), frequencies.reshape(-1)).reshape(-1, SCALE)
     return slots + (np.arange(SCALE, dtype=np.uint32) << np.uint32(20))
 
@@ -323,12 +340,15 @@ def huffman_lengths(counts: Counts) -> Bytes:
 
 
 def _code_lengths(counts: list[int]) -> list[int]:
-    """Merge packages: on each level stand the symbols and the pairs of the level before, by weight."""
+    """Compute code lengths of one row by package-merge (Larmore and Hirschberg, 1990).
+
+    Each level lists the symbols and the pairs of the previous level, ascending by weight.
+    """
     ranked = sorted(filter(counts.__getitem__, range(256)), key=counts.__getitem__)
     lengths, levels, pairs = [0] * 256, list[list[tuple[int, bool]]](), list[int]()
     for _ in range(HUFFMAN_BITS):
         items = [(counts[symbol], False) for symbol in ranked] + [(weight, True) for weight in pairs]
-        items.sort()  # of equal weights symbols first
+        items.sort()  # symbols before pairs of equal weight
         levels.append(items)
         pairs = [a[0] + b[0] for a, b in zip(items[::2], items[1::2], strict=False)]
     n_taken = 2 * len(ranked) - 2
@@ -341,7 +361,7 @@ def _code_lengths(counts: list[int]) -> list[int]:
 
 
 def huffman_codes(lengths: Bytes) -> NDArray[np.int64]:
-    """Compute the code words of lengths [256], numbered by length and symbol; the first bit is the lowest."""
+    """Assign canonical code words [256] by length and symbol; the first bit of a word is the lowest."""
     codes, code, before = np.zeros(256, np.int64), 0, 0
     for symbol in np.argsort(lengths, kind="stable")[np.count_nonzero(lengths == 0) :].tolist():
         n_bits = int(lengths[symbol])
@@ -352,7 +372,7 @@ def huffman_codes(lengths: Bytes) -> NDArray[np.int64]:
 
 
 def quarters(n: int) -> Counts:
-    """Compute the ends [4] of parts of n codes, each of n / 4 rounded up while codes are left."""
+    """Compute the ends [4] of the four parts of n codes: ceil(n / 4) codes each, while there are any."""
     size = -(-n // HUFFMAN_STREAMS)
     return np.minimum(np.arange(1, HUFFMAN_STREAMS + 1) * size, n)
 
@@ -360,18 +380,18 @@ def quarters(n: int) -> Counts:
 def huffman_encode(
     symbols: Bytes, ends: Counts, lengths: Bytes, n_heads: Counts, n_bytes: Counts
 ) -> tuple[Bytes, Counts]:
-    """Encode streams [m] that end there, one behind the other, each in four parts.
+    """Encode m streams with Huffman codes, each in four parts.
 
     Args:
-        symbols: codes of all streams [n].
-        ends: of each stream in `symbols` [m].
+        symbols: the codes of all streams, one stream after another [n].
+        ends: end of each stream in `symbols` [m].
         lengths: code lengths of each stream [m, 256], not 0 for symbols that occur.
-        n_heads: bytes to leave free in front of each stream [m].
-        n_bytes: an upper bound of what each stream takes [m].
+        n_heads: bytes to reserve before each stream [m].
+        n_bytes: upper bound of the encoded size of each stream [m].
 
     Returns:
-        Bytes among which the streams stand; of each [m, 6] where its head begins, where its first part
-        begins, and where each of its parts ends.
+        A buffer that contains the encoded streams, and offsets in it for each stream [m, 6]: begin of the
+        reserved bytes, begin of the first part, end of each part.
     """
     if len(symbols) > MOST_SYMBOLS:
         encoded: tuple[Bytes, Counts] = _compiled().huffman_encode(symbols, ends, lengths, n_heads, n_bytes)
@@ -395,23 +415,23 @@ def _huffman_encode(symbols: Bytes, ends: Counts, lengths: Bytes, n_heads: Count
 
 
 def _packed_words(words: Counts, n_bits: Counts) -> Bytes:
-    """Pack words [n] of so many bits each, the lowest bit first."""
+    """Concatenate words [n] of `n_bits` [n] bits each, the lowest bit first, into bytes."""
     ends = np.cumsum(n_bits)
     place = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - n_bits, n_bits)
     return np.packbits((np.repeat(words, n_bits) >> place & 1).astype(np.uint8), bitorder="little")
 
 
 def huffman_decode(source: Bytes, ends: Counts, lengths: Bytes, out: Bytes) -> bool:
-    """Decode `out` [n] from four parts.
+    """Decode a Huffman stream of four parts into `out` [n].
 
     Args:
-        source: the parts, one behind the other.
-        ends: of each part, in bytes, the last one that of `source` [4].
-        lengths: of a complete code [256].
-        out: the codes.
+        source: the four parts, one after another.
+        ends: end of each part in `source`, in bytes [4].
+        lengths: code lengths of a complete code [256].
+        out: the decoded codes.
 
     Returns:
-        Whether each part ends in its last byte, and has zero bits behind its last code.
+        Whether each part ends in its last byte with zero bits as padding; if not, the stream is damaged.
     """
     if len(out) > MOST_SYMBOLS:
         return bool(_compiled().huffman_decode(source, ends, lengths, out))
@@ -448,7 +468,12 @@ def _decode_part(source: Bytes, table: Bytes, lengths: Bytes, out: Bytes) -> boo
 
 @_counted
 def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint16]) -> int:
-    """Decode `n_values` codes into `out`; bytes used, or -1 if they end early or exceed 16 bits."""
+    """Decode Exp-Golomb codes of an order into `out` [n_values].
+
+    Returns:
+        The number of bytes read, or -1 if the source ends early, a value exceeds 16 bits, or the padding of
+        the last byte is not zero.
+    """
     bits = np.unpackbits(source, bitorder="little").tolist()
     position = 0
     for i in range(n_values):
@@ -468,16 +493,21 @@ def golomb_unpack(source: Bytes, n_values: int, order: int, out: NDArray[np.uint
 
 
 _ORDERS: Final = np.arange(MAX_TABLE_ORDER + 1)
-# Of frequencies plus a power of two, the place of the highest bit.
+# Index of the highest bit of 1, 2, 3, ...
 _HIGHEST: Final = np.frexp(np.arange(1, (1 << MAX_TABLE_ORDER) + SCALE + 1))[1] - 1
-# Bits of the code of a frequency under each order, [4097, orders].
+# Length in bits of the Exp-Golomb code of each frequency with each order [4097, n_orders].
 GOLOMB_BITS: Final = (2 * _HIGHEST[np.arange(SCALE + 1)[:, None] + (1 << _ORDERS) - 1] - _ORDERS + 1).astype(
     np.int64
 )
 
 
 def _coded(frequencies: Frequencies) -> tuple[Counts, Counts, NDArray[np.bool_], Counts, Counts]:
-    """First and last symbol of tables [n, 256], which symbols have a code, the best order, and its bits."""
+    """Choose how to pack frequency tables [n, 256].
+
+    Returns:
+        First and last used symbol [n], which frequencies are written [n, 256], the order with the shortest
+        codes [n], and the bits of these codes [n].
+    """
     used = frequencies > 0
     first, last = used.argmax(axis=1), 255 - used[:, ::-1].argmax(axis=1)
     place = np.arange(256)
@@ -492,7 +522,11 @@ def _coded(frequencies: Frequencies) -> tuple[Counts, Counts, NDArray[np.bool_],
 
 @_counted
 def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
-    """Write tables [n, 256] one after another: their bytes, and the end of each [n]."""
+    """Pack frequency tables [n, 256]; spec/02-entropy.md#frequency-table.
+
+    Returns:
+        The bytes of all tables, and the end of each in these bytes [n].
+    """
     first, last, is_coded, orders, row_bits = _coded(frequencies)
     # An Exp-Golomb code of u = value + 2^order of b bits is b - 1 - order zero bits, a one bit, then the
     # b - 1 bits below the leading one of u, least significant first.
@@ -502,7 +536,7 @@ def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
     n_bits = 2 * n_low - orders[row] + 1
     ends = np.cumsum(3 + (row_bits + 7) // 8)
     begins = np.concatenate(([0], ends[:-1]))
-    # Where each code begins, in bits: behind those of its row before it.
+    # Offset of each code in bits: after the codes of its row before it.
     before = np.cumsum(n_bits) - n_bits
     at = (8 * (begins + 3) - (np.cumsum(row_bits) - row_bits))[row] + before
     codes = (1 | (u - (1 << n_low)) << 1) << (n_low - orders[row])
@@ -516,9 +550,12 @@ def pack_tables(frequencies: Frequencies) -> tuple[Bytes, Counts]:
 
 @_counted
 def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
-    """Read packed frequency tables into `out` [n_tables, 256]; returns the bytes used, or -1 if one is none.
+    """Unpack frequency tables into `out` [n_tables, 256].
 
     spec/02-entropy.md#frequency-table: first and last symbol, order, codes of all frequencies but the last.
+
+    Returns:
+        The number of bytes read, or -1 if a table is invalid.
     """
     at = 0
     for row in out:
@@ -542,9 +579,9 @@ def table_unpack(source: Bytes, out: NDArray[np.uint16]) -> int:
 
 
 def ascending(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Sort indices of each row of values [n, m], [n, m], by a quicksort whose order of equals is a rule.
+    """Argsort each row of values [n, m] by a fixed quicksort, so that the order of equal values is defined.
 
-    Bytes of files hang on that order: frequencies that were rounded down get one more in it.
+    Written bytes depend on it: `normalise` increments frequencies in this order.
     """
     return np.array([_ascending(row) for row in values.tolist()])
 
@@ -563,7 +600,7 @@ def _ascending(values: list[float]) -> list[int]:
 
 
 def _parted(values: list[float], order_of: list[int], low: int, high: int) -> int:
-    """Put what is below the median of three before it, in place; gives its index."""
+    """Partition order_of[low : high + 1] in place around the median of three, and return its index."""
     middle = (low + high) >> 1
     for a, b in ((low, middle), (middle, high), (low, middle)):
         if values[order_of[b]] < values[order_of[a]]:
@@ -586,13 +623,14 @@ def _parted(values: list[float], order_of: list[int], low: int, high: int) -> in
 
 @_counted
 def normalise(counts: Counts) -> Frequencies:
-    """Make frequencies [n, 256] that sum to 4096 of counts [n, 256], at least 1 for all that occur.
+    """Scale counts [n, 256] to frequencies [n, 256] with row sums of 4096, at least 1 for each used symbol.
 
-    What rounding down left over goes where one more saves most, one to each.
+    Frequencies are rounded down; the remainder is distributed one by one to the symbols with the greatest
+    ratio of count to frequency.
     """
     used = counts > 0
     rare, n_rare, common = np.zeros_like(used), np.zeros(len(counts)), counts.sum(axis=1)
-    # Symbols too rare for a share of their own get 1; the others divide what is left.
+    # Symbols whose share is below 1 get 1; the others divide the rest.
     while True:
         shares = counts * ((SCALE - n_rare) / np.maximum(common, 1))[:, None]
         more = used & ~rare & (shares < 1)
@@ -607,7 +645,7 @@ def normalise(counts: Counts) -> Frequencies:
         ranked = np.sort(gain, axis=1)
         at = np.arange(len(counts))
         least = ranked[at, np.minimum(256 - missing, 255)]
-        # Where equals stand on both sides, the order of all decides between them.
+        # If equal gains are on both sides of the cut, `ascending` decides between them.
         is_tied = (missing > 0) & (ranked[at, 255 - missing] == least)
         frequencies += (gain >= least[:, None]) & ((missing > 0) & ~is_tied)[:, None]
         if is_tied.any():
@@ -620,15 +658,17 @@ def normalise(counts: Counts) -> Frequencies:
 
 
 def count_streams(symbols: Bytes, ends: Counts) -> Counts:
-    """Count each symbol in streams [m] that end there, one behind the other: [m, 256]."""
+    """Count the symbols of consecutive streams with ends [m]: returns counts [m, 256] of each byte."""
     return np.stack([histogram(part) for part in np.split(symbols, ends[:-1])])
 
 
 def repeats(symbols: Bytes, ends: Counts) -> Counts:
-    """Find in streams [m] that end there what stood in them before: [m, 2].
+    """Count repeated groups of eight codes in consecutive streams with ends [m].
+
+    A position is a hit if its eight codes were the last ones stored in their slot of a hash table.
 
     Returns:
-        Positions whose eight codes had their place last, by a hash, and runs of such positions.
+        Number of hits and number of runs of hits of each stream [m, 2].
     """
     hits = np.zeros((len(ends), 2), np.int64)
     for k, part in enumerate(np.split(symbols, ends[:-1])):

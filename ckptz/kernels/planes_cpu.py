@@ -14,7 +14,7 @@ from ckptz.kernels.floats import ORDERED_DIFFERENCE, RAW, ROTATED, Bytes, Counts
 from ckptz.kernels.numba_base import ONE, kernel, sign_fill
 
 TWO, THIRDS = np.uint64(2), np.uint64(3)
-PIECE = 1 << 15  # patterns whose codes are merged before their base is added
+PIECE = 1 << 15  # patterns that are merged before the base is added, so that the codes stay in the cache
 
 # --- plane modes --------------------------------------------------------------------------------
 
@@ -56,7 +56,7 @@ def restore(codes: Patterns, base: Patterns, mode: int, out: Patterns) -> None:
 
 
 # --- byte planes --------------------------------------------------------------------------------
-# Those of lossless float tensors are rotated on their way, by kernels of their own, as few need both kinds.
+# Planes of lossless float tensors are rotated in separate kernels: a command rarely needs both kinds.
 
 
 @kernel
@@ -134,7 +134,7 @@ def split_planes(patterns: Patterns, base: Patterns, mode: int, out: Bytes | Non
         split(patterns, planes[0], planes[1])
     else:
         split = _split_rotated_4 if is_rotated else _split_4
-        for j in range(0, width, 4):  # halves of eight bytes one after the other
+        for j in range(0, width, 4):  # patterns of eight bytes in two halves
             half = patterns if width == 4 else np.ascontiguousarray(patterns.view(np.uint32)[j // 4 :: 2])
             split(half, planes[j], planes[j + 1], planes[j + 2], planes[j + 3])
     return planes
@@ -144,7 +144,7 @@ def merge_planes(planes: Sequence[Bytes], base: Patterns, mode: int, out: Patter
     width = out.itemsize
     is_rotated = mode == ROTATED and width in (2, 4)
     if not is_rotated and mode != RAW and len(out) > PIECE:
-        for begin in range(0, len(out), PIECE):  # codes stay in the cache, and take little memory
+        for begin in range(0, len(out), PIECE):
             at = slice(begin, begin + PIECE)
             merge_planes([plane[at] for plane in planes], base[at], mode, out[at])
         return
@@ -183,7 +183,7 @@ def magnitudes(patterns: Patterns, out: Bytes | None = None) -> Bytes:
 
 @kernel
 def _context_histogram(contexts: Any, symbols: Any, counts: Any) -> None:
-    # Two by turns, and flat: equal neighbours would wait for each other's store in one.
+    # Two tables alternate: with one, consecutive equal symbols would wait for each other's store.
     first, second = counts[0], counts[1]
     half, n = uint64(len(symbols) // 2), uint64(len(symbols))
     for i in range(half):
@@ -199,8 +199,9 @@ def context_histogram(contexts: Patterns, symbols: Bytes, n_contexts: int) -> Co
     return np.add(counts[0], counts[1], dtype=np.int64).reshape(n_contexts, 256)
 
 
-# Thirds of a tensor are walked side by side, because equal neighbours would wait for each other's counter;
-# more of them leave no registers. Their counters of a context stand together, as their codes will.
+# One loop processes the three thirds of a tensor with a counter each, because consecutive equal contexts
+# would wait for each other's store; more parts would exceed the registers. The counters of a context are
+# adjacent, in the order of the grouped codes.
 
 
 @kernel
@@ -226,7 +227,7 @@ def context_counts(contexts: Patterns, ends: Counts, n_contexts: int) -> NDArray
 
 
 def _starts(counts: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Return the start of each third of each context of each tensor in context order, [m, 3 * n_contexts]."""
+    """Return the offset of each third of each context in the grouped patterns [m, 3 * n_contexts]."""
     starts = np.cumsum(counts, dtype=np.uint32)
     starts -= counts.reshape(-1)
     return starts.reshape(len(counts), -1)

@@ -1,6 +1,6 @@
-"""Compiled arithmetic of the encoder's choices: sizes, frequency tables, shared tables.
+"""Compiled arithmetic of encoder decisions: sizes, shared frequency tables, interval splits.
 
-Informative: whatever these functions return decodes. No reference twin, tests compare with formulas.
+The results affect sizes only: a file decodes whatever they are. Tests compare these kernels with formulas.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from numba import uint8, uint32, uint64
 from ckptz.kernels.floats import Bytes, Counts, Floats, Patterns, Reals
 from ckptz.kernels.numba_base import kernel, part, summing
 
-# Binary logarithms of small counts, which most are.
+# Binary logarithms of small counts, the most frequent ones.
 _LOGS = np.array([0.0, *map(math.log2, range(1, 1 << 12))])
-SINGLE_BITS = 40.0  # of a table of one code, whose codes take no time
-NONE = np.int64(-1)  # typed: for a literal in its place numba would compile once more
+SINGLE_BITS = 40.0  # of a table of one symbol
+NONE = np.int64(-1)  # typed: with a literal instead, numba would compile another variant
 
 
 @part
 def _row_bits(counts: Any, first: Any, second: Any, table_bits: float, symbol_bits: float) -> float:
-    """Compute the bits of an ideal coder of the sum of two rows of counts [n, 256], and of its table.
+    """Compute the bits of an ideal coder for the sum of two rows of counts [n, 256], and of its table.
 
-    `second` is NONE for one row alone; 0 for rows without codes.
+    `second` is NONE for a single row. Rows without symbols take 0 bits.
     """
     total, n_used, bits = 0, 0, 0.0
     for j in range(256):
@@ -49,7 +49,7 @@ def _entropies(counts: Any, bits: Any) -> None:
 
 
 def entropies(counts: Counts) -> Reals:
-    """Compute the bits of an ideal order-0 coder of each row of counts [n, 256]."""
+    """Compute the entropy in bits of each row of counts [n, 256], times the number of its symbols."""
     bits = np.empty(len(counts))
     _entropies(counts, bits)
     return bits
@@ -68,11 +68,11 @@ def _merge_rows(
     group_of: Any,
     group_ends: Any,
 ) -> None:
-    """`sums` are a copy of `counts`; `work` and `links` have two rows of their length."""
+    """Merge rows as `merge_rows` describes; `sums` is a copy of `counts`, `work` and `links` are [2, n]."""
     begin, n_before = 0, 0
     for t in range(len(row_ends)):
         end = row_ends[t]
-        # A group is known by its first row; `links` have the row that follows it, and what it became.
+        # A group is identified by its first row; `links` holds the next group's row and the merge result.
         n_groups = 0
         before: Any = NONE
         for k in range(begin, end):
@@ -123,13 +123,21 @@ def _merge_rows(
 def merge_rows(
     counts: Counts, row_ends: Counts, most: int, table_bits: float, symbol_bits: float
 ) -> tuple[Counts, Counts, Counts]:
-    """Merge neighbouring rows of counts [n, 256] while that costs less, in each part [m] by itself.
+    """Merge adjacent rows of counts [n, 256] greedily, while that saves bits or a part exceeds `most` groups.
 
-    A group costs its ideal code, `table_bits`, and `symbol_bits` for each symbol that occurs in it; empty
-    rows join the group before them. A part ends at each of `row_ends`, and holds a row that is not empty.
+    A group costs its ideal code, `table_bits`, and `symbol_bits` for each symbol that occurs in it. Empty
+    rows join the group before them.
+
+    Args:
+        counts: occurrences of each symbol by row.
+        row_ends: ends of m parts, each with a row that is not empty; rows of different parts stay apart.
+        most: the greatest number of groups in a part.
+        table_bits: fixed cost of a table.
+        symbol_bits: cost of a table for each symbol.
 
     Returns:
-        The group of each row [n], counts of the groups [n_groups, 256], the end of each part's groups [m].
+        The group of each row [n], the counts of each group [n_groups, 256], and the end of each part's
+        groups [m].
     """
     n, sums = len(counts), counts.copy()
     group_of, group_ends = np.empty(n, np.int64), np.empty(len(row_ends), np.int64)
@@ -162,7 +170,7 @@ def _scale_runs(
         if scale >= n_scales:
             scale = n_scales - 1
         labels[r] += scale
-        # Four histograms in turn: equal neighbours would wait for each other's store in one.
+        # Four histograms alternate: with one, consecutive equal exponents would wait for each other's store.
         row = counts[labels[r]]
         for i in range(uint64(0), whole, uint64(4)):
             row[uint64(exponents[i])] += uint32(1)
@@ -176,15 +184,17 @@ def _scale_runs(
 def scale_runs(
     patterns: Patterns, size: int, parts: int, lowest: int, n_scales: int, labels: Bytes
 ) -> Counts:
-    """Add to the labels [m] of runs of `size` patterns each its scale, and count exponents [256] by label.
+    """Add the scale of each run of patterns to its label, and count exponents by label.
+
+    The scale of a run is its mean exponent in units of 1 / `parts` octave, from 0 to `n_scales` - 1.
 
     Args:
-        patterns: of all runs [m * size].
-        size: of a run.
-        parts: of an octave that scales tell apart.
-        lowest: the mean exponent in such parts that is scale 0.
-        n_scales: the largest scale and one.
-        labels: multiples of `n_scales` below twice it.
+        patterns: float patterns of all runs [m * size].
+        size: number of patterns in a run.
+        parts: scales per octave.
+        lowest: mean exponent, in the same units, of scale 0.
+        n_scales: number of scales.
+        labels: labels of the runs [m], 0 or `n_scales`; changed in place.
 
     Returns:
         Occurrences of the eight bits below the sign by label [2 * n_scales, 256].
@@ -198,10 +208,10 @@ def scale_runs(
 
 @kernel
 def _fill_row(previous: Any, current: Any, split: Any, sums: Any, stack: Any, n_before: int) -> None:
-    """One layer of the dynamic programme by divide and conquer: best splits grow with the end.
+    """Compute one layer of the dynamic programme of `partition` by divide and conquer.
 
-    `sums` are prefix sums [3, n + 1] of weights, values and squares; an interval costs its weighted square
-    error around its mean.
+    The best split does not decrease as the end increases. `sums` holds prefix sums [3, n + 1] of weights,
+    weighted values and weighted squares; an interval costs its weighted square error around its mean.
     """
     n = len(previous) - 1
     stack[0, 0], stack[0, 1], stack[0, 2], stack[0, 3] = n_before + 1, n, n_before, n - 1
@@ -232,9 +242,13 @@ def _fill_row(previous: Any, current: Any, split: Any, sums: Any, stack: Any, n_
 
 
 def partition(values: Reals, weights: Reals, n_parts: int) -> Counts:
-    """Find the ends of `n_parts` intervals of ascending values [n] with the least weighted square error."""
+    """Split ascending values [n] into `n_parts` intervals with the least weighted square error.
+
+    Returns:
+        The end of each interval [n_parts].
+    """
     n = len(values)
-    # From left to right, as `np.sum` adds in another order; centred, so that sums of squares do not cancel.
+    # Added from left to right, unlike `np.sum`; centred, so that sums of squares do not cancel.
     centred = values - np.add.accumulate(values * weights)[-1] / np.add.accumulate(weights)[-1]
     sums = np.zeros((3, n + 1))
     np.cumsum((weights, weights * centred, weights * centred * centred), axis=1, out=sums[:, 1:])
@@ -268,7 +282,7 @@ def _deviation(exact: Any, restored: Any, result: Any) -> None:
 
 
 def deviation(exact: Floats, restored: Floats) -> tuple[float, float, float]:
-    """Measure (greatest error, sum of squared errors, sum of squares) of F32 arrays [n], in double."""
+    """Compute (greatest error, sum of squared errors, sum of squares) of float32 arrays [n] in double."""
     result = np.empty(3)
     _deviation(exact, restored, result)
     largest, error, power = result.tolist()

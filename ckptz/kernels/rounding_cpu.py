@@ -1,8 +1,7 @@
-"""Rounding to grids by thresholds on the CPU.
+"""Rounding to grids on the CPU: to nearest, or stochastically with reproducible thresholds.
 
-Stochastic rounding needs no random numbers: the threshold of an element follows from a key and the element's
-index alone, in integers modulo 2^32, so that every backend, every split into chunks and every rerun has the
-same.
+The threshold of an element is a hash of a dither seed (`key`) and the element's index, computed in integers
+modulo 2^32, so it is the same on every machine, for any split into chunks, and in every run.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def _mixed(x: Any) -> Any:
 
 @inlined
 def _seeded(key: Any, index: Any) -> Any:
-    """Return the seed of the thresholds of all indices with the same high 32 bits."""
+    """Return the seed for the thresholds of all indices with the same upper 32 bits."""
     high = uint32(uint64(index) >> uint64(32))
     return _mixed(uint32(high * uint32(GOLDEN) + uint32(key)))
 
@@ -48,7 +47,7 @@ def _thresholds(key: int, begin: int, out: Any) -> None:
 
 
 def thresholds(key: int, begin: int, n: int) -> Floats:
-    """Draw thresholds [n], uniform in [0, 1), of elements begin..begin+n; all one half for NEAREST."""
+    """Compute the thresholds [n], uniform in [0, 1), of elements begin..begin+n; one half for NEAREST."""
     out: Floats = np.empty(n, np.float32)
     _thresholds(key, begin, out)
     return out
@@ -56,7 +55,7 @@ def thresholds(key: int, begin: int, n: int) -> Floats:
 
 @inlined
 def _code(magnitude: Any, is_positive: Any) -> Any:
-    """Code of a magnitude, whole and not negative; ESCAPE if it has none or is NaN."""
+    """Return the code of an integral magnitude and a sign; ESCAPE if it is too large or NaN."""
     code: Any = float32(2) * magnitude - float32(is_positive)
     code = code if magnitude > float32(0) else float32(0)
     code = code if magnitude <= float32(MAX_MAGNITUDE) else float32(ESCAPE)
@@ -147,7 +146,19 @@ def residual_codes(
     begin: int,
     out: Bytes,
 ) -> None:
-    """Write codes [n] of values less their base, in steps by row, to `out`."""
+    """Quantize values minus their base to grid codes.
+
+    Args:
+        values: floats [n], elements begin..begin+n of the tensor.
+        base: floats [n], or None.
+        steps: grid step of each label.
+        labels: label of each row of the tensor.
+        row_patterns: number of elements in a row.
+        dead_zone: half width, in steps, that is added to the range that becomes zero.
+        key: dither seed of stochastic rounding, or NEAREST.
+        begin: index of the first value in the tensor.
+        out: the codes [n].
+    """
     inputs = values, values if base is None else base, base is not None, steps, labels, row_patterns
     if key == NEAREST:
         _nearest_codes(*inputs, np.float32(0.5 + dead_zone), begin, out)
@@ -184,9 +195,9 @@ def residual_sums(
     codes: Bytes,
     sums: Reals,
 ) -> None:
-    """Add up magnitudes of values [n] less their base by context of row and by code [n_contexts, 256].
+    """Add magnitudes of values minus their base [n] to `sums` [n_labels, 256], by label of row and code.
 
-    Those of code 0 are left out.
+    Values with code 0 are skipped.
     """
     other = values if base is None else base
     _residual_sums(values, other, base is not None, labels, row_patterns, begin, codes, sums)
@@ -194,7 +205,7 @@ def residual_sums(
 
 # --- extents ------------------------------------------------------------------------------------
 
-LEAF = 128  # values that are added up in eight sums
+LEAF = 128  # values added up in eight partial sums
 _NO_BASE = np.zeros(LEAF, np.float32)
 
 
@@ -224,7 +235,7 @@ def _leaf(values: Any, base: Any, begin: Any, origin: Any, n: Any) -> float:
 
 @kernel
 def _power(values: Any, base: Any, has_base: bool, waiting: Any, sums: Any) -> float:
-    # `waiting` are right halves [64, 2]: begin, and size, 0 once their left neighbour waits in `sums` [64].
+    # `waiting` [64, 2] is a stack of right halves: begin and size (0: `sums` [64] has the left half's sum).
     begin, n, depth = uint64(0), uint64(len(values)), 0
     while True:
         while n > uint64(LEAF):
@@ -244,9 +255,9 @@ def _power(values: Any, base: Any, has_base: bool, waiting: Any, sums: Any) -> f
 
 
 def power(values: Floats, base: Floats | None = None) -> float:
-    """Sum squares of floats [n], less those of a base [n] if it has one, in pairs of pairs as numpy does.
+    """Sum the squares of floats [n], or of their differences to a base [n], pairwise as numpy does.
 
-    Steps follow from these sums to their last bit.
+    The order of the additions is fixed because grid steps depend on the last bit of the sum.
     """
     other, stack = _NO_BASE if base is None else base, np.empty((64, 2), np.uint64)
     return float(_power(values, other, base is not None, stack, np.empty(64)))
@@ -262,7 +273,7 @@ def _largest(patterns: Any) -> Any:
 
 
 def largest(patterns: NDArray[np.uint32]) -> int:
-    """Find the pattern of the greatest magnitude of F32 patterns [n]; 0 if there are none."""
+    """Return the greatest magnitude of F32 patterns [n], as a pattern; 0 for an empty array."""
     return int(_largest(patterns))
 
 
@@ -282,10 +293,18 @@ def _row_sums(values: Any, squares: Any, is_root: Any) -> Any:
 def sensitivities(
     values: Any, squares: Any, is_root: Any, begin: int, row_patterns: int, row_sums: Any
 ) -> Any:
-    """Add up second moments by row of a weight, floats [n] both; or their roots, whose squares count.
+    """Add second moments [n] to `row_sums` by row of their weight, floats [n].
+
+    Args:
+        values: elements begin..begin+n of the weight.
+        squares: their second moments, or with `is_root` the square roots of these.
+        is_root: whether `squares` are roots.
+        begin: index of the first element in the weight.
+        row_patterns: number of elements in a row.
+        row_sums: sums by row, added to in place.
 
     Returns:
-        The sum of second moments times squared values; and whether all of them are finite, and none negative.
+        The sum of second moments times squared values, and whether all second moments are finite and >= 0.
     """
     patterns, n_odd = squares.view(np.uint32), uint32(0)
     for i in range(len(patterns)):

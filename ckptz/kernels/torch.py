@@ -1,7 +1,7 @@
-"""The kernels as torch operations, for tensors where they live.
+"""Decoding kernels as torch operations, on the device of their tensors.
 
-Bit patterns are torch's integers of the same size (uint8, int16, int32, int64); inside, they widen to
-int64, masked to the width of the pattern, because torch has no arithmetic on unsigned types.
+Bit patterns are torch integers of the same size (uint8, int16, int32, int64). Arithmetic converts them to
+int64 and masks the result, because torch has no arithmetic on unsigned types.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ckptz.kernels.floats import (
 PATTERN_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def lives_elsewhere(tensor: Tensor) -> bool:
+def is_on_device(tensor: Tensor) -> bool:
     """Return whether a tensor is outside host memory."""
     return tensor.device.type != "cpu"
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
     """Return the bytes of a contiguous tensor, sharing its memory: uint8 [n_bytes]."""
-    # A tensor of one element is contiguous whatever its stride, and then torch refuses another size.
+    # A one-element tensor is contiguous with any stride, but torch does not view it in another item size.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make a device the one that kernels are launched on."""
+    """Return a context in which kernels are launched on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -46,12 +46,12 @@ def _mask(width: int) -> int:
 
 
 def _wide(patterns: Tensor) -> Tensor:
-    """int64 whose low bits are the pattern and whose others are zero (for eight bytes: the pattern)."""
+    """Zero-extend patterns to int64 (patterns of eight bytes stay as they are)."""
     return patterns.to(torch.int64) & _mask(_width(patterns))
 
 
 def _narrow(wide: Tensor, width: int) -> Tensor:
-    """Undo `_wide`."""
+    """Truncate int64 to patterns of `width` bits."""
     if width == 8:
         return wide.to(torch.uint8)
     if width == 64:
@@ -61,7 +61,7 @@ def _narrow(wide: Tensor, width: int) -> Tensor:
 
 
 def _shift_right(wide: Tensor, n: int, width: int) -> Tensor:
-    """Logical shift of `width` bits."""
+    """Shift numbers of `width` bits right by `n`, filling with zeros."""
     return (wide >> n) & ((1 << (width - n)) - 1) if n else wide
 
 
@@ -75,7 +75,7 @@ def _order(wide: Tensor, width: int) -> Tensor:
 
 
 def ordered(patterns: Tensor) -> Tensor:
-    """Return the patterns of floats [n] as integers int64 in the order of the values; see `floats.order`."""
+    """Map float patterns [n] to int64 that sort as the values do; see `floats.order`."""
     return _order(_wide(patterns), _width(patterns))
 
 
@@ -94,7 +94,7 @@ def to_f32(patterns: Tensor, kind: int) -> Tensor:
     if kind == F16:
         wide = _wide(patterns)
         exact = patterns.view(torch.float16).to(torch.float32).view(torch.int32)
-        # Not left to torch: on some processors it makes one NaN of all in short or last parts of arrays.
+        # On some processors torch replaces the NaNs in short arrays and remainders by a single one.
         nan = _narrow((wide & 0x8000) << 16 | 0x7F800000 | (wide & 0x3FF) << 13, 32)
         return torch.where((wide & 0x7FFF) > 0x7C00, nan, exact)
     return patterns
@@ -121,7 +121,7 @@ def pack_codes(codes: Tensor, n_bits: int) -> Tensor:
         n_bits = 1
     per_byte = 8 // n_bits
     rows = torch.nn.functional.pad(codes, (0, -len(codes) % per_byte)).view(-1, per_byte)
-    # The bits of a row do not overlap: a sum modulo 256 is their union.
+    # The bits of a row do not overlap, so their sum modulo 256 is their union.
     return (rows << _shifts(per_byte, n_bits, codes)).sum(dim=1, dtype=torch.uint8)
 
 

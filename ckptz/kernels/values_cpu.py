@@ -21,7 +21,7 @@ from ckptz.kernels.floats import (
 )
 from ckptz.kernels.numba_base import BLOCK, ONE, inlined, kernel, part, sign_fill
 
-MIN_TABLED = 1 << 14  # fewer patterns are searched: a table of all buckets would take longer
+MIN_TABLED = 1 << 14  # for fewer patterns a binary search is faster than building a table of all buckets
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -29,7 +29,7 @@ MIN_TABLED = 1 << 14  # fewer patterns are searched: a table of all buckets woul
 
 @kernel
 def _top_histogram(patterns: Any, shift: int, first: Any, second: Any, total: Any) -> None:
-    # Two histograms in turn: equal neighbours would wait for each other's store in one.
+    # Two histograms alternate: with one, consecutive equal values would wait for each other's store.
     down = uint64(shift)
     whole = len(patterns) // 2 * 2
     for i in range(0, whole, 2):
@@ -52,10 +52,11 @@ def top_histogram(patterns: Patterns) -> Counts:
 def _region_table(
     boundaries: bytes, codes: bytes, width: int
 ) -> tuple[NDArray[np.uint16], Bytes, NDArray[np.bool_]]:
-    """Build a lookup table over the top 16 bits of ordered patterns, once per tensor.
+    """Build lookup tables over the top 16 bits of ordered patterns, once per tensor.
 
     Returns:
-        The number of boundaries at or below their first value, its code, and whether one is above it.
+        For each bucket of patterns [65536] the number of boundaries at or below its first pattern, the code
+        of that pattern, and whether a boundary is inside the bucket.
     """
     wide = np.frombuffer(boundaries, f"u{width // 8}").astype(np.uint64)
     down = np.uint64(width - 16)
@@ -100,7 +101,7 @@ def region_codes(patterns: Patterns, boundaries: Patterns, codes: Bytes) -> Byte
 
 @inlined
 def _widen_f16(pattern: Any) -> Any:
-    """F16 pattern to F32 pattern."""
+    """Convert an F16 pattern to an F32 pattern."""
     sign = (pattern & uint32(0x8000)) << uint32(16)
     exponent, mantissa = (pattern >> uint32(10)) & uint32(0x1F), pattern & uint32(0x3FF)
     if exponent == uint32(0):
@@ -118,7 +119,7 @@ def _widen_f16(pattern: Any) -> Any:
 
 @inlined
 def _narrow_f16(pattern: Any) -> Any:
-    """F32 pattern to F16 pattern, to nearest even."""
+    """Round an F32 pattern to an F16 pattern, to nearest even."""
     sign, magnitude = (pattern >> uint32(16)) & uint32(0x8000), pattern & uint32(0x7FFFFFFF)
     if magnitude > uint32(0x7F800000):
         return uint32(sign | uint32(0x7E00))
@@ -213,7 +214,7 @@ def _add_tiny(a: Any, b: Any) -> Any:
 
 @kernel
 def _add_block(sums: Any, sums_f32: Any, terms: Any, terms_f32: Any) -> None:
-    """sums += terms; both arrays are F32 patterns with their float views."""
+    """Add `terms` to `sums` in place; both are F32 patterns, passed with their float views."""
     limit = uint32(TINY_EXPONENT)
     n_tiny = uint32(0)
     for i in range(len(sums)):
@@ -240,9 +241,9 @@ def add_f32(a: NDArray[np.uint32], b: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 @kernel
 def _outer_rows(rows: Any, columns: Any, begin: int, out: Any, patterns: Any) -> bool:
-    """Multiply floats from element `begin` of the matrix on; tells whether no product may be subnormal.
+    """Compute elements of the outer product from `begin` on, and return False if one may be subnormal.
 
-    `patterns` are the bits of `out` [n].
+    `patterns` is a view of `out` [n].
     """
     n, n_tiny = len(columns), uint32(0)
     i, j, done = begin // n, begin % n, 0
@@ -272,7 +273,7 @@ def outer_product(
 
 @kernel
 def _lookup(codes: Any, rows: Any, table: Any, n_codes: int, out: Any) -> None:
-    """`table` is flat, of `n_codes` entries a row."""
+    """Look up codes in a flat table with `n_codes` entries per row."""
     if len(rows) == 1:
         first = uint64(rows[0]) * uint64(n_codes)
         for i in range(len(out)):
@@ -286,7 +287,7 @@ def lookup(codes: Bytes, rows: Patterns, table: Patterns, out: Patterns) -> None
     _lookup(codes, rows, table.reshape(-1), table.shape[1], out)
 
 
-# Values of 32 bits are floats as they stand; the kernel of the others converts them on the way.
+# Two kernels: 32-bit values need no conversion to F32.
 
 
 @kernel
@@ -395,7 +396,7 @@ def all_finite(patterns: Patterns, kind: int) -> bool:
 
 @part
 def _pack_tail(codes: Any, n_bits: int, begin: int, out: Any) -> None:
-    """Codes from `begin`, a multiple of eight, to the end."""
+    """Pack the codes from `begin` on, a multiple of eight."""
     held, n_held, position = uint32(0), 0, begin * n_bits >> 3
     for i in range(begin, len(codes)):
         held |= uint32(codes[i]) << uint32(n_held)
@@ -443,7 +444,7 @@ def pack_codes(codes: Bytes, n_bits: int) -> Bytes:
 
 @part
 def _unpack_tail(packed: Any, n_bits: int, begin: int, out: Any) -> None:
-    """Undo `_pack_tail`."""
+    """Unpack the codes from `begin` on, a multiple of eight."""
     held, n_held, position = uint32(0), 0, begin * n_bits >> 3
     mask = uint32((1 << n_bits) - 1)
     for i in range(begin, len(out)):

@@ -1,6 +1,6 @@
-"""Shared parts of the wire kernels, and kernels that are fast enough in numpy; spec/08-wire.md.
+"""Constants of the kernels of pipeline links, and kernels that are fast enough in numpy; spec/08-wire.md.
 
-Values are F32 bit patterns. `wire_cpu.py` gives all functions here, `wire_torch.py` has one of each name.
+Values are F32 bit patterns. `wire_cpu.py` exports these functions too; `wire_torch.py` defines them in torch.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ Bytes = NDArray[np.uint8]
 Patterns = NDArray[np.uint32]
 
 MASK_32 = 0xFFFFFFFF
-TINY = 2.0**-126  # what is smaller becomes +0 after a rotation, whether subnormals are flushed or not
-ALIGN = 16  # bytes; every part of a payload is padded to it
+TINY = 2.0**-126  # rotated values below it become +0, whether or not the processor flushes subnormals
+ALIGN = 16  # bytes; every part of a payload is padded to a multiple
 INFINITY = 0x7F800000
-NAN_SCALE = 0x7FC0  # bf16 scale of a block that holds something not finite
+NAN_SCALE = 0x7FC0  # bf16 scale of a block with an infinity or NaN
 SMALLEST = 0x0880  # bf16 2^-110: smaller scales and offsets would decode to subnormal numbers
 BF16_MAX = 0x7F7F
-DOWN = 0.0625  # values are taken smaller by this, exactly: ranges of F32 overflow, their inverses vanish
-LARGEST_F32 = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)  # by kind: F32, BF16, F16
+DOWN = 0.0625  # exact scaling before quantizing, so that ranges do not overflow and their inverses not vanish
+LARGEST_F32 = (3.4028234663852886e38, 3.3895313892515355e38, 65504.0)  # greatest values of F32, BF16, F16
 
-# The finaliser of MurmurHash3, 64 and 32 bits wide, and the golden ratio's fraction as step.
+# Finalisers of MurmurHash3 (64 and 32 bits), and the fraction of the golden ratio as increment.
 STEP_64, MIX_64_A, MIX_64_B = 0x9E3779B97F4A7C15, 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
 STEP_32, MIX_32_A, MIX_32_B = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 
@@ -34,7 +34,7 @@ STEP_32, MIX_32_A, MIX_32_B = 0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35
 
 
 def zeros(n: int, n_bytes: int, like: Any) -> Any:
-    """Make n unsigned integers of `n_bytes` bytes, all zero, where `like` lives."""
+    """Return n zeros, unsigned integers of `n_bytes` bytes, on the device of `like`."""
     del like
     return np.zeros(n, f"<u{n_bytes}")
 
@@ -46,7 +46,7 @@ def from_bytes(buffer: Any, like: Any) -> Bytes:
 
 
 def words(header: bytes, like: Any) -> NDArray[np.uint64]:
-    """Return the words of a header [8] on the device of `like`."""
+    """Return a header as 64-bit words [8] on the device of `like`."""
     del like
     return np.frombuffer(bytearray(header), "<u8")
 
@@ -62,14 +62,14 @@ def as_bytes(patterns: Any) -> Bytes:
 
 
 def as_patterns(data: Bytes, n_bytes: int) -> Any:
-    """Return bytes [n] as unsigned integers of `n_bytes` bytes; copied where the bytes are not aligned."""
+    """View bytes [n] as unsigned integers of `n_bytes` bytes; unaligned bytes are copied."""
     if data.ctypes.data % n_bytes:
         data = data.copy()
     return data.view(f"<u{n_bytes}")
 
 
 def concat(parts: Sequence[Bytes]) -> Bytes:
-    """Join parts, each padded with zeros to a multiple of 16 bytes."""
+    """Concatenate arrays of bytes, each padded with zeros to a multiple of `ALIGN`."""
     sizes = [-(-len(part) // ALIGN) * ALIGN for part in parts]
     out = np.zeros(sum(sizes), np.uint8)
     offset = 0
@@ -90,7 +90,7 @@ def mix_64(word: int) -> int:
 
 
 def narrow(numbers: NDArray[np.int64], n_bytes: int) -> Any:
-    """Return the low bytes of each number [n]."""
+    """Truncate integers [n] to unsigned integers of `n_bytes` bytes."""
     return numbers.astype(f"<u{n_bytes}")
 
 
@@ -110,7 +110,7 @@ def count(n: int, like: Any) -> NDArray[np.int64]:
 
 @functools.cache
 def signs_of(tile: int) -> NDArray[np.float64]:
-    """Return the signs of a rotation [tile], 1 or -1; spec/08-wire.md#tiles."""
+    """Return the random signs of a rotation [tile], 1 or -1; spec/08-wire.md#tiles."""
     x = np.arange(tile, dtype=np.uint32) * np.uint32(STEP_32)
     x = (x ^ (x >> np.uint32(16))) * np.uint32(MIX_32_A)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(MIX_32_B)
@@ -118,10 +118,10 @@ def signs_of(tile: int) -> NDArray[np.float64]:
 
 
 def widths_of(logs: Any, n_planes: int) -> Any:
-    """Return the bits of each row, int64 [rows], n_planes in all: one bit for each octave of range, 2 to 8.
+    """Distribute `n_planes` bits over rows: int64 [n_rows], 2 to 8 each, one more per octave of range.
 
-    The range of a row is the mean logarithm of its tiles' ranges, which is what a uniform variable of
-    that range has as entropy. The threshold is found bit by bit, without asking a device for numbers.
+    `logs` [n_rows] are mean binary logarithms of the ranges of a row's tiles, in units of 1/128: the entropy
+    of uniform variables. The threshold is found bit by bit, without copying numbers from the device.
     """
     spread = len(logs).bit_length()
     keys = (logs << spread) + (0 * logs + 1).cumsum(0) - 1
@@ -148,12 +148,12 @@ def subtract(a: Patterns, b: Patterns) -> Patterns:
 
 
 def scale(a: Patterns, factor: float) -> Patterns:
-    """Scale F32 patterns [n] by a number, itself rounded to F32."""
+    """Multiply F32 patterns [n] by a factor that is rounded to F32 first."""
     return (a.view(np.float32) * np.float32(factor)).view(np.uint32)
 
 
 def saturate(patterns: Patterns, largest: float) -> Patterns:
-    """Hold finite values [n] within +-largest; what is not finite stays."""
+    """Clip finite F32 patterns [n] to +-largest; infinities and NaNs are unchanged."""
     values = patterns.view(np.float32)
     limit = np.float32(largest)
     finite = (patterns & np.uint32(INFINITY)) != INFINITY
@@ -161,20 +161,20 @@ def saturate(patterns: Patterns, largest: float) -> Patterns:
 
 
 def truth(condition: Any) -> bool:
-    """Return a truth value as a number for arithmetic."""
+    """Convert a condition of this backend to a truth value."""
     return bool(condition)
 
 
 def to_bools(conditions: Sequence[tuple[Any, str]]) -> list[bool]:
-    """Ask the device for all truth values at once."""
+    """Copy all conditions from the device at once."""
     return [bool(wrong) for wrong, _ in conditions]
 
 
 def unless(flag: Any, old: Any, new: Any) -> Any:
-    """Return `old` where the flag holds, else `new`."""
+    """Return `old` if the flag is set, else `new`, without waiting for the device."""
     return old if flag else new
 
 
 def not_finite(patterns: Patterns) -> Any:
-    """Return whether some pattern [n] is an infinity or NaN."""
+    """Return whether one of the F32 patterns [n] is an infinity or NaN."""
     return ((patterns & np.uint32(INFINITY)) == INFINITY).any()

@@ -1,4 +1,4 @@
-"""The kernels of the wire for the CPU, compiled by numba."""
+"""Kernels of pipeline links for the CPU, compiled by numba; `wire_arrays` documents them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from ckptz.kernels.wire_arrays import (
 )
 
 ONE_LESS_31 = np.int32(0x7FFFFFFF)
-N_COARSE, N_MIDDLE = 1 << 11, 1 << 10  # 31 magnitude bits in three steps, the last two alike
+N_COARSE, N_MIDDLE = 1 << 11, 1 << 10  # buckets of 31 magnitude bits in three passes of 11, 10 and 10 bits
 
 
 def __getattr__(name: str) -> Any:
-    """Return a kernel of files, or one that is fast enough in numpy."""
+    """Return a kernel that files use as well, or one that is fast enough in numpy."""
     return getattr(values_cpu if name in ("from_f32", "to_f32") else wire_arrays, name)
 
 
@@ -105,7 +105,7 @@ def _bf16_below(pattern: Any) -> Any:
 
 @kernel
 def _scale_of(low: Any, high: Any, n_levels: int, one: Any, one_f32: Any) -> Any:
-    """See `wire_arrays.scales_of`; `one` and `one_f32` are views of one word."""
+    """Return offset and scale of a block; `one` and `one_f32` are views of the same word."""
     if high >= int32(INFINITY) or low < int32(-INFINITY):
         return uint16(0), uint16(NAN_SCALE)
     one[0] = uint32(_sortable(high))
@@ -219,7 +219,7 @@ def dequantize(
 
 @kernel
 def _find(counts: Any, k: Any) -> Any:
-    """(bucket, how many of it belong to the k) counting from the greatest bucket down."""
+    """Find the bucket of the k-th greatest element, and how many of its elements are among the k."""
     bucket = len(counts) - 1
     while k > counts[bucket]:
         k -= counts[bucket]
@@ -229,7 +229,7 @@ def _find(counts: Any, k: Any) -> Any:
 
 @kernel
 def _threshold(patterns: Any, k: int, coarse: Any, near: Any) -> Any:
-    """(the k-th greatest magnitude, how many equal to it belong to the k)."""
+    """Find the k-th greatest magnitude, and how many elements equal to it are among the k greatest."""
     coarse[:] = uint32(0)
     whole = len(patterns) // 2 * 2
     for i in range(0, whole, 2):
@@ -281,7 +281,7 @@ def top_mask(patterns: Patterns, n_samples: int, k: int) -> Bytes:
 
 @kernel
 def take(patterns: Patterns, mask: Bytes, k: int) -> Patterns:
-    out = np.empty(k + 1, np.uint32)  # the loop writes one behind the last
+    out = np.empty(k + 1, np.uint32)  # the branchless loop writes one element too many
     n: Any = 0
     for i in range(len(mask)):
         out[n] = patterns[i]
@@ -318,7 +318,7 @@ def _rotate(values: Any, bits: Any, signs: Any, inverse: bool, out: Any, out_bit
             out_bits[begin : begin + tile] = uint32(0x7FC00000)
             continue
         size = 1
-        while size < tile:  # two distances at once, of neighbours; after all rounds each is at its place
+        while size < tile:  # two butterfly stages per pass; after all passes the elements are in order
             for i in range(quarter):
                 x, y = a[4 * i] + a[4 * i + 1], a[4 * i] - a[4 * i + 1]
                 z, w = a[4 * i + 2] + a[4 * i + 3], a[4 * i + 2] - a[4 * i + 3]
@@ -402,9 +402,9 @@ def tile_values(peaks: NDArray[np.int64], widths: NDArray[np.int64], codes: Byte
 
 @kernel
 def pack_rows(codes: Bytes, widths: NDArray[np.int64], row: int, n_planes: int) -> Bytes:
-    """Pack the codes of rows, uint8 [rows * row], as planes of bits, each row in its own number of them.
+    """Pack codes, uint8 [n_rows * row], as bit planes; row i has widths[i] planes.
 
-    Of eight codes in a word, the product moves the lowest bits of its bytes into its highest byte.
+    A multiplication gathers the lowest bits of the eight bytes of a word in its highest byte.
     """
     words, out = codes.view(np.uint64), np.zeros(n_planes * row >> 3, np.uint8)
     n, begin = row >> 3, 0

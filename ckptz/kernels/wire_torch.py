@@ -1,6 +1,7 @@
-"""The kernels of the wire as torch operations, for tensors where they live.
+"""Kernels of pipeline links as torch operations, on the device of their tensors.
 
-Bit patterns are torch's signed integers of the same size; arithmetic on them widens to int64.
+Bit patterns are signed torch integers of the same size; arithmetic on them is in int64. `wire_arrays`
+documents the functions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ckptz.kernels.wire_arrays import widths_of as widths_of
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
+    """Convert an unsigned 64-bit number to the int64 with the same bits."""
     return value - (1 << 64) if value >> 63 else value
 
 
@@ -109,7 +110,7 @@ def _sortable(signed: Tensor) -> Tensor:
 
 
 def _blocks(flat: Tensor, block: int) -> Tensor:
-    """[n_blocks, block], the last block filled up with its last value."""
+    """Reshape values [n] to [n_blocks, block]; the last block is padded with its last value."""
     missing = -len(flat) % block
     if missing:
         flat = torch.cat([flat, flat[-1:].expand(missing)])
@@ -117,7 +118,7 @@ def _blocks(flat: Tensor, block: int) -> Tensor:
 
 
 def _bf16_below(patterns: Tensor) -> Tensor:
-    """See `wire_arrays.bf16_below`; wide patterns in and out."""
+    """Round F32 patterns down to BF16 patterns, both as int64, with magnitudes of at least `SMALLEST`."""
     top, rest = patterns >> 16, patterns & 0xFFFF
     negative = patterns >> 31 != 0
     down = top + (negative & (rest != 0))
@@ -128,7 +129,7 @@ def _bf16_below(patterns: Tensor) -> Tensor:
 
 
 def _bf16_above(values: Tensor) -> Tensor:
-    """See `wire_arrays.bf16_above`; wide patterns out."""
+    """Round doubles >= 0 up to BF16 patterns as int64, from `SMALLEST` to `BF16_MAX`; 0 stays 0."""
     narrow = values.to(torch.float32)
     patterns = _wide(narrow.view(torch.int32)) + (narrow.to(torch.float64) < values)
     up = (patterns >> 16) + ((patterns & 0xFFFF) != 0)
@@ -136,7 +137,7 @@ def _bf16_above(values: Tensor) -> Tensor:
 
 
 def _float_of(bf16: Tensor) -> Tensor:
-    """Wide bf16 patterns as float32."""
+    """Convert BF16 patterns, as int64, to float32."""
     return (bf16 << 16).to(torch.int32).view(torch.float32)
 
 
@@ -148,7 +149,7 @@ def _random_24(seed: int, n: int, device: torch.device) -> Tensor:
 
 
 def _scales_of(low: Tensor, high: Tensor, n_levels: int) -> tuple[Tensor, Tensor]:
-    """See `wire_arrays.scales_of`; wide patterns out."""
+    """Compute BF16 offset and scale of blocks, as int64, from their sortable extremes."""
     bad = (high >= INFINITY) | (low < -INFINITY)
     low, high = torch.where(bad, 0, low), torch.where(bad, 0, high)
     last = _sortable(high).view(torch.float32).to(torch.float64)
@@ -193,7 +194,7 @@ def top_mask(patterns: Tensor, n_samples: int, k: int) -> Tensor:
 
 
 def take(patterns: Tensor, mask: Tensor, k: int) -> Tensor:
-    """Take the values under the mask; the rank of each is its place: no size is asked of the device."""
+    """Select the `k` values under a mask [n] by their rank, without copying a size from the device."""
     place = torch.where(mask != 0, mask.to(torch.int64).cumsum(0) - 1, k)
     out = torch.zeros(k + 1, dtype=patterns.dtype, device=patterns.device)
     return out.scatter_(0, place, patterns)[:k]
@@ -241,7 +242,7 @@ def tile_peaks(patterns: Tensor, tile: int) -> Tensor:
 
 
 def _of_tiles(peaks: Tensor, widths: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Peaks and greatest codes of tiles [tiles, 1] in double; which are zero, and which not finite."""
+    """Return peaks and greatest codes as doubles, masks of zero and non-finite tiles; all [n_tiles, 1]."""
     most = ((1 << widths) - 1).repeat_interleave(len(peaks) // len(widths)).to(torch.float64)
     bad = peaks >= INFINITY >> 16
     peak = torch.where(bad, 0, _float_of(peaks)).to(torch.float64)
@@ -267,7 +268,7 @@ def tile_values(peaks: Tensor, widths: Tensor, codes: Tensor, tile: int) -> Tens
 
 
 def _places(widths: Tensor, n_planes: int) -> Tensor:
-    """The plane of each bit of each row [rows, 8]; n_planes for those that a row lacks."""
+    """Return the plane of each bit of each row [n_rows, 8]; `n_planes` for bits that a row does not have."""
     bit = torch.arange(8, device=widths.device)
     place = (widths.cumsum(0) - widths)[:, None] + bit
     return torch.where(bit < widths[:, None], place, n_planes).clamp(max=n_planes)
@@ -292,7 +293,7 @@ def unpack_rows(planes: Tensor, widths: Tensor, row: int) -> Tensor:
 
 
 def _with_nan_of(result: Tensor, *operands: Tensor) -> Tensor:
-    """Propagate the first operand's NaN, quieted, as CPUs do; GPUs return a single NaN."""
+    """Replace NaNs by the first operand's NaN, quieted, as CPUs do; GPUs lose the payload."""
     for operand in reversed(operands):
         result = torch.where((operand & 0x7FFFFFFF) > 0x7F800000, operand | 0x400000, result)
     return result

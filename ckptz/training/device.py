@@ -22,7 +22,7 @@ from ckptz.format.plan import Domain, Plan, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES
 from ckptz.format.values import KINDS, ValueTable
 from ckptz.kernels import torch as kernels
-from ckptz.kernels.torch import lives_elsewhere
+from ckptz.kernels.torch import is_on_device
 from ckptz.parallel import Workers
 from ckptz.state.roles import role_of
 
@@ -66,7 +66,7 @@ def code_where_they_live(
 
 
 def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode | None:
-    if not isinstance(tensor, torch.Tensor) or not lives_elsewhere(tensor) or not tensor.numel():
+    if not isinstance(tensor, torch.Tensor) or not is_on_device(tensor) or not tensor.numel():
         return None
     code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
     if code not in KINDS or hasattr(tensor, "__tensor_flatten__"):

@@ -21,7 +21,7 @@ from ckptz.codec.registry import METHODS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.frequency import use_compiled
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource
-from ckptz.kernels import compiled, kept_in, silently
+from ckptz.kernels import cache_folder, compiled, silence_notice
 from ckptz.parallel import Workers, jobs_of
 from ckptz.store.resolve import Checkpoint, base_ref, open_checkpoint
 from ckptz.words import Report
@@ -67,7 +67,7 @@ def warm_up(*, jobs: int | None = None) -> WarmUpReport:
         # The process pool runs in a worker thread: a Ctrl-C within its locks could leave them locked.
         with Workers(2) as workers:
             list(workers.map(_in_processes, [n_jobs]))
-    return WarmUpReport(methods=tuple(CONFIGS), folder=kept_in(), seconds=time.perf_counter() - start)
+    return WarmUpReport(methods=tuple(CONFIGS), folder=cache_folder(), seconds=time.perf_counter() - start)
 
 
 def _in_processes(n_jobs: int) -> None:
@@ -82,7 +82,7 @@ def _write_and_read(method: str) -> None:
     """Write and read a full file and a delta with a method: of weights, and of whole training states."""
     compiled()
     use_compiled()
-    silently()
+    silence_notice()
     config = CONFIGS[method]
     efforts: tuple[tuple[bool, EffortName], ...] = (False, "fast"), (True, "small")
     for with_optimizer, effort in efforts:

@@ -32,7 +32,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Host memory counts as elsewhere, so that all is tried without a device too."""
-    monkeypatch.setattr(coding, "lives_elsewhere", lambda tensor: True)
+    monkeypatch.setattr(coding, "is_on_device", lambda tensor: True)
 
 
 def a_tensor(dtype: torch.dtype, n: int) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_a_checkpointer_writes_the_same_values_and_errors_either_way(
     assert a_model()[0].weight.numel() > CHUNK_VALUES
     config = KMeans(levels=12, prune=0.1)
     there = files(tmp_path / "there", a_model(), config)
-    monkeypatch.setattr(coding, "lives_elsewhere", lambda tensor: False)
+    monkeypatch.setattr(coding, "is_on_device", lambda tensor: False)
     here = files(tmp_path / "here", a_model(), config)
     for one, other in zip(there, here, strict=True):
         a, b = open_checkpoint(one), open_checkpoint(other)

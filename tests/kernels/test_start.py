@@ -103,15 +103,15 @@ def nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     (tmp_path / "a file").touch()
     monkeypatch.setattr(cache, "_usual", lambda: [tmp_path / "a file" / "kernels"])
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    cache.written_to.cache_clear()
+    cache.writable_folder.cache_clear()
     yield
-    cache.written_to.cache_clear()
+    cache.writable_folder.cache_clear()
 
 
 @pytest.mark.usefixtures("nowhere")
 def test_kernels_are_kept_among_temporary_files(tmp_path: Path) -> None:
     folder = tmp_path / f"ckptz-kernels-{os.getuid()}"
-    assert cache.written_to() == folder
+    assert cache.writable_folder() == folder
     assert folder.stat().st_mode & 0o777 == 0o700
     assert str(folder) in cache.note()
 
@@ -128,7 +128,7 @@ def test_a_folder_that_others_may_fill_is_not_used(how: str, tmp_path: Path) -> 
         folder.symlink_to(tmp_path / "elsewhere")
     else:
         folder.touch()
-    assert cache.written_to() is None
+    assert cache.writable_folder() is None
     assert "NUMBA_CACHE_DIR" in cache.note()
 
 
@@ -193,7 +193,7 @@ def test_a_full_disk_keeps_no_kernel_and_stops_nothing(tmp_path: Path) -> None:
 def test_two_seconds_of_compilation_are_not_said(tmp_path: Path) -> None:
     environment = copied(tmp_path / "ckptz") | {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     assert not said(environment, ONE_KERNEL.removeprefix(AT_ONCE))
-    late = AT_ONCE.replace("= 0", "= 2") + "from ckptz.kernels import clock; clock.stand_still(2); "
+    late = AT_ONCE.replace("= 0", "= 2") + "from ckptz.kernels import clock; clock.exclude(2); "
     other = ONE_KERNEL.removeprefix(AT_ONCE).replace(
         "histogram(np.zeros(4, np.uint8))", "magnitudes(np.zeros(4, np.uint16))"
     )
@@ -357,9 +357,9 @@ def kernels_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Keep kernels in this folder alone."""
     with monkeypatch.context() as patched:
         patched.setattr(cache, "_usual", lambda: [folder])
-        cache.written_to.cache_clear()
+        cache.writable_folder.cache_clear()
         yield
-    cache.written_to.cache_clear()
+    cache.writable_folder.cache_clear()
 
 
 def one_more() -> Any:

@@ -69,7 +69,7 @@ LATE = (  # what few runs of a command need, for its start
 BLAS_NAMES = {f"np.{name}" for name in ("linalg", "dot", "vdot", "inner", "matmul", "tensordot")}
 LAZY_DOORS = ("ckptz_cli",)  # its functions may import what stands below
 # Modules that load others by names that they make: public names of a package, compiled kernels.
-NAMES_MODULES = ("ckptz", "ckptz.wire", "ckptz.kernels.doors", "ckptz.lazy")
+NAMES_MODULES = ("ckptz", "ckptz.wire", "ckptz.kernels.loaders", "ckptz.lazy")
 
 
 def room_of(module: str) -> str:

@@ -1,4 +1,4 @@
-"""The compiled kernels, each module of which loads with its first use: numba takes a third of a second."""
+"""Loaders of the modules of compiled kernels, imported on first use: numba takes a third of a second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ckptz import lazy
 
 
-def _door(module: str) -> Callable[[], Any]:
+def _loader(module: str) -> Callable[[], Any]:
     @functools.cache
     def load() -> Any:
         lazy.module("ckptz.kernels.cache").listen()
@@ -18,7 +18,7 @@ def _door(module: str) -> Callable[[], Any]:
     return load
 
 
-codec = _door("codec_cpu")
-wire = _door("wire_cpu")
-rounding = _door("rounding_cpu")  # to grids
-moments = _door("moments_cpu")  # of optimizers
+codec = _loader("codec_cpu")
+wire = _loader("wire_cpu")
+rounding = _loader("rounding_cpu")
+moments = _loader("moments_cpu")
