@@ -18,7 +18,6 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.coded import CodedSource
 from ckptz.codec.moved import MovedSource, Moves
 from ckptz.codec.restored import HELD_BYTES, CachedTensor
 from ckptz.codec.sensitivity import floats_of
@@ -27,11 +26,10 @@ from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import LazySource, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, decay_of, shares_of
-from ckptz.guidance.optimizer_layout import optimizers_in
+from ckptz.guidance.optimizer_layout import ParamState, can_move, param_states_in, rounded
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Patterns
 from ckptz.state.roles import Role
-from ckptz.state.skeleton import TensorRef, parse_tree
 
 SAMPLED: Final = 1 << 16  # elements of a weight, at most
 UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to have made where it is unknown
@@ -50,58 +48,23 @@ SECOND_MOMENT: Final = "exp_avg_sq"
 FIRST_MOMENTS: Final = frozenset(("exp_avg", "momentum_buffer"))  # in the state of torch's optimizers
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParamState:
-    """A weight, with the state and the settings that its optimizer keeps for it.
+def _lost(one: ParamState, before: tuple[float, float] | None) -> LostMomentum | None:
+    """Return a weight's whole first moment as lost; None if its updates or the weight's values are unknown.
 
-    Attributes:
-        name: of the weight in its file.
-        weight: its values.
-        settings: of its parameter group, plain values.
-        state: of the parameter: tensors, and numbers, by what the optimizer calls them.
-        names: of these tensors in their file.
-        is_adamw: whether the optimizer is an AdamW, which older versions of torch do not tell from Adam.
-        rounded: name of the weight of 16 bits that this one is the master of, with its values; or None.
+    Args:
+        one: the weight.
+        before: its rate before and the updates since, where they are known.
     """
-
-    name: str
-    weight: TensorSource
-    settings: Mapping[str, Any]
-    state: Mapping[str, Any]
-    names: Mapping[str, str]
-    is_adamw: bool = False
-    rounded: tuple[str, TensorSource] | None = None
-
-    @property
-    def rate(self) -> float | None:
-        """Rate of the next update; None if it is not known."""
-        found = self.settings.get("lr")
-        return found if isinstance(found, int | float) else None
-
-    @property
-    def updates(self) -> float | None:
-        """Updates that it has had; None where its optimizer does not count them."""
-        found = self.state.get("step")
-        return float(found) if isinstance(found, int | float) else None
-
-    def lost(self, before: tuple[float, float] | None) -> LostMomentum | None:
-        """Return the whole first moment as lost; None if its updates or the weight's values are unknown.
-
-        Args:
-            before: its rate before and the updates since, where they are known.
-        """
-        decay = decay_of(self.settings, self.state, is_adamw=self.is_adamw, before=before)
-        if decay is None or not can_move(self.weight):
-            return None
-        moment = self.state[decay.moment]
-        second = None if decay.second is None else self.state[decay.second]
-        given = [one for one in (moment, second) if one is not None]
-        is_whole = all(isinstance(one, TensorSource) and can_move(one) for one in given)
-        return (
-            LostMomentum(decay, moment, None, second)
-            if is_whole and moment.shape == self.weight.shape
-            else None
-        )
+    decay = decay_of(one.settings, one.state, is_adamw=one.is_adamw, before=before)
+    if decay is None or not can_move(one.weight):
+        return None
+    moment = one.state[decay.moment]
+    second = None if decay.second is None else one.state[decay.second]
+    given = [state for state in (moment, second) if state is not None]
+    is_whole = all(isinstance(state, TensorSource) and can_move(state) for state in given)
+    return (
+        LostMomentum(decay, moment, None, second) if is_whole and moment.shape == one.weight.shape else None
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +179,7 @@ class UpdateTracker:
         for parameter, one in trained.items():
             last = self._snapshots.get(parameter)
             before = None if last is None else (last.rate, _n_updates(last, one, step))
-            if (lost := one.lost(before)) is not None:
+            if (lost := _lost(one, before)) is not None:
                 found[parameter] = lost
         return found
 
@@ -362,92 +325,13 @@ class Momentum:
 
 def bounds_of(trained: Mapping[str, ParamState]) -> dict[str, SideInformation]:
     """Return how large first moments may be restored, by their names; nothing of what has no known bound."""
-    lost = ((one, one.lost(None)) for one in trained.values())
+    lost = ((one, _lost(one, None)) for one in trained.values())
     return {one.names[own.decay.moment]: own.bound for one, own in lost if own is not None}
-
-
-def can_move(weight: TensorSource) -> bool:
-    """Return whether a weight has values that momentum correction can change."""
-    return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_patterns > 0
-
-
-def param_states_in(
-    tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
-) -> dict[str, ParamState]:
-    """Find the weights of a file that torch optimizers in it train, by parameter.
-
-    Where the file has the fp32 master of a weight of 16 bits, that is what is trained.
-
-    Args:
-        tensors: of the file.
-        tree: of the file, as in `Index.tree`.
-        roles: what its tensors are; those of numbered states have the names of their parameters.
-    """
-    found: dict[str, ParamState] = {}
-    states = list(optimizers_in(None if tree is None else parse_tree(tree).root))
-    weights = {roles[name].parameter: name for name in tensors if roles[name].role == "weight"}
-    for state in states:
-        for group in state["param_groups"]:
-            settings = {key: _number(value, tensors) for key, value in group.items() if key != "params"}
-            for key in group.get("params", ()):
-                held = state["state"].get(key, {})
-                refs = {word: ref.name for word, ref in held.items() if isinstance(ref, TensorRef)}
-                owners = {roles[name].parameter for name in refs.values()} & weights.keys()
-                if len(owners) != 1:
-                    continue
-                parameter = owners.pop()
-                name = weights[parameter]
-                master = _master_of(tensors[name], parameter, tensors, roles)
-                found[parameter] = ParamState(
-                    name=master or name,
-                    weight=tensors[master or name],
-                    rounded=None if master is None else (name, tensors[name]),
-                    settings=settings,
-                    state={word: _number(value, tensors) for word, value in held.items()},
-                    names=refs,
-                )
-    return found
-
-
-def _master_of(
-    weight: TensorSource,
-    parameter: str,
-    tensors: Mapping[str, TensorSource],
-    roles: Mapping[str, Role],
-) -> str | None:
-    """Find the fp32 tensor that a weight of 16 bits is rounded from, by its name and its values; or None."""
-    if not can_move(weight) or weight.dtype.name == "F32":
-        return None
-    own = parameter.partition(".")[2] or parameter  # behind what parts of a state are called by
-    for name, source in tensors.items():
-        is_like = source.shape == weight.shape and source.dtype.name == "F32" and can_move(source)
-        if not (is_like and roles[name].role == "weight" and roles[name].parameter.endswith(f".{own}")):
-            continue
-        here = next(source.chunk_bounds())
-        if np.array_equal(_rounded(source.patterns(*here), weight), weight.patterns(*here)):
-            return name
-    return None
 
 
 def _rounded_from(weight: TensorSource, master: TensorSource) -> LazySource:
     """Return a weight of 16 bits, rounded from its master."""
-    return LazySource.of(weight, lambda begin, end: _rounded(master.patterns(begin, end), weight))
-
-
-def _rounded(patterns: Patterns, to: TensorSource) -> Patterns:
-    """Round F32 patterns to the dtype of a weight."""
-    found: Patterns = cpu().from_f32(patterns, KINDS[to.dtype.name])
-    return found
-
-
-def _number(value: Any, tensors: Mapping[str, TensorSource]) -> Any:
-    """Return a stored tensor of one number as a float, everything else unchanged."""
-    if not isinstance(value, TensorRef):
-        return value
-    source = tensors[value.name]
-    if source.shape or source.dtype.name not in KINDS:
-        return source
-    return float(_values(source, 0, 1)[0])
+    return LazySource.of(weight, lambda begin, end: rounded(master.patterns(begin, end), weight))
 
 
 def _n_updates(last: _WeightSnapshot, one: ParamState, step: int | None) -> float:

@@ -12,20 +12,23 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
+from ckptz.codec.coded import CodedSource
 from ckptz.codec.method import MOMENT_ROLES
-from ckptz.errors import CkptzError, ConfigError
-from ckptz.format.envelope import strict_json
+from ckptz.codec.sensitivity import floats_of
+from ckptz.errors import ConfigError
 from ckptz.format.sources import TensorSource
+from ckptz.format.values import KINDS
+from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
+from ckptz.kernels import cpu
+from ckptz.kernels.floats import Patterns
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import TensorRef, parse_tree
 
-CONFIG_FILE: Final = "config.json"
-MAX_CONFIG_BYTES: Final = 1 << 20
-MAX_LAYERS: Final = 4096  # a config may claim as many as it likes, and each takes time to build
 # Weights of a state_dict that no optimizer knows: statistics of batch normalisation.
 BUFFERS: Final = re.compile(r"(^|\.)running_(mean|var)$")
 # States that have the shape of their parameter.
@@ -34,93 +37,67 @@ Known = tuple[dict[str, Role], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterNames:
-    """The names of parameters that an optimizer numbers, and where they come from."""
+class ParamState:
+    """A weight, with the state and the settings that its optimizer keeps for it.
 
-    # a file of the user's with a name on each line, in the order of the optimizer's numbers
-    listed_in: Path | None = None
-    beside: Path | None = None  # the folder, or a file of it, that may hold a config.json
+    Attributes:
+        name: of the weight in its file.
+        weight: its values.
+        settings: of its parameter group, plain values.
+        state: of the parameter: tensors, and numbers, by what the optimizer calls them.
+        names: of these tensors in their file.
+        is_adamw: whether the optimizer is an AdamW, which older versions of torch do not tell from Adam.
+        rounded: name of the weight of 16 bits that this one is the master of, with its values; or None.
+    """
 
-    def listed(self) -> list[str]:
-        """Read the names that the user gives; none without a file.
+    name: str
+    weight: TensorSource
+    settings: Mapping[str, Any]
+    state: Mapping[str, Any]
+    names: Mapping[str, str]
+    is_adamw: bool = False
+    rounded: tuple[str, TensorSource] | None = None
 
-        Raises:
-            ConfigError: not text, or a name occurs twice.
-        """
-        if self.listed_in is None:
-            return []
-        try:
-            names = [line.strip() for line in self.listed_in.read_text("utf-8").splitlines() if line.strip()]
-        except UnicodeDecodeError:
-            what = "not a text file in UTF-8; give one name on each line"
-            raise ConfigError(f"{self.listed_in}: {what}") from None
-        if len(set(names)) < len(names):
-            raise ConfigError(f"{self.listed_in}: names a parameter twice; give each of them once")
-        return names
+    @property
+    def rate(self) -> float | None:
+        """Rate of the next update; None if it is not known."""
+        found = self.settings.get("lr")
+        return found if isinstance(found, int | float) else None
 
-    def orders(self) -> Sequence[Sequence[str]]:
-        """Return the orders in which an optimizer may number the model's parameters; none without a model."""
-        if self.beside is None:
-            return ()
-        folder = self.beside if self.beside.is_dir() else self.beside.parent
-        return _orders(folder / CONFIG_FILE)
-
-
-@cache
-def _orders(config: Path) -> tuple[tuple[str, ...], ...]:
-    """List parameter names in the order of the model, and in the Trainer's: weight decay first, then none."""
-    try:
-        if not config.is_file() or config.stat().st_size > MAX_CONFIG_BYTES or not _is_bounded(config):
-            return ()
-        import torch
-        import transformers
-    except (ImportError, OSError, CkptzError):
-        return ()
-    try:
-        model_config = transformers.AutoConfig.from_pretrained(
-            config.parent, local_files_only=True, trust_remote_code=False
-        )
-        kind = getattr(transformers, model_config.architectures[0])
-        with torch.device("meta"):
-            model = kind(model_config)
-        decayed = set(transformers.Trainer.get_decay_parameter_names(None, model))
-    except Exception:  # a model that this transformers does not have, or cannot build so
-        return ()
-    names = tuple(name for name, _ in model.named_parameters())
-    return names, tuple(sorted(names, key=lambda name: name not in decayed))
-
-
-def _is_bounded(config: Path) -> bool:
-    """Return whether the model of a config has few enough layers to be built quickly."""
-    layers: list[Any] = []
-
-    def look(node: Any, key: str = "") -> None:
-        if isinstance(node, dict):
-            for name, value in node.items():
-                look(value, name)
-        elif isinstance(node, list):
-            for value in node:
-                look(value, key)
-        elif isinstance(node, int) and ("layer" in key or "block" in key or "depth" in key):
-            layers.append(node)
-
-    look(strict_json(config.read_bytes(), CONFIG_FILE))
-    return all(n <= MAX_LAYERS for n in layers)
-
-
-NO_NAMES: Final = ParameterNames()
+    @property
+    def updates(self) -> float | None:
+        """Updates that it has had; None where its optimizer does not count them."""
+        found = self.state.get("step")
+        return float(found) if isinstance(found, int | float) else None
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """The state of one parameter: tensor names by what the optimizer calls them."""
+class OptimizerEntry:
+    """State and settings that an optimizer keeps for one parameter, as in `ParamState`."""
 
     key: Any  # number or name in the optimizer's state
     group: int  # position of its parameter group
-    tensors: Mapping[str, str]  # names by word: "exp_avg" and so on
-    shape: tuple[int, ...] | None  # of the parameter, if a state tells it
+    settings: Mapping[str, Any]
+    state: Mapping[str, Any]
+    names: Mapping[str, str]
     label: str | None  # name of the parameter, if the group or the key tells it
-    is_plain: bool  # its moments are those of elements of the parameter
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """Shape of the parameter, or None if no state has it."""
+        wholes = (getattr(self.state[word], "shape", ()) for word in WHOLE_STATES if word in self.names)
+        return next(wholes, None)
+
+    def roles(
+        self, parameter: str, tensors: Mapping[str, TensorSource], *, has_weight: bool = True
+    ) -> dict[str, Role]:
+        """Return roles of its tensors by name: moments without a weight or in another basis are lossless."""
+        is_plain = has_weight and BASES.isdisjoint(self.state)
+        roles = {}
+        for word, name in self.names.items():
+            role = role_of(f"optimizer.{parameter}.{word}", tensors[name].shape, tensors[name].dtype.is_float)
+            roles[name] = role if is_plain else replace(role, role="other")
+        return roles
 
 
 Weights = Sequence[tuple[str, tuple[int, ...]]]  # parameters and their shapes, in order
@@ -160,7 +137,7 @@ def known_roles(
     if model_tree is not None:
         ordered |= {ref.name for ref in _refs(parse_tree(model_tree).root)}
     parts = [{ref.name for ref in _refs(part)} for part in _children(root)]
-    optimizers = [list(_entries(state, tensors)) for state in states]
+    optimizers = [list(entries_in(state, tensors)) for state in states]
     for entries in _labelled(optimizers, names):
         owned |= _join(entries, tensors, roles, inside, ordered, parts, notes, names)
     given = {name for name in tensors if any(rule.pattern.match(name) for rule in rules)}
@@ -198,6 +175,78 @@ def optimizers_in(node: Any) -> Iterator[Mapping[Any, Any]]:
         yield from optimizers_in(child)
 
 
+def param_states_in(
+    tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
+) -> dict[str, ParamState]:
+    """Find the weights of a file that torch optimizers in it train, by parameter.
+
+    Where the file has the fp32 master of a weight of 16 bits, that is what is trained.
+
+    Args:
+        tensors: of the file.
+        tree: of the file, as in `Index.tree`.
+        roles: what its tensors are; those of numbered states have the names of their parameters.
+    """
+    found: dict[str, ParamState] = {}
+    weights = {roles[name].parameter: name for name in tensors if roles[name].role == "weight"}
+    for state in optimizers_in(None if tree is None else parse_tree(tree).root):
+        for entry in entries_in(state, tensors):
+            owners = {roles[name].parameter for name in entry.names.values()} & weights.keys()
+            if len(owners) != 1:
+                continue
+            parameter = owners.pop()
+            name = weights[parameter]
+            master = _master_of(tensors[name], parameter, tensors, roles)
+            found[parameter] = ParamState(
+                master or name,
+                tensors[master or name],
+                *(entry.settings, entry.state, entry.names),
+                rounded=None if master is None else (name, tensors[name]),
+            )
+    return found
+
+
+def _master_of(
+    weight: TensorSource,
+    parameter: str,
+    tensors: Mapping[str, TensorSource],
+    roles: Mapping[str, Role],
+) -> str | None:
+    """Find the fp32 tensor that a weight of 16 bits is rounded from, by its name and its values; or None."""
+    if not can_move(weight) or weight.dtype.name == "F32":
+        return None
+    own = parameter.partition(".")[2] or parameter  # behind what parts of a state are called by
+    for name, source in tensors.items():
+        is_like = source.shape == weight.shape and source.dtype.name == "F32" and can_move(source)
+        if not (is_like and roles[name].role == "weight" and roles[name].parameter.endswith(f".{own}")):
+            continue
+        here = next(source.chunk_bounds())
+        if np.array_equal(rounded(source.patterns(*here), weight), weight.patterns(*here)):
+            return name
+    return None
+
+
+def can_move(weight: TensorSource) -> bool:
+    """Return whether a weight has values that momentum correction can change."""
+    return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_patterns > 0
+
+
+def rounded(patterns: Patterns, to: TensorSource) -> Patterns:
+    """Round F32 patterns to the dtype of a weight."""
+    found: Patterns = cpu().from_f32(patterns, KINDS[to.dtype.name])
+    return found
+
+
+def _number(value: Any, tensors: Mapping[str, TensorSource]) -> Any:
+    """Return a stored tensor, or its value if it is one number; everything else unchanged."""
+    if not isinstance(value, TensorRef) or value.name not in tensors:
+        return value
+    source = tensors[value.name]
+    if source.shape or source.dtype.name not in KINDS:
+        return source
+    return float(floats_of(source.patterns(0, 1), KINDS[source.dtype.name])[0])
+
+
 def _refs(node: Any) -> Iterator[TensorRef]:
     if isinstance(node, TensorRef):
         yield node
@@ -211,26 +260,71 @@ def _children(node: Any) -> Iterable[Any]:
     return node if isinstance(node, list | tuple) else ()
 
 
-def _entries(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> Iterator[_Entry]:
+def entries_in(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> Iterator[OptimizerEntry]:
+    """Yield what an optimizer keeps for each parameter, in the order of its groups.
+
+    Args:
+        state: the optimizer's state_dict, with a TensorRef for each stored tensor.
+        tensors: stored tensors by name.
+    """
     for group, settings in enumerate(state["param_groups"]):
         if not isinstance(settings, Mapping):
             continue
         keys, labels = settings.get("params", []), settings.get("param_names")
         labels = labels if isinstance(labels, list) and len(labels) == len(keys) else [None] * len(keys)
-        for position, key in enumerate(keys):
-            held = state["state"].get(key, {})
-            names = {
-                word: ref.name
-                for word, ref in held.items()
-                if isinstance(word, str) and isinstance(ref, TensorRef) and ref.name in tensors
-            }
-            label = labels[position] or (key if isinstance(key, str) else None)
-            whole = next((tensors[names[word]] for word in WHOLE_STATES if word in names), None)
-            shape = None if whole is None else whole.shape
-            yield _Entry(key, group, names, shape, label, BASES.isdisjoint(held))
+        numbers = {name: _number(value, tensors) for name, value in settings.items() if name != "params"}
+        for key, label in zip(keys, labels, strict=True):
+            own = state["state"].get(key, {})
+            refs = {k: v.name for k, v in own.items() if isinstance(k, str) and isinstance(v, TensorRef)}
+            yield OptimizerEntry(
+                key=key,
+                group=group,
+                settings=numbers,
+                state={word: _number(value, tensors) for word, value in own.items()},
+                names={word: name for word, name in refs.items() if name in tensors},
+                label=label or (key if isinstance(key, str) else None),
+            )
 
 
-def _labelled(optimizers: Sequence[Sequence[_Entry]], names: ParameterNames) -> Iterator[list[_Entry]]:
+def unflattened(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the optimizers in a state whose names torch.distributed.checkpoint has made flat.
+
+    Names are "optimizer.state.layer.weight.exp_avg", beside "optimizer.param_groups.0.lr", or
+    "optimizer.param_groups.layer.weight.lr" where the state was flat before.
+    """
+    for begin in {n[: f".{n}".find(".param_groups.")] for n in state if ".param_groups." in f".{n}"}:
+        groups: dict[str, dict[str, Any]] = {}
+        for name, value in state.items():
+            if name.startswith(f"{begin}param_groups."):
+                group, _, key = name.removeprefix(f"{begin}param_groups.").rpartition(".")
+                groups.setdefault(group, {"params": [group]})[key] = value
+        states: dict[str, dict[str, Any]] = {key: {} for one in groups.values() for key in one["params"]}
+        for name, value in state.items():
+            if name.startswith(f"{begin}state."):
+                parameter, _, key = name.removeprefix(f"{begin}state.").rpartition(".")
+                while (
+                    parameter and parameter not in states
+                ):  # tensors of a list, as SOAP's, have numbers last
+                    parameter, _, key = parameter.rpartition(".")
+                if parameter:
+                    states[parameter][key] = value
+        yield {"state": states, "param_groups": list(groups.values())}
+
+
+def weights_of(names: Iterable[str], parameters: Collection[str]) -> dict[str, str]:
+    """Find the weight of each parameter: the first tensor whose name ends with the parameter's."""
+    weights: dict[str, str] = {}
+    for name in names:
+        parts = name.split(".")
+        ends = (".".join(parts[i:]) for i in range(len(parts)))
+        if (parameter := next((end for end in ends if end in parameters), None)) is not None:
+            weights.setdefault(parameter, name)
+    return weights
+
+
+def _labelled(
+    optimizers: Sequence[Sequence[OptimizerEntry]], names: ParameterNames
+) -> Iterator[list[OptimizerEntry]]:
     """Yield the entries of each optimizer with the names that the user listed, in order."""
     listed, n = names.listed(), sum(map(len, optimizers))
     if names.listed_in is not None and len(listed) != n:
@@ -244,7 +338,7 @@ def _labelled(optimizers: Sequence[Sequence[_Entry]], names: ParameterNames) -> 
 
 
 def _join(
-    entries: Sequence[_Entry],
+    entries: Sequence[OptimizerEntry],
     tensors: Mapping[str, TensorSource],
     roles: Mapping[str, Role],
     inside: Collection[str],
@@ -258,7 +352,7 @@ def _join(
     A state may hold a model and averages of it. So where its weights together do not fit the optimizer, the
     first of its parts that does is the model.
     """
-    if not any(entry.tensors for entry in entries):
+    if not any(entry.names for entry in entries):
         return {}
     weights = {
         name: (roles[name].parameter, tuple(source.shape))
@@ -273,23 +367,19 @@ def _join(
             parameters, fault = of_part
             break
     if fault and weights:
-        unknown = next(n for e in entries if e.key not in parameters for n in e.tensors.values())
+        unknown = next(n for e in entries if e.key not in parameters for n in e.names.values())
         notes.append(
             f"optimizer state {unknown!r} and others have no parameter's name: {fault}; give them with "
             "--set input.param_names=FILE, or save the model with torch.save"
         )
-    owned = {}
+    owned: dict[str, Role] = {}
     for entry in entries:
-        label = parameters.get(entry.key, f"state.{entry.key}")
-        for word, name in entry.tensors.items():
-            source = tensors[name]
-            role = role_of(f"optimizer.{label}.{word}", source.shape, source.dtype.is_float)
-            owned[name] = role if entry.is_plain else replace(role, role="other")
+        owned |= entry.roles(parameters.get(entry.key, f"state.{entry.key}"), tensors)
     return owned
 
 
 def _parameters(
-    entries: Sequence[_Entry], weights: Weights, is_ordered: bool, names: ParameterNames
+    entries: Sequence[OptimizerEntry], weights: Weights, is_ordered: bool, names: ParameterNames
 ) -> tuple[dict[Any, str], str]:
     """Find the parameter of each key; the text says why some were not found, or is empty."""
     if names.listed_in is not None:
@@ -298,20 +388,22 @@ def _parameters(
     return (fault and _match_by_model(entries, weights, names)) or (parameters, fault)
 
 
-def _check_listed(entries: Sequence[_Entry], weights: Weights, listed_in: Path) -> None:
+def _check_listed(entries: Sequence[OptimizerEntry], weights: Weights, listed_in: Path) -> None:
     shapes = dict(weights)
     for entry in entries:
         label = (entry.label or "").removeprefix("model.")
-        if entry.tensors and label not in shapes:
+        if entry.names and label not in shapes:
             raise ConfigError(f"{listed_in}: no weight of the checkpoint is called {entry.label!r}")
-        if entry.tensors and entry.shape not in (None, shapes[label]):
+        if entry.names and entry.shape not in (None, shapes[label]):
             raise ConfigError(
                 f"{listed_in}: {entry.label!r} has shape {list(shapes[label])}, and parameter {entry.key} of "
                 f"the optimizer {list(entry.shape or ())}; give the names in the order of the numbers"
             )
 
 
-def _match(entries: Sequence[_Entry], weights: Weights, *, is_ordered: bool) -> tuple[dict[Any, str], str]:
+def _match(
+    entries: Sequence[OptimizerEntry], weights: Weights, *, is_ordered: bool
+) -> tuple[dict[Any, str], str]:
     """Find the parameter of each key by labels, order or shapes in the checkpoint, or say what is wrong."""
     shapes = dict(weights)
     labels = {entry.key: (entry.label or "").removeprefix("model.") for entry in entries}
@@ -327,7 +419,7 @@ def _match(entries: Sequence[_Entry], weights: Weights, *, is_ordered: bool) -> 
 
 
 def _match_by_model(
-    entries: Sequence[_Entry], weights: Weights, names: ParameterNames
+    entries: Sequence[OptimizerEntry], weights: Weights, names: ParameterNames
 ) -> tuple[dict[Any, str], str] | None:
     """Find parameters in the order of the model that a folder describes; None if no order fits, or two do."""
     shapes = dict(weights)
@@ -342,11 +434,11 @@ def _match_by_model(
 
 
 def _match_by_shape(
-    entries: Sequence[_Entry], weights: Weights, *, is_ordered: bool
+    entries: Sequence[OptimizerEntry], weights: Weights, *, is_ordered: bool
 ) -> tuple[dict[Any, str], str]:
     parameters: dict[Any, str] = {}
     faults = []
-    for shape in dict.fromkeys(entry.shape for entry in entries if entry.tensors):
+    for shape in dict.fromkeys(entry.shape for entry in entries if entry.names):
         own = [entry for entry in entries if entry.shape == shape]
         theirs = [parameter for parameter, weight_shape in weights if weight_shape == shape]
         is_one_group = len({entry.group for entry in own}) == 1

@@ -1,123 +1,68 @@
-"""Finds the optimizer state of a rank's parts of its weights, and the share of moves that all ranks follow.
+"""Roles of a rank's parts of a sharded state, and the share of moves that all ranks follow.
 
-torch.distributed.checkpoint gives a state flat names: "optimizer.state.layer.weight.exp_avg" beside
-"optimizer.param_groups.0.lr", or "optimizer.param_groups.layer.weight.lr" where the state was flattened
-before. Each rank measures how training follows lost momentum on its own parts; the products of all ranks are
-added up, so that a weight is moved by one share wherever its parts are.
+Each rank measures how training follows lost momentum on its own parts; the products of all ranks are added
+up, so that a weight is moved by one share wherever its parts are.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-import torch
 import torch.distributed as dist
 
 from ckptz.errors import CkptzError
 from ckptz.format.sources import TensorSource
-from ckptz.guidance.momentum import ParamState
 from ckptz.guidance.momentum_decay import ProjectionStats, total
+from ckptz.guidance.optimizer_layout import ParamState, entries_in, unflattened, weights_of
 from ckptz.parallel import uninterrupted
-from ckptz.state.roles import BASES, Role, role_of
-from ckptz.training.state import as_number, sampled_weights
+from ckptz.state.roles import Role, role_of
+from ckptz.training.state import reference, sampled_weights
 
 FAILED_ELSEWHERE: Final = "the save failed on another rank, whose error says why; save again"
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """Settings and state that an optimizer keeps of a parameter.
-
-    Attributes:
-        settings: of its group.
-        state: names of tensors in the flat state, and numbers, by what the optimizer calls them.
-    """
-
-    settings: Mapping[str, Any]
-    state: dict[str, Any] = field(default_factory=dict)
-
-
 def described(
-    state: Mapping[str, Any], parts: Mapping[str, TensorSource]
+    state: Mapping[str, Any], pieces: Mapping[str, TensorSource], parts: Mapping[str, TensorSource]
 ) -> tuple[dict[str, Role], dict[str, ParamState]]:
-    """Return the roles of a rank's parts of a flat state, and the optimizer state of its weights.
+    """Return the roles of a rank's pieces of a flat state, and the optimizer state of its weights.
 
     Args:
         state: by flat names.
-        parts: tensors of which this rank writes one part, by name; moments are split as their weights are.
+        pieces: a piece of each tensor of which this rank writes any, by name.
+        parts: those of which this rank writes one; moments are split as their weights are.
 
     Returns:
         Roles of tensors that belong to parameters, by name; weights by their parameters.
     """
-    kept = _optimizers_in(state)
-    inside = {name for one in kept.values() for name in one.state.values() if isinstance(name, str)}
-    weights = _weights_of((name for name in state if name not in inside), kept)
-    roles, trained = {}, {}
-    for parameter, one in kept.items():
-        weight, names = weights.get(parameter), {k: n for k, n in one.state.items() if isinstance(n, str)}
-        for key, name in names.items():
-            role = role_of(f"optimizer.{parameter}.{key}", state[name].shape, state[name].is_floating_point())
-            is_plain = weight is not None and role.role != "weight" and BASES.isdisjoint(names)
-            roles[name] = role if is_plain else replace(role, role="other")
-        if weight is None:
+    refs = {name: reference(name, value) for name, value in state.items()}
+    entries = [entry for optimizer in unflattened(refs) for entry in entries_in(optimizer, pieces)]
+    n_owners = Counter(entry.key for entry in entries)  # several, where models name parameters alike
+    inside = {name for entry in entries for name in entry.names.values()}
+    weights = weights_of((name for name in state if name not in inside), n_owners)
+    roles: dict[str, Role] = {}
+    trained = {}
+    for entry in entries:
+        parameter = entry.key
+        if n_owners[parameter] > 1:
             continue
-        layer_type = role_of(parameter, state[weight].shape, is_float=True).layer_type
-        roles[weight] = Role("weight", parameter, layer_type)
+        weight = weights.get(parameter, "")
+        roles |= entry.roles(parameter, pieces, has_weight=bool(weight))
+        if weight in pieces:
+            shape = pieces[weight].shape
+            roles[weight] = Role("weight", parameter, role_of(parameter, shape, is_float=True).layer_type)
         if weight in parts:
-            own = {key: name for key, name in names.items() if name in parts}
-            numbers = {key: value for key, value in one.state.items() if key not in names}
-            trained[parameter] = ParamState(
-                name=weight,
-                weight=parts[weight],
-                settings=one.settings,
-                state=numbers | {key: parts[name] for key, name in own.items()},
-                names=own,
-            )
+            trained[parameter] = ParamState(weight, parts[weight], entry.settings, entry.state, entry.names)
     return roles, trained
 
 
 def sampled(state: Mapping[str, Any]) -> dict[str, ParamState]:
     """Sample this rank's parts of weights as a load has left them; see `described`."""
-    local = {n: getattr(v, "to_local", lambda v=v: v)() for n, v in state.items()}
-    return described(state, sampled_weights(local))[1]
-
-
-def _optimizers_in(state: Mapping[str, Any]) -> dict[str, _Kept]:
-    """Find what optimizers keep of parameters, by the names of these."""
-    begins = {name[: f".{name}".find(".param_groups.")] for name in state if ".param_groups." in f".{name}"}
-    states: dict[str, _Kept] = {}
-    ambiguous = set()  # names of two models' parameters
-    for begin in begins:
-        groups: dict[str, dict[str, Any]] = {}
-        for name, value in state.items():
-            if name.startswith(f"{begin}param_groups."):
-                group, _, key = name.removeprefix(f"{begin}param_groups.").rpartition(".")
-                groups.setdefault(group, {})[key] = as_number(value)
-        own = {p: _Kept(group) for name, group in groups.items() for p in group.pop("params", [name])}
-        for name, value in state.items():
-            if name.startswith(f"{begin}state."):
-                parameter, _, key = name.removeprefix(f"{begin}state.").rpartition(".")
-                if parameter in own and isinstance(value, torch.Tensor):
-                    number = as_number(value)
-                    own[parameter].state[key] = name if number is value else number
-        ambiguous |= states.keys() & own.keys()
-        states |= own
-    return {parameter: one for parameter, one in states.items() if parameter not in ambiguous}
-
-
-def _weights_of(names: Iterator[str], kept: Mapping[str, _Kept]) -> dict[str, str]:
-    """Find the weight of each parameter: the first tensor whose name ends with the parameter's."""
-    weight_names: dict[str, str] = {}
-    for name in names:
-        parts = name.split(".")
-        ends = (".".join(parts[i:]) for i in range(len(parts)))
-        if (parameter := next((end for end in ends if end in kept), None)) is not None:
-            weight_names.setdefault(parameter, name)
-    return weight_names
+    samples = sampled_weights({n: getattr(v, "to_local", lambda v=v: v)() for n, v in state.items()})
+    return described(state, samples, samples)[1]
 
 
 class RankPool:

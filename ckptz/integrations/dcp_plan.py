@@ -31,7 +31,7 @@ from ckptz.errors import CkptzError, ConfigError, UnsupportedError, with_context
 from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
-from ckptz.guidance.momentum import ParamState
+from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.integrations.dcp_moved import FAILED_ELSEWHERE, described
 from ckptz.integrations.linked import on_host
 from ckptz.kernels.floats import N_BUCKETS
@@ -160,8 +160,9 @@ class Gathered:
         self, planner: SavePlanner, orders: Orders
     ) -> tuple[dict[str, Role], dict[str, ParamState]]:
         """Return roles by names in the file, and optimizer state by parameter."""
+        pieces = {name: sources[0] for name, sources in self.pieces.items()}
         parts = {key: source for key, source in self.tensors.items() if key in self.pieces}
-        roles, trained = described(getattr(planner, "state_dict", {}), parts)
+        roles, trained = described(getattr(planner, "state_dict", {}), pieces, parts)
         wholes = {key: record["tensor"] for key, record in self._records.items()}
         lossy = {key: name for key, name in wholes.items() if name not in orders.exact}
         return {key: roles[name] for key, name in lossy.items() if name in roles}, trained

@@ -23,7 +23,8 @@ from ckptz.format.index import QualityRecord
 from ckptz.format.reader import Container, FrameSource
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written, amend_metadata
-from ckptz.guidance.momentum import Momentum, ParamState, UpdateTracker, bounds_of
+from ckptz.guidance.momentum import Momentum, UpdateTracker, bounds_of
+from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.parallel import Workers
 from ckptz.run.folder import StepStore

@@ -26,7 +26,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.guidance.momentum_decay import decay_of
 from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, to_plain
-from ckptz.training.state import as_number
+from ckptz.training.state import entries_of
 
 MORE, DEVICES = "optimizers", "devices"
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -341,21 +341,19 @@ def bound_first_moments(saved: Mapping[str, Any], lossy: Collection[str]) -> lis
         Notes for the user.
     """
     n_beyond, names = 0, list[str]()
-    for group in saved["groups"]:
-        settings = {key: as_number(value) for key, value in group.items() if key != PARAMS}
-        for parameter in group[PARAMS]:
-            state = saved["optimizer"].get(parameter, {})
-            decay = decay_of(settings, {key: as_number(value) for key, value in state.items()})
-            if decay is None or decay.bound is None or decay.second is None:
-                continue
-            name = f"optimizer.{parameter}.{decay.moment}"
-            if name not in lossy:
-                continue
-            moments, squares = state[decay.moment], state[decay.second].to(torch.float32)
-            is_beyond = moments.abs() > decay.bound * squares.sqrt()
-            if n := int(is_beyond.sum()):
-                moments[is_beyond] = 0
-                n_beyond, names = n_beyond + n, [*names, name]
+    for entry in entries_of(saved):
+        decay = decay_of(entry.settings, entry.state)
+        if decay is None or decay.bound is None or decay.second is None:
+            continue
+        name = f"optimizer.{entry.key}.{decay.moment}"
+        if name not in lossy:
+            continue
+        state = saved["optimizer"][entry.key]
+        moments, squares = state[decay.moment], state[decay.second].to(torch.float32)
+        is_beyond = moments.abs() > decay.bound * squares.sqrt()
+        if n := int(is_beyond.sum()):
+            moments[is_beyond] = 0
+            n_beyond, names = n_beyond + n, [*names, name]
     if not n_beyond:
         return []
     return [

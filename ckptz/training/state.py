@@ -18,8 +18,10 @@ from torch import nn
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
-from ckptz.guidance.momentum import ParamState, stride_of
+from ckptz.guidance.momentum import stride_of
+from ckptz.guidance.optimizer_layout import OptimizerEntry, ParamState, entries_in
 from ckptz.state.modules import names_without_wrappers
+from ckptz.state.skeleton import TensorRef
 from ckptz.state.torch import from_plain, to_plain
 from ckptz.torch import nothing_matches, source_of
 from ckptz.training.snapshot import check_dense
@@ -281,25 +283,26 @@ def trained_weights(
         tensors: of the optimizers, by their names in a file; without them, numbers alone are given.
         prefix: what begins the names of weights in their file.
     """
-    trained = {}
     is_adamw = set(state["classes"]) == {"AdamW"}
-    for group in state["groups"]:
-        settings = {key: as_number(value) for key, value in group.items() if key != "params"}
-        for parameter in group["params"]:
-            if parameter not in weights:
-                continue
-            own = {key: as_number(value) for key, value in state["optimizer"].get(parameter, {}).items()}
-            names = {key: f"optimizer.{parameter}.{key}" for key in own if isinstance(own[key], torch.Tensor)}
-            own |= {key: tensors[name] for key, name in names.items() if name in tensors}
-            trained[parameter] = ParamState(
-                name=f"{prefix}{parameter}",
-                weight=weights[parameter],
-                settings=settings,
-                state=own,
-                names=names,
-                is_adamw=is_adamw,
-            )
-    return trained
+    return {
+        name: ParamState(f"{prefix}{name}", weights[name], one.settings, one.state, one.names, is_adamw)
+        for one in entries_of(state, tensors)
+        if (name := one.key) in weights
+    }
+
+
+def entries_of(
+    state: Mapping[str, Any], tensors: Mapping[str, TensorSource] = MappingProxyType({})
+) -> Iterator[OptimizerEntry]:
+    """Yield what the optimizers in an `optimizer_state` keep for each parameter; see `trained_weights`."""
+    root = {
+        "param_groups": [{k: as_number(value) for k, value in group.items()} for group in state["groups"]],
+        "state": {
+            parameter: {key: reference(f"optimizer.{parameter}.{key}", value) for key, value in own.items()}
+            for parameter, own in state["optimizer"].items()
+        },
+    }
+    return entries_in(root, tensors)
 
 
 def sampled_weights(model: Mapping[str, Any]) -> dict[str, TensorSource]:
@@ -319,6 +322,12 @@ def as_number(value: Any) -> Any:
     """Turn a tensor of one number into that number; everything else stays as it is."""
     is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta"
     return value.item() if is_number else value
+
+
+def reference(name: str, value: Any) -> Any:
+    """Return a live value as a file's tree has it: a number, or the name of the tensor that is stored."""
+    number = as_number(value)
+    return TensorRef(name) if isinstance(number, torch.Tensor) else number
 
 
 def random_state() -> RandomState:

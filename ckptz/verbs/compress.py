@@ -39,7 +39,7 @@ from ckptz.format.publish import abandoned, is_same, make_folder, publish
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written
 from ckptz.guidance.momentum import Momentum, UpdateTracker
-from ckptz.guidance.optimizer_layout import ParameterNames
+from ckptz.guidance.parameter_names import ParameterNames
 from ckptz.guidance.side_information import SideInformationFiles, check_files
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers

@@ -16,8 +16,9 @@ from ckptz.codec.method import Method, Recipe, checked
 from ckptz.codec.tensor import SideInformation
 from ckptz.format.index import BaseRef, QualityRecord, Sharding
 from ckptz.format.sources import TensorSource
-from ckptz.guidance.momentum import Momentum, bounds_of, param_states_in
-from ckptz.guidance.optimizer_layout import NO_NAMES, ParameterNames, known_roles
+from ckptz.guidance.momentum import Momentum, bounds_of
+from ckptz.guidance.optimizer_layout import known_roles, param_states_in
+from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
 from ckptz.guidance.side_information import NO_FILES, SideInformationFiles, guides_of
 from ckptz.state.roles import Role, Rule, role_of
 

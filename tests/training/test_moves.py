@@ -19,8 +19,9 @@ from ckptz.codec.grid import FULL_SHARE
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
-from ckptz.guidance.momentum import USUAL_SHARE, LostMomentum, ParamState, UpdateTracker
+from ckptz.guidance.momentum import USUAL_SHARE, LostMomentum, UpdateTracker
 from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, decay_of, shares_of
+from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.torch import load_file
 from ckptz.training.optimizers import optimizer_state
 from ckptz.training.state import model_state, trained_weights
