@@ -52,7 +52,7 @@ N_STEPS, SEEN = 600, 330  # of a run from scratch, and those before its first ch
 TUNING_STEPS, TUNING_RATE = 150, 3e-4
 EXACT, DISTURBED = "exact", "disturbed, exact"
 DEFAULT: Final = "grid, default"
-CHOSEN_ON: Final = ("source, 30", "docstrings, 15", "characters, SGD")
+CHOSEN_ON: Final = ("source, 30", "source, 90", "docstrings, 15", "characters, SGD")
 Text = Callable[[], tuple[list[str], list[str]]]
 
 
@@ -234,8 +234,9 @@ def pictures(drawn: Drawn, optimizer: str, n_steps: int) -> Plan:
 
 RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
     "source, 30": lambda: scratch(source, 30),
+    "source, 90": lambda: scratch(source, 90),
     "docstrings, 15": lambda: fine_tune(source, docstrings, 15),
-    "characters, SGD": lambda: pictures(tasks.characters, "SGD", 600),
+    "characters, SGD": lambda: pictures(tasks.characters, "SGD", 300),
     "headers, 10": lambda: scratch(headers, 10),
     "headers, 30": lambda: scratch(headers, 30),
     "headers, 90": lambda: scratch(headers, 90),

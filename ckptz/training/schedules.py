@@ -7,6 +7,7 @@ Rates to come are those that a torch scheduler in `extra` gives a copy of its op
 last one that differs. Where none can be read, they follow from how far rates have fallen: after updates at
 rates that add up to S, and with a rate of the share f of the largest one, about S f^2 / (1 - f^2) are left.
 That is exact for a line to zero, and within a quarter of the truth for the last half of a cosine to a tenth.
+A tenth of the largest rate counts as the end: most cosines end there, and the rates before do not tell.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ ENOUGH: Final = 4.0  # intervals to come, like the last one, at which steps are 
 # noise counts by the share 1 / (1 + intervals to come) that is left of it, and is cheapest if steps follow
 # the root of that.
 AT_THE_END: Final = 0.16
+USUAL_END: Final = 0.1  # of the largest rate, where most cosines end
 MOST_STEPS: Final = 1 << 16  # of a scheduler that are tried
 LARGEST_RATE: Final = 1e100  # sums and squares of such stay finite
 NEGLIGIBLE: Final = 1e-4  # of the rate now
@@ -93,7 +95,10 @@ class Schedule:
         share, notes = 1.0, list[str]()
         fallen = (rate / largest) ** 2
         left = so_far * fallen / (1 - fallen) if fallen < 1 else math.inf
-        for one in _schedulers(extra, optimizers):
+        schedulers = _schedulers(extra, optimizers)
+        if not schedulers and math.isclose(rate, USUAL_END * largest, rel_tol=0.05):
+            left = 0.0
+        for one in schedulers:
             last = getattr(one, "last_epoch", 0)
             updates = max(n_updates / last, 1.0) if last > 0 else 1.0  # of a step of the scheduler
             known = rates_to_come(one, group, ENOUGH * interval / updates, has_fallen=has_fallen)

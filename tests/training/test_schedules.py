@@ -97,6 +97,18 @@ def test_nothing_comes_behind_the_end_even_of_a_cosine_that_would_rise_again(nam
     assert notes == ()
 
 
+def test_a_tenth_of_the_largest_rate_counts_as_the_end_where_rates_are_set_by_hand() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    schedule, shares = Schedule(), list[float]()
+    for step in range(10, 101, 10):
+        optimizer.param_groups[0]["lr"] = 0.55 + 0.45 * math.cos(math.pi * step / 100)
+        shares.append(schedule.share_of_step([optimizer], [], step)[0])
+        schedule.mark([optimizer], step)
+    assert shares == sorted(shares, reverse=True)
+    assert shares[-2] > 0.3
+    assert shares[-1] < 0.2
+
+
 def test_the_last_drop_of_a_schedule_by_steps_counts_as_its_end() -> None:
     """Between drops the next one shows that training goes on."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
