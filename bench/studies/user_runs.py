@@ -3,11 +3,11 @@
     python -m bench.studies.user_runs [--run NAME ...] [--arm NAME ...] [--seeds N ...] [--report]
 
 A GPT of 1.4 M parameters on words, 4,096 of them and many rare, with AdamW; its fine-tunes on other texts,
-whose words the base run has hardly met or never; a network on distorted characters with SGD and Nesterov
-momentum, and with Adam. Each arm saves through one `ckptz.Checkpointer` that is made just before its first
-save, restores what it has just written and trains on. Everything is counted: files of weights and of state,
-full file included, against fp32 weights and the optimizer's tensors. What a constant is chosen on is never
-reported: see `CHOSEN_ON`.
+whose words the base run has hardly met or never; a network on distorted characters and on handwritten digits,
+with SGD and Nesterov momentum, and with Adam. Each arm saves through one `ckptz.Checkpointer` that is made
+just before its first save, restores what it has just written and trains on. Everything is counted: files of
+weights and of state, full file included, against fp32 weights and the optimizer's tensors. What a constant is
+chosen on is never reported: see `CHOSEN_ON`.
 
 Of each run: the end against the same run uninterrupted, the loss of the last file against the weights that it
 was made from, and the largest restored first moment against what its restored second moment allows. Seeds
@@ -21,22 +21,24 @@ from __future__ import annotations
 import collections
 import functools
 import hashlib
+import itertools
 import math
 import re
 import shutil
 import statistics
 import tempfile
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional
 
-from bench.core.measure import CACHE, Row, cpu_seconds, machine, parser_of, save_rows
+from bench.core.measure import CACHE, RESULTS, Row, cpu_seconds, machine, parser_of, save_rows, verdict
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, read_corpus
 from bench.studies import tasks
@@ -160,10 +162,14 @@ def _tuned(base: Text, text: Text, interval: int) -> Task:
 
 @functools.cache
 def _state_at(text: Text, step: int) -> Mapping[str, Tensor]:
-    """A state of the uninterrupted run from scratch."""
-    path = CACHE / "user_runs" / f"{text.__name__}-{step}.pt"
+    """Give a state of the uninterrupted run from scratch."""
+    return _trained(_on_words(text, 30), step)
+
+
+def _trained(task: Task, step: int) -> Mapping[str, Tensor]:
+    path = CACHE / "user_runs" / f"{task.name.replace(', ', '-')}-{step}.pt"
     if not path.exists():
-        trainer = Trainer(_on_words(text, 30))
+        trainer = Trainer(task)
         trainer.train(step)
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(trainer.state(), path)
@@ -226,10 +232,8 @@ def pictures(drawn: Drawn, optimizer: str, n_steps: int) -> Plan:
         optimizer=made,
         rate=tasks.warmup_cosine(0.05 if is_sgd else 1e-3, 30, n_steps),
     )
-    trainer = Trainer(task)
-    trainer.train(seen)
     n = (n_steps - seen) // interval + 1
-    return Plan(task, n, tuple(range(n - 1)), trainer.state())
+    return Plan(task, n, tuple(range(n - 1)), _trained(task, seen))
 
 
 RUNS: Final[Mapping[str, Callable[[], Plan]]] = {
@@ -346,7 +350,7 @@ def _row(name: str, arm: str, seed: int, found: Mapping[str, Any], exact: Mappin
         "arm": arm,
         "seed": seed,
         "loss, uninterrupted": f"{end:.4f}",
-        "end, %": f"{100 * (loss / end - 1):+.3f}",
+        END: f"{100 * (loss / end - 1):+.3f}",
         "other slice, %": f"{100 * (found[SEARCH]['loss'] / exact[SEARCH]['loss'] - 1):+.3f}",
     }
     sizes = found.get("sizes")
@@ -365,15 +369,64 @@ def _row(name: str, arm: str, seed: int, found: Mapping[str, Any], exact: Mappin
     return row | dict(zip(_SIZES, measured, strict=True))
 
 
-_SIZES: Final = (
-    "restarts",
-    "state, MB",
-    "smaller",
-    "deltas alone",
-    "last file, %",
-    "first moments, of their bound",
-    "encoding, % of training",
-)
+END, SMALLER, DELTAS, LAST_FILE = "end, %", "smaller", "deltas alone", "last file, %"
+BOUND: Final = "first moments, of their bound"
+_SIZES: Final = ("restarts", "state, MB", SMALLER, DELTAS, LAST_FILE, BOUND, "encoding, % of training")
+
+
+def wanted_rows(rows: Sequence[Row]) -> Iterator[Row]:
+    """Yield what was wanted of the runs that are reported, beside what was measured."""
+    runs = reported(rows)
+    kinds = {
+        "fine-tunes": [row for row in runs if str(row["run"]).startswith("licences")],
+        "language from scratch": [row for row in runs if str(row["run"]).startswith("headers")],
+        "images, SGD": [row for row in runs if str(row["run"]).endswith("SGD")],
+    }
+    disturbed = (row for row in rows if row["arm"] == DISTURBED and str(row["run"]).endswith("SGD"))
+    chance = max(abs(number(row, END)) for row in disturbed)
+    goals = {"fine-tunes": (180, 0.2), "language from scratch": (110, 0.3), "images, SGD": (40, 0.5 + chance)}
+    bound = max(number(row, BOUND) for row in rows if row[BOUND])
+    yield _wanted("largest restored first moment, of its bound", "<= 1", f"{bound:.2f}", bound <= 1.005)
+    for kind, (ratio, most) in goals.items():
+        least = min(number(row, DELTAS) for row in kinds[kind])
+        ends = [number(row, END) for row in kinds[kind]]
+        yield _wanted(
+            f"{kind}: deltas, end",
+            f">= {ratio}x, <= {most:+.2f} %",
+            f"{least:.1f}x at least, {min(ends):+.2f} to {max(ends):+.2f} %",
+            least >= ratio and max(ends) <= most,
+        )
+    for what, column, most in (("last file alone", LAST_FILE, 0.1), ("worst end of all", END, 0.5)):
+        worst = max(number(row, column) for row in runs)
+        yield _wanted(what, f"<= {most:+.1f} %", f"{worst:+.2f} %", worst <= most)
+
+
+def _wanted(what: str, wanted: str, measured: str, is_met: bool) -> Row:
+    return {"what": what, "wanted": wanted, "measured": measured, "verdict": verdict(is_met)}
+
+
+def reported(rows: Iterable[Row]) -> list[Row]:
+    """Return the rows of the defaults on runs that no constant was chosen on."""
+    return [row for row in rows if row["used"] == "to report" and row["arm"] == DEFAULT]
+
+
+def number(row: Row, column: str) -> float:
+    """Read the number of a cell."""
+    return float(str(row[column]).rstrip("x"))
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw the end of each run over the size of its files."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, own in itertools.groupby(reported(rows), lambda row: str(row["run"])):
+        found = [(number(row, SMALLER), number(row, END)) for row in own]
+        axes.plot(*zip(*found, strict=True), "o", label=name)
+    axes.axhline(0, color="0.7", linewidth=1)
+    axes.set(xlabel="times smaller, full file included", ylabel="loss at the end, %")
+    axes.set_title("Runs restarted from lossy files, against the same run uninterrupted", fontsize=11)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
 
 
 def main() -> None:
@@ -392,6 +445,8 @@ def main() -> None:
             print(row, flush=True)
     if given.report:
         save_rows("user_runs", rows)
+        save_rows("user_runs_wanted", list(wanted_rows(rows)))
+        draw(rows, RESULTS / "user_runs.png")
         finish("user_runs", machine())
 
 
