@@ -108,6 +108,7 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, full files 0.15": Arm(config=Grid(full_step=0.15)),
     "grid, first 0.25": Arm(config=grid(1.0, first=0.25)),
     "grid, first 0.1": Arm(config=grid(1.0, first=0.1)),
+    "grid, step 2, first 0.1": Arm(config=grid(2.0, first=0.1)),
     "grid, step 0.25": Arm(config=grid(0.25)),
     "grid, step 2": Arm(config=grid(2.0)),
     "grid, to ship": Arm(config=Grid(purpose="ship"), restores=0),

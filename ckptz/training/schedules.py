@@ -93,11 +93,8 @@ class Schedule:
         if not interval > 0:
             return 1.0, ()
         share, notes = 1.0, list[str]()
-        fallen = (rate / largest) ** 2
-        left = so_far * fallen / (1 - fallen) if fallen < 1 else math.inf
         schedulers = _schedulers(extra, optimizers)
-        if not schedulers and math.isclose(rate, USUAL_END * largest, rel_tol=0.05):
-            left = 0.0
+        left = so_far * _left_of_fall(rate / largest, is_by_hand=not schedulers)
         for one in schedulers:
             last = getattr(one, "last_epoch", 0)
             updates = max(n_updates / last, 1.0) if last > 0 else 1.0  # of a step of the scheduler
@@ -123,6 +120,14 @@ def _n_updates(optimizers: Sequence[Optimizer], group: Mapping[str, Any], step: 
             if isinstance(counted, int | float | torch.Tensor):
                 return float(counted)
     return float(step)
+
+
+def _left_of_fall(fallen: float, *, is_by_hand: bool) -> float:
+    """Return what is left to come of rates so far, by the share of the largest rate that the last one is."""
+    if fallen >= 1:
+        return math.inf
+    is_end = is_by_hand and math.isclose(fallen, USUAL_END, rel_tol=0.05)
+    return 0.0 if is_end else fallen**2 / (1 - fallen**2)
 
 
 def _share(intervals: float) -> float:
