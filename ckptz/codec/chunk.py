@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.codec.coded import CodedQuantizer
-from ckptz.codec.contexts import Contexts
+from ckptz.codec.contexts import NO_TABLES, Contexts
 from ckptz.codec.moved import unmoved
 from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.run_contexts import encode_by_runs
@@ -26,7 +26,7 @@ from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Labels, Magnitude, 
 from ckptz.format.dtypes import DType
 from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord
 from ckptz.format.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
-from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
+from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
 from ckptz.format.values import KINDS, predicted
 from ckptz.kernels import cpu, planning
@@ -301,7 +301,11 @@ class Batch:
 
     def streams(self, mode: PlaneMode, huffman_margin: float | None) -> list[list[Stream]]:
         """Code the planes of each tensor, without contexts."""
-        columns, n = [cut(plane, self.ends) for plane in self.planes(mode)], self.dtype.pattern_bytes
+        return self.streams_of(self.planes(mode), huffman_margin)
+
+    def streams_of(self, planes: Bytes, huffman_margin: float | None) -> list[list[Stream]]:
+        """Code some of the planes [k, n] of each tensor, without contexts."""
+        columns, n = [cut(plane, self.ends) for plane in planes], len(planes)
         parts = [part for own in zip(*columns, strict=True) for part in own]
         coded = encode_streams(parts, huffman_margin=huffman_margin)
         return [coded[i : i + n] for i in range(0, len(coded), n)]
@@ -316,10 +320,23 @@ def encode_planes(batch: Batch, plan: Plan, huffman_margin: float | None) -> lis
     ]
 
 
-def encode_by_contexts(batch: Batch, mode: PlaneMode, huffman_margin: float | None) -> list[Encoded]:
-    """Encode deltas of a mode with contexts by the base's magnitude, each with tables of its own."""
-    tables, streams = batch.by_magnitude.sort(batch.transformed(mode)).encode(huffman_margin)
-    return [
-        (TensorPlan(planes_plan(mode, (Magnitude(),), tuple(own_tables))), encoded_chunk(own_streams, own))
-        for own, own_tables, own_streams in zip(batch.patterns, tables, streams, strict=True)
-    ]
+def encode_by_contexts(
+    batch: Batch, mode: PlaneMode, n_random: int, huffman_margin: float | None
+) -> list[Encoded]:
+    """Encode deltas of a mode with contexts by the base's magnitude, each with tables of its own.
+
+    The lowest `n_random` planes seem random, so contexts would tell nothing of them.
+    """
+    codes, low = batch.transformed(mode), list[list[Stream]]()
+    if n_random:
+        low = batch.streams_of(cpu().split_planes(codes, codes, RAW)[:n_random], huffman_margin)
+        n_parts = codes.itemsize // (codes.itemsize - n_random)
+        codes = codes.view(PATTERN_TYPES[codes.itemsize // n_parts])[n_parts - 1 :: n_parts].copy()
+    tables, streams = batch.by_magnitude.sort(codes).encode(huffman_margin)
+    encoded = list[Encoded]()
+    for k, own in enumerate(batch.patterns):
+        own_tables = *[NO_TABLES] * n_random, *tables[k]
+        own_streams = [*(low[k] if low else ()), *streams[k]]
+        plan = planes_plan(mode, (Magnitude(),), own_tables)
+        encoded.append((TensorPlan(plan), encoded_chunk(own_streams, own)))
+    return encoded

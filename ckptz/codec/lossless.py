@@ -37,7 +37,8 @@ from ckptz.format.dtypes import DType
 from ckptz.format.frame import pack_plan
 from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Plan, PlaneMode, exact_plan, planes_plan
-from ckptz.format.sources import CHUNK_VALUES, ChunkSources, TensorSource
+from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
+from ckptz.format.streams import are_random
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
 from ckptz.state.roles import Role
@@ -47,6 +48,8 @@ MIN_CONTEXT_VALUES: Final = 1 << 11  # below, frequency tables by context cost m
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
 UNSURE_SHARE: Final = 0.95  # of the plain planes; contexts save a few percent
 PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
+# Mode, whether it has contexts, and the lowest planes that seem random.
+_Choice = tuple[PlaneMode, bool, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +155,7 @@ def plan_lossless(
         n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
     )  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_VALUES, n_patterns)
-    [(mode, has_contexts)] = _choose(
+    [(mode, has_contexts, _)] = _choose(
         Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns], effort
     )
     if not has_contexts:
@@ -184,22 +187,22 @@ def _without_contexts(
     return exact_plan(source.dtype) if plain <= changes else planes_plan(plan.mode)
 
 
-def _encode(batch: Batch, mode: PlaneMode, has_contexts: bool, effort: Effort) -> list[Encoded]:
+def _encode(
+    batch: Batch, mode: PlaneMode, has_contexts: bool, n_random: int, effort: Effort
+) -> list[Encoded]:
     if has_contexts:
-        return encode_by_contexts(batch, mode, effort.huffman_margin)
+        return encode_by_contexts(batch, mode, n_random, effort.huffman_margin)
     return encode_planes(batch, planes_plan(mode), effort.huffman_margin)
 
 
-def _smallest(batch: Batch, choices: Sequence[tuple[PlaneMode, bool]], effort: Effort) -> list[Encoded]:
+def _smallest(batch: Batch, choices: Sequence[_Choice], effort: Effort) -> list[Encoded]:
     """Encode tensors of bytes by their choice, and where that has contexts, without them, too; see above."""
     smallest = list[Encoded]()
-    for k, (mode, has_contexts) in enumerate(choices):
-        own = batch.only([k])
-        tried = _encode(own, mode, has_contexts, effort)
+    for k, (mode, has_contexts, _) in enumerate(choices):
+        own, modes = batch.only([k]), (mode, exact_plan(batch.dtype).mode)
+        tried = _encode(own, mode, has_contexts, 0, effort)
         if has_contexts:
-            tried += _encode(own, mode, False, effort) + _encode(
-                own, exact_plan(batch.dtype).mode, False, effort
-            )
+            tried += [one for plain in modes for one in _encode(own, plain, False, 0, effort)]
         smallest.append(min(tried, key=lambda one: _n_bytes(batch.dtype, *one)))
     return smallest
 
@@ -223,13 +226,14 @@ def _encode_whole(sources: Sequence[TensorSource], batch: Batch, effort: Effort)
     ]
 
 
-def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[tuple[PlaneMode, bool]]:
-    """Choose the mode of tensors of so many patterns, and whether they have contexts, by the first ones."""
+def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Choice]:
+    """Choose the plan of tensors of so many patterns by their first ones."""
     delta_modes = _DELTA_MODES if effort.tries_xor else _DELTA_MODES[1:]
-    modes = (*delta_modes, exact_plan(batch.dtype).mode)
+    modes, size = (*delta_modes, exact_plan(batch.dtype).mode), batch.dtype.pattern_bytes
     sample = batch.only(range(len(n_patterns)), SAMPLE_VALUES)
     counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
-    bits = planning().entropies(np.concatenate(counts)).reshape(len(modes), -1, len(n_patterns)).sum(axis=1)
+    by_plane = planning().entropies(np.concatenate(counts)).reshape(len(modes), size, len(n_patterns))
+    bits = by_plane.sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
     # Where the difference says little by itself, it may say more by contexts.
     for j, mode in enumerate(delta_modes if effort.has_delta_contexts else ()):
@@ -241,8 +245,13 @@ def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[tup
     is_long = np.array(n_patterns) >= MIN_CONTEXT_VALUES if effort.has_delta_contexts else np.False_
     has_contexts = ~is_plain & is_long & ((np.array(n_patterns) > SAMPLE_VALUES) | (least > 0))
     mode_of = np.where(is_plain, len(modes) - 1, own)
+    chosen = by_plane[mode_of, :, np.arange(len(n_patterns))]
+    is_random = are_random(chosen, SAMPLE_VALUES) & (np.array(n_patterns) >= SAMPLE_VALUES)[:, None]
+    n_lower = np.logical_and.accumulate(is_random, axis=1).sum(axis=1)
+    n_random = [size - next(width for width in PATTERN_TYPES if width >= size - n) for n in n_lower.tolist()]
     return [
-        (modes[j], by_context) for j, by_context in zip(mode_of.tolist(), has_contexts.tolist(), strict=True)
+        (modes[j], by_context, n)
+        for j, by_context, n in zip(mode_of.tolist(), has_contexts.tolist(), n_random, strict=True)
     ]
 
 

@@ -39,8 +39,7 @@ from ckptz.format.huffman import (
     pack_lengths,
 )
 from ckptz.kernels import cpu
-from ckptz.kernels.blas import product
-from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions
+from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions, Reals
 
 
 class CoderId(IntEnum):
@@ -77,9 +76,11 @@ QUICK_CODES: Final = 1 << 13  # for shorter streams, zstd's smaller tables may g
 SPARSE_MIN_SHARE: Final = 0.97
 HUFFMAN_CODES: Final = 1 << 12  # shortest stream; for shorter ones making the table takes longer than rANS
 HUFFMAN_HEAD: Final = SIZES.size + 4  # bytes of part sizes, and of padding bits
-# Entropy of 32,768 uniform bytes is 7.994 bits, of low bytes of weights 7.955 to 7.97; MIN_GAIN needs 7.94.
-RANDOM_MIN: Final = 1 << 17
-RANDOM_BITS: Final = 7.95
+# Low bytes of weights have 7.96 to 7.976 bits of entropy; MIN_GAIN needs 7.94.
+RANDOM_MIN: Final = 1 << 14
+RANDOM_BITS: Final = 7.956
+SAMPLE_BIAS: Final = 255 / 2 * math.log2(math.e)  # bits that a sample of random bytes seems to have less
+ALONE_MIN: Final = 1 << 17  # codes of a stream that is passed to kernels without copying it
 
 
 Stream = tuple[CoderId, bytes | memoryview]
@@ -323,13 +324,10 @@ def encode_streams(
         huffman_margin: for code streams, the share of bytes that Huffman may take beyond the entropy; None
             excludes Huffman.
     """
-    random = [counts is None and looks_random(len(p), spread_of(p), middle_of(p)) for p in parts]
-    ordinary = [part for part, is_random in zip(parts, random, strict=True) if not is_random]
+    random = set() if counts is not None else _random_streams(parts)
+    ordinary = [part for k, part in enumerate(parts) if k not in random]
     coded = iter(_encode_ordinary(ordinary, counts, beats, huffman_margin, nested=nested) if ordinary else ())
-    return [
-        (CoderId.STORED, part.data) if is_random else next(coded)
-        for part, is_random in zip(parts, random, strict=True)
-    ]
+    return [(CoderId.STORED, part.data) if k in random else next(coded) for k, part in enumerate(parts)]
 
 
 def _encode_ordinary(
@@ -361,8 +359,8 @@ def _encode_ordinary(
 
 def _kernel_calls(parts: Sequence[Bytes], which: Sequence[int]) -> list[list[int]]:
     """Group stream numbers into kernel calls: small streams together (copied), large ones alone."""
-    small = [k for k in which if len(parts[k]) < RANDOM_MIN]
-    return [small] * bool(small) + [[k] for k in which if len(parts[k]) >= RANDOM_MIN]
+    small = [k for k in which if len(parts[k]) < ALONE_MIN]
+    return [small] * bool(small) + [[k] for k in which if len(parts[k]) >= ALONE_MIN]
 
 
 class _OwnTables:
@@ -511,28 +509,36 @@ class OwnTable:
         return cls(n, n_bytes, n_bytes < n * (1 - MIN_GAIN), bits)
 
 
-def middle_of(symbols: Any) -> Any:
-    """Return the middle of an array or tensor [..., n], the sample for zstd."""
-    begin = max((symbols.shape[-1] - ZSTD_SAMPLE) // 2, 0)
-    return symbols[..., begin : begin + ZSTD_SAMPLE]
+def middle_of(symbols: Bytes) -> Bytes:
+    """Return the middle of an array [n], the sample for zstd."""
+    begin = max((len(symbols) - ZSTD_SAMPLE) // 2, 0)
+    return symbols[begin : begin + ZSTD_SAMPLE]
 
 
-def spread_of(symbols: Any) -> Any:
-    """Return 64 evenly spaced samples of at most 512 codes from an array or tensor [..., n]."""
-    n = symbols.shape[-1]
-    return symbols[..., : n // 64 * 64].reshape(*symbols.shape[:-1], 64, -1)[..., :512]
+def _random_streams(parts: Sequence[Bytes]) -> set[int]:
+    """Find the streams whose samples have almost eight bits of entropy and no repeats."""
+    at = [k for k, part in enumerate(parts) if len(part) >= RANDOM_MIN]
+    if not at:
+        return set()
+    counts = cpu().count_streams(*joined([_spread_of(parts[k]) for k in at]))
+    are_even = are_random(row_entropy_bits(counts), counts.sum(axis=1))
+    return {
+        k
+        for k in itertools.compress(at, are_even.tolist())
+        if not zstd_promises(middle_of(parts[k])[: len(parts[k]) // 16], len(parts[k]), len(parts[k]))
+    }
 
 
-def looks_random(n: int, spread: Bytes, middle: Bytes) -> bool:
-    """Return whether samples [64, 512] and [2^14] have almost eight bits of entropy and no repeats."""
-    if n < RANDOM_MIN:
-        return False
-    counts = cpu().histogram(np.ascontiguousarray(spread).reshape(-1))
-    total = int(counts.sum())
-    # The collision probability is a fast lower bound of the entropy.
-    squares = int(product(counts, counts))
-    is_even = squares * 2**RANDOM_BITS < total**2 or entropy_bits(counts) > RANDOM_BITS * total
-    return is_even and not zstd_promises(middle, n, n)
+def are_random(bits: Reals, sizes: Any) -> NDArray[np.bool_]:
+    """Return whether samples of `sizes` [...] codes, with entropies `bits` [...], are almost random."""
+    is_random: NDArray[np.bool_] = bits + SAMPLE_BIAS > RANDOM_BITS * sizes
+    return is_random
+
+
+def _spread_of(symbols: Bytes) -> Bytes:
+    """Copy 64 evenly spaced pieces of codes [n], of 64 to 512 codes each."""
+    n = len(symbols)
+    return symbols[: n // 64 * 64].reshape(64, -1)[:, : min(max(n >> 10, 64), 512)].reshape(-1)
 
 
 def _least_zstd(middles: Sequence[Bytes], owns: Sequence[OwnTable]) -> list[float]:

@@ -9,6 +9,7 @@ import pytest
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.context_rules import Block
 from ckptz.format.reader import Container
+from ckptz.format.streams import CoderId
 from ckptz.numpy import load_file, save_file
 
 ROWS, COLUMNS = 3000, 384  # more than a chunk, whose end is within a row
@@ -80,3 +81,21 @@ def test_contexts_of_scale_are_used_where_they_save_what_the_effort_asks_for(
     save_file({"w": values}, tmp_path / "w.ckptz", effort=effort)
     assert bool(_rules(tmp_path / "w.ckptz")) is has_contexts
     np.testing.assert_array_equal(load_file(tmp_path / "w.ckptz")["w"], values)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.uint64])
+def test_random_low_bytes_of_a_delta_are_stored_beside_high_ones_with_contexts(
+    tmp_path: Path, dtype: type
+) -> None:
+    rng, high = np.random.default_rng(7), 8 * np.dtype(dtype).itemsize - 8
+    before = rng.integers(1 << (high + 2), 1 << (high + 6), 30_000, dtype)
+    before[::2] >>= dtype(3)  # larger values move further
+    moves = rng.integers(0, 1 << high, len(before), dtype) + (before >> dtype(high + 2) << dtype(high))
+    after = np.where(rng.random(len(before)) < 0.5, before + moves, before - moves)
+    save_file({"w": before}, tmp_path / "a.ckptz")
+    save_file({"w": after}, tmp_path / "b.ckptz", base=tmp_path / "a.ckptz")
+    header = Container(FileBytes(tmp_path / "b.ckptz")).tensors["w"].header
+    coders = [CoderId(stream.coder) for stream in header.chunks[0].streams]
+    assert header.plan.rules
+    assert coders == [CoderId.STORED] * (len(coders) - 1) + [CoderId.RANS_SHARED]
+    np.testing.assert_array_equal(load_file(tmp_path / "b.ckptz")["w"], after)
