@@ -17,8 +17,8 @@ from ckptz.format.reader import group_base
 from ckptz.format.sources import JoinedSource, TensorSource
 from ckptz.write.frame_writer import FilePlan
 
-MOST_VALUES: Final = 256  # of a tensor that shares a frame
-LEAST_TENSORS: Final = 256  # of one dtype that do; files with fewer have a frame for each
+MOST_VALUES: Final = 1024  # of a tensor that shares a frame
+LEAST_TENSORS: Final = 64  # of one dtype that do; files with fewer have a frame for each
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from ckptz import Grid, inspect, rebase, restore, safe_open, verify
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.format.byte_source import MemoryBytes
 from ckptz.format.index import GROUPS_FEATURE
-from ckptz.format.reader import Container, GroupMember
+from ckptz.format.reader import Container, GroupMember, frames_of
 from ckptz.numpy import load_file, save_file
 from ckptz.verbs.diff import diff
 from ckptz.write.groups import LEAST_TENSORS
@@ -63,6 +63,17 @@ def test_many_small_tensors_share_frames_and_come_back_in_their_order(tmp_path: 
     assert is_same(load_file(path), small())
     assert is_same(load_file(path, jobs=2), small())
     assert path.stat().st_size < plain.stat().st_size
+
+
+def test_norms_and_their_moments_share_a_frame(tmp_path: Path) -> None:
+    path, rng = tmp_path / "a.ckptz", np.random.default_rng(0)
+    kinds = ("weight", "exp_avg", "exp_avg_sq")
+    arrays = {
+        f"{i}.norm.{kind}": rng.normal(0, 1, 768).astype(np.float32) for i in range(25) for kind in kinds
+    }
+    save_file(arrays, path)
+    assert len(set(frames_of(container_of(path).tensors))) == 1
+    assert is_same(load_file(path), arrays)
 
 
 def test_few_small_tensors_have_frames_of_their_own(tmp_path: Path) -> None:
