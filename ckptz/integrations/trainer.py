@@ -138,6 +138,13 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         """Run the training as Trainer does; True to resume passes over checkpoints that are unfinished."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(Path(self.args.output_dir))
+        elif isinstance(resume_from_checkpoint, str):
+            folder = Path(resume_from_checkpoint)
+            if (folder / MODEL_NAME).is_file() and not (folder / TRAINER_STATE).exists():
+                raise ConfigError(
+                    f"{folder}: has no {TRAINER_STATE}, as of a save that was cut off; resume from another "
+                    "checkpoint, or load its weights with from_pretrained of ckptz.integrations.transformers"
+                )
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -177,6 +184,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
             # A step that is saved again is whole again when the Trainer has written its own state, as ever.
             (folder / TRAINER_STATE).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()  # no rank writes to a step that still counts as complete
         super()._save_checkpoint(model, trial)
         for chain in self._ckptz_chains.values():  # the step is complete
             chain.settle()
@@ -195,6 +203,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
     def _save_rng_state(self, output_dir: str) -> None:
         job = job_of({"rng": random_state()}, self.state.global_step)
         Chain(ChainOptions(jobs=1)).write(_rng_path(self, output_dir), job)
+        self.accelerator.wait_for_everyone()  # what makes the step complete, the Trainer writes next
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / MODEL_NAME
@@ -250,8 +259,14 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         path = None if checkpoint is None else _rng_path(self, checkpoint)
         if path is None or not path.is_file():
             super()._load_rng_state(checkpoint)
+            if path is not None and path.with_name(STATE_NAME).is_file():
+                warn_of_differences(path.parent, [f"random states: there is no {path.name} for this process"])
             return
-        set_random_state(load_state(path, jobs=1).get("rng"))
+        saved = load_state(path, jobs=1).get("rng")
+        set_random_state(saved)
+        live = random_state()
+        lines = differences(fingerprint(saved), fingerprint({name: live.get(name) for name in saved}))
+        warn_of_differences(path, list(lines))
 
 
 def _check_resumed(path: Path, step: int) -> None:

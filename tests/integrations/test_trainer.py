@@ -403,6 +403,63 @@ def test_compiled_submodules_resume_as_plain_ones_and_the_other_way_round(
     assert all(map(torch.equal, back.model.parameters(), saved.model.parameters()))
 
 
+def test_a_save_that_fails_over_a_complete_step_leaves_no_complete_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path, max_steps=2).train()
+    again = trainer(tmp_path, max_steps=2)
+    failing = Mock(side_effect=WriteError(28, "state.ckptz: no space left"))
+    monkeypatch.setattr(again, "_save_optimizer_and_scheduler", failing)
+    with pytest.raises(WriteError):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    report = prune(tmp_path, KeepPolicy(last=1))
+    assert report.steps == (1,)
+    assert any("checkpoint-2" in note for note in report.notes)
+    with pytest.raises(ConfigError, match=r"checkpoint-2: has no trainer_state\.json"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    resumed = trainer(tmp_path)
+    with pytest.warns(RuntimeWarning, match="checkpoint-2: is passed over"):
+        resumed.train(resume_from_checkpoint=True)
+    check_equal(final(resumed), uninterrupted())
+
+
+def test_ranks_wait_before_they_write_and_before_a_step_is_complete(tmp_path: Path) -> None:
+    """Else a kill leaves a step that counts as complete with random states of another save, or with none."""
+    trainer(tmp_path, max_steps=1).train()
+    again = trainer(tmp_path, max_steps=1)
+    folder, seen = tmp_path / "checkpoint-1", list[set[str]]()
+    before = (folder / "rng-00000.ckptz").stat().st_ino
+    again.accelerator.wait_for_everyone = lambda: seen.append({path.name for path in folder.glob("*")})
+    again.state.global_step = 1
+    again.create_optimizer_and_scheduler(1)
+    again._save_checkpoint(again.model, trial=None)
+    assert len(seen) == 2
+    assert not any("trainer_state.json" in names for names in seen)
+    assert "rng-00000.ckptz" in seen[1]
+    assert (folder / "rng-00000.ckptz").stat().st_ino != before
+    assert (folder / "trainer_state.json").exists()
+
+
+def test_random_states_that_are_not_restored_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer(tmp_path, max_steps=1).train()
+    folder = str(tmp_path / "checkpoint-1")
+    back = trainer(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        back._load_rng_state(folder)
+    torch.rand(1)
+    monkeypatch.setattr("ckptz.integrations.trainer.set_random_state", lambda _: None)
+    with pytest.warns(
+        RuntimeWarning, match=r"rng-00000\.ckptz: .* not exactly: torch: other values than saved"
+    ):
+        back._load_rng_state(folder)
+    (tmp_path / "checkpoint-1" / "rng-00000.ckptz").unlink()  # as of a process more than saved
+    with pytest.warns(RuntimeWarning, match=r"random states: there is no rng-00000\.ckptz for this process"):
+        back._load_rng_state(folder)
+
+
 def test_a_scaler_that_is_not_what_was_saved_is_named(tmp_path: Path) -> None:
     saved = trainer(tmp_path, max_steps=1)
     saved.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
