@@ -7,13 +7,15 @@
     accelerator.load_state("checkpoints/100")
 
 These hooks see models only: optimizers, schedulers and random states are written by accelerate as ever. After
-`load_state`, models, optimizers, schedulers, the scaler and registered objects are compared with the files.
+`load_state`, models, optimizers, schedulers, the scaler, registered objects and random states are compared
+with the files.
 See docs/frameworks.md.
 """
 
 from __future__ import annotations
 
 import pickle
+import random
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +23,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import accelerate
+import numpy as np
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, load
-from accelerate.utils.constants import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME
+from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
 
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.format.publish import publish
@@ -110,6 +114,24 @@ class Registration:
                 yield f"{name}: not compared, because it holds more than tensors and plain values"
             else:
                 yield from differences(saved, fingerprint(part.state_dict()), name)
+        yield from self._random_differences(folder / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl")
+
+    def _random_differences(self, path: Path) -> Iterator[str]:
+        """Yield a line for each generator that differs; accelerate passes over a file that it cannot load."""
+        try:
+            saved = load(path)
+        except Exception as error:
+            yield f"{path.name}: not restored ({type(error).__name__})"
+            return
+        live = {
+            "random_state": random.getstate(),
+            "numpy_random_seed": np.random.get_state(),
+            "torch_manual_seed": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            live["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
+        saved = {name: saved.get(name) for name in live}
+        yield from differences(fingerprint(saved), fingerprint(live), path.name)
 
     def chain(self, i: int) -> Chain:
         """Return the files of the i-th model."""
@@ -121,11 +143,12 @@ class Registration:
     def save(self, models: Sequence[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
         """Write the models and take them from what accelerate writes."""
         del models
+        self._folder = Path(output_dir)
+        if self.options.keep is not None and step_of_folder(self._folder) is None:
+            raise ConfigError(f"{output_dir}: keep needs a folder named after its step, as step-100")
+        # Every process writes its random states, and none may write to a folder that counts as complete.
+        (self._folder / COMPLETE).unlink(missing_ok=True)
         if self._accelerator.is_main_process:
-            self._folder = Path(output_dir)
-            if self.options.keep is not None and step_of_folder(self._folder) is None:
-                raise ConfigError(f"{output_dir}: keep needs a folder named after its step, as step-100")
-            (self._folder / COMPLETE).unlink(missing_ok=True)
             for i, state in enumerate(weights):
                 self.chain(i).settle()  # of the save before: nobody says when this one is complete
                 self.chain(i).write(_path(output_dir, i), job_of(dict(state)))

@@ -47,6 +47,7 @@ warn_untested("lightning", lightning.__version__, TESTED)
 
 __all__ = ["CkptzIO", "RequireCheckpointIO", "load_from_checkpoint"]
 
+NO_RANDOM_STATES: Final = "random states: Lightning saves none, so dropout and shuffling draw other numbers"
 # These call the plug-in like the others, around steps of their own.
 _CALL_THE_PLUGIN: Final = (XLAStrategy, SingleDeviceXLAStrategy)
 
@@ -293,6 +294,7 @@ class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
     FSDP, ModelParallel and DeepSpeed write checkpoints of their own: without this, they are simply not
     compressed. When training begins from a checkpoint, a warning names what of the model, the optimizers, the
     schedulers and the scaler is not what the checkpoint holds: Lightning casts state to the dtype of weights.
+    It names the random states, too, which are in no checkpoint of Lightning's.
 
     Example:
         >>> from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
@@ -333,6 +335,5 @@ class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
             type(precision).__qualname__: precision.state_dict(),
         }
         live = {name: value for name, value in live.items() if name in saved}
-        warn_of_differences(
-            Path(path), list(differences({name: saved[name] for name in live}, fingerprint(live)))
-        )
+        lines = differences({name: saved[name] for name in live}, fingerprint(live))
+        warn_of_differences(Path(path), [*lines, NO_RANDOM_STATES])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from ckptz.format.bits import xxh64
@@ -17,7 +18,7 @@ MOST_NOTES: Final = 8  # entries that notes name one by one
 
 
 class TensorPrint(NamedTuple):
-    """The dtype, shape and checksum of a tensor."""
+    """The dtype, shape and checksum of a tensor or an array."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -28,7 +29,10 @@ class TensorPrint(NamedTuple):
 
 
 def fingerprint(value: Any) -> Any:
-    """Return a nested value with a `TensorPrint` for each tensor, and containers of its own."""
+    """Return a nested value with a `TensorPrint` for each tensor and array, and containers of its own."""
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        patterns = np.frombuffer(value.tobytes(), np.uint8)
+        return TensorPrint(str(value.dtype), value.shape, xxh64(patterns))
     if isinstance(value, torch.Tensor):
         plain = value.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg().contiguous()
         patterns = plain.reshape(-1).view(torch.uint8).numpy()

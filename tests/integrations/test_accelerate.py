@@ -1,11 +1,13 @@
 """accelerate's save_state with models in `.ckptz` files."""
 
 import importlib
+import random
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from ckptz.integrations import accelerate as integration
 from ckptz.integrations.accelerate import ChainOptions, register
 from ckptz.integrations.versions import UntestedVersionWarning
 from ckptz.run.names import run_files
+from ckptz.run.step_files import COMPLETE
 from ckptz.torch import load_model
 
 pytestmark = pytest.mark.apps
@@ -223,3 +226,44 @@ def test_what_accelerate_restores_itself_is_compared(tmp_path: Path) -> None:
     assert "custom_checkpoint_0.pkl.n: 1 saved, 0 now" in text
     assert "optimizer.bin.state.0.exp_avg: float32 [30, 40] saved, bfloat16 [30, 40] now" in text
     assert "model" not in text
+
+
+class Drawing(Counter):
+    """Draws random numbers when it is loaded, which is after the random states."""
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        random.random()
+        np.random.rand()
+        torch.rand(1)
+
+
+def test_random_states_are_compared(tmp_path: Path) -> None:
+    accelerator, models, optimizers = prepared(tmp_path)
+    register(accelerator)
+    train(accelerator, models, optimizers)
+    accelerator.register_for_checkpointing(Drawing())
+    accelerator.save_state(str(tmp_path / "1"))
+    with pytest.warns(RuntimeWarning, match=r"1: restored, but not exactly") as said:
+        accelerator.load_state(str(tmp_path / "1"))
+    [text] = [str(one.message) for one in said if "not exactly" in str(one.message)]
+    for name in ("random_state.1", "numpy_random_seed", "torch_manual_seed"):
+        assert f"random_states_0.pkl.{name}" in text
+    assert "optimizer" not in text
+    for damage in (lambda path: path.write_bytes(b"no pickle"), Path.unlink):  # accelerate passes over both
+        damage(tmp_path / "1" / "random_states_0.pkl")
+        with pytest.warns(RuntimeWarning, match=r"random_states_0\.pkl: not restored"):
+            accelerator.load_state(str(tmp_path / "1"))
+
+
+def test_every_process_takes_the_mark_of_completeness_away_before_it_writes(tmp_path: Path) -> None:
+    """Each writes its random states, and the main process may be behind."""
+    accelerator, models, optimizers = prepared(tmp_path)
+    registration = register(accelerator)
+    train(accelerator, models, optimizers)
+    accelerator.save_state(str(tmp_path / "1"))
+    assert (tmp_path / "1" / COMPLETE).exists()
+    registration._accelerator = SimpleNamespace(is_main_process=False)
+    registration.save([], [], str(tmp_path / "1"))
+    assert not (tmp_path / "1" / COMPLETE).exists()
+    assert (tmp_path / "1" / "model.ckptz").exists()
