@@ -18,7 +18,8 @@ from tests.support.spec_support import ROOT
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```|((?:^    .*\n)+)", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^ *```(\w*)\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+SHELLS = ("", "bash", "console")  # languages of fenced blocks
 CELL = re.compile(r"^\| `(ckptz [a-z-]+ [^`]*)` \|", re.MULTILINE)
 SPAN = re.compile(r"`(ckptz [a-z][a-z-]+[^`]*)`")
 PROGRAMS = ("ckptz", "pip", "make", "python")
@@ -50,7 +51,7 @@ def blocks() -> Iterator[Any]:
     """The commands of each block of each page, which are typed one after another."""
     for page in PAGES:
         text = page.read_text("utf-8")
-        found = [match[2] or match[3] for match in BLOCK.finditer(text) if match[1] not in ("python", "json")]
+        found = [code for language, code in BLOCK.findall(text) if language in SHELLS]
         for commands in map(commands_in, [*found, *CELL.findall(text)]):
             if commands:
                 yield pytest.param(page.name, commands, id=f"{page.name}: {commands[0]}")
