@@ -2,22 +2,20 @@
 
 import json
 import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from ckptz.kernels.cache import _Compilation
 from ckptz_cli.main import main
-from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, plain_bytes
+from tests.support.cli_support import Chain, a_state, ckptz, content_of, forked, hf_folder, plain_bytes
 
 pty = pytest.importorskip("pty")
 PLAIN = plain_bytes(a_state(n=500))
-PROGRAM = [sys.executable, "-c", "from ckptz_cli.main import main; main()"]
 
 
 def piped(data: bytes, *line: object) -> tuple[int, bytes, str]:
@@ -29,13 +27,6 @@ def piped(data: bytes, *line: object) -> tuple[int, bytes, str]:
 @pytest.fixture(scope="module")
 def packed() -> bytes:
     return piped(PLAIN, "compress", "-", "-o", "-")[1]
-
-
-def in_shell(line: str, *arguments: object, **how: Any) -> subprocess.CompletedProcess[str]:
-    """A command line behind redirections of a shell; a process that nobody forks from this one."""
-    text = f'"$@" {line}'
-    command = ["bash", "-c", text, "bash", *PROGRAM, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60, **how)
 
 
 # --- standard output by default -------------------------------------------------------------------
@@ -124,29 +115,34 @@ def test_contradictions_are_refused_before_standard_input_is_read(chain: Chain) 
 
 @pytest.mark.parametrize("verb", ["compress", "restore", "verify", "inspect"])
 def test_closed_standard_input_is_one_line(verb: str) -> None:
-    done = in_shell("<&-", verb, "-", *(("-o", "out") if verb == "restore" else ()))
+    done = forked(verb, "-", *(("-o", "out") if verb == "restore" else ()), stdin=None)
     assert (done.returncode, done.stdout) == (7, "")
     assert done.stderr == "ckptz: standard input: is closed\n"
 
 
-def test_standard_output_that_takes_no_data_is_an_error_and_no_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to", ["/dev/full", None, "ended"])
+def test_standard_output_that_takes_no_data_is_an_error_and_no_success(
+    to: str | None, tmp_path: Path
+) -> None:
+    what = {"/dev/full": "No space left", None: "is closed", "ended": "its reader ended"}[to]
     (tmp_path / "a.safetensors").write_bytes(PLAIN)
-    for where, what in (
-        (">/dev/full", "No space left"),
-        (">&-", "is closed"),
-        ("| true", "its reader ended"),
-    ):
-        done = in_shell(f"< a.safetensors {where}; exit ${{PIPESTATUS[0]}}", "compress", "-", cwd=tmp_path)
-        assert done.returncode == 7, (where, done.stderr)
-        [line] = [line for line in done.stderr.splitlines() if "ompil" not in line]
-        assert line.startswith(f"ckptz: standard output: {what}")
+    reader, writer = os.pipe()
+    os.close(reader)
+    stdout = writer if to == "ended" else to
+    done = forked("compress", "-", stdin=tmp_path / "a.safetensors", stdout=stdout)
+    os.close(writer)
+    assert done.returncode == 7, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "ompil" not in line]
+    assert line.startswith(f"ckptz: standard output: {what}")
 
 
 def test_closed_standard_error_leaves_the_data_alone(packed: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.ckptz").write_bytes(packed)
-    done = in_shell("< a.ckptz 2>&- > b.safetensors", "restore", "-", cwd=tmp_path)
-    assert (done.returncode, (tmp_path / "b.safetensors").read_bytes()) == (0, PLAIN)
-    done = in_shell("2>&-", "inspect", "gone", cwd=tmp_path)
+    back = tmp_path / "b.safetensors"
+    back.touch()
+    done = forked("restore", "-", stdin=tmp_path / "a.ckptz", stdout=back, stderr=None)
+    assert (done.returncode, back.read_bytes()) == (0, PLAIN)
+    done = forked("inspect", tmp_path / "gone", stderr=None)
     assert (done.returncode, done.stdout) == (5, "")
 
 
@@ -159,28 +155,23 @@ def test_the_notice_of_compiling_never_goes_among_data(
     assert capsys.readouterr().out == ""
 
 
-def on_terminal(stream: str, *arguments: object, data: bytes = b"") -> tuple[int, str]:
-    """A command line of which one stream is a terminal: exit code, and standard error."""
+@pytest.fixture
+def terminal() -> Iterator[int]:
     ours, theirs = pty.openpty()
-    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE} | {stream: theirs}
-    process = subprocess.Popen([*PROGRAM, *map(str, arguments)], stderr=subprocess.PIPE, **streams)
-    try:
-        _, said = process.communicate(data if stream == "stdout" else None, timeout=60)
-    finally:
-        process.kill()
-        os.close(theirs)
-        os.close(ours)
-    return process.returncode, said.decode()
+    yield theirs
+    os.close(theirs)
+    os.close(ours)
 
 
 @pytest.mark.parametrize("line", [("compress", "-"), ("restore", "-", "-o", "-")])
-def test_data_is_not_sent_to_a_terminal(line: tuple[str, ...]) -> None:
-    code, said = on_terminal("stdout", *line, data=PLAIN)
-    assert code == 2
-    assert said.startswith("ckptz: standard output is a terminal")
+def test_data_is_not_sent_to_a_terminal(line: tuple[str, ...], terminal: int, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(PLAIN)
+    done = forked(*line, stdin=tmp_path / "a.safetensors", stdout=terminal)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ckptz: standard output is a terminal")
 
 
-def test_no_file_is_read_from_a_terminal() -> None:
-    code, said = on_terminal("stdin", "inspect", "-")
-    assert code == 2
-    assert said.startswith("ckptz: standard input is a terminal")
+def test_no_file_is_read_from_a_terminal(terminal: int) -> None:
+    done = forked("inspect", "-", stdin=terminal)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ckptz: standard input is a terminal")

@@ -80,9 +80,8 @@ def room_of(path: Path) -> str:
 MODULES = [path for folder in ("ckptz", "cli") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=room_of)
-def test_docstrings_are_sentences_about_their_subject(path: Path) -> None:
-    faults = found_in(path.read_text())
+def test_docstrings_are_sentences_about_their_subject() -> None:
+    faults = [f"{room_of(path)}: {fault}" for path in MODULES for fault in found_in(path.read_text())]
     assert not faults, "\n".join(["", *faults])
 
 
@@ -93,10 +92,8 @@ def vague_in(source: str) -> list[str]:
     return [line for line in lines if line.split()[0].rstrip(".,:;") in VAGUE]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=room_of)
-def test_docstrings_begin_with_a_verb_of_the_field(path: Path) -> None:
-    lines = vague_in(path.read_text())
-    assert not lines
+def test_docstrings_begin_with_a_verb_of_the_field() -> None:
+    assert not [(room_of(path), line) for path in MODULES for line in vague_in(path.read_text())]
 
 
 def test_a_vague_docstring_is_noticed() -> None:

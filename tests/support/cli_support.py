@@ -3,6 +3,11 @@
 import contextlib
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -81,6 +86,61 @@ def ckptz(*args: object, fails: bool = False) -> Run:
     stderr = "".join(line for line in result.stderr.splitlines(True) if NOTICE not in line)
     assert (result.exit_code != 0) == fails, result.output
     return Run(result.exit_code, result.stdout, stderr)
+
+
+Stream = int | str | Path | None  # a descriptor, what to open, or None for a closed stream
+
+
+def forked(
+    *arguments: object,
+    stdin: Stream = os.devnull,
+    stdout: Stream = "",
+    stderr: Stream = "",
+    before: Callable[[], object] = lambda: None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command line in a fork of this process, with streams of its own: nothing is loaded anew.
+
+    What is printed to a stream that is not given elsewhere is returned. `before` runs first in the fork.
+    """
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        kept = (out.fileno() if stdout == "" else stdout, err.fileno() if stderr == "" else stderr)
+        child = os.fork()
+        if child == 0:
+            os._exit(_in_fork(arguments, (stdin, *kept), before))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(arguments, code, out.read().decode(), err.read().decode())
+
+
+def _in_fork(arguments: Iterable[object], streams: Iterable[Stream], before: Callable[[], object]) -> int:
+    """Set up the standard streams as a new interpreter does, run, and end as it would; the exit code."""
+    sys.stdin, sys.stdout, sys.stderr = (_led(number, stream) for number, stream in enumerate(streams))
+    code: Any = 1
+    try:
+        before()
+        main([str(argument) for argument in arguments])
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        return 120  # as the interpreter does
+    return int(code)
+
+
+def _led(number: int, stream: Stream) -> Any:
+    """Lead a standard stream elsewhere; a text stream, or None if it is closed."""
+    if stream is None:
+        os.close(number)
+        return None
+    if isinstance(stream, str | Path):
+        stream = os.open(stream, os.O_WRONLY if number else os.O_RDONLY)
+    os.dup2(stream, number)
+    return open(number, "w" if number else "r", buffering=1 if number == 2 else -1, closefd=False)
 
 
 def sets(**settings: object) -> list[str]:

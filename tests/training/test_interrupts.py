@@ -451,8 +451,6 @@ def after(
     return where[0] if where else None
 
 
-# A signal may come between the opening of a file and the name that closes it.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
