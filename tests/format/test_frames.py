@@ -183,42 +183,16 @@ def lossless_case(source: ArraySource, base: ArraySource | None, plan: Plan | No
     return Case(source, encoding, base, source)
 
 
-@pytest.mark.parametrize("dtype", DTYPE_ROWS, ids=lambda row: row.name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_dtype_and_shape_is_bit_exact(dtype: DType, shape: tuple[int, ...]) -> None:
-    if not fits(dtype, shape):
-        pytest.skip("sub-byte tensors fill whole bytes")
-    source = random_source(dtype, shape)
-    np.testing.assert_array_equal(round_trip(lossless_case(source, None)), source.flat)
-    base = random_source(dtype, shape, 1)
-    for mode in (PlaneMode.XOR, PlaneMode.DIFFERENCE):
-        case = lossless_case(source, base, planes_plan(mode))
-        np.testing.assert_array_equal(round_trip(case), source.flat)
-
-
-@given(st.sampled_from(DTYPE_ROWS), st.integers(0, 5000), st.integers(0, 999), st.integers(0, 3))
-@settings(max_examples=100, deadline=None)
-def test_deltas_are_bit_exact(dtype: DType, n: int, seed: int, kind: int) -> None:
-    n -= n * dtype.bits % 8
-    rng = np.random.default_rng(seed)
-    base = random_source(dtype, (n,) if fits(dtype, (n,)) else (0,), seed)
-    change = rng.integers(0, (1, 2, 9, 255)[kind] + 1, len(base.flat)).astype(base.flat.dtype)
-    source = ArraySource(dtype, base.shape, base.flat + change)
-    case = lossless_case(source, base)
-    np.testing.assert_array_equal(round_trip(case), source.flat)
-
-
-def test_special_floats_are_bit_exact() -> None:
-    for name, patterns in {
-        "F32": [0x7FC00001, 0xFF800001, 0x80000000, 0x7F800000, 0x00000001],
-        "BF16": [0x7FC1, 0xFF81, 0x8000, 0x7F80, 0x0001],
-        "F16": [0x7E01, 0xFC01, 0x8000, 0x7C00, 0x0001],
-    }.items():
-        dtype = dtype_of(name)
-        flat = np.array(patterns * 900, PATTERN_TYPES[dtype.pattern_bytes])
-        source, base = ArraySource(dtype, flat.shape, flat), ArraySource(dtype, flat.shape, flat[::-1].copy())
-        np.testing.assert_array_equal(round_trip(lossless_case(source, None)), flat)
-        np.testing.assert_array_equal(round_trip(lossless_case(source, base)), flat)
+def test_every_dtype_and_shape_is_bit_exact(shape: tuple[int, ...]) -> None:
+    for dtype in DTYPE_ROWS:
+        if not fits(dtype, shape):
+            continue  # tensors of less than a byte fill whole bytes
+        source, base = random_source(dtype, shape), random_source(dtype, shape, 1)
+        np.testing.assert_array_equal(round_trip(lossless_case(source, None)), source.flat)
+        for mode in (PlaneMode.XOR, PlaneMode.DIFFERENCE):
+            case = lossless_case(source, base, planes_plan(mode))
+            np.testing.assert_array_equal(round_trip(case), source.flat)
 
 
 def test_large_tensors_are_cut_into_chunks() -> None:
