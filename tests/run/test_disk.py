@@ -69,7 +69,7 @@ def test_multiples_stay_for_ever_and_the_rest_in_turn() -> None:
     assert kept.stays_of((50, 60), 4, 16) == [2, ENDLESS, 4, 5]
 
 
-@pytest.mark.parametrize("last", [1, 2, 5])
+@pytest.mark.parametrize("last", [1, 5])
 def test_a_checkpointer_takes_no_more_than_plain_files(tmp_path: Path, last: int) -> None:
     run, excess = Run(width=96), []
     with run.checkpointer(tmp_path, background=False, keep=KeepPolicy(last=last)) as checkpointer:

@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.usefixtures("deltas_at_any_cost"),
 ]
 FEW_OR_MANY = pytest.mark.parametrize("n_trials", [3, pytest.param(200, marks=pytest.mark.slow)])
-SEVERAL_OR_MANY = pytest.mark.parametrize("n_trials", [12, pytest.param(200, marks=pytest.mark.slow)])
+SEVERAL_OR_MANY = pytest.mark.parametrize("n_trials", [8, pytest.param(200, marks=pytest.mark.slow)])
 
 
 @pytest.fixture

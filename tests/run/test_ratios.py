@@ -90,7 +90,6 @@ def published(folder: Path) -> list[Path]:
 
 RUNS: dict[str, Runs] = {
     "all kept, lossless": lambda folder: trained(folder, keep=KeepPolicy(last=None)),
-    "all kept, on a grid": lambda folder: trained(folder, config=LOSSY, keep=KeepPolicy(last=None)),
     "two kept, on a grid": lambda folder: trained(folder, 6, config=LOSSY, keep=KeepPolicy(last=2)),
     "weights kept longer": lambda folder: trained(folder, 6, config=LOSSY, keep=WEIGHTS_LONGER),
     "two exact": lambda folder: trained(folder, config=LOSSY, keep=KeepPolicy(last=None, exact=2)),
@@ -98,7 +97,6 @@ RUNS: dict[str, Runs] = {
     "a fine-tune": lambda folder: trained(folder, base=save_plain_file),
     "a fine-tune of what is packed": lambda folder: trained(folder, base=save_file),
     "an adapter": lambda folder: trained(folder, trainable_only=True, config=LOSSY),
-    "a chain": plain_chain,
     "a chain on a grid": lambda folder: plain_chain(folder, config=LOSSY),
     "a file that stands alone": rebased,
     "linked files": linked,

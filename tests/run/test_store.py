@@ -108,7 +108,7 @@ def files_bound(last: int, rule: ChainRule, n_others: int = 0) -> int:
     return last + n_hidden(rule) + (1 + n_hidden(rule)) * n_others
 
 
-@pytest.mark.parametrize(("is_forked", "n_saves"), [(True, 100), (False, 24)])
+@pytest.mark.parametrize(("is_forked", "n_saves"), [(True, 40), (False, 24)])
 def test_the_disk_is_bounded_over_many_saves(tmp_path: Path, is_forked: bool, n_saves: int) -> None:
     run, most, rule = Run(), 0, ChainRule(8, is_forked)
     with run.checkpointer(tmp_path, background=False, keep=KeepPolicy(last=5), full_every=8) as ck:

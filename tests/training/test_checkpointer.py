@@ -107,7 +107,7 @@ def bits_of(model: nn.Module, optimizers: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", models())
-@pytest.mark.parametrize("n_before", [0, 3])
+@pytest.mark.parametrize("n_before", [3, pytest.param(0, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("config", [LOSSLESS, Grid(min_elements=1)], ids=["lossless", "exact newest step"])
 def test_models_and_optimizers_of_all_kinds_resume_exactly(
     tmp_path: Path, kind: str, n_before: int, config: Method

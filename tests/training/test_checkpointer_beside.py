@@ -4,7 +4,6 @@ import errno
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,7 @@ from ckptz import Checkpointer
 from ckptz.errors import WriteError
 from ckptz.format import publish
 from ckptz.run import folder as store_steps
-from tests.support.checkpointer_support import Run, loss_after, names_in, saved_run
-
-ROOT = Path(__file__).parents[2]
+from tests.support.checkpointer_support import Run, loss_after, names_in, same, saved_run
 
 
 class Gate:
@@ -147,35 +144,32 @@ def test_what_ended_training_is_not_hidden_by_a_lost_save(tmp_path: Path, gate: 
     assert "step 1 was not saved" in caught.value.__notes__[0]
 
 
-SCRIPT = """
-    import sys
-    sys.path.insert(0, {root!r})
-    from tests.support.checkpointer_support import Run
-    from ckptz import Checkpointer
-    run = Run(width=64)
-    run.step()
-    checkpointer = Checkpointer(sys.argv[1], run.model, run.optimizer, extra=run.extra, jobs=int(sys.argv[2]))
-    checkpointer.save(1)
-    {more}
+PROGRAM = """
+import sys, threading
+import torch
+from ckptz import Checkpointer
+def opened(name, width=64):
+    torch.manual_seed(0)
+    return Checkpointer(f"{sys.argv[1]}/{name}", torch.nn.Linear(width, width), jobs=3)
+lost, whole, daemon = opened("lost"), opened("whole", 900), opened("daemon", 900)
+lost.save(1)
+lost.wait()
+lost._store.publishing = lambda *_: 1 / 0
+thread = threading.Thread(target=daemon.save, args=(1,), daemon=True)
+thread.start()
+thread.join()
+whole.save(1)
+lost.save(2)
 """
 
 
-def run_script(folder: Path, jobs: int, more: str = "") -> subprocess.CompletedProcess[str]:
-    text = textwrap.dedent(SCRIPT).format(root=str(ROOT), more=more)
-    command = [sys.executable, "-c", text, str(folder), str(jobs)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def test_a_program_that_ends_waits_for_its_save(tmp_path: Path) -> None:
-    done = run_script(tmp_path, jobs=3)
+def test_a_program_that_ends_waits_for_its_saves_and_says_what_was_lost(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    run = Run(width=64)
-    with run.checkpointer(tmp_path) as checkpointer:
-        assert checkpointer.restore_latest() == 1
-
-
-def test_a_program_that_ends_says_what_was_lost(tmp_path: Path) -> None:
-    more = "checkpointer.wait(); checkpointer._store.publishing = lambda *_: 1 / 0; checkpointer.save(2)"
-    done = run_script(tmp_path, jobs=1, more=more)
-    assert done.returncode == 0
-    assert f"ckptz: {tmp_path}: step 2 was lost: division by zero" in done.stderr
+    assert f"ckptz: {tmp_path}/lost: step 2 was lost: division by zero" in done.stderr
+    for name, width in (("lost", 64), ("whole", 900), ("daemon", 900)):
+        torch.manual_seed(0)
+        wanted, found = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+        assert Checkpointer(tmp_path / name, found).restore_latest() == 1
+        assert same(dict(found.state_dict()), dict(wanted.state_dict())), name
