@@ -14,8 +14,8 @@ strides and device that it had.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ckptz.errors import ConfigError, CorruptionError
 from ckptz.guidance.momentum_decay import decay_of
 from ckptz.state.modules import names_without_wrappers
-from ckptz.state.torch import from_plain, to_plain
+from ckptz.state.torch import from_plain, on_device, to_plain
 from ckptz.training.state import entries_of
 
 MORE, DEVICES = "optimizers", "devices"
@@ -321,7 +321,11 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Ma
         }
         states |= {number_of.get(key, key): from_plain(_unshared(value)) for key, value in own["loose"]}
         other = {key: from_plain(_unshared(value)) for key, value in own["other"].items()}
-        optimizer.load_state_dict({STATE: states, GROUPS: groups, **other})
+        passed = {
+            key: {word: _held_back(value) for word, value in state.items()} if key in name_of else state
+            for key, state in states.items()
+        }
+        optimizer.load_state_dict({STATE: passed, GROUPS: groups, **other})
         for name, parameter in zip(own_names, _parameters(optimizer), strict=True):
             places = saved.get(DEVICES, {}).get(name, {})
             _put_back(optimizer.state, parameter, states.get(number_of[name]), places)
@@ -381,8 +385,24 @@ def _unshared(value: Any) -> Any:
     return type(value)(map(_unshared, value)) if _is_list(value) else value
 
 
+_HELD: Final = object()  # stands for a value that is held back
+
+
+def _held_back(value: Any) -> Any:
+    """Replace what torch's `load_state_dict` would rebuild wrongly: strings, arrays, dicts of other classes.
+
+    `_put_back` puts them back.
+    """
+    if type(value) is dict:
+        return {key: _held_back(item) for key, item in value.items()}
+    if _is_list(value):
+        return type(value)(map(_held_back, value))
+    is_rebuilt = isinstance(value, Iterable) and not isinstance(value, torch.Tensor | set | frozenset)
+    return _HELD if is_rebuilt else value
+
+
 def _put_back(state: Any, parameter: torch.Tensor, saved: Any, places: Mapping[str, str]) -> None:
-    """Replace the tensors that `load_state_dict` has cast by those that were saved.
+    """Replace the tensors that `load_state_dict` has cast by those that were saved, and what was held back.
 
     Args:
         state: `optimizer.state`.
@@ -398,6 +418,8 @@ def _put_back(state: Any, parameter: torch.Tensor, saved: Any, places: Mapping[s
         # A tensor subclass is a form of the optimizer's own, such as codes of 8 bits.
         if isinstance(value, torch.Tensor) and type(now) in (torch.Tensor, nn.Parameter):
             return value.to("cpu" if places.get(".".join(path)) == "cpu" else now.device)
+        if now is _HELD:
+            return on_device(value, parameter.device)
         if isinstance(value, dict) and isinstance(now, dict):
             for key in value.keys() & now.keys():
                 now[key] = placed(value[key], now[key], (*path, str(key)))

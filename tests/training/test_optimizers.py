@@ -124,6 +124,10 @@ class WideState(torch.optim.Optimizer):
                 state["phase"] = complex(self.n_steps, -0.0)
                 state["place"] = torch.device("cpu")
                 state["history"] = [torch.tensor(self.n_steps), (state["momentum"].sum(), None)]
+                # What torch's load_state_dict breaks by itself.
+                state["mode"] = {"odd": "even", "even": "odd"}[state.get("mode", "even")]
+                state["table"] = state.get("table", np.zeros(3)) + self.n_steps
+                state.setdefault("counts", Counter())[f"step {self.n_steps}"] += 1
                 update = state["basis"] @ state["momentum"] * float(state["scale"]) * 0.01 * self.n_steps
                 p.data.sub_(update.to(p.dtype))
 
