@@ -16,7 +16,7 @@ from ckptz.errors import ConfigError
 from ckptz.foreign.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.run.deletion import finish_removals, remove_residuals, remove_step
-from ckptz.run.keep import KeepPolicy, what_stays
+from ckptz.run.keep import KeepPolicy, retention_of
 from ckptz.run.names import EXACT, step_of_folder
 from ckptz.store.resolve import SUFFIX
 
@@ -79,7 +79,7 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         for path in (path for step, path in kept if step not in rules.heads(steps)):
             remove_residuals(path.glob(f"*{EXACT}*{SUFFIX}"))
         older = folders[: folders.index(kept[-1][1])] if kept else []
-        stays = what_stays(
+        stays = retention_of(
             older, [path for _, path in kept], _checked, lambda path: folders[: folders.index(path)]
         )
         for path in filter(_is_ours, sorted(stays.may_go)):

@@ -19,7 +19,7 @@ from ckptz.format.byte_source import FileBytes
 from ckptz.format.envelope import LENGTH_BYTES
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.run.exact import residuals_of
-from ckptz.run.keep import what_stays
+from ckptz.run.keep import retention_of
 from ckptz.run.links import BASE_PREFIX
 from ckptz.run.names import LIGHTNING_SUFFIX
 from ckptz.run.step_files import ABANDONED_SECONDS, FileFacts
@@ -97,7 +97,7 @@ def drop_unneeded(folder: Path) -> tuple[str, ...]:
     bases = {path for path in files if path.name.startswith(BASE_PREFIX) and path.name.endswith(SUFFIX)}
     if not bases:
         return ()
-    stays = what_stays(bases, files - bases, lambda path: _bases_of(path, files), lambda _: bases)
+    stays = retention_of(bases, files - bases, lambda path: _bases_of(path, files), lambda _: bases)
     for path in stays.may_go:
         path.unlink(missing_ok=True)
     return stays.notes

@@ -1,7 +1,9 @@
-"""Residuals: files beside lossy ones that hold the same without loss, for as long as a step stays exact.
+"""Residual files, which hold the values of a lossy file without loss for as long as its step stays exact.
 
-That of model.ckptz is called model.exact-9be27a01c35d8f64.ckptz, by the digest of the very file that it
-belongs to; a Checkpointer's names say which step is meant, step-00000100.exact.ckptz.
+The residual of model.ckptz is called model.exact-9be27a01c35d8f64.ckptz, by a digest of the index of the very
+file that it belongs to: a file that is replaced by another of its name is exact at every moment. In the
+folder of a Checkpointer no file is replaced, so a residual is found there by its step, whatever its digest:
+a rebase of the lossy file changes that. Earlier versions called it step-00000100.exact.ckptz.
 """
 
 from __future__ import annotations
@@ -24,16 +26,18 @@ F = TypeVar("F")
 
 
 def residual_of(path: Path, named: Path | None = None) -> Path:
-    """Return the path of the residual file of `path`, whether it exists or not.
+    """Return the path of the residual of a file, which may or may not exist.
 
-    `named` is what the file will be called, if it has another name now.
+    Args:
+        path: the lossy file.
+        named: its future path, if it is a temporary file now.
     """
     named = path if named is None else named
     return named.with_name(f"{named.stem}{EXACT}{digest_of(path)}{SUFFIX}")
 
 
 def residuals_of(path: Path) -> list[Path]:
-    """List the residuals of a file, and of others that had its name."""
+    """List the residuals of a file, and those of earlier files of the same name."""
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
 
 
@@ -44,17 +48,21 @@ def existing_residual_of(file: Path) -> Path | None:
     """
     for path in dict.fromkeys((file, file.resolve())):
         step_file = StepFile.parse(path.name)
-        exact = residual_of(path) if step_file is None else path.with_name(step_file.exact.name)
-        if exact.exists():
-            return exact
+        if step_file is None:
+            residuals = [residual for residual in (residual_of(path),) if residual.exists()]
+        else:
+            siblings = path.parent.glob(f"{path.stem}.exact*{SUFFIX}")
+            residuals = sorted(one for one in siblings if StepFile.parse(one.name) is not None)
+        if residuals:
+            return residuals[-1]
     return None
 
 
 def exact_of(file: Path) -> Path:
-    """Return the residual file that makes a lossy file exact, if there is one; else the file itself.
+    """Return the residual of a lossy file, or the file itself if it has none.
 
     Raises:
-        CorruptionError: the residual is one of other values.
+        CorruptionError: the residual belongs to other values.
         FormatError: a file is damaged.
     """
     exact = existing_residual_of(file)
@@ -68,22 +76,22 @@ def exact_of(file: Path) -> Path:
 
 
 def read_exact_or_lossy(path: Path, read: Callable[[Path], T]) -> T:
-    """Read a file that a `Chain` wrote by its residual, or as it is if there is none; see `exactly`."""
+    """Read a file exactly if it has a readable residual, else as it is; see `exactly`."""
     residual = existing_residual_of(path)
     return read(path) if residual is None else exactly(residual, path, read, f"{path}: is")[0]
 
 
 def exactly(exact: F, lossy: F, read: Callable[[F], T], what: str) -> tuple[T, str | None]:
-    """Read what residuals make exact; where one fails a check, the lossy files, with a warning.
+    """Read residual files; if one is damaged, warn and read the lossy files instead.
 
     Args:
-        exact: residuals.
-        lossy: what they belong to.
-        read: reads one or the other.
-        what: begins the warning, such as "step 100 is".
+        exact: the residual files.
+        lossy: the lossy files.
+        read: reads either of them.
+        what: beginning of the warning, such as "step 100 is".
 
     Returns:
-        What was read, and the warning, if there was one.
+        The result of `read`, and the text of the warning or None.
     """
     try:
         return read(exact), None

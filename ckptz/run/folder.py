@@ -1,18 +1,18 @@
-"""A store: the folder of a training run. Each step is two files that describe themselves.
+"""The folder of a Checkpointer (the store). Each step has two files, of weights and of all other state.
 
     step-00000100.ckptz              the weights of step 100
-    step-00000100.state.ckptz        what resuming needs beside them: optimizer, random numbers, extras
-    step-00000100.exact.ckptz        a residual: the same weights without loss, where the file loses something
-    step-00000100.state.exact.ckptz  the same of the state
-    step-00000100.ckptz.unreadable-1 a file that could not be read when its step was saved again
-    .step-00000100.ckptz.hidden      an empty file: that file is there only as a base of others
-    base-4f1c0a9b-model.safetensors  a second name of the weights that the run began from, if it was told them
-    .ckptz-lock                      see lock.py
+    step-00000100.state.ckptz        optimizer state, random number generators, extras
+    step-00000100.exact-9be27a01c35d8f64.ckptz  residual of lossy weights; see exact.py
+    step-00000100.state.exact-1b2c01977f0a44de.ckptz  residual of lossy state
+    step-00000100.ckptz.unreadable-1 a file that was unreadable when its step was saved again
+    .step-00000100.ckptz.hidden      an empty marker: the file is kept only as the base of others
+    base-4f1c0a9b-model.safetensors  a link to the pretrained weights of the run, if there are any
+    .ckptz-lock                      lock of the writing process, see lock.py
 
-Weights and state are chains of their own, so that a prune can drop the state of a step and keep its
-weights without rewriting a byte. Nothing is stored against a residual, so one may go at any time. A step
-exists when its weights do: they get their name last. Files never change, and none that can be read changes
-its name, so anyone may read while one process writes. Knows no torch.
+Weights and state form separate chains, so that a prune can delete the state of a step and keep its weights
+without rewriting a file. A residual is never a base, so it can be deleted at any time. A step exists when its
+weights do, because they are published last. Files never change, and no readable file changes its name, so
+other processes may read while one writes. Does not import torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from ckptz.store.lock import NOT_ALLOWED, Lock, Spool, acquire, not_writable
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.store.storage import LocalFolder, UploadFolder, folder_at
 
-UNREADABLE: Final = ".unreadable-"  # behind the name of a file that was set aside, before a number
+UNREADABLE: Final = ".unreadable-"  # before the number in the new name of an unreadable file
 MOVED: Final = (
     "the folder was renamed or removed since the step before, so this one begins another of the old name: "
     "move the files together, or go on in the renamed one",
@@ -75,11 +75,10 @@ class StepStore:
     """A folder of steps, on this machine or behind an fsspec URL.
 
     Args:
-        folder_or_url: need not exist; a writer makes it.
-        origin: the file of weights that training began from, if there is one; full files of weights become
-            deltas against it.
-        last: where to hold what the file before restores to, for chains in which each file is stored against
-            that; None to decode it anew.
+        folder_or_url: the folder, which a writer creates if it does not exist.
+        origin: the file of pretrained weights, or None; full files of weights are stored as deltas to it.
+        last: cache of the decoded chunks of the newest file, which the next delta needs; None to decode them
+            again.
     """
 
     def __init__(
@@ -98,30 +97,30 @@ class StepStore:
         self._moved: tuple[str, ...] = ()
         self._spool: Spool | None = None
 
-    # --- what is there --------------------------------------------------------------------------
+    # --- listing --------------------------------------------------------------------------------
 
     def listing(self) -> Listing:
-        """List what is in the folder now."""
+        """List the files of the folder."""
         listing = Listing.of(self._place.sizes())
         return listing if self._folder is not None else self._less_cut_off(listing)
 
     def _less_cut_off(self, listing: Listing) -> Listing:
-        """The listing with an upload that was cut off among the leftovers, where the store shows such.
+        """Move files of an interrupted upload to the leftovers; some object stores show such files.
 
-        It is certainly shorter than it says: what cannot be read now may be whole.
+        Only a file shorter than its header says counts: one that is unreadable now may be complete.
         """
         newest = max((file.step for file in listing.sizes), default=None)
         lossy = {f: n for f, n in listing.sizes.items() if f.step == newest and not f.is_exact}
         cut = {file for file, result in self.read_facts(lossy).items() if isinstance(result, TruncatedError)}
-        cut |= {file.exact for file in cut} & set(listing.sizes)
+        cut |= {file for file in listing.sizes if file.lossy in cut}
         whole = listing.without(cut)
         return replace(whole, leftovers=(*whole.leftovers, *(file.name for file in sorted(cut))))
 
     def facts(self, file: StepFile, n_bytes: int) -> FileFacts:
-        """Read the index of a file, of `n_bytes` as listed, for its facts.
+        """Return the facts that the index of a file records; `n_bytes` is its size in the listing.
 
         Raises:
-            FormatError: it is damaged.
+            FormatError: the file is damaged.
         """
         known = self._facts.get(file)
         if known is not None and known[0] == n_bytes:
@@ -136,7 +135,7 @@ class StepStore:
         return facts
 
     def read_facts(self, sizes: Mapping[StepFile, int]) -> dict[StepFile, FileFacts | Exception]:
-        """Read the facts of files, of sizes as listed, or why they cannot be read."""
+        """Return the facts of files, or the errors of reading them; `sizes` are those of the listing."""
         results: dict[StepFile, FileFacts | Exception] = {}
         for file, n_bytes in sizes.items():
             try:
@@ -149,12 +148,12 @@ class StepStore:
 
     @contextlib.contextmanager
     def opened(self, file: StepFile) -> Iterator[Checkpoint]:
-        """Open a file with its chain; of a remote store it is brought here first.
+        """Open a file with its chain; files of a remote store are downloaded first.
 
         Raises:
             FileNotFoundError: no such file.
-            MissingBaseError: the chain is broken.
-            FormatError: a file of it is damaged.
+            MissingBaseError: a base is missing.
+            FormatError: a file of the chain is damaged.
         """
         self._fetch(file)
         elsewhere = () if self._origin is None else (self._origin.path.parent,)
@@ -163,7 +162,7 @@ class StepStore:
 
     @property
     def local_folder(self) -> Path:
-        """The folder of the files on this machine: the store itself, or for a remote store a spool."""
+        """The local folder of the files: the store itself, or the temporary folder of a remote store."""
         if self._folder is not None:
             return self._folder
         if self._spool is None:
@@ -180,10 +179,10 @@ class StepStore:
                 self._place.download(member.name, path)
 
     def chain(self, file: StepFile, sizes: dict[StepFile, int]) -> list[StepFile]:
-        """List a file and those that it needs, nearest first, up to a full file or to what is not listed.
+        """List a file and its bases, nearest first, up to a full file or to a base that is not in `sizes`.
 
         Raises:
-            FormatError: one of them is damaged.
+            FormatError: a file is damaged.
         """
         members = [file]
         while (last := members[-1]) in sizes and len(members) <= MAX_DEPTH:
@@ -197,11 +196,11 @@ class StepStore:
     # --- writing --------------------------------------------------------------------------------
 
     def lock(self) -> None:
-        """Make this the folder's one writer, and clean up after one that was killed.
+        """Lock the folder for writing, and delete the unfinished files of a killed writer.
 
         Raises:
-            ConfigError: another process is.
-            WriteError: this user may not write to the folder.
+            ConfigError: another process holds the lock.
+            WriteError: the user may not write to the folder.
             OSError: the disk fails.
         """
         if self._lock is not None:
@@ -222,11 +221,11 @@ class StepStore:
                 raise
             raise not_writable(str(error.filename or self.name), error) from error
         for name in (*self.listing().leftovers, *self._abandoned()):
-            with contextlib.suppress(OSError):  # a folder of that name, or of somebody who lets nobody else
+            with contextlib.suppress(OSError):  # a folder of that name, or no permission
                 self._place.remove(name)
 
     def _abandoned(self) -> Iterator[str]:
-        """Unfinished files of others, such as a rebase, to which nobody has written for long."""
+        """Yield unfinished files of other programs, such as a rebase, that have not changed for an hour."""
         if self._folder is not None:
             yield from (path.name for path in abandoned(self._folder))
             for path in self._folder.glob(f".*{TEMPORARY_SUFFIX}"):
@@ -235,7 +234,7 @@ class StepStore:
                         yield path.name
 
     def close(self) -> None:
-        """Release the lock, so that others may write; nothing may be done with the store after this."""
+        """Release the lock and temporary files; the store must not be used after this."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -244,10 +243,10 @@ class StepStore:
             self._spool = None
 
     def check_new(self, step: int, unreadable: Collection[int] = ()) -> None:
-        """Require that a step comes after all that are there, but for unreadable ones.
+        """Check that a step is later than all steps of the folder, except for unreadable ones.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it is not.
         """
         newest = max((one for one in self.listing().weights_steps if one not in unreadable), default=-1)
         if step <= newest:
@@ -257,13 +256,13 @@ class StepStore:
             )
 
     def set_aside(self, step: int) -> tuple[str, ...]:
-        """Rename the files of an unreadable step, so that it can be written again; return their new names.
+        """Rename the files of an unreadable step, so that it can be saved again; return the new names.
 
-        They may become readable later, as after a repair of the disk, so none is deleted. No other file needs
-        them: all later steps are unreadable, too.
+        The files may become readable later, after a repair of the disk, so none is deleted. No readable file
+        needs them, because all later steps are unreadable too.
 
         Raises:
-            OSError: the disk is full or fails; the step is there as before.
+            OSError: the disk is full or fails; the step is unchanged.
         """
         self.check_lock()
         names, files = self._place.sizes(), [file for file in self.listing().sizes if file.step == step]
@@ -273,28 +272,27 @@ class StepStore:
                 break
         for file, name in aside.items():
             self._place.copy(file.name, name)
-        # Weights first: without them the step is not there, and the next writer removes the others.
+        # Weights first: without them the step does not exist, and the next writer deletes the rest.
         for file in sorted(files, key=lambda file: (file.kind != "weights", file.is_exact)):
             self.remove(file)
         return tuple(aside.values())
 
     @contextlib.contextmanager
     def publishing(self, step: int, notes: list[str]) -> Iterator[Publication]:
-        """Open a group for the files of a step, in `local_folder`: all get their names, or none does.
+        """Publish the files of a step, written in `local_folder`, together or not at all.
 
         Args:
-            step: after all that are there.
-            notes: are told what the user should know.
+            step: a step later than all others.
+            notes: list to which notes for the user are added.
 
         Raises:
-            WriteError: another writer took the folder meanwhile; all that was there stays.
+            WriteError: another writer has locked the folder; nothing is published.
         """
         notes += self._moved
         self._moved = ()
-        for file in (StepFile(step, kind) for kind in KINDS):
-            self._place.remove(file.marker)  # of a removal that was cut off, it would hide the new step
-            for one in (file, file.exact):
-                self._facts.pop(one, None)
+        for kind in KINDS:  # markers of a removal that was cut off would hide the new step
+            self._place.remove(StepFile(step, kind).marker)
+        self._facts = {file: facts for file, facts in self._facts.items() if file.step != step}
         with publish_together(OWNER) as files:
             yield files
             self.check_lock()
@@ -307,14 +305,14 @@ class StepStore:
         rule: ChainRule,
         notes: list[str],
     ) -> Written:
-        """Write a file of a kind against its base at a position behind a full file, or as a full file.
+        """Write a file as a delta to the base that the rule chooses, or as a full file.
 
         Args:
-            kind: of the file.
-            sink: the file; emptied before each try.
-            write: writes it, given the base and the position, or None and 0.
+            kind: kind of the file.
+            sink: the file, which is truncated before each attempt.
+            write: writes the file; called with its base and its position in the chain, or with None and 0.
             rule: chooses the base.
-            notes: are told why there is a full file in place of a delta.
+            notes: list to which the reason is added if a base cannot be read.
         """
 
         def attempt(opened: tuple[Checkpoint, int] | None) -> Written:
@@ -323,7 +321,7 @@ class StepStore:
             base, position = (None, 0) if opened is None else opened
             written = write(base, position)
             for path in () if base is None else base.paths:
-                path.stat()  # others may have deleted it meanwhile
+                path.stat()  # raises if somebody has deleted it meanwhile
             if position and base is not None and base.container is not None:
                 position -= FileFacts.of(base.container).position
             self._written[kind].append((position, written.stored_bytes))
@@ -335,13 +333,14 @@ class StepStore:
     def open_base(
         self, kind: FileKind, rule: ChainRule, held: contextlib.ExitStack
     ) -> tuple[Checkpoint, int] | None:
-        """Open what the next file of a kind is stored against, to be closed with `held`; give its position.
+        """Open the base of the next file of a kind; `held` closes it.
 
         Returns:
-            None for a full file; position 0 behind what training began from.
+            The base and the position of the next file in its chain, 0 for a delta to the pretrained weights.
+            None for a full file.
 
         Raises:
-            CkptzError, OSError: it cannot be read; what stores behind URLs raise.
+            Exception: the base cannot be read; stores behind URLs have errors of their own.
         """
         base_file, position = self._base_file(kind, rule)
         if base_file is not None:
@@ -359,7 +358,7 @@ class StepStore:
             return False
         try:
             return self._base_file(kind, rule)[0] is None
-        except Exception:  # stores behind URLs have errors of their own; `base` tells of them
+        except Exception:  # stores behind URLs have errors of their own; `open_base` reports them
             return False
 
     def _base_file(self, kind: FileKind, rule: ChainRule) -> tuple[StepFile | None, int]:
@@ -378,7 +377,7 @@ class StepStore:
         return base, 0 if base is None else files[newest].position + 1
 
     def upload(self, *files: StepFile) -> None:
-        """Upload published files to a remote store, and keep only the next base here."""
+        """Upload published files to a remote store, and keep local copies only of the next base."""
         if not isinstance(self._place, UploadFolder) or self._spool is None:
             return
         try:
@@ -388,7 +387,7 @@ class StepStore:
             for file in files:
                 (self._spool.folder / file.name).unlink(missing_ok=True)
             raise
-        with contextlib.suppress(Exception):  # the step is there; these copies only save downloads
+        with contextlib.suppress(Exception):  # the step is complete; local copies only save downloads
             sizes = self.listing().sizes
             chains = [self.chain(file, sizes) for file in files if not file.is_exact]
             self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
@@ -396,17 +395,17 @@ class StepStore:
     # --- tools of a prune ----------------------------------------------------------------------
 
     def check_lock(self) -> None:
-        """Require to be the folder's one writer.
+        """Check that this process still holds the lock.
 
         Raises:
-            WriteError: another one took it, or the store is closed.
+            WriteError: another process has taken the lock, or the store is closed.
         """
         if self._lock is None:
             raise WriteError(errno.EBUSY, f"{self.name}: is closed; another may write here now")
         self._lock.check()
 
     def hide(self, file: StepFile) -> None:
-        """Take a file from users and keep it as a base."""
+        """Mark a file as kept only as a base, which hides it from users."""
         with self._place.publish(file.marker):
             pass
 
@@ -418,19 +417,19 @@ class StepStore:
 
 
 def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
-    """Find files of a Checkpointer's store that do not belong to the others of their step, with errors.
+    """Return files of a Checkpointer that do not belong to the other files of their step, with errors.
 
-    These are states of other weights, and residuals of other lossy files. A folder of anything else has none.
-    What cannot be read is for `verify_file` to complain of.
+    These are states of other weights, and residuals of other lossy files. Unreadable files are left out,
+    because `verify` reports them.
     """
     mismatches = []
     with contextlib.closing(StepStore(str(folder))) as store:
         read = store.read_facts(store.listing().sizes)
     known = {file: facts for file, facts in sorted(read.items()) if isinstance(facts, FileFacts)}
     for file, facts in known.items():
-        of = StepFile(file.step, file.kind if file.is_exact else "weights")
+        of = file.lossy if file.is_exact else StepFile(file.step, "weights")
         said = facts.metadata.get(EXACT_OF_KEY if file.is_exact else WEIGHTS_KEY)
-        if of in known and said not in (None, known[of].content_id):  # what it belongs to may be gone
+        if of in known and said not in (None, known[of].content_id):  # the other file may have been deleted
             path, remedy = folder / file.name, "resume from another step"
             remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
             what = "values" if file.is_exact else "weights"
@@ -440,6 +439,6 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
 
 
 def leftovers(folder: Path) -> tuple[str, ...]:
-    """Name the files that a killed writer left; the next writer and `ckptz prune` remove them."""
+    """List the files that a killed writer left; the next writer and `ckptz prune` delete them."""
     with contextlib.closing(StepStore(str(folder))) as store:
         return store.listing().leftovers

@@ -1,8 +1,8 @@
 """Retention of the steps of a run: the only rule by which ckptz deletes files of users.
 
 A step is kept as long as one of the keep rules selects it. Other files are deleted once no kept file needs
-them. A file that is unreadable now may become readable later (a slow network mount), so nothing it might need
-is deleted, and callers get the reason.
+them. A file that is unreadable now may become readable later (a slow network mount), so no file that it might
+need is deleted, and a note names it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ckptz.run.step_files import FileKind, Kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepRules:
-    """Rules for the steps that are kept: those that any of them names.
+    """Rules for the steps to keep; a step is kept if any rule selects it.
 
     Attributes:
-        last: so many newest steps, at least 1; None keeps all.
-        every: steps that are multiples of this, for ever.
-        best: so many steps with the best metric, of those that were saved with one.
-        lower_is_better: what "best" means.
+        last: number of newest steps, at least 1; None keeps all.
+        every: steps that are multiples of this are kept for ever.
+        best: number of steps with the best metric, among steps saved with one.
+        lower_is_better: direction of the metric.
     """
 
     last: int | None = 5
@@ -40,11 +40,11 @@ class KeepRules:
         check_int("best", self.best, 0)
 
     def kept(self, steps: Iterable[int], metrics: Mapping[int, float]) -> set[int]:
-        """Choose those of `steps` that are kept.
+        """Return those of `steps` that are kept.
 
         Args:
-            steps: all that are there.
-            metrics: of those that have one.
+            steps: all existing steps.
+            metrics: the metric of each step that has one.
         """
         ascending = sorted(steps)
         if self.last is None:
@@ -60,13 +60,12 @@ class KeepRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepPolicy(KeepRules):
-    """The rules for whole steps, and others for weights that stay without their state.
+    """Rules for whole steps, which training can resume from, and for weights without their state.
 
     Attributes:
-        weights: rules for weights; by default they go with their state. The others are those of
-            `KeepRules`, for steps that training can resume from.
-        exact: so many newest steps of these come back bit for bit where files are lossy; 0 writes no files
-            for that, None keeps all that there are.
+        weights: rules for weights that are kept without their state; by default none are.
+        exact: number of newest whole steps that stay exact if files are lossy; 0 writes no residual files,
+            None keeps all of them.
 
     Example:
         >>> from ckptz import KeepPolicy
@@ -86,23 +85,23 @@ class KeepPolicy(KeepRules):
 
     @property
     def by_kind(self) -> dict[FileKind, Kept]:
-        """Times that files of each kind stay, for those who weigh what a new one is stored against."""
+        """How long the files of each kind are kept, for the choice of a base."""
         both = (self,) if self.weights is None else (self, self.weights)
         return {"weights": _kept(*both), "state": _kept(self)}
 
     @property
     def keeps_all(self) -> bool:
-        """True if no rule lets a step be deleted."""
+        """True if no step is ever deleted."""
         return self.last is None and self.weights is None
 
     def heads(self, steps: Iterable[int]) -> set[int]:
-        """Choose those of the steps that stay which also stay exact."""
+        """Return those of the kept steps that stay exact."""
         ascending = sorted(steps)
         return set(ascending if self.exact is None else ascending[max(0, len(ascending) - self.exact) :])
 
 
 def _kept(*rules: KeepRules) -> Kept:
-    """Merge rules: a file stays as long as any of them keeps it."""
+    """Merge rules: a file is kept as long as any of them keeps it."""
     lasts = [rule.last for rule in rules]
     return Kept(
         last=None if None in lasts else max(last for last in lasts if last is not None),
@@ -121,9 +120,9 @@ Rules = tuple[int | None, int | None, int | None]  # last, every, best
 def keep_policy(
     *, steps: Rules, weights: Rules, lower_is_better: bool, exact: int | None = None
 ) -> KeepPolicy:
-    """Make the policy of rules for whole steps, and for weights that stay without their state.
+    """Build a policy from rules for whole steps and for weights without their state.
 
-    Each rule may be None; without any for steps, all stay. What else there is, `KeepPolicy` says.
+    Each rule may be None; if all rules for steps are None, all steps are kept. See `KeepPolicy`.
     """
     is_any = weights != (None, None, None)
     of_weights = KeepRules(**_fields(weights), lower_is_better=lower_is_better) if is_any else None
@@ -132,17 +131,17 @@ def keep_policy(
 
 def _fields(rules: Rules) -> dict[str, Any]:
     last, every, best = rules
-    # The newest stays whatever the other rules are; without any, everything does.
+    # The newest step is always kept.
     last = 1 if last is None and rules != (None, None, None) else last
     return {"last": last, "every": every, "best": best or 0}
 
 
 class Named(Protocol):
-    """A file, a folder or a step."""
+    """A file, a folder or a step with a name."""
 
     @property
     def name(self) -> str:
-        """The file's name in messages."""
+        """The name in messages."""
 
     def __hash__(self) -> int: ...
 
@@ -152,15 +151,15 @@ T = TypeVar("T", bound=Named)
 
 @dataclass(frozen=True, slots=True)
 class Retention(Generic[T]):
-    """Files that stay beside those that the rules keep, and those that may be deleted."""
+    """Files that are needed besides those that the rules keep, and files that may be deleted."""
 
-    needed: frozenset[T]  # what those that stay are decoded from, through whole chains
-    doubtful: frozenset[T]  # what those that cannot be read may be decoded from
-    may_go: frozenset[T]  # all else that no rule keeps
-    notes: tuple[str, ...]  # which cannot be read, and why
+    needed: frozenset[T]  # direct and indirect bases of kept files
+    doubtful: frozenset[T]  # possible bases of unreadable kept files
+    may_go: frozenset[T]  # all others, which may be deleted
+    notes: tuple[str, ...]  # unreadable files, with reasons
 
 
-def what_stays(
+def retention_of(
     units: Iterable[T],
     kept: Iterable[T],
     bases_of: Callable[[T], Iterable[T]],
@@ -169,10 +168,10 @@ def what_stays(
     """Decide which files, folders or steps may be deleted.
 
     Args:
-        units: all that are there.
-        kept: those that stay whatever they are stored against.
-        bases_of: what one is stored against; raises whatever it likes if that cannot be found out.
-        may_need: all that one may be stored against, itself unread.
+        units: all existing ones.
+        kept: those that are kept.
+        bases_of: returns the bases of one; raises any exception if it is unreadable.
+        may_need: returns all possible bases of an unreadable one.
     """
     roots = dict.fromkeys(kept)
     needed: set[T] = set()

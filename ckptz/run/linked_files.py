@@ -1,19 +1,17 @@
-"""Files stored against one another that survive whoever deletes folders and files.
+"""Files of a framework's run: deltas that stay readable whatever the framework deletes.
 
     checkpoint-200/model.ckptz                         a delta
-    checkpoint-200/base-4f1c0a9b7d2e6853.ckptz         a second name of checkpoint-100/model.ckptz
-    checkpoint-200/model.exact-9be27a01c35d8f64.ckptz  a residual: the same without loss, if that is lossy
+    checkpoint-200/base-4f1c0a9b7d2e6853.ckptz         a hard link to checkpoint-100/model.ckptz
+    checkpoint-200/model.exact-9be27a01c35d8f64.ckptz  residual of a lossy file
 
-Every file that a delta needs gets a second name, a hard link, in the delta's own folder. So a folder is
-complete by itself, its bases take no room twice, and the file system frees them with the last folder
-that needs them: frameworks delete old checkpoints as they like, so what is still there is looked up at each
-save. Where the file system has no hard links, or the base lies on another one, the file is stored as a full
-file. A file is known by its inode, whatever names it has and had.
+All bases of a delta are hard-linked into its folder. A folder is then complete by itself, its bases use no
+additional disk space, and the file system frees them with the last folder that needs them. Frameworks delete
+checkpoints at any time, so existing files are looked up at each save, by inode, because a file may have
+several names. If a base cannot be linked (another file system, or one without hard links), the file is
+stored as a full file.
 
-The newest lossy files come back exactly by their residuals. A residual is
-named by the digest of the very file that it belongs to, so one that is replaced is exact at every moment. It
-goes when a later step is complete and can be opened: what is cut off before leaves the step before it exact.
-Knows no framework.
+The residual of a step is deleted when a later step is complete and readable, so an interrupted save leaves
+the step before it exact. Imports no framework.
 """
 
 from __future__ import annotations
@@ -36,24 +34,25 @@ from ckptz.run.names import Inode, inode_of, step_of
 from ckptz.run.step_files import ChainRule, Kept
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
-N_SETTLED: Final = 8  # newest files whose residuals are looked for
+N_SETTLED: Final = 8  # number of newest files whose residuals are searched for
 
 
 class LinkedFiles:
-    """The files of a run: what the next is stored against, and what may be deleted.
+    """The files of a run, which choose the base of the next file and delete files on request.
 
-    Threads may share it; files are written one at a time. Nothing is deleted while one is written, and where
-    another thread than the one that writes asks for it, the newest file stays until the next is whole.
+    Threads may share it; files are written one at a time. Nothing is deleted while a file is written. If
+    another thread than the writing one requests a deletion, the newest file is kept until the next is
+    complete.
 
     Args:
-        kept: how long files stay; None if that is not known. Then all are taken to stay until one is gone,
-            and from then on as many as there are.
-        exact: so many newest files keep their residuals when their steps are complete, at least one.
-        full_every: at least every so many files needs no other of the run.
-        origin: what training began from; files that would need no other are stored against it.
+        kept: how long files are kept; None if unknown. All files are then taken to be kept until one is
+            missing, and from then on as many as there are.
+        exact: number of newest files that keep their residuals, at least 1.
+        full_every: largest number of files from one full file to the next.
+        origin: the file of pretrained weights, or None; full files are stored as deltas to it.
 
     Attributes:
-        notes: what the user should know of the file that was written last, and of what was removed since.
+        notes: notes for the user on the last file, and on deletions since.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class LinkedFiles:
     ) -> None:
         self._kept, self._n_exact, self._full_every = kept, max(1, exact), full_every
         self._origin = None if origin is None else Origin(origin)
-        self._files: dict[Inode, ChainFile[Inode]] = {}  # bases before what is stored against them
+        self._files: dict[Inode, ChainFile[Inode]] = {}  # bases before their deltas
         self._saved: dict[Path, Inode] = {}  # oldest first
         self._sizes: deque[tuple[int, int]] = deque(maxlen=N_REMEMBERED)
         self._is_any_gone = False
@@ -74,8 +73,8 @@ class LinkedFiles:
     # --- writing --------------------------------------------------------------------------------
 
     def go_on_from(self, path: Path | None) -> None:
-        """Store the next file against this one; with None, against none that is there now."""
-        with self._writing, contextlib.suppress(FileNotFoundError):  # deleted; then against an older one
+        """Make a restored file the candidate for the next base; with None, no existing file is one."""
+        with self._writing, contextlib.suppress(FileNotFoundError):  # deleted: an older file may be the base
             if path is None:
                 self._saved.clear()
             else:
@@ -84,7 +83,7 @@ class LinkedFiles:
 
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
-        """Write a file, one at a time: nothing is deleted meanwhile, and then what may go."""
+        """Write a file in the body: one at a time, and requested deletions follow when it is complete."""
         with self._writing:
             with self._tidying:
                 self._is_writing, self._writer = True, threading.get_ident()
@@ -93,30 +92,30 @@ class LinkedFiles:
                 yield
             finally:
                 self._is_writing = False
-            with self._tidying:  # what was asked for before is not meant for this file
+            with self._tidying:  # an earlier request is not meant for the new file of this name
                 self._unwanted = [other for other in self._unwanted if other != path.absolute()]
             try:
                 remove_residuals(old for old in residuals_of(path) if old != residual_of(path))
                 self._tidy()
             except OSError as error:
-                self.notes.append(f"what is not wanted any more stays: {error}")
+                self.notes.append(f"files to delete are still there: {error}")
 
     def open_base(
         self, path: Path, held: contextlib.ExitStack
     ) -> tuple[Checkpoint, str, Inode | None] | None:
-        """Open what takes the least disk in the end, and give it a name in the folder of the next file.
+        """Open the base of the next file, and link it into the folder of that file.
 
         Args:
-            path: where that file will be.
-            held: closes it.
+            path: path of the next file.
+            held: closes the base.
 
         Returns:
-            It, its name there, and which file of the run it is, None for what training began from. None for a
-            full file; `notes` say why if it cannot be linked.
+            The base, its name in the folder, and its inode, None for the pretrained weights. None for a full
+            file; `notes` contains the reason if the base cannot be linked.
 
         Raises:
-            FormatError, MissingBaseError: the newest file or one that it needs is damaged or not there.
-            OSError: a file is not there any more, or cannot be read.
+            FormatError, MissingBaseError: the newest file or one of its bases is damaged or missing.
+            OSError: a file has been deleted or cannot be read.
         """
         if (chosen := self._chosen(path.absolute(), held)) is not None:
             base, inode = chosen
@@ -130,10 +129,10 @@ class LinkedFiles:
         return opened, opened.paths[0].name, None
 
     def _chosen(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, Inode] | None:
-        """Open what the next file is stored against by the rule."""
+        """Open the base of the next file; None for a full file."""
         for candidate in reversed(self._saved):
             with contextlib.suppress(FileNotFoundError):  # the framework deleted it
-                if candidate != path:  # that is about to be replaced
+                if candidate != path:  # which is about to be replaced
                     newest = held.enter_context(contextlib.closing(open_checkpoint(candidate)))
                     break
         else:
@@ -151,7 +150,7 @@ class LinkedFiles:
         return held.enter_context(contextlib.closing(open_checkpoint(name))), inode
 
     def add(self, path: Path, written: Written, base: Inode | None) -> None:
-        """Take note of a file that was written, and of what it is stored against, None for a full file."""
+        """Record a new file and the inode of its base, None for a full file."""
         path = path.absolute()
         newest = next(reversed(self._saved.values()), None)
         self._is_any_gone |= self._saved.pop(path, None) is not None
@@ -161,13 +160,13 @@ class LinkedFiles:
             position = 1 + max(self._files[base].position, 0 if before is None else before.position)
             reach = position - self._files[base].position
         inode = inode_of(path)
-        self._files.pop(inode, None)  # of a file that is gone
+        self._files.pop(inode, None)  # of a deleted file
         self._files[inode] = ChainFile(written.stored_bytes, position, base, 0)
         self._saved[path] = inode
         self._sizes.append((reach, written.stored_bytes))
 
     def _learn(self, opened: Checkpoint) -> list[Inode]:
-        """Take note of the files of a chain, nearest first."""
+        """Record the files of a chain; return their inodes, nearest first."""
         paths = [Path(file.name) for file in opened.files]
         chain = [inode_of(path) for path in paths]
         for i in reversed(range(len(chain))):
@@ -180,7 +179,7 @@ class LinkedFiles:
     def _there(
         self, path: Path, newest: Inode
     ) -> tuple[dict[Inode, ChainFile[Inode]], Kept, tuple[int, ...]]:
-        """Return the existing files except the one to be replaced, newest last, their retention and steps."""
+        """Return the existing files except `path`, `newest` last, how long they are kept, and their steps."""
         there = {place: file for place, file in self._saved.items() if _is_there(place, file)}
         self._is_any_gone |= len(there) < len(self._saved)
         self._saved = there
@@ -198,7 +197,7 @@ class LinkedFiles:
         return files, kept, steps
 
     def _steps(self, files: Sequence[Inode]) -> tuple[int, ...]:
-        """Return the steps that the files are called after, if each is and they ascend; else none."""
+        """Return the steps in the names of files; empty if a name has none or they do not ascend."""
         names = {inode: path for path, inode in self._saved.items()}
         steps = [step_of(names[inode]) if inode in names else None for inode in files]
         known = [step for step in steps if step is not None]
@@ -207,9 +206,9 @@ class LinkedFiles:
     # --- deleting -------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Delete the residuals of all but the newest files, whose steps are complete now.
+        """Delete the residuals of all but the newest files; called when the newest step is complete.
 
-        Nothing goes where one of the newest cannot be opened with all that it needs; see `notes`.
+        Nothing is deleted if one of the newest files or its bases cannot be opened; see `notes`.
         """
         saved = [*self._saved][-N_SETTLED:]
         newest, older = saved[-self._n_exact :], saved[: -self._n_exact]
@@ -223,7 +222,7 @@ class LinkedFiles:
             self.notes.append(f"older files stay exact until the next save: {error}")
 
     def remove(self, path: Path) -> None:
-        """Delete a file, and those bases of its folder that no file there needs any more.
+        """Delete a file, and the bases in its folder that no other file needs.
 
         Raises:
             OSError: the file cannot be deleted.
@@ -236,7 +235,7 @@ class LinkedFiles:
             self._tidy(spared=[*self._saved][-1:])
 
     def _tidy(self, spared: Sequence[Path] = ()) -> None:
-        """Delete what is unwanted, and then what only that needed; while a file is written, nothing."""
+        """Delete the requested files and their unneeded bases, unless a file is being written."""
         with self._tidying:
             if self._is_writing:
                 return

@@ -1,7 +1,4 @@
-"""Second names, hard links, of the files that a delta needs, in the delta's own folder.
-
-So a folder is complete by itself, and its bases take no room twice.
-"""
+"""Hard links to the bases of a delta in the folder of the delta, which makes the folder self-contained."""
 
 from __future__ import annotations
 
@@ -20,32 +17,32 @@ from ckptz.format.reader import Container
 from ckptz.run.names import is_base_name
 from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name, open_checkpoint
 
-BASE_PREFIX: Final = "base-"  # begins the second names of bases
-N_DIGITS: Final = 16  # of the index's digest, in such a name
-N_TOLD: Final = 8  # of a content id, where the name of the file stands beside
+BASE_PREFIX: Final = "base-"  # prefix of the names of links to bases
+N_DIGITS: Final = 16  # digits of the index's digest in such a name
+N_TOLD: Final = 8  # digits of the content id in the name of a link to pretrained weights
 
 
 class Origin:
-    """The file of weights that training began from: what would be full files may be stored against it."""
+    """The file of pretrained weights, which may be the base of files that would be full files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._content_id: str | None = None
 
     def open_in(self, folder: Path) -> Checkpoint:
-        """Open the file by a second name in a folder, which no other weights have.
+        """Link the file into a folder, under a name with its content id, and open the link.
 
         Raises:
-            ConfigError: no reader would accept the name.
-            MissingBaseError: the file system cannot do that.
+            ConfigError: a delta cannot record the name.
+            MissingBaseError: the file system has no links.
         """
         if self._content_id is None:
             with contextlib.closing(open_checkpoint(self.path)) as opened:
-                self._content_id = opened.content_id()  # a plain file is read whole for it
+                self._content_id = opened.content_id()  # of a plain file it is computed from all tensors
         name = f"{BASE_PREFIX}{self._content_id[:N_TOLD]}-{self.path.name}"
         linked = folder / base_file_name(Path(name))
         try:
-            if linked.is_symlink() and not linked.exists():  # it leads nowhere
+            if linked.is_symlink() and not linked.exists():  # dangling
                 linked.unlink(missing_ok=True)
             if not linked.exists():
                 try:
@@ -58,14 +55,14 @@ class Origin:
 
 
 def digest_of(path: Path) -> str:
-    """Return a digest of the file's bytes: other files may have the same values in other codes."""
+    """Return the digest of a file's index, which differs for equal values in other codes."""
     with contextlib.closing(open_bytes(path)) as source:
         digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
     return digest[:N_DIGITS]
 
 
 def second_names(files: Iterable[Path]) -> set[Path]:
-    """List those of some files that are in their folders only as bases of others, made by `link_chain`."""
+    """Return those of some files that are only links to bases, made by `link_chain`."""
     bases = set[Path]()
     for path in filter(is_base_name, files):
         bases.add(path)
@@ -78,17 +75,17 @@ def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
     """Hard-link every file of an open chain into a folder.
 
     Returns:
-        The names, nearest first; none if the file system does not do that.
+        The names of the links, nearest first; empty if the file system cannot link them.
 
     Raises:
-        OSError: a file of the chain is not there any more.
+        OSError: a file of the chain has been deleted.
     """
     digest = digest_of(Path(base.files[0].name))
     refs = [file.index.base for file in base.files if isinstance(file, Container)]
     names = (f"{BASE_PREFIX}{digest}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
     for file, name in zip(base.files, names, strict=True):
         try:
-            os.link(Path(file.name).resolve(), folder / name)  # of a symbolic link its target
+            os.link(Path(file.name).resolve(), folder / name)  # the target of a symbolic link
         except FileExistsError:
             if not (name.startswith(BASE_PREFIX) or (folder / name).samefile(file.name)):
                 return ()

@@ -1,11 +1,11 @@
-"""Checkpoints of a folder, whoever wrote them: `ckptz compress`, the Trainer, Lightning or a Checkpointer.
+"""Names and paths of checkpoints in a run folder of any writer: compress, frameworks or a Checkpointer.
 
-run/step-100.ckptz                       a file of its own
-run/epoch=0-step=100.ckpt                the same under the name that Lightning gives it
-run/checkpoint-100/model.ckptz           a folder of the Trainer, or one that was compressed
-run/epoch=0-step=100.state-9be27a01c35d8f64.ckptz  its optimizer state, where weights may outlive it
-run/base-4f1c0a9b7d2e6853.ckptz          a second name of a file that others are stored against
-run/base-4f1c0a9b-model.safetensors      the same of the weights that training began from
+run/step-100.ckptz                       a file of `ckptz compress` or a Checkpointer
+run/epoch=0-step=100.ckpt                a file of Lightning
+run/checkpoint-100/model.ckptz           a folder of the Trainer, or a compressed folder
+run/epoch=0-step=100.state-9be27a01c35d8f64.ckptz  optimizer state of Lightning, if weights are kept longer
+run/base-4f1c0a9b7d2e6853.ckptz          a hard link to the base of other files
+run/base-4f1c0a9b-model.safetensors      a link to the pretrained weights
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ckptz.run.step_files import INDEX_FILE, StepFile
 from ckptz.store.resolve import SUFFIX, open_file
 
 Inode = tuple[int | str, int]
-EXACT: Final = ".exact-"  # in the name of what makes a file of the Trainer or Lightning exact
+EXACT: Final = ".exact-"  # in the name of a residual file, before a digest
 LIGHTNING_SUFFIX: Final = ".ckpt"  # of torch files, too
-STEP_KEYS: Final = ("step", "global_step")  # in the metadata of what is compressed
+STEP_KEYS: Final = ("step", "global_step")  # of the step in metadata of compressed files
 _STEP: Final = r"(?:global_?)?(?:step|checkpoint|iter|iteration)[-_=]?(\d{1,18})"
 _IN_NAME: Final = re.compile(rf"(?<![a-z]){_STEP}(?!\d)", re.IGNORECASE)
 _FOLDER: Final = re.compile(_STEP, re.IGNORECASE)
 _BASE: Final = re.compile(r"base-([0-9a-f]{16}\.ckptz|[0-9a-f]{8}-.+)", re.DOTALL)
 _AT_STEP: Final = re.compile(r"(.+)@(\d{1,18})", re.DOTALL)
 _WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*|.+\.state-[0-9a-f]{16}\.ckptz")
-# What only a resume needs, of the Trainer, accelerate and Lightning; registered objects may be weights.
+# Files of the Trainer, accelerate and Lightning that only a resume needs; registered objects may be weights.
 _OF_STATE: Final = re.compile(
     r"(state|optimizer|scheduler|sampler|scaler|rng|rng_state|random_states)([-_]\d+)?"
     r"(\.exact-[0-9a-f]{16})?\.(ckptz|pt|pth|bin|pkl)|.+\.state-[0-9a-f]{16}\.ckptz"
@@ -43,7 +43,7 @@ _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of t
 
 
 def step_of(path: Path, recorded: int | None = None, metadata: Mapping[str, str] | None = None) -> int | None:
-    """Find the step of a checkpoint: as recorded, or in its metadata, its name, or its folder's name."""
+    """Return the step of a checkpoint: recorded, in its metadata, its name or its folder's name; or None."""
     if recorded is not None:
         return recorded
     for text in ((metadata or {}).get(key, "") for key in STEP_KEYS):
@@ -55,27 +55,27 @@ def step_of(path: Path, recorded: int | None = None, metadata: Mapping[str, str]
 
 
 def step_of_folder(folder: Path) -> int | None:
-    """Find the step that a folder is called after; None for any other name."""
+    """Return the step in the name of a folder; None for another name."""
     match = _FOLDER.fullmatch(folder.name)
     return None if match is None else int(match[1])
 
 
 def is_base_name(path: Path) -> bool:
-    """Return whether this is a second name of a base, kept for its deltas."""
+    """Return whether a file name is that of a link to a base."""
     return _BASE.fullmatch(path.name) is not None
 
 
 def run_files(folder: Path, *, with_links: bool = False) -> list[Path]:
-    """List the checkpoint files of a folder, and of the folders in it that are called after a step.
+    """List the checkpoint files of a folder, and of its subfolders that are named after a step.
 
-    Each is listed once, or `with_links` by every name that it has.
+    Each file is listed once; `with_links` lists it under each of its names.
     """
     entries = list(folder.iterdir())
     for sub in [path for path in entries if step_of_folder(path) is not None and path.is_dir()]:
         entries += sub.iterdir()
     by_file: dict[object, Path] = {}
     for path in sorted(entries, key=lambda path: (is_base_name(path), path)):
-        with contextlib.suppress(FileNotFoundError):  # it went meanwhile
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             if _is_checkpoint(path):
                 by_file.setdefault(path if with_links else inode_of(path), path)
     return sorted(by_file.values())
@@ -95,13 +95,13 @@ def _is_checkpoint(path: Path) -> bool:
     if path.suffix != LIGHTNING_SUFFIX:
         return path.suffix == SUFFIX
     with path.open("rb") as file:
-        return file.read(_HEAD_BYTES)[-1:] == b"{"  # and no torch file
+        return file.read(_HEAD_BYTES)[-1:] == b"{"  # not a torch file
 
 
 def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
-    """Find the file with the weights of a folder's last step, or of `step`; standing alone if possible.
+    """Return the file with the weights of the newest step of a folder, or of `step`; None if there is none.
 
-    Files that cannot be read are passed over.
+    A full file is preferred to a delta of the same step. Unreadable files are ignored.
     """
     candidates = []
     for path in run_files(folder):
@@ -119,12 +119,12 @@ def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A path by which a user names a checkpoint, and what it leads to.
+    """A checkpoint that a user has named.
 
     Attributes:
-        path: as it was given: a file, a folder, or "DIR@STEP".
+        path: the argument: a file, a folder, or "DIR@STEP".
         shards: the folder of a step that several ranks wrote, or None.
-        weights: the file with the weights of the step that "DIR@STEP" names, or None.
+        weights: the weights file of the step, if the argument is "DIR@STEP", else None.
     """
 
     path: Path
@@ -133,7 +133,7 @@ class Located:
 
     @property
     def is_folder(self) -> bool:
-        """True if the path is that of a folder, other than of a step that several ranks wrote."""
+        """True for a folder, except for that of a step that several ranks wrote."""
         return self.shards is None and is_folder(self.path)
 
     def newest_file(self) -> Path:
@@ -157,7 +157,7 @@ class Located:
 
 
 def resolve(given: str | os.PathLike[str]) -> Located:
-    """Find what a path leads to: "DIR@STEP" to a step of a run, any other path to itself.
+    """Resolve an argument: "DIR@STEP" to a step of a run, any other path to itself.
 
     Raises:
         FileNotFoundError: the folder has no such step.
@@ -177,18 +177,18 @@ def resolve(given: str | os.PathLike[str]) -> Located:
 
 
 def holds_state(path: Path) -> bool:
-    """Return whether a file name is that of resume state without weights."""
+    """Return whether a file, by its name, holds state for a resume but no weights."""
     file = StepFile.parse(path.name)
     return _WITHOUT_WEIGHTS.fullmatch(path.name) is not None if file is None else file.kind == "state"
 
 
 def is_of_state(name: str) -> bool:
-    """Return whether only a resume needs a file of a framework's checkpoint, by the file's name."""
+    """Return whether a file of a framework's checkpoint, by its name, is needed only for a resume."""
     return _OF_STATE.fullmatch(name) is not None
 
 
 def is_auxiliary(path: Path) -> bool:
-    """Return whether a file name is auxiliary: no weights, or only a base or residual."""
+    """Return whether a file, by its name, has no weights or is only a base or a residual."""
     file = StepFile.parse(path.name)
     is_exact = EXACT in path.name if file is None else file.is_exact
     return is_exact or is_base_name(path) or holds_state(path)

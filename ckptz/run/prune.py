@@ -1,16 +1,16 @@
-"""Prunes the folder of a run: from the steps that are kept to the fewest files. Rewrites none.
+"""Deletes the steps of a run that no keep rule selects. No file is rewritten.
 
-A file that no rule keeps is deleted, unless a kept one is stored against it, at whatever distance: then
-it stays, hidden in the folder of a Checkpointer, and goes when the last that needs it goes. Files are deleted
-from the newest step to the oldest, so at no moment does one lack its base, and a prune that was killed is
-finished by the next. The newest weights stay under every rule, whether they have a state or not, and without
-rules all do. A step of which a file cannot be read, or its base not be found, keeps every older step as it
-is, and of frameworks, whose files may need any other, every step; see keep.py.
+A file that no rule keeps is deleted unless it is a direct or indirect base of a kept file. Such a base is
+hidden in the folder of a Checkpointer, and deleted with the last file that needs it. Files are deleted from
+the newest step to the oldest, so no file ever lacks its base, and the next prune finishes one that was
+killed. The newest weights are always kept, with or without state. If a file of a step is unreadable or its
+base is missing, all older steps are kept; in runs of frameworks, whose files may need any other file, all
+steps are. See keep.py.
 
-A residual makes a lossy file of a kept step exact. It is never hidden, and goes before all others.
+The residual of a lossy file is never hidden, and residuals are deleted before other files.
 
-How much stays: with `last` = N alone and chains of at most A files, at most N + A - 1 files of weights and
-as many of state; every further step that `every` or `best` keeps adds at most A of each.
+With `last` = N alone and chains of at most A files, at most N + A - 1 files of weights and of state are kept;
+every further step that `every` or `best` keeps adds at most A of each.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned
 from ckptz.run.deletion import drop_unneeded, finish_removals, remove_step
 from ckptz.run.folder import StepStore
-from ckptz.run.keep import KeepPolicy, what_stays
+from ckptz.run.keep import KeepPolicy, retention_of
 from ckptz.run.links import BASE_PREFIX
 from ckptz.run.names import (
     EXACT,
@@ -47,7 +47,7 @@ from ckptz.store.resolve import SUFFIX, Path_
 from ckptz.words import Report
 
 TRAINER_STATE: Final = "trainer_state.json"
-# Files that are written into a step's folder last: without them it was not written to its end.
+# The file that a writer writes last into the folder of a step; without it the folder is incomplete.
 LAST_FILES: Final = (INDEX_FILE, TRAINER_STATE, COMPLETE)
 
 
@@ -57,16 +57,16 @@ class PruneReport(Report):
 
     Attributes:
         folder: the folder.
-        steps: that training can resume from.
-        weights_only: steps of which the weights are left.
-        exact: of `steps`, those that come back bit for bit though their files are lossy.
-        hidden: names of files that stay only because kept ones are stored against them.
-        removed: names of files that were deleted, newest first.
-        kept_bytes: size of the files that stay, hidden ones included.
-        removed_bytes: size of those deleted.
-        dry_run: nothing was done.
+        steps: steps that training can resume from.
+        weights_only: steps with weights and without state.
+        exact: those of `steps` that are exact by residual files.
+        hidden: names of files that are kept only as bases.
+        removed: names of deleted files, newest first.
+        kept_bytes: size of all kept files, including hidden ones.
+        removed_bytes: size of the deleted files.
+        dry_run: nothing was deleted.
         seconds: time taken.
-        notes: what the user should know.
+        notes: warnings for the user.
     """
 
     folder: str
@@ -87,21 +87,21 @@ class PruneReport(Report):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PruneItem:
-    """A file of a run, or a folder that is called after a step: it stays or goes as a whole."""
+    """A file of a run, or the folder of a step, which is kept or deleted as a whole."""
 
-    name: str  # within the run
+    name: str  # path relative to the run
     step: int | None  # its step, or None
-    kind: FileKind | None = None  # what it holds of its step; None for all of it
+    kind: FileKind | None = None  # its part of the step; None for all of it
     is_linked: bool = False  # part of a framework's run, where any file may need any other
-    is_residual: bool = False  # it makes another file exact
-    is_auxiliary: bool = False  # it is there only for others: hidden, or a second name of a base
-    sizes: Mapping[Any, int] = field(default_factory=dict)  # of its files, each under one key in all items
-    ids: frozenset[str] = frozenset()  # content ids of what it holds
-    bases: tuple[BaseRef, ...] = ()  # what it is stored against and does not hold itself
-    places: frozenset[Path] = frozenset()  # where its files are, whatever links lead there
-    metric: float | None = None  # as it was recorded, or None
-    error: Exception | None = None  # why it cannot be read, or None
-    is_unfinished: bool = False  # being written, or not written to its end: no step
+    is_residual: bool = False  # a residual file
+    is_auxiliary: bool = False  # kept only for others: hidden, or a link to a base
+    sizes: Mapping[Any, int] = field(default_factory=dict)  # size of each file, by its identity
+    ids: frozenset[str] = frozenset()  # content ids of its files
+    bases: tuple[BaseRef, ...] = ()  # references to bases that it does not contain
+    places: frozenset[Path] = frozenset()  # resolved paths of its files
+    metric: float | None = None  # recorded metric, or None
+    error: Exception | None = None  # the reason if it is unreadable, or None
+    is_unfinished: bool = False  # being written, or interrupted while it was written: not a step
 
 
 PruneItems = Sequence[PruneItem]
@@ -114,21 +114,21 @@ def decide(
     after: int | None = None,
     spared: Collection[str] = (),
 ) -> tuple[set[PruneItem], PruneItems, PruneItems, tuple[str, ...]]:
-    """Decide which parts of a run are kept.
+    """Decide which items of a run are kept.
 
     Args:
-        name: of the folder, for messages.
-        items: what there is.
-        policy: what is kept.
-        after: every step after this one goes.
-        spared: names of items that are kept whatever the rules say.
+        name: name of the folder, for messages.
+        items: all items.
+        policy: the keep rules.
+        after: delete all steps after this one.
+        spared: names of items that are always kept.
 
     Returns:
-        What the rules keep; what stays only because that is stored against it, by step; what goes, in this
-        order; and notes on what cannot be read.
+        The items that the rules keep; those kept only as bases, by step; those to delete, in this order; and
+        notes on unreadable items.
 
     Raises:
-        ConfigError: no step that can be read would be left before those after `after`.
+        ConfigError: no readable step would be left before those after `after`.
     """
     later = {u for u in items if after is not None and u.step is not None and u.step > after}
     rest = [u for u in items if u not in later]
@@ -139,8 +139,8 @@ def decide(
         _check_goes_back(name, rest, weights_steps)
     metrics = {u.step: u.metric for u in seen if u.step is not None and u.metric is not None}
     full = policy.kept(full_steps, metrics)
-    # Without rules for weights, those that go on after the newest whole step are steps of their own: all of a
-    # folder that holds no state, what `compress` added to a run, or half of a save that was killed.
+    # Without rules for weights, weights after the newest whole step are steps of their own: a folder without
+    # any state, files that `compress` added to a run, or half of a killed save.
     newest = -1 if policy.weights is not None or policy.keeps_all else max(full_steps, default=-1)
     alone = (step for step in weights_steps if step > newest)
     weights = full | (policy.weights or policy).kept(alone, metrics)
@@ -152,18 +152,18 @@ def decide(
         and (u.step is None or u.step in (heads if u.is_residual else full if u.kind == "state" else weights))
     }
     kept.update(u for u in seen if policy.keeps_all or u.name in spared)
-    stays = what_stays(
+    stays = retention_of(
         items,
-        {*kept, *(u for u in rest if u.error and not u.is_residual)},  # residuals are dropped unread
+        {*kept, *(u for u in rest if u.error and not u.is_residual)},  # residuals are deleted unread
         _Bases(items).of,
         lambda item: _may_need(item, rest),
     )
     kept |= {u for u in stays.doubtful if not u.is_auxiliary}
 
     def order(u: PruneItem) -> tuple[bool, bool, int, bool, bool, bool, str]:
-        # Later steps go whole, the newest first, so that the newest that is left is exact at any moment. Of
-        # each step its weights go first, so that half of it is no step; and before all that go by rules,
-        # residuals.
+        # Steps after `after` are deleted whole, newest first, so that the newest remaining step is always
+        # exact. Of each step the weights are deleted first, because the state alone is not a step. By rules,
+        # residuals are deleted before all other files.
         is_later, step = u in later, u.step or 0
         by_step = -step, u.is_residual, u.kind != "weights", u.is_auxiliary, u.name
         return not is_later, not is_later and not u.is_residual, *by_step
@@ -173,14 +173,14 @@ def decide(
 
 
 def _may_need(item: PruneItem, rest: PruneItems) -> PruneItems:
-    """List what a item may need that cannot be read: without its metric or base, no older one may go."""
-    if item.is_linked:  # what is unfinished is nowhere
+    """Return the possible bases of an unreadable item: its metric and base are unknown."""
+    if item.is_linked:  # unfinished files have no places
         return [u for u in rest if u.places]
     return [u for u in rest if (u.step or 0) <= (item.step or 0)]
 
 
 def _check_goes_back(name: str, rest: Collection[PruneItem], steps: Collection[int]) -> None:
-    """Refuse to remove later steps unless there is one to go on from, which can be read."""
+    """Refuse to delete later steps unless a readable step is left."""
     if not steps:
         raise ConfigError(f"{name}: no step would be left to go on from; name one that is there")
     newest = max(steps)
@@ -193,7 +193,7 @@ def _check_goes_back(name: str, rest: Collection[PruneItem], steps: Collection[i
 
 
 class _Bases:
-    """Finds what items are stored against."""
+    """Finds the bases of items."""
 
     def __init__(self, items: PruneItems) -> None:
         self._names = {item.name: item for item in items}
@@ -207,21 +207,21 @@ class _Bases:
                 self._at.setdefault(place, []).append(item)
 
     def of(self, item: PruneItem) -> list[PruneItem]:
-        """List what a item is a link to, and all that holds what one of its bases holds.
+        """Return the items that share a file with an item, and those that hold the values of its bases.
 
-        Raises if that cannot be told.
+        Raises an exception if a base is not found or the item is unreadable.
         """
         if item.error is not None:
             raise item.error
         needed = [other for place in item.places for other in self._at[place]]
         for base in item.bases:
             named = self._names.get(base.file)
-            # Readers, too, look first for the name, and then for the content under any other.
+            # Like readers: first by name, then by content id under any name.
             if named is not None and (named.error or base.content_id in named.ids):
                 needed.append(named)
                 continue
             holders = [other for other in self._holders.get(base.content_id, ()) if other is not item]
-            # What frameworks' runs are stored against may lie elsewhere; what a run began from is no step.
+            # Bases of frameworks' files may be elsewhere; pretrained weights are not a step.
             is_of_origin = base.file.startswith(BASE_PREFIX)
             is_elsewhere = not self._is_any_unread if item.is_linked else is_of_origin
             if not holders and not is_elsewhere:
@@ -231,7 +231,7 @@ class _Bases:
 
 
 def _check_best(name: str, policy: KeepPolicy, items: PruneItems) -> None:
-    """Refuse to keep the best of steps that say nothing of it, as that would remove them all."""
+    """Refuse to keep the best steps if no step records a metric, which would delete all."""
     if policy.best and all(item.metric is None for item in items):
         raise ConfigError(f"{name}: no step here records a metric, so none is the best; keep steps otherwise")
 
@@ -245,7 +245,7 @@ def _carry_out(
     hide: Callable[[PruneItem], None] = lambda item: None,
     spared: Collection[str] = (),
 ) -> PruneReport:
-    """Delete and hide what a policy does not keep, unless `remove` is None, and report."""
+    """Delete and hide the items that a policy does not keep, unless `remove` is None; return the report."""
     start = time.perf_counter()
     kept, needed, removed, notes = decide(name, items, policy, after, spared)
     if remove is not None:
@@ -283,17 +283,17 @@ def _carry_out(
 def prune(
     store: StepStore, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """Delete and hide what a policy does not keep.
+    """Delete and hide the files of a Checkpointer that a policy does not keep.
 
     Args:
-        store: locked by the caller, unless nothing is done.
-        policy: what is kept.
-        after: remove every step after this one first.
-        dry_run: only say what would be done.
+        store: the folder, locked by the caller except for a dry run.
+        policy: the keep rules.
+        after: delete all steps after this one.
+        dry_run: only report what would be deleted.
 
     Raises:
-        ConfigError: no step that can be read would be left before those after `after`.
-        OSError: the folder cannot be listed, or a file not be deleted; what is older than that stays.
+        ConfigError: no readable step would be left before those after `after`.
+        OSError: the folder cannot be listed, or a file cannot be deleted; older files are unchanged.
     """
     listing = store.listing()
     files = {file.name: file for file in listing.sizes}
@@ -312,7 +312,7 @@ def prune(
 
 
 def _items_of(store: StepStore, listing: Listing, after: int | None) -> list[PruneItem]:
-    """Read what each file says of itself, or why it cannot be read; those that go are not looked at."""
+    """Describe each file by its facts or the error of reading them; files of later steps are not read."""
     results = store.read_facts({f: n for f, n in listing.sizes.items() if after is None or f.step <= after})
     return [
         item_of(file, n_bytes, results.get(file), is_hidden=file in listing.hidden)
@@ -323,7 +323,7 @@ def _items_of(store: StepStore, listing: Listing, after: int | None) -> list[Pru
 def item_of(
     file: StepFile, n_bytes: int, result: FileFacts | Exception | None, *, is_hidden: bool
 ) -> PruneItem:
-    """Describe a file of a step by what it says of itself, or the error of reading that."""
+    """Describe a file of a step by its facts, or by the error of reading them."""
     facts = result if isinstance(result, FileFacts) else None
     return PruneItem(
         name=file.name,
@@ -332,7 +332,7 @@ def item_of(
         is_residual=file.is_exact,
         is_auxiliary=is_hidden,
         sizes={file.name: n_bytes},
-        # Nothing is stored against a residual, whose values other files may have, too.
+        # A residual is never a base, but other files may have the same values.
         ids=frozenset() if facts is None or file.is_exact else frozenset({facts.content_id}),
         bases=() if facts is None or facts.base is None else (facts.base,),
         metric=None if facts is None else facts.metric,
@@ -343,10 +343,10 @@ def item_of(
 def prune_folder(
     folder_or_url: Path_, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
 ) -> PruneReport:
-    """Apply a policy to a folder that nobody writes to, as `ckptz prune` does; see `prune`.
+    """Apply a policy to the folder of a Checkpointer that no process writes to; see `prune`.
 
     Raises:
-        ConfigError: it holds no steps, or none with a metric for `best`, or somebody writes to it.
+        ConfigError: the folder has no steps, or none with a metric for `best`, or is locked.
     """
     with contextlib.closing(StepStore(folder_or_url)) as store:
         listing = store.listing()
@@ -362,11 +362,11 @@ def prune_folder(
 
 
 def prune_run(folder: Path, policy: KeepPolicy, *, after: int | None, dry_run: bool) -> PruneReport:
-    """Apply a policy to a run of the Trainer, Lightning or accelerate, or to what `compress` made.
+    """Apply a policy to a run of the Trainer, Lightning or accelerate, or to files of `ckptz compress`.
 
     Raises:
-        ConfigError: it holds no steps, or none with a metric for `best`, or none would be left; or there are
-            rules for weights alone, and no step has its optimizer state in a file of its own.
+        ConfigError: the folder has no steps, or none with a metric for `best`, or none would be left; or the
+            policy has rules for weights and no step has its optimizer state in a separate file.
     """
     items = _items_in(folder, is_split=policy.weights is not None)
     if policy.weights is not None and not any(u.kind == "state" for u in items):
@@ -382,13 +382,12 @@ def prune_saved(folder: Path, policy: KeepPolicy, spared: Collection[str] = ()) 
     """Apply a policy to a framework's run whose newest step is complete.
 
     Args:
-        folder: of the run.
-        policy: what is kept.
-        spared: names of files and of folders of steps that stay whatever the rules say; of a folder of a
-            step, its weights.
+        folder: folder of the run.
+        policy: the keep rules.
+        spared: names of files and of folders of steps that are always kept; of such a folder, the weights.
 
     Returns:
-        Which files cannot be read, so that others stay.
+        Notes on unreadable files.
 
     Raises:
         ConfigError: a folder's name and its files name different steps.
@@ -409,14 +408,14 @@ def _remove(folder: Path, item: PruneItem) -> None:
 
 
 def _items_in(folder: Path, *, is_split: bool) -> list[PruneItem]:
-    """Describe the checkpoints of a folder; where `is_split`, weights and state of a step apart."""
+    """Describe the checkpoints of a folder; `is_split` describes weights and state of a step separately."""
     files: dict[Path, list[Path]] = {}
     for path in run_files(folder, with_links=True):
         files.setdefault(path if path.parent == folder else path.parent, []).append(path)
     items = [_item_at(path, found) for path, found in files.items()]
     steps = {path.name: path for path, found in files.items() if path != found[0]}
     unfinished = _unfinished(steps)
-    # What is being written, or was not written to its end, is no step; nobody knows what it may need.
+    # An unfinished folder is not a step, and its bases are unknown.
     items = [
         replace(item, is_unfinished=True, error=CorruptionError(unfinished[item.name]))
         if item.name in unfinished
@@ -428,7 +427,7 @@ def _items_in(folder: Path, *, is_split: bool) -> list[PruneItem]:
     }
     if is_split:
         items = [part for item in items for part in _parts_of(item, folder / item.name)]
-    elif any(has_state.values()):  # where others have theirs, one that lacks it is no step to resume from
+    elif any(has_state.values()):  # a folder without state is not a step to resume from if others have one
         items = [item if has_state.get(item.name, True) else replace(item, kind="weights") for item in items]
     left = [path for where in (folder, *steps.values()) for path in abandoned(where)]
     names = {path: path.relative_to(folder).as_posix() for path in left}
@@ -500,7 +499,7 @@ def _own_names(folder: Path) -> set[str]:
 
 
 def _is_written(path: Path) -> bool:
-    """Return whether one of `LAST_FILES` is there as a whole: the Trainer writes its own piece by piece."""
+    """Return whether a file of `LAST_FILES` is complete: the Trainer's appears before it is."""
     try:
         json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -509,11 +508,11 @@ def _is_written(path: Path) -> bool:
 
 
 def _check_steps_agree(path: Path, recorded: Mapping[str, int]) -> None:
-    """Refuse to prune a run in which a folder's name and its files name different steps.
+    """Refuse to prune a run in which a folder's name and its files have different steps.
 
     Args:
         path: the folder.
-        recorded: the steps that its own files record, by file name.
+        recorded: the step that each of its files records, by file name.
 
     Raises:
         ConfigError: names the folder and two of the steps.
@@ -532,12 +531,10 @@ def _check_steps_agree(path: Path, recorded: Mapping[str, int]) -> None:
 
 
 def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
-    """Describe a file, or the folder of several, by what its own files say.
-
-    Second names of bases in a folder belong to other steps.
+    """Describe a file, or a folder by its files; links to bases in it belong to other steps.
 
     Raises:
-        ConfigError: the folder's name and its files name different steps.
+        ConfigError: the folder's name and its files have different steps.
     """
     is_folder = path != files[0]
     item = PruneItem(
@@ -567,7 +564,7 @@ def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
         bases=tuple(
             f.base
             for file, f in own
-            # A file may hold the very values of its base: it does not stand in for that.
+            # A file with the values of its base does not replace that base.
             if f.base is not None
             and all(other == file or fact.content_id != f.base.content_id for other, fact in facts)
         ),

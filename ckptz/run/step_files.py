@@ -1,4 +1,4 @@
-"""The files of a store by name: what they are, what they say of themselves, what is stored against what."""
+"""Files of a Checkpointer: names, recorded facts, listings, and the rule that chooses a base."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
 OWNER: Final = "step-"  # begins the names of temporary files
 ABANDONED_SECONDS: Final = 3600.0  # after which nobody writes to an unfinished file any more
 METRIC_KEY: Final = "metric"  # in the metadata of weights: the metric that `save` was given
-POSITION_KEY: Final = "since_anchor"  # in the metadata of both
-WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights that it goes with
+POSITION_KEY: Final = "since_anchor"  # in the metadata of weights and state: position in the chain
+WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights of its step
 STATE_KEY: Final = "state"  # in the metadata of weights: name of the file with their optimizer state
-FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of those that were left out
-NAMES_KEY: Final = "names"  # in the metadata of weights that have the model's own names: "own"
+FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of frozen weights, left out
+NAMES_KEY: Final = "names"  # in the metadata of weights without the prefix "model.": "own"
 INDEX_FILE: Final = "ckptz-index.json"  # written last into the folder of a step of several ranks
 COMPLETE: Final = "ckptz-complete.json"  # written last into the folder of a step, if nothing else is
 EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file
-MODEL_PREFIX: Final = "model."  # of the names of weights that do not have the model's own
+MODEL_PREFIX: Final = "model."  # of weight names in files of a Checkpointer
 MAX_STEP: Final = (1 << 63) - 1
-ENDLESS: Final = 1 << 30  # saves: for ever
-_NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact)?\.ckptz")
+ENDLESS: Final = 1 << 30  # number of saves for a file that is never deleted
+# Residuals of earlier versions are called step-N.exact.ckptz, without a digest.
+_NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact(?:-[0-9a-f]{16})?)?\.ckptz")
 _HIDDEN: Final = ".hidden"
 ALL_EXACT: Final = (
     "all steps that stay are kept exact, so files that may lose something take more room than without loss: "
@@ -44,10 +45,10 @@ ALL_EXACT: Final = (
 
 
 def checked_step(step: SupportsIndex) -> int:
-    """Return a step as a built-in int, whichever library it comes from.
+    """Convert a step of any integer type to int.
 
     Raises:
-        ConfigError: it is none that a file can record.
+        ConfigError: it is not an integer from 0 to below 2^63.
     """
     try:
         number = operator.index(step)
@@ -60,18 +61,18 @@ def checked_step(step: SupportsIndex) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The time that files of a kind stay, as far as it is known before."""
+    """How long the files of one kind are kept, as far as this is known in advance."""
 
-    last: int | None = None  # so many newest; None for all
-    every: tuple[int, ...] = ()  # steps that are multiples of one of these stay for ever
-    best: int = 0  # so many others stay, whichever
+    last: int | None = None  # number of newest files that are kept; None for all
+    every: tuple[int, ...] = ()  # steps that are multiples of one of these are kept for ever
+    best: int = 0  # number of other files that are kept, which ones is unknown
 
     def stays(self, steps: Sequence[int]) -> list[int]:
-        """Count for each of the steps that stay, ascending, the coming saves that leave it."""
+        """Return for each existing step, ascending, the number of future saves until its file is deleted."""
         if self.last is None:
             return [ENDLESS] * len(steps)
         ages = range(len(steps), 0, -1)
-        # What is neither among the last nor a multiple is one of the best.
+        # A kept step that is neither among the last nor a multiple is one of the best.
         beyond = ENDLESS if self.best else 0
         return [
             ENDLESS if self._is_multiple(step) else beyond if age > self.last else self.last - age
@@ -79,10 +80,10 @@ class Kept:
         ]
 
     def stays_of(self, steps: Sequence[int], n_saves: int, full_every: int) -> list[int]:
-        """Return for each coming save, counted from 0, the later save that deletes its file.
+        """Return for each of the next `n_saves` saves, from 0, the number of the save that deletes its file.
 
-        Steps go on as they came last. The best are taken to be those that cost most: far from one another,
-        each the last before a full file.
+        The interval between steps is taken to stay the same. The best steps are taken to be those that need
+        most disk: far from one another, each the last before a full file.
         """
         if self.last is None:
             return [ENDLESS] * n_saves
@@ -97,7 +98,7 @@ class Kept:
         return stays
 
     def is_within(self, exact: int | None) -> bool:
-        """Return whether no more files are kept than stay exact; None means all."""
+        """Return whether all kept files also stay exact; `exact` is their number, None for all."""
         if self.every or self.best:
             return False
         return exact is None or (self.last is not None and self.last <= exact)
@@ -108,19 +109,18 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class ChainRule:
-    """The rule that chooses the file a new one is stored against.
+    """A rule that chooses the base of the next file by its position, counted from a full file at position 0.
 
-    Files are counted from their full file, which has position 0. In a plain chain each is stored against the
-    one before. In a *forked* one, position p is stored against p with its lowest bit cleared: 5 and 6
-    against 4, 4 and 8 against the full file. Chains are then at most log2(full_every) deltas deep, and so
-    is what must be decoded for the next delta; the base is 2 positions away on average. It is always one
-    that the file before was stored against, or that file itself, so no prune has deleted it.
+    In a plain chain, the base of each file is the file before it. In a *forked* chain, the base of position p
+    is p with its lowest bit cleared: 4 for 5 and 6, the full file for 4 and 8. A chain then has at most
+    log2(full_every) deltas, which bounds the decoding for the next delta; the base is 2 positions away on
+    average. The base is always the file before or in its chain, so no prune has deleted it.
     """
 
     full_every: int  # the file after position full_every - 1 is a full file
     is_forked: bool  # see above
-    is_flat: bool = False  # each is stored against the full file
-    # how long files stay; with it, the base is chosen by what takes least disk, see chain.py
+    is_flat: bool = False  # the base of each delta is the full file
+    # how long files are kept; if known, the base is chosen for the least disk, see chain.py
     kept: Mapping[FileKind, Kept] | None = field(default=None, hash=False)
 
     def base_of(self, position: int) -> int | None:
@@ -138,73 +138,77 @@ class StepFile:
 
     step: int  # the step
     kind: FileKind  # what it holds
-    is_exact: bool = False  # whether it is a residual: what the lossy file of that kind holds, without loss
+    tail: str = ""  # of a residual: the end of its name, ".exact-" and a digest of its lossy file
 
     @property
     def name(self) -> str:
         """Its name in the folder."""
-        state, exact = ".state" * (self.kind == "state"), ".exact" * self.is_exact
-        return f"step-{self.step:08d}{state}{exact}.ckptz"
+        return f"step-{self.step:08d}{'.state' * (self.kind == 'state')}{self.tail}.ckptz"
 
     @property
-    def exact(self) -> StepFile:
-        """The residual of this file."""
-        return StepFile(self.step, self.kind, is_exact=True)
+    def is_exact(self) -> bool:
+        """True if it is a residual, which holds the values of the lossy file without loss."""
+        return bool(self.tail)
+
+    @property
+    def lossy(self) -> StepFile:
+        """The file itself, or of a residual the lossy file that it belongs to."""
+        return StepFile(self.step, self.kind)
 
     @property
     def marker(self) -> str:
-        """Name of the empty file that hides it."""
+        """Name of its marker, an empty file that hides it from users."""
         return f".{self.name}{_HIDDEN}"
 
     @classmethod
     def parse(cls, name: str) -> StepFile | None:
-        """Parse what `name` gives; None for any other file."""
+        """Parse a file name; None for a file that is not one of a step."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
-        file = cls(int(match[1]), "state" if match[2] else "weights", is_exact=match[3] is not None)
+        file = cls(int(match[1]), "state" if match[2] else "weights", match[3] or "")
         return file if file.name == name else None
 
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """Facts of a run's file that its index records: which step it is of, and what it needs."""
+    """Facts that the index of a file records: its step, its base and its size."""
 
     content_id: str  # identity of its values
-    base: BaseRef | None  # what it is stored against, or None
-    step: int | None  # as it is recorded
-    metadata: Mapping[str, str]  # under the keys above
-    depth: int  # deltas between its full file and it
-    tensor_bytes: int  # of its tensors, uncompressed
+    base: BaseRef | None  # reference to its base, None for a full file
+    step: int | None  # the recorded step
+    metadata: Mapping[str, str]  # has the keys above
+    depth: int  # chain length: deltas between the file and its full file
+    tensor_bytes: int  # decoded size of its tensors
 
     @classmethod
     def of(cls, file: Container) -> FileFacts:
-        """Take the facts from an open file."""
+        """Return the facts of an open file."""
         index = file.index
         n_bytes = sum(dtype_of(one.dtype).n_bytes(one.shape) for one in index.tensors)
         return cls(index.content_id, index.base, index.step, index.metadata or {}, index.depth, n_bytes)
 
     @classmethod
     def read(cls, source: ByteSource) -> FileFacts | None:
-        """Read the facts of a file and close it; None of a plain file, which says nothing of a run.
+        """Read the facts of a file and close it; None for a plain safetensors file.
 
         Raises:
-            FormatError: it is damaged.
-            OSError: it cannot be read.
+            FormatError: the file is damaged.
+            OSError: the file cannot be read.
         """
         with contextlib.closing(open_file(source)) as file:
             return cls.of(file) if isinstance(file, Container) else None
 
     @property
     def position(self) -> int:
-        """Files that were written between its full file and it; 0 for a full file."""
+        """Number of files written since its full file; 0 for a full file."""
         text = self.metadata.get(POSITION_KEY, "")
         is_whole = text.isdecimal() and len(text) < 10
         return 0 if self.base is None else int(text) if is_whole else self.depth
 
     @property
     def metric(self) -> float | None:
-        """The metric of the step, of weights that were saved with one."""
+        """The metric that the step was saved with, or None."""
         try:
             return float(self.metadata[METRIC_KEY])
         except (KeyError, ValueError):
@@ -215,27 +219,25 @@ class FileFacts:
 class Listing:
     """The files of a folder at one moment."""
 
-    sizes: dict[StepFile, int]  # bytes of each file of a step, hidden ones included
-    hidden: frozenset[StepFile]  # those that are there only as bases
-    # names of files that a killed writer left: unfinished ones, and residuals and markers of nothing
+    sizes: dict[StepFile, int]  # size in bytes of each file, hidden files included
+    hidden: frozenset[StepFile]  # files that are kept only as bases
+    # names of files that a killed writer left: unfinished files, and residuals and markers without their file
     leftovers: tuple[str, ...]
 
     @classmethod
     def of(cls, names: dict[str, int]) -> Listing:
-        """Sort the names of a folder."""
+        """Parse the names and sizes of the files in a folder."""
         sizes = {file: size for name, size in names.items() if (file := StepFile.parse(name))}
         marked = {file for name in names if (file := _marked_by(name))}
         unfinished = [n for n in names if n.startswith(f".{OWNER}") and n.endswith(TEMPORARY_SUFFIX)]
         orphaned = [file.marker for file in sorted(marked - set(sizes))]
-        alone = sorted(
-            file for file in sizes if file.is_exact and StepFile(file.step, file.kind) not in sizes
-        )
+        alone = sorted(file for file in sizes if file.lossy not in sizes)
         orphaned += [file.name for file in alone]
         return cls(sizes, frozenset(marked & set(sizes)), tuple(unfinished + orphaned)).without({*alone})
 
     @cached_property
     def weights_steps(self) -> tuple[int, ...]:
-        """Steps whose weights can be read, ascending."""
+        """Steps with weights, ascending."""
         return tuple(sorted(file.step for file in self._seen("weights")))
 
     @cached_property
@@ -247,13 +249,17 @@ class Listing:
     def _seen(self, kind: FileKind) -> set[StepFile]:
         return {f for f in self.sizes if f.kind == kind and not f.is_exact and f not in self.hidden}
 
+    def exact(self, file: StepFile) -> StepFile:
+        """Return the residual of a lossy file, or the file itself if it has none."""
+        return max((one for one in self.sizes if one.lossy == file), default=file)
+
     def without(self, files: set[StepFile]) -> Listing:
         """Return the listing without some files."""
         sizes = {file: size for file, size in self.sizes.items() if file not in files}
         return Listing(sizes, self.hidden & set(sizes), self.leftovers)
 
     def steps_of(self, kind: FileKind) -> tuple[int, ...]:
-        """List the steps of which users may ask for this file."""
+        """List the steps that have a file of this kind for users, ascending."""
         return self.weights_steps if kind == "weights" else self.full_steps
 
 
@@ -263,12 +269,12 @@ def _marked_by(name: str) -> StepFile | None:
 
 
 def model_prefix(file: str, metadata: Mapping[str, str] | None, names: Iterable[str]) -> str:
-    """Return what a run's file of weights puts before the model's names: "model.", or nothing.
+    """Return the prefix of the model's tensor names in a file of weights: "model." or "".
 
     Args:
         file: path of the file, which identifies residual files.
-        metadata: of the file.
-        names: of all its tensors.
+        metadata: metadata of the file.
+        names: names of all its tensors.
     """
     texts = metadata or {}
     is_residual = EXACT_OF_KEY in texts and StepFile.parse(os.path.basename(file)) is not None

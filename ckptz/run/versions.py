@@ -1,7 +1,7 @@
-"""The files of a published run, by name: which steps there are, and how to get from one to another.
+"""Files of a weight-sync folder by name: published steps, and the files that lead from one to another.
 
-step-000010.ckptz                 a full file: all of step 10
-step-000012.from-000011.ckptz     a delta: step 12 for who has step 11
+step-000010.ckptz                 a full file of step 10
+step-000012.from-000011.ckptz     a delta from step 11 to step 12
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NAME: Final = re.compile(r"step-(\d{6,})(?:\.from-(\d{6,}))?\.ckptz")
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One file: `base` is the step that a delta leads on from, None for a full file."""
+    """One file; `base` is the step of the base of a delta, None for a full file."""
 
     step: int
     base: int | None
@@ -34,7 +34,7 @@ class Version:
 
 
 def versions_in(sizes: Mapping[str, int]) -> list[Version]:
-    """Find the published files among others, by step; a delta before the full file of its step."""
+    """Return the published files by step, a delta before the full file of its step."""
     versions = []
     for name, n_bytes in sizes.items():
         if match := _NAME.fullmatch(name):
@@ -45,7 +45,7 @@ def versions_in(sizes: Mapping[str, int]) -> list[Version]:
 
 
 def newest_step(versions: Iterable[Version]) -> int | None:
-    """Return the latest step that was published."""
+    """Return the newest published step, or None."""
     return max((version.step for version in versions), default=None)
 
 
@@ -55,21 +55,21 @@ def full_files_of(versions: Iterable[Version]) -> list[Version]:
 
 
 def route(versions: Sequence[Version], have: int | None, want: int, where: str) -> list[Version]:
-    """Find the files to apply, fewest bytes first, from step `have` or from a full file to step `want`.
+    """Return the files to apply for step `want`, from step `have` or a full file, with the fewest bytes.
 
     Args:
-        versions: what there is.
-        have: the step that is there already, or None.
-        want: the step to get to.
+        versions: the published files.
+        have: the step of the receiver, or None.
+        want: the target step.
         where: the folder, for messages.
 
     Raises:
-        MissingBaseError: no files lead there.
+        MissingBaseError: no files lead to the step.
     """
     leading_on = defaultdict(list)
     for version in versions:
         leading_on[version.base].append(version)
-    # Starting points are step `have` and nothing at all, from which full files lead on.
+    # Starting points are step `have`, and None, from which full files lead on.
     open_ends: list[tuple[int, int, int | None, tuple[Version, ...]]] = [(0, 0, have, ()), (0, 1, None, ())]
     seen: set[int | None] = set()
     n_pushed = len(open_ends)

@@ -1,6 +1,6 @@
-"""Writes a file of a run against the base that is chosen for it, or without one where that cannot be read.
+"""Writes a file as a delta, or as a full file if the base cannot be read. All writers of runs use this.
 
-The one way of all who write runs: what is saved is in memory, and no base is worth losing it.
+The data to save exist only in memory, so an unreadable base must not prevent a save.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def found_base(
     notes: list[str],
     why: str = UNREAD,
 ) -> B | None:
-    """Open a base, which is closed with `held`; None, with a note that begins with `why`, if that fails."""
+    """Open a base, which `held` closes; if that fails, return None and add a note that begins with `why`."""
     try:
         return find(held)
     except Exception as error:  # stores behind URLs have errors of their own
@@ -37,17 +37,17 @@ def write_against(
     why: str = UNREAD,
     of_base: tuple[type[Exception], ...] = (CkptzError, OSError),
 ) -> T:
-    """Write what belongs to a step against its base; without, where that turns out to be unreadable.
+    """Write a file as a delta to its base, or as a full file if the base turns out to be unreadable.
 
     Args:
-        find: opens the base and leaves it to the stack to be closed; gives None for a full file.
-        write: is given the base, or None; is called again with None if it fails with a base.
-        notes: are told why there is a full file in place of a delta.
-        why: begins such a note.
-        of_base: what a base may raise that cannot be read; what else is raised ends the writing.
+        find: opens the base, which the stack closes; returns None for a full file.
+        write: called with the base or None, and again with None if it fails with a base.
+        notes: list to which the reason for a full file is added.
+        why: beginning of that note.
+        of_base: errors of an unreadable base; all other errors are raised.
 
     Raises:
-        CkptzError, OSError: what is written cannot be, with a base or without.
+        CkptzError, OSError: the file cannot be written without a base either.
     """
     with contextlib.ExitStack() as held:
         base = found_base(find, held, notes, why)

@@ -22,7 +22,7 @@ from ckptz.format.reader import Container
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, TensorSource, chunk_bounds
 from ckptz.format.written import Written
 from ckptz.parallel import Workers, jobs_of
-from ckptz.run.keep import KeepRules, what_stays
+from ckptz.run.keep import KeepRules, retention_of
 from ckptz.run.step_files import ChainRule, checked_step
 from ckptz.run.versions import Version, full_files_of, newest_step, route, versions_in
 from ckptz.run.writer import write_against
@@ -262,7 +262,7 @@ class Publisher:
             return ()
         kept = [full_files[step] for step in sorted(steps)]
         # This removes the base of the delta that leads to the oldest full file, which is still readable.
-        stays = what_stays(
+        stays = retention_of(
             _before(kept[0], versions), kept, self._check_full, lambda full: _before(full, versions)
         )
         for version in sorted(stays.may_go, key=lambda v: (v.step, v.base is None)):

@@ -27,6 +27,7 @@ from ckptz.guidance.momentum import Momentum, UpdateTracker, bounds_of
 from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.parallel import Workers
+from ckptz.run.exact import residual_of
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import (
     EXACT_OF_KEY,
@@ -279,11 +280,13 @@ class StepWriter:
                 if with_exact and one.n_lossy:
                     metadata = {EXACT_OF_KEY: one.content_id}
                     metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
+                    residual = residual_of(path, folder / file.name)
                     with (
-                        files.file(folder / file.exact.name) as exact_sink,
+                        files.file(residual) as exact_sink,
                         contextlib.closing(open_checkpoint(path, last=store.last)) as opened,
                     ):
-                        exact[file.exact] = self._write_exact(file, exact_sink, opened, metadata)
+                        written = self._write_exact(file, exact_sink, opened, metadata)
+                    exact[replace(file, tail=residual.stem.removeprefix(Path(file.name).stem))] = written
         store.upload(state_file, *exact, weights_file)
         notes += [note for of_kind in self._notes.values() for note in of_kind]
         return {weights_file: weights, state_file: state, **exact}

@@ -79,8 +79,7 @@ def read_step(
     """
     kinds: tuple[FileKind, ...] = ("weights",) if weights_only else ("weights", "state")
     lossy = [StepFile(step, kind) for kind in kinds]
-    there = store.listing().sizes
-    exact = [file.exact if file.exact in there else file for file in lossy]
+    exact = [*map(store.listing().exact, lossy)]
 
     def read_all(files: Sequence[StepFile]) -> tuple[T, bool]:
         with _opened(store, files) as readers:

@@ -517,7 +517,7 @@ def prune(
     unfinished files of killed writers are removed. Nothing is removed if a folder is incomplete, or if names
     and files contradict each other about a step.
 
-    Residual files step-*.exact.ckptz, which make lossy steps exact, are removed with their step, or earlier
+    Residual files *.exact-*.ckptz, which make lossy steps exact, are removed with their step, or earlier
     with --keep-exact.
     """
     import ckptz

@@ -108,7 +108,7 @@ CHANGES: dict[str, Callable[[Path, Path], None]] = {
 changes = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(sorted(CHANGES))), min_size=1, max_size=8)
 OTHERS = (
     *("step-7.ckptz", "notes.txt", "base-x-y.ckptz", ".ckptz-lease", ".x.ckptz-tmp", "step-99999999.ckptz"),
-    *("step-00000009.state.ckptz", "step-00000009.exact.ckptz", "step-00000003.exact.ckptz"),
+    *("step-00000009.state.ckptz", "step-00000009.exact-0123456789abcdef.ckptz", "step-00000003.exact.ckptz"),
     *(".step-00000009.ckptz.hidden", ".step-0123abcd-999999999-0123456789abcdef.ckptz-tmp"),
 )
 others = st.dictionaries(

@@ -33,14 +33,17 @@ from tests.support.cli_support import ckptz
 # --- names --------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, (1 << 63) - 1), st.sampled_from(["weights", "state"]), st.booleans())
-def test_the_name_of_a_file_says_what_it_is(step: int, kind: Any, is_exact: bool) -> None:
-    file = StepFile(step, kind, is_exact)
+TAILS = ["", ".exact", ".exact-9be27a01c35d8f64"]
+
+
+@given(st.integers(0, (1 << 63) - 1), st.sampled_from(["weights", "state"]), st.sampled_from(TAILS))
+def test_the_name_of_a_file_says_what_it_is(step: int, kind: Any, tail: str) -> None:
+    file = StepFile(step, kind, tail)
     assert StepFile.parse(file.name) == file
 
 
 def test_other_files_are_not_taken_for_steps() -> None:
-    tails = (".exact.state.ckptz", ".from-00000000.ckptz", ".safetensors")
+    tails = (".exact.state.ckptz", ".exact-9be2.ckptz", ".from-00000000.ckptz", ".safetensors")
     for name in ("step-1.ckptz", "step-000000001.ckptz", *(f"step-00000001{tail}" for tail in tails)):
         assert StepFile.parse(name) is None, name
 

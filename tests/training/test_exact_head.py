@@ -1,6 +1,7 @@
 """Lossy files and exact newest steps: what is written, what a restore gives, and what goes when."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,8 +34,19 @@ N_SAVED = 4
 HEAD = {f"step-{N_SAVED:08d}{kind}.exact.ckptz" for kind in ("", ".state")}
 
 
+def short(name: str) -> str:
+    """The name of a residual without its digest."""
+    return re.sub(r"(\.exact)-[0-9a-f]{16}", r"\1", name)
+
+
 def residuals(folder: Path) -> set[str]:
-    return {name for name in names_in(folder) if ".exact." in name}
+    return {short(name) for name in names_in(folder) if ".exact-" in name}
+
+
+def residual(folder: Path, name: str) -> Path:
+    """The path of a residual by its short name."""
+    [path] = folder.glob(name.replace(".exact.", ".exact-*."))
+    return path
 
 
 def resumed(folder: Path, step: int = N_SAVED, **options: Any) -> tuple[Run, Checkpointer]:
@@ -79,13 +91,14 @@ def test_the_newest_steps_are_exact(
 
 
 def test_a_residual_is_an_ordinary_file_and_its_lossy_file_stays_lossy(folder: Path) -> None:
-    exact = load_file(folder / "step-00000004.exact.ckptz")
+    exact = load_file(residual(folder, "step-00000004.exact.ckptz"))
     run, _ = resumed(folder)
     assert same(exact, state_of(run))
     lossy = load_file(folder / "step-00000004.ckptz")
     assert lossy.keys() == exact.keys()
     assert not same(lossy, exact)
-    moments = [load_file(folder / f"step-00000004.state{kind}.ckptz") for kind in ("", ".exact")]
+    lossy_state, exact_state = folder / "step-00000004.state.ckptz", "step-00000004.state.exact.ckptz"
+    moments = [load_file(path) for path in (lossy_state, residual(folder, exact_state))]
     assert not moments[0]["optimizer.0.weight.exp_avg"].equal(moments[1]["optimizer.0.weight.exp_avg"])
     for name in names_in(folder) - {".ckptz-lock"}:
         verify(folder / name)
@@ -100,12 +113,12 @@ def test_nothing_is_stored_against_a_residual_even_after_a_restore_of_one(folder
         checkpointer.save(5)
     store = StepStore(folder)
     found = {file.name: store.facts(file, n).base for file, n in store.listing().sizes.items()}
-    bases = {name: None if base is None else base.file for name, base in found.items()}
+    bases = {short(name): None if base is None else base.file for name, base in found.items()}
     for kind in ("", ".state"):
         assert bases[f"step-00000005{kind}.ckptz"] == f"step-00000004{kind}.ckptz"
     assert bases["step-00000005.exact.ckptz"] is None  # all of it is of fp32, and lost something
     assert bases["step-00000005.state.exact.ckptz"] == "step-00000005.state.ckptz"
-    assert not [base for base in bases.values() if base is not None and ".exact." in base]
+    assert not [base for base in bases.values() if base is not None and ".exact-" in base]
 
 
 def test_weights_get_their_name_last_and_only_then_older_residuals_go(
@@ -113,8 +126,9 @@ def test_weights_get_their_name_last_and_only_then_older_residuals_go(
 ) -> None:
     events: list[str] = []
     replace, unlink = os.replace, os.unlink
-    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(Path(b).name), replace(a, b)))
-    monkeypatch.setattr(os, "unlink", lambda a, **how: (events.append(f"- {Path(a).name}"), unlink(a, **how)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(short(Path(b).name)), replace(a, b)))
+    gone = lambda path: events.append(f"- {short(Path(path).name)}")  # noqa: E731
+    monkeypatch.setattr(os, "unlink", lambda a, **how: (gone(a), unlink(a, **how)))
     run = Run(seed=99)
     keep = KeepPolicy(last=1)
     with run.checkpointer(folder, config=GRID, keep=keep, full_every=1, background=False) as checkpointer:
@@ -154,7 +168,7 @@ def test_a_report_says_what_the_head_takes_and_a_state_that_loses_nothing_needs_
     for report, folder in ((both, tmp_path / "both"), (alone, tmp_path / "weights")):
         sizes = {path.name: path.stat().st_size for path in folder.glob("step*")}
         assert report.stored_bytes == sum(sizes.values())
-        assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact." in name) > 0
+        assert report.exact_bytes == sum(size for name, size in sizes.items() if ".exact-" in name) > 0
 
 
 # --- residuals that are not right -----------------------------------------------------------------------
@@ -166,7 +180,8 @@ def cut(path: Path) -> None:
 
 def of_another_step(path: Path) -> None:
     saved_run(path.parent.with_name("three"), 3, config=GRID)
-    shutil.copy(path.parent.with_name("three") / path.name.replace("4", "3"), path)
+    name = short(path.name).replace("00000004", "00000003")
+    shutil.copy(residual(path.parent.with_name("three"), name), path)
 
 
 def of_another_run(path: Path) -> None:
@@ -174,7 +189,7 @@ def of_another_run(path: Path) -> None:
     with run.checkpointer(other, config=GRID, background=False) as checkpointer:
         run.step()
         checkpointer.save(N_SAVED)
-    shutil.copy(other / path.name, path)
+    shutil.copy(residual(other, short(path.name)), path)
 
 
 def empty(path: Path) -> None:
@@ -187,13 +202,14 @@ def test_a_residual_that_is_not_right_makes_the_whole_step_lossy(
     folder: Path, name: str, wrong: Callable[[Path], None]
 ) -> None:
     lossy = Path(shutil.copytree(folder, folder.with_name("lossy")))
-    for residual in HEAD:
-        (lossy / residual).unlink()
-    wrong(folder / name)
+    for one in HEAD:
+        residual(lossy, one).unlink()
+    path = residual(folder, name)
+    wrong(path)
     with pytest.warns(RuntimeWarning, match="step 4 is restored with what it loses"):
         run, checkpointer = resumed(folder)
     assert not checkpointer.restored.is_exact
-    assert name in checkpointer.restored.notes[0] or wrong is Path.unlink
+    assert path.name in checkpointer.restored.notes[0] or wrong is Path.unlink
     weights, loss = state_of(run), run.step()
     expected, _ = resumed(lossy)
     assert same(weights, state_of(expected))
@@ -204,13 +220,13 @@ def test_exact_values_of_fp32_need_no_lossy_file(folder: Path) -> None:
     flip(folder / "step-00000004.ckptz")
     run, checkpointer = resumed(folder)
     assert checkpointer.restored.is_exact
-    exact = load_file(folder / "step-00000004.exact.ckptz")
+    exact = load_file(residual(folder, "step-00000004.exact.ckptz"))
     assert same(state_of(run), exact)
 
 
 def test_a_lossy_file_that_is_damaged_is_an_error_as_ever(folder: Path) -> None:
     flip(folder / "step-00000004.ckptz")
-    flip(folder / "step-00000004.exact.ckptz")
+    flip(residual(folder, "step-00000004.exact.ckptz"))
     with (
         pytest.warns(RuntimeWarning, match="is restored with"),
         pytest.raises(ValueError, match=r"00000004\.ckptz"),
@@ -219,8 +235,8 @@ def test_a_lossy_file_that_is_damaged_is_an_error_as_ever(folder: Path) -> None:
 
 
 def test_weights_alone_are_exact_by_their_own_residual(folder: Path) -> None:
-    flip(folder / "step-00000004.state.exact.ckptz")
-    exact = load_file(folder / "step-00000004.exact.ckptz")
+    flip(residual(folder, "step-00000004.state.exact.ckptz"))
+    exact = load_file(residual(folder, "step-00000004.exact.ckptz"))
     run, checkpointer = resumed(folder, weights_only=True)
     assert checkpointer.restored.is_exact
     assert same(state_of(run), exact)
@@ -234,7 +250,7 @@ def test_another_model_is_refused_without_a_word_of_residuals(folder: Path) -> N
 
 
 def test_a_disk_that_fails_is_no_reason_for_lossy_values(folder: Path) -> None:
-    exact = folder / "step-00000004.exact.ckptz"
+    exact = residual(folder, "step-00000004.exact.ckptz")
     with unreadable(exact, ERRORS["EIO"]), pytest.raises(OSError, match="input/output"):
         resumed(folder)
 
@@ -244,7 +260,7 @@ def test_a_residual_without_its_lossy_file_is_a_leftover(folder: Path) -> None:
         (folder / f"step-00000004{kind}.ckptz").unlink()
     found = Listing.of(dict.fromkeys(names_in(folder), 1))
     assert found.full_steps == (1, 2, 3)
-    assert set(found.leftovers) == HEAD
+    assert set(map(short, found.leftovers)) == HEAD
     checked = ckptz("verify", folder)
     assert "2 unfinished files" in checked.stderr
     run = Run(seed=99)
@@ -258,9 +274,27 @@ def test_a_residual_without_its_lossy_file_is_a_leftover(folder: Path) -> None:
 
 def test_a_residual_may_stand_alone(folder: Path, losses: list[float]) -> None:
     for name in HEAD:
-        rebase(folder / name, jobs=1)
+        rebase(residual(folder, name), jobs=1)
     run, _ = resumed(folder)
     assert run.step() == losses[N_SAVED + 1]
+
+
+def test_residuals_of_earlier_versions_are_found_and_one_of_a_rebased_file_too(
+    folder: Path, tmp_path: Path, losses: list[float]
+) -> None:
+    names = {residual(folder, name): folder / name for name in HEAD}
+    for path, earlier in names.items():
+        path.rename(earlier)
+    run, checkpointer = resumed(folder)
+    assert checkpointer.restored.is_exact
+    assert run.step() == losses[N_SAVED + 1]
+    ckptz("restore", f"{folder}@4", "-o", tmp_path / "earlier.safetensors")
+    for path, earlier in names.items():
+        earlier.rename(path)
+    rebase(folder / "step-00000004.ckptz", jobs=1)
+    _, checkpointer = resumed(folder)
+    assert checkpointer.restored.is_exact
+    ckptz("verify", f"{folder}@4", "--against", tmp_path / "earlier.safetensors")
 
 
 # --- what goes, and when --------------------------------------------------------------------------------
@@ -271,7 +305,7 @@ def test_a_prune_keeps_residuals_unless_it_is_told_how_many(folder: Path, losses
     assert residuals(folder) == HEAD
     assert loss_after(folder) == (N_SAVED, losses[N_SAVED + 1])
     planned = ckptz("prune", folder, "--keep-exact", 0, "--dry-run", "--json").json
-    assert set(planned["removed"]) == HEAD
+    assert set(map(short, planned["removed"])) == HEAD
     assert planned["exact"] == []
     ckptz("prune", folder, "--keep-exact", 0)
     assert not residuals(folder)
@@ -282,7 +316,7 @@ def test_a_prune_keeps_residuals_unless_it_is_told_how_many(folder: Path, losses
 def test_residuals_go_before_all_lossy_files_whatever_their_step(tmp_path: Path) -> None:
     saved_run(tmp_path, 4, config=GRID, keep=KeepPolicy(exact=None), full_every=1)
     report = prune_folder(tmp_path, KeepPolicy(last=1), dry_run=True)
-    kinds = [".exact." in name for name in report.removed]
+    kinds = [".exact-" in name for name in report.removed]
     assert kinds == sorted(kinds, reverse=True)
     assert sum(kinds) == 6
     assert report.exact == (4,)
@@ -311,9 +345,10 @@ def test_going_back_keeps_the_residuals_of_what_stays(tmp_path: Path, losses: li
 def test_a_residual_that_cannot_be_read_keeps_what_it_may_need_while_it_is_wanted(
     folder: Path, error: Callable[[], OSError]
 ) -> None:
-    with unreadable(folder / "step-00000004.exact.ckptz", error):
+    path = residual(folder, "step-00000004.exact.ckptz")
+    with unreadable(path, error):
         report = prune_folder(folder, KeepPolicy(last=1))
-        assert "step-00000004.exact.ckptz cannot be read" in report.notes[0]
+        assert f"{path.name} cannot be read" in report.notes[0]
         assert report.steps == (1, 2, 3, 4)
         report = prune_folder(folder, KeepPolicy(last=1, exact=0))
     assert not report.notes
@@ -350,7 +385,8 @@ def test_those_who_save_writes_go_on_from_a_run_with_heads(folder: Path) -> None
 def test_what_names_a_step_gives_exact_values_and_a_path_those_of_its_file(
     folder: Path, tmp_path: Path
 ) -> None:
-    exact, lossy = (load_file(folder / f"step-00000004{kind}.ckptz") for kind in (".exact", ""))
+    exact = load_file(residual(folder, "step-00000004.exact.ckptz"))
+    lossy = load_file(folder / "step-00000004.ckptz")
     for text, wanted in ((f"{folder}@4", exact), (folder / "step-00000004.ckptz", lossy)):
         ckptz("restore", text, "-o", tmp_path / "out.safetensors", "--force")
         output = load_file(tmp_path / "out.safetensors")
@@ -360,12 +396,12 @@ def test_what_names_a_step_gives_exact_values_and_a_path_those_of_its_file(
     there, here = f"{tmp_path / 'again'}@4", f"{folder}@4"
     assert diff(there, here).is_equal
     for name in HEAD:
-        (folder / name).unlink()
+        residual(folder, name).unlink()
     assert not diff(there, here).is_equal
 
 
 def test_a_log_tells_residuals_from_deltas(folder: Path) -> None:
-    entries = {entry.file: entry for entry in log(folder).entries}
+    entries = {short(entry.file): entry for entry in log(folder).entries}
     assert {name for name, entry in entries.items() if entry.kind == "exact"} == HEAD
     parents = {entries[name].parent for name in HEAD}
     assert parents == {None, "step-00000004.state.ckptz"}
@@ -377,8 +413,9 @@ def test_verify_names_a_residual_of_other_values(folder: Path) -> None:
     other = folder.with_name("other")
     saved_run(other, N_SAVED, config=GRID.scaled(2))
     assert "belong" not in ckptz("verify", folder).stderr
-    name = "step-00000004.exact.ckptz"
-    rebase(other / name, folder / name, jobs=1, force=True)
+    path = residual(folder, "step-00000004.exact.ckptz")
+    name = path.name
+    rebase(residual(other, short(name)), path, jobs=1, force=True)
     failed = ckptz("verify", folder, fails=True)
     assert failed.exit_code == 3
     assert f"{name}: belongs to other values than step-00000004.ckptz holds" in failed.stderr

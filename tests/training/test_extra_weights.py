@@ -65,7 +65,7 @@ def test_an_average_that_is_named_is_as_small_as_weights(tmp_path: Path, config:
         checkpointer.restore(40)
         assert checkpointer.restored.is_exact
         assert all(torch.equal(value, exact[name]) for name, value in run.ema.state_dict().items())
-        for path in tmp_path.glob("*.exact.ckptz"):
+        for path in tmp_path.glob("*.exact-*.ckptz"):
             path.unlink()
         checkpointer.restore(40)
         assert not checkpointer.restored.is_exact
