@@ -6,7 +6,7 @@
     accelerator.save_state("checkpoints/100")     # model.ckptz in place of model.safetensors
     accelerator.load_state("checkpoints/100")
 
-These hooks see models only: optimizers, schedulers and random states are written by accelerate as ever. After
+The hooks store models only; accelerate itself writes optimizers, schedulers and random states. After
 `load_state`, models, optimizers, schedulers, the scaler, registered objects and random states are compared
 with the files.
 See docs/frameworks.md.
@@ -64,18 +64,18 @@ class Registration:
     _accelerator: Any
     _chains: dict[int, Chain] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
-    _strict: bool = True  # of the `load_state` that runs now
-    _folder: Path | None = None  # of the `save_state` or `load_state` that runs now
+    _strict: bool = True  # argument of the running `load_state`
+    _folder: Path | None = None  # folder of the running `save_state` or `load_state`
 
     def remove(self) -> None:
-        """Remove the hooks, so that accelerate saves and loads models itself again."""
+        """Remove the hooks; accelerate saves and loads models itself again."""
         while self._handles:
             self._handles.pop().remove()
         for name in ("load_state", "save_state"):
             self._accelerator.__dict__.pop(name, None)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """Call accelerate's `save_state`, and mark the folder as complete when all processes have written."""
+        """Call accelerate's `save_state`, and mark the folder as complete when all processes are done."""
         self._folder = None
         result = type(self._accelerator).save_state(self._accelerator, *args, **kwargs)
         self._accelerator.wait_for_everyone()
@@ -86,7 +86,7 @@ class Registration:
         return result
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Call accelerate's `load_state`, which passes no `strict` to hooks, and compare what it restored."""
+        """Call accelerate's `load_state`, which hides `strict` from hooks, and compare the restored state."""
         strict = kwargs.get("strict", True)
         if not isinstance(strict, bool):
             raise ConfigError(f"strict must be True or False, got {strict!r}")
@@ -99,7 +99,7 @@ class Registration:
             warn_of_differences(self._folder, list(self._differences(self._folder)))
 
     def _differences(self, folder: Path) -> Iterator[str]:
-        """Yield a line for each entry of accelerate's own files that differs from what was restored of it."""
+        """Yield a line for each entry of accelerate's own files that differs from the restored value."""
         accelerator = self._accelerator
         parts = {
             **{_numbered(OPTIMIZER_NAME, i, ".bin"): part for i, part in enumerate(accelerator._optimizers)},
@@ -141,7 +141,7 @@ class Registration:
         return self._chains[i]
 
     def save(self, models: Sequence[Any], weights: list[dict[str, Any]], output_dir: str) -> None:
-        """Write the models and take them from what accelerate writes."""
+        """Write the models, and remove them from the list that accelerate writes."""
         del models
         self._folder = Path(output_dir)
         if self.options.keep is not None and step_of_folder(self._folder) is None:
@@ -150,12 +150,12 @@ class Registration:
         (self._folder / COMPLETE).unlink(missing_ok=True)
         if self._accelerator.is_main_process:
             for i, state in enumerate(weights):
-                self.chain(i).settle()  # of the save before: nobody says when this one is complete
+                self.chain(i).settle()  # for the previous save, because no hook follows a complete one
                 self.chain(i).write(_path(output_dir, i), job_of(dict(state)))
         weights.clear()
 
     def load(self, models: list[Any], input_dir: str) -> None:
-        """Read the models and take them from what accelerate reads; a folder from before is left to it."""
+        """Read the models and remove them from accelerate's list, unless accelerate itself wrote them."""
         if not _path(input_dir, 0).is_file():
             return
         self._folder = Path(input_dir)
@@ -172,7 +172,7 @@ class Registration:
         models.clear()
 
     def _load_model(self, model: Any, state: dict[str, Any], path: Path) -> None:
-        """Load a state by names without wrappers; report the names that `strict=False` passes over."""
+        """Load a state by names without wrappers; warn of the names that `strict=False` ignores."""
         live = model.state_dict()
         names = names_in_model(model, live, state)
         state = {names[name]: value for name, value in state.items()}
@@ -205,16 +205,16 @@ def _numbered(name: str, i: int, suffix: str) -> str:
 
 
 def register(accelerator: Accelerator, options: ChainOptions = DEFAULTS) -> Registration:
-    """Make `save_state` and `load_state` store models as `.ckptz` files, each as a delta to the one before.
+    """Make `save_state` and `load_state` store models as `.ckptz` files.
 
-    `load_state(folder, strict=False)` loads what matches, and a warning lists missing and unexpected names.
+    `load_state(folder, strict=False)` loads matching tensors, and warns of missing and unexpected names.
 
     Args:
-        accelerator: whose models.
-        options: how they are stored.
+        accelerator: the accelerator.
+        options: settings of the files.
 
     Returns:
-        Its `remove` undoes it.
+        The registration; its method `remove` undoes it.
 
     Raises:
         ConfigError: `options.keep` and accelerate's `total_limit` would both delete checkpoints.

@@ -4,9 +4,9 @@
     dcp.save(state, checkpoint_id="run/step-100", storage_writer=writer)
     dcp.load(state, checkpoint_id=latest("run"), storage_reader=CkptzStorageReader())
 
-A folder holds one file per rank, the files that these are stored against, and a JSON index, which is
-written last: without it the folder is no checkpoint. No pickle. A shard's file records its offsets and
-the shapes of the whole tensors too. Reading decodes only the chunks that a rank's own shards touch. See
+A folder has one file per rank, links to their bases, and a JSON index, which is written last: without it
+the folder is not a checkpoint. No pickle. The file of a rank also records the offsets of its shards and the
+shapes of the whole tensors. Reading decodes only the chunks that the shards of a rank need. See
 docs/frameworks.md.
 """
 
@@ -54,12 +54,12 @@ __all__ = ["ChainOptions", "CkptzStorageReader", "CkptzStorageWriter", "latest"]
 
 
 class CkptzStorageReader(InFolder, StorageReader):
-    """Reads what `CkptzStorageWriter` wrote, on any number of ranks.
+    """Reads checkpoints of `CkptzStorageWriter` on any number of ranks.
 
     Args:
-        path: the folder; `checkpoint_id` of a load goes before it.
-        jobs: threads, all cores by default.
-        writer: that goes on saving the run; it then knows from where training has moved weights.
+        path: the folder; `checkpoint_id` of a load overrides it.
+        jobs: number of threads, by default one for each core.
+        writer: the writer of the resumed run, which needs the restored weights for momentum correction.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class CkptzStorageReader(InFolder, StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this is a folder with an index."""
+        """Return whether a path is that of a folder with an index."""
         return (Path(checkpoint_id) / INDEX_FILE).is_file()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -87,11 +87,11 @@ class CkptzStorageReader(InFolder, StorageReader):
             self._folder = Path(checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the folder's index as torch wants it.
+        """Convert the index of the folder to torch's metadata.
 
         Raises:
-            FileNotFoundError: no checkpoint, or one that was never finished.
-            CorruptionError: a damaged index.
+            FileNotFoundError: the folder has no index.
+            CorruptionError: the index is damaged.
         """
         index = read_index(self.folder)
         state: dict[str, Any] = {name: BytesStorageMetadata() for name in index.objects}
@@ -119,10 +119,10 @@ class CkptzStorageReader(InFolder, StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Decode what this rank's shards touch, file after file; called on all ranks."""
+        """Decode the chunks that the shards of this rank need; called on all ranks."""
         index = self._index
         assert index is not None
-        self._casts = dict[str, str]()  # what is copied into tensors of other dtypes, by name
+        self._casts = dict[str, str]()  # tensors that are converted to another dtype, by name
         by_file: dict[int, list[ReadItem]] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
@@ -165,14 +165,14 @@ class CkptzStorageReader(InFolder, StorageReader):
         planner.commit_tensor(item, target)
 
     def _object(self, index: FolderIndex, name: str) -> io.BytesIO:
-        """Write a value that is not a tensor into memory as torch does, since planners take it so."""
+        """Serialize a value that is not a tensor with torch, which planners require."""
         data = io.BytesIO()
         torch.save(self.read_object(index, name), data)
         data.seek(0)
         return data
 
     def read_object(self, index: FolderIndex, name: str) -> Any:
-        """Read a value that is no tensor, by name.
+        """Read a value that is not a tensor, by name.
 
         Raises:
             CorruptionError: the index or the file is damaged.

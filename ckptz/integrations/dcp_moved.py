@@ -1,7 +1,7 @@
-"""Roles of a rank's parts of a sharded state, and the share of moves that all ranks follow.
+"""Momentum correction for sharded weights: roles of a rank's parts of a state, and sums over all ranks.
 
-Each rank measures how training follows lost momentum on its own parts; the products of all ranks are added
-up, so that a weight is moved by one share wherever its parts are.
+Each rank measures on its own parts how closely training follows lost momentum. The measurements of all ranks
+are summed, so that all parts of a weight are corrected by the same share.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def described(
     """Return the roles of a rank's pieces of a flat state, and the optimizer state of its weights.
 
     Args:
-        state: by flat names.
-        pieces: a piece of each tensor of which this rank writes any, by name.
-        parts: those of which this rank writes one; moments are split as their weights are.
+        state: the state by flat names.
+        pieces: one piece of each tensor of which this rank writes any, by name.
+        parts: pieces of the tensors of which this rank writes one; moments are split like their weights.
 
     Returns:
-        Roles of tensors that belong to parameters, by name; weights by their parameters.
+        Roles by name for the tensors of parameters, and the optimizer state by parameter.
     """
     refs = {name: reference(name, value) for name, value in state.items()}
     entries = [entry for optimizer in unflattened(refs) for entry in entries_in(optimizer, pieces)]
@@ -60,17 +60,17 @@ def described(
 
 
 def sampled(state: Mapping[str, Any]) -> dict[str, ParamState]:
-    """Sample this rank's parts of weights as a load has left them; see `described`."""
+    """Return samples of this rank's parts of restored weights by parameter; see `described`."""
     samples = sampled_weights({n: getattr(v, "to_local", lambda v=v: v)() for n, v in state.items()})
     return described(state, samples, samples)[1]
 
 
 class RankPool:
-    """Adds up what the ranks of a save have measured. All ranks take part once, whatever becomes of them.
+    """Sums the measurements of all ranks of a save; every rank takes part once, even if it fails.
 
     Args:
-        group: of the ranks; None if there is one.
-        n_ranks: that save. Where they are not those of the group, each counts for itself.
+        group: group of the ranks; None for a single rank.
+        n_ranks: number of saving ranks; if the group has another size, each rank uses its own measurement.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, n_ranks: int) -> None:
@@ -79,10 +79,10 @@ class RankPool:
         self._pooled: dict[str, ProjectionStats] | None = None
 
     def __call__(self, own: dict[str, ProjectionStats] | None) -> dict[str, ProjectionStats]:
-        """Return the sums over all ranks; when a file is written again, the first sums.
+        """Return the sums over all ranks; later calls return the first result.
 
         Args:
-            own: sums of this rank; None where its save has failed.
+            own: sums of this rank; None if its save has failed.
 
         Raises:
             CkptzError: the save has failed on a rank.
@@ -93,7 +93,7 @@ class RankPool:
         return self._pooled
 
     def _pool(self, own: dict[str, ProjectionStats] | None, interrupts: Sequence[BaseException]) -> None:
-        self._pooled = {}  # who could not reach the others does not try again
+        self._pooled = {}  # after a failure the collective is not repeated
         ranks: list[Any] = [None if interrupts else own]
         if self._group is not None:
             [own] = ranks
@@ -106,11 +106,11 @@ class RankPool:
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Take part at the latest at the end, so that nobody waits for a rank that failed or has no part."""
+        """Take part at the end of the block at the latest, so that no rank waits for this one."""
         try:
             yield
         except BaseException:
-            with contextlib.suppress(CkptzError):  # of all failures, its own says most
+            with contextlib.suppress(CkptzError):  # this rank raises its own error
                 self(None)
             raise
         self({})

@@ -1,8 +1,8 @@
 """The pieces of a `torch.distributed.checkpoint` state on each rank, and the messages between ranks.
 
-Histograms of tensors that are split over ranks are merged, so that all shards get one quantization map. All
-ranks run the same collectives in the same order, on a gloo group of their own; a rank without a shard takes
-part with zeros, and one that fails takes part before it says so.
+Histograms of tensors that are split over ranks are summed, so that all shards get one quantization map. All
+ranks run the same collectives in the same order, on a gloo group of their own. A rank without a shard
+contributes zeros, and a failing rank takes part before it raises its error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ckptz.torch import source_of
 from ckptz.write.job import WriteJob
 
 SHARDS_KEY: Final = "ckptz.shards"  # in a file's metadata: offset and whole shape of each tensor
-RANKS_KEY: Final = "ckptz.ranks"  # how many ranks saved
+RANKS_KEY: Final = "ckptz.ranks"  # in a file's metadata: number of ranks
 
 # (name, dtype, whole shape, offset, shape) of a part of a tensor
 PieceLayout: TypeAlias = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -53,18 +53,18 @@ TIMEOUT: Final = timedelta(minutes=10)
 class Orders:
     """The part of a plan that the coordinator sends to every rank."""
 
-    token: str  # of this save, in the names of its files
-    n_ranks: int  # that take part
+    token: str  # random part of the file names of this save
+    n_ranks: int  # number of ranks
     # names of tensors that are split over ranks and may become lossy, in the order of collectives
     split: tuple[str, ...]
     kinds: dict[str, str]  # their dtypes
-    exact: frozenset[str]  # names of tensors that are too small to become lossy, whole
-    base: Path | None  # the folder that shards are stored against; None for full files
+    exact: frozenset[str]  # names of tensors that are too small to become lossy
+    base: Path | None  # folder of the bases; None for full files
 
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """The place of one item of a plan; `tree` for a value that is no tensor."""
+    """The place of one item of a plan; `tree` for a value that is not a tensor."""
 
     rank: int
     file: str
@@ -75,7 +75,7 @@ class StoredPiece:
 
 
 def _pieces(plan: SavePlan) -> Iterator[PieceLayout]:
-    """The parts of tensors in a plan."""
+    """Yield the parts of tensors in a plan."""
     for item in plan.items:
         if (data := item.tensor_data) is not None:
             chunk = data.chunk
@@ -87,7 +87,7 @@ def code_of(dtype: torch.dtype, name: str) -> str:
     """Return the dtype code of a tensor in files.
 
     Raises:
-        UnsupportedError: it cannot be stored in parts.
+        UnsupportedError: the dtype cannot be stored in parts.
     """
     code = DTYPE_CODES.get(str(dtype).removeprefix("torch."))
     if code is None or code == "F4":
@@ -96,7 +96,7 @@ def code_of(dtype: torch.dtype, name: str) -> str:
 
 
 def layout_of(plans: Sequence[SavePlan]) -> dict[int, set[PieceLayout]]:
-    """Return the pieces that each rank holds, by rank."""
+    """Return the set of pieces of each rank."""
     return {rank: set(_pieces(plan)) for rank, plan in enumerate(plans)}
 
 
@@ -119,7 +119,7 @@ def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, 
 
 
 class Gathered:
-    """The tensors and values that one rank has to write."""
+    """The tensors and values that one rank writes."""
 
     def __init__(self, items: Sequence[WriteItem], planner: SavePlanner) -> None:
         self.tensors: dict[str, TensorSource] = {}  # by name in the file
@@ -168,7 +168,7 @@ class Gathered:
         return {key: roles[name] for key, name in lossy.items() if name in roles}, trained
 
     def job(self, orders: Orders, guides: Mapping[str, SideInformation]) -> WriteJob:
-        """Describe the rank's file."""
+        """Make the job of the rank's file."""
         exact = [key for key, record in self._records.items() if record["tensor"] in orders.exact]
         globs = ["".join(f"[{c}]" if c in "*?[" else c for c in key) for key in exact]
         texts = {SHARDS_KEY: json.dumps(self._records), RANKS_KEY: str(orders.n_ranks)}
@@ -193,7 +193,7 @@ class Gathered:
 
 
 def object_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """Return an object that is no tensor; planners other than torch's give the bytes of `torch.save`."""
+    """Return a value that is not a tensor; planners other than torch's return bytes of `torch.save`."""
     look_up = getattr(planner, "lookup_object", None)
     if look_up is not None:
         return look_up(item.index)
@@ -203,10 +203,9 @@ def object_of(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
-    """Make a gloo group of all ranks for checkpoints only; None in a process of its own.
+    """Create a gloo group of all ranks for checkpoints; None without several ranks.
 
-    A collective: all ranks call it at the same point of their programs. A rank gives up on the others after
-    the timeout.
+    A collective operation: all ranks call it at the same point.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
@@ -219,15 +218,15 @@ def merged_guides(
     kinds: Mapping[str, str],
     group: dist.ProcessGroup | None,
 ) -> dict[str, SideInformation]:
-    """Make guides with the histogram of each whole tensor.
+    """Return the histogram of each whole tensor as side information.
 
-    All ranks end together: each tensor's sum tells them whether one has failed.
+    All ranks return or raise together, because the sums also count failed ranks.
 
     Args:
-        names: the tensors that are split, the same on all ranks in the same order.
-        shards: this rank's pieces, by name; None where its save has failed.
+        names: the split tensors, equal on all ranks and in the same order.
+        shards: pieces of this rank by name; None if its save has failed.
         kinds: dtype of each of `names`, such as "F32".
-        group: of the ranks; None if there is one.
+        group: group of the ranks; None for a single rank.
 
     Raises:
         CkptzError: the save has failed on another rank.
@@ -245,11 +244,11 @@ def _merge(
     guides, failure = {}, None
     for name in names:
         kind = KINDS[kinds[name]]
-        sums = torch.zeros(N_BUCKETS + 1, dtype=torch.int64)  # the last counts ranks that have failed
+        sums = torch.zeros(N_BUCKETS + 1, dtype=torch.int64)  # the last number counts failed ranks
         try:
             if shards is not None and name in shards:
                 sums[:-1] = torch.from_numpy(_histogram(shards[name], kind, interrupts).counts)
-        except Exception as error:  # the others must not wait for a rank that failed
+        except Exception as error:  # raised after the collective, so that no rank waits
             failure = error
         sums[-1] = shards is None or failure is not None or bool(interrupts)
         if group is not None:

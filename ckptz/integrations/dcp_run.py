@@ -1,9 +1,9 @@
-"""The steps of a run that `CkptzStorageWriter` keeps beside one another: which are there, and which may go.
+"""The folder of a run of `CkptzStorageWriter`: finds existing steps and deletes old ones.
 
-    run/step-100/      complete by itself; a step when its index is there
+    run/step-100/      self-contained; a step exists when its index does
     run/step-150/
 
-Folders that have another name, or no index and files of something else, are not touched.
+Folders with other names, and folders without an index that have other files, are never changed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckptz.store.resolve import SUFFIX
 
 
 def latest(run: PathLike) -> Path | None:
-    """Find the newest step of a run that can be resumed from.
+    """Return the newest step of a run that training can resume from.
 
     Args:
-        run: the folder with one folder for each step, as `CkptzStorageWriter(keep_last=...)` writes them.
+        run: a folder with one subfolder for each step, as `CkptzStorageWriter(keep_last=...)` writes it.
 
     Returns:
-        The step's folder; None if there is no step, or no run.
+        The folder of the step; None if there is no step or no folder.
 
     Raises:
         OSError: the folder cannot be read.
@@ -37,13 +37,13 @@ def latest(run: PathLike) -> Path | None:
 
 
 def begin_step(folder: Path) -> Path | None:
-    """Delete what a save that was cut off left in a step's folder.
+    """Delete the files of an interrupted save from the folder of a new step.
 
     Returns:
-        The newest step before this one; None if it is the first.
+        The folder of the newest step before; None for the first step.
 
     Raises:
-        ConfigError: the folder is not called after a step, the step is not new, or something else is there.
+        ConfigError: the folder is not named after a step, the step is not new, or the folder has other files.
     """
     step, newest = step_of_folder(folder), latest(folder.parent)
     if step is None:
@@ -58,15 +58,15 @@ def begin_step(folder: Path) -> Path | None:
 
 
 def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
-    """Delete all but the newest steps, as far as these can be read, and what saves that failed left.
+    """Delete all but the newest steps, if these are readable, and the folders of failed saves.
 
     Args:
         run: the folder of all steps.
-        keep_last: so many newest steps stay.
-        exact: so many of these keep their residuals.
+        keep_last: number of newest steps to keep.
+        exact: number of kept steps that keep their residuals.
 
     Returns:
-        What the user should know of what stays.
+        Notes for the user on steps that could not be deleted.
     """
     try:
         finish_removals(run)
@@ -90,7 +90,7 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
 
 
 def _folders(run: Path) -> list[tuple[int, Path]]:
-    """The entries that are called after steps, in their order."""
+    """Return the subfolders that are named after steps, with the steps, ascending."""
     try:
         names = os.listdir(run)
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def _folders(run: Path) -> list[tuple[int, Path]]:
 
 
 def _is_there(path: Path) -> bool:
-    """Return whether there is a file; unlike `Path.is_file`, raise on errors."""
+    """Return whether a file exists; unlike `Path.is_file`, raise other errors."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -115,7 +115,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _checked(folder: Path) -> tuple[Path, ...]:
-    """Require that a step can be read, as far as its index tells; it needs no other."""
+    """Check the index of a step and that its files exist; return its bases, of which it has none."""
     index = read_index(folder)
     for number in range(len(index.files)):
         shard_path(folder, index, number)

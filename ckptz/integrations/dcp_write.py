@@ -66,26 +66,25 @@ SHARD_PREFIX: Final = "shard-"
 class CkptzStorageWriter(InFolder, StorageWriter):
     """Writes a checkpoint of `torch.distributed.checkpoint`.
 
-    With `KMeans` the histograms of split tensors are summed over the ranks, so that all shards get one map
-    and restore to what the whole tensor would. With `Grid` ranks add up by how much training follows momentum
-    that the files lose, so that a weight is moved by one share of it. That takes a gloo group, which the
-    constructor makes unless it is given one: construct on all ranks at the same point. A failing rank fails
-    the save on all.
+    With `KMeans` the histograms of split tensors are summed over the ranks, so that all shards get the map of
+    the whole tensor. With `Grid` the ranks sum how closely training follows lost momentum, so that all parts
+    of a weight get the same momentum correction. Both need a gloo group, which the constructor creates unless
+    one is passed: construct the writer on all ranks at the same point. A save that fails on one rank fails on
+    all.
 
     Args:
-        path: the folder; `checkpoint_id` of a save goes before it.
-        options: how it is stored; `exact` of these holds with `keep_last`.
-        base: folder of an earlier checkpoint to store the shards against. Where the layout of shards
-            has changed since, they stand alone.
-        keep_last: one writer saves a whole run, each step to a folder that is called after it, as
-            run/step-100, and against the newest beside it. So many newest ones stay. None leaves all folders
-            as they are.
-        group: gloo group for these sums; used by nothing else at the same time.
-        timeout: of the group that the constructor makes.
+        path: the folder; `checkpoint_id` of a save overrides it.
+        options: settings of the files; `exact` has an effect only with `keep_last`.
+        base: folder of an earlier checkpoint, whose files become the bases of the shards. If the layout of
+            the shards has changed, full files are written.
+        keep_last: number of newest steps to keep. The writer then saves a whole run, each step to a folder
+            named after it, such as run/step-100, as deltas to the newest step. None deletes nothing.
+        group: gloo group for the sums, not used for anything else at the same time.
+        timeout: timeout of the group that the constructor creates.
 
     Raises:
-        ConfigError: `KMeans` by sensitivity, which is not known of whole tensors; a base or `keep` in the
-            options, a base beside `keep_last`; a `keep_last` below 1.
+        ConfigError: `KMeans` with sensitivities, which are unknown for whole tensors; `base` or `keep` in the
+            options; `base` together with `keep_last`; a `keep_last` below 1.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             warn_of_no_gain(options, kept)
         self._tracker = UpdateTracker() if options.config.loses_state else None
         if options.config.fits_whole_tensors:
-            # Sizes of shards say nothing: what is too small, whole, is named by the coordinator.
+            # The coordinator names tensors that are too small; the sizes of shards do not matter.
             options = replace(options, config=options.config.for_shards())
         if options.config.fits_whole_tensors or self._tracker is not None:
             self._group = group or own_group(timeout)
@@ -125,7 +124,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether this is a local or mounted folder."""
+        """Return whether a path is that of a local or mounted folder."""
         return "://" not in str(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -155,7 +154,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
 
         Raises:
             ConfigError: ranks disagree on the dtype or the shape of a tensor; with `keep_last`, the folder is
-                not called after a step, the step is not new, or something else is in its place.
+                not named after a step, the step is not new, or the folder has other files.
         """
         layout, shapes = layout_of(plans), whole_tensors(plans)
         base = self._base if self._keep_last is None else begin_step(self.folder)
@@ -184,7 +183,9 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             try:
                 gathered = Gathered(plan.items, planner)
             except BaseException:
-                merged_guides(orders.split, None, orders.kinds, self._group)  # nobody must wait for this rank
+                merged_guides(
+                    orders.split, None, orders.kinds, self._group
+                )  # so that no rank waits for this one
                 raise
             guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
             job = gathered.job(orders, guides)
@@ -208,7 +209,7 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             self._tracker.snapshot(sampled(state), step, is_restored=True)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the folder a checkpoint, and delete older steps; called on the coordinator, last."""
+        """Write the index, which completes the checkpoint, and delete old steps; on the coordinator."""
         index = _index_of(metadata, results)
         write_index(self.folder, index)
         notes = _tidied(self.folder, {file.name for file in index.files})
@@ -224,15 +225,15 @@ def _fits(layout: Mapping[int, set[PieceLayout]], base: Path | None) -> bool:
         return False
     try:
         return read_index(base).layout() == layout
-    except (CkptzError, OSError):  # whatever it is, the new checkpoint does not need it
+    except (CkptzError, OSError):  # full files are written instead
         return False
 
 
 def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
-    """Delete the shards of a checkpoint that was in the folder before; the new one is whole. Notes."""
+    """Delete the shards of an earlier checkpoint in the folder of the complete new one; return notes."""
     try:
         for name in os.listdir(folder):
-            own = name.partition(EXACT)[0].removesuffix(SUFFIX) + SUFFIX  # what a residual belongs to
+            own = name.partition(EXACT)[0].removesuffix(SUFFIX) + SUFFIX  # the file of a residual
             if name.startswith(SHARD_PREFIX) and name.endswith(SUFFIX) and own not in listed:
                 (folder / name).unlink(missing_ok=True)
         return drop_unneeded(folder)
@@ -268,7 +269,7 @@ def _index_of(metadata: Metadata, results: Sequence[Sequence[WriteResult]]) -> F
 
 
 def _paths_of(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """How the planner flattened the state, if it says so as torch's own does."""
+    """Return how torch's planner flattened the state; None for planners that do not record it."""
     if not isinstance(planner_data, Mapping):
         return None
     paths = {}

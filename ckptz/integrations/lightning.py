@@ -53,29 +53,28 @@ _CALL_THE_PLUGIN: Final = (XLAStrategy, SingleDeviceXLAStrategy)
 
 
 class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed by mypy
-    """Saves and loads Lightning's checkpoints, each stored against the one before.
+    """Saves and loads Lightning's checkpoints as full files and deltas.
 
-    The files that a checkpoint needs have second names in its folder, `base-*.ckptz`, and are deleted
-    with the last checkpoint that needs them: `save_top_k` and `save_last` work as ever. Without loss, all
-    of a checkpoint comes back bit for bit. One process writes to a folder.
+    The bases of a checkpoint are linked into its folder as `base-*.ckptz`, and deleted with the last
+    checkpoint that needs them, so `save_top_k` and `save_last` work as usual. Lossless checkpoints restore
+    bit for bit. Only one process may write to a folder.
 
     Args:
-        config: what files may lose; nothing by default.
-        full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
-            where old files go so soon that less disk is taken without.
-        exact: so many newest checkpoints come back bit for bit though `config` is lossy.
-        keep: which checkpoints stay, for `ModelCheckpoint(save_top_k=-1)`, which deletes none itself. With
-            rules for weights, optimizer and schedulers are in a file of their own beside each checkpoint,
-            `NAME.state-DIGITS.ckptz`, and go before it. What ModelCheckpoint names as the best and the last
-            stays, the best perhaps without its state.
-        effort: "fast", "default" or "small": how much time to spend on smaller files.
-        jobs: threads, all cores by default.
-        base: a checkpoint of Lightning's, written by this plug-in, that training began from; those that would
-            need no other file are stored against it.
+        config: the method, lossless by default.
+        full_every: largest number of saves from one full file to the next, 1 to 64; full files are more
+            frequent if that takes less disk.
+        exact: number of newest checkpoints that stay exact by residual files if `config` is lossy.
+        keep: keep rules, for `ModelCheckpoint(save_top_k=-1)`, which deletes nothing itself. With rules for
+            weights, optimizer and schedulers are in a separate file `NAME.state-DIGITS.ckptz`, which is
+            deleted before the checkpoint. The best and the last checkpoint of ModelCheckpoint are always
+            kept, the best one possibly without its state.
+        effort: "fast", "default" or "small": time to spend on smaller files.
+        jobs: number of threads, by default one for each core.
+        base: a checkpoint of this plug-in that training began from; full files are stored as deltas to it.
 
     Raises:
-        ConfigError: an argument is out of range, or rules for weights and a lossy optimizer state, which a
-            checkpoint holds as a whole.
+        ConfigError: an argument is out of range, or `keep` has rules for weights and `config` makes optimizer
+            state lossy, which a checkpoint stores in one file with the weights.
 
     Example:
         >>> import torch
@@ -121,7 +120,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any | None = None
     ) -> None:
-        """Write a checkpoint, which appears whole or not at all.
+        """Write a checkpoint, which appears when it is complete.
 
         Args:
             checkpoint: nested plain values and tensors.
@@ -130,8 +129,8 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
 
         Raises:
             TypeError: `storage_options` are given.
-            UnsupportedError: a value that cannot be kept without running code; the message says which.
-            WriteError: the disk is full or fails; what was there stays.
+            UnsupportedError: a value that cannot be stored without code; the message names it.
+            WriteError: the disk is full or fails; an earlier file of this name is unchanged.
         """
         if storage_options is not None:
             raise TypeError("CkptzIO takes no storage_options; leave them out of Trainer.save_checkpoint")
@@ -154,7 +153,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         return replace(job, momentum=momentum, metadata=_metric_of(checkpoint))
 
     def _write_state(self, path: Path, checkpoint: dict[str, Any]) -> WriteJob:
-        """Write what only a resume needs to a file of its own, and return the job of all else."""
+        """Write optimizer and schedulers to a separate file; return the job of the other entries."""
         state = {key: checkpoint[key] for key in _STATE_KEYS if key in checkpoint}
         job = self._job({key: value for key, value in checkpoint.items() if key not in state})
         if not state:
@@ -166,7 +165,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
     def load_checkpoint(
         self, path: PathLike, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a checkpoint, every chunk of it held against its checksum.
+        """Read a checkpoint; every chunk is checked against its checksum.
 
         Args:
             path: the file; one that Lightning itself wrote earlier is read by Lightning.
@@ -176,7 +175,7 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         Raises:
             FileNotFoundError: no such file.
             FormatError: it is damaged.
-            MissingBaseError: a file that it is stored against is missing.
+            MissingBaseError: a base is missing.
         """
         place = _local(path)
         if zipfile.is_zipfile(place):
@@ -196,17 +195,17 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         return moved
 
     def remove_checkpoint(self, path: PathLike) -> None:
-        """Delete a checkpoint; what others are stored against stays until they go.
+        """Delete a checkpoint; bases of others are kept until those are deleted.
 
         Raises:
-            ConfigError: `keep` says what stays.
+            ConfigError: `keep` is set, which deletes checkpoints itself.
         """
         if self._chain.options.keep is not None:
             raise ConfigError(f"{path}: ModelCheckpoint and keep both delete; set its save_top_k=-1")
         self._chain.remove(_local(path))
 
 
-_STATE_KEYS: Final = ("optimizer_states", "lr_schedulers")  # of a checkpoint: only a resume needs them
+_STATE_KEYS: Final = ("optimizer_states", "lr_schedulers")  # entries that only a resume needs
 
 
 def _step_of(checkpoint: dict[str, Any]) -> int | None:
@@ -215,19 +214,19 @@ def _step_of(checkpoint: dict[str, Any]) -> int | None:
 
 
 def _states_of(path: Path) -> list[Path]:
-    """List the files of optimizer state that a checkpoint has, or an earlier one of its name had."""
+    """List the state files of a checkpoint, and of earlier ones of the same name."""
     return [file for file in path.parent.glob(f"{glob.escape(path.stem)}.state-*") if is_of_state(file.name)]
 
 
 def _state_of(path: Path) -> Path | None:
-    """Return the file with the optimizer state of a checkpoint, or None if the checkpoint is whole."""
+    """Return the state file of a checkpoint, or None if it has none."""
     with contextlib.closing(open_checkpoint(path)) as opened:
         name = (opened.metadata or {}).get(STATE_KEY)
     return path.resolve().with_name(name) if name is not None and is_of_state(name) else None
 
 
 def _monitors(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The states of the ModelCheckpoints in a checkpoint."""
+    """Yield the states of the ModelCheckpoint callbacks in a checkpoint."""
     callbacks = checkpoint.get("callbacks")
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
         if isinstance(state, dict) and "best_model_path" in state:
@@ -235,13 +234,13 @@ def _monitors(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _named_by_callbacks(checkpoint: dict[str, Any]) -> Iterator[str]:
-    """The checkpoints that Lightning may load by "best" and "last"."""
+    """Yield the paths that Lightning may load as "best" and "last"."""
     for state in _monitors(checkpoint):
         yield from (state[key] for key in ("best_model_path", "last_model_path") if state.get(key))
 
 
 def _metric_of(checkpoint: dict[str, Any]) -> dict[str, str] | None:
-    """The metric that ModelCheckpoint monitors, as metadata of the file."""
+    """Return the metric that ModelCheckpoint monitors as metadata of the file, or None."""
     scores = [state["current_score"] for state in _monitors(checkpoint) if state.get("monitor")]
     return {METRIC_KEY: repr(float(scores[0]))} if len(scores) == 1 and scores[0] is not None else None
 
@@ -257,14 +256,14 @@ def load_from_checkpoint(
 ) -> Any:
     """Load a module as `module_class.load_from_checkpoint(path)` does, from a file that `CkptzIO` wrote.
 
-    Lightning gets the checkpoint as a torch file in memory, so that takes twice its size for a moment. A
-    checkpoint of Lightning itself is loaded as well.
+    Lightning reads the checkpoint from a torch file in memory, which needs twice its size. Checkpoints of
+    Lightning itself are loaded too.
 
     Args:
         module_class: class of a `LightningModule` or `LightningDataModule`.
         path: the file.
         map_location: a device for the tensors; by default the CPU.
-        kwargs: what `load_from_checkpoint` takes otherwise: `strict`, `hparams_file`, hyper-parameters.
+        kwargs: other arguments of `load_from_checkpoint`: `strict`, `hparams_file`, hyper-parameters.
 
     Returns:
         The module.
@@ -272,7 +271,7 @@ def load_from_checkpoint(
     Raises:
         FileNotFoundError: no such file.
         FormatError: it is damaged.
-        MissingBaseError: a file that it is stored against is missing.
+        MissingBaseError: a base is missing.
 
     Example:
         >>> from ckptz.integrations.lightning import load_from_checkpoint
@@ -283,18 +282,18 @@ def load_from_checkpoint(
     file = io.BytesIO()
     torch.save(CkptzIO().load_checkpoint(path), file)
     file.seek(0)
-    # This process made these bytes of plain values, so nothing of others is run by reading them.
+    # This process made these bytes from plain values, so reading them runs no foreign code.
     kwargs["weights_only"] = False
     return module_class.load_from_checkpoint(file, map_location=map_location or "cpu", **kwargs)
 
 
 class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
-    """Stops a run whose strategy passes the plug-in by, and compares a resumed run with its checkpoint.
+    """Refuses strategies that do not use the plug-in, and compares a resumed run with its checkpoint.
 
-    FSDP, ModelParallel and DeepSpeed write checkpoints of their own: without this, they are simply not
-    compressed. When training begins from a checkpoint, a warning names what of the model, the optimizers, the
-    schedulers and the scaler is not what the checkpoint holds: Lightning casts state to the dtype of weights.
-    It names the random states, too, which are in no checkpoint of Lightning's.
+    FSDP, ModelParallel and DeepSpeed write checkpoints of their own, which would silently not be compressed.
+    After a resume, a warning names entries of the model, optimizers, schedulers and scaler that differ from
+    the checkpoint: Lightning casts state to the dtype of the weights. It also names random states, which
+    checkpoints of Lightning do not have.
 
     Example:
         >>> from ckptz.integrations.lightning import CkptzIO, RequireCheckpointIO
@@ -304,10 +303,10 @@ class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
     _loaded: tuple[str, Any] | None = None  # path and fingerprint of the checkpoint that is being restored
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Look at the strategy before anything runs; Lightning calls this.
+        """Check the strategy; Lightning calls this before training.
 
         Raises:
-            ConfigError: it would pass the plug-in by.
+            ConfigError: the strategy does not use the plug-in.
         """
         kind = type(trainer.strategy)
         if kind.save_checkpoint is not Strategy.save_checkpoint and not issubclass(kind, _CALL_THE_PLUGIN):
@@ -317,12 +316,12 @@ class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
             )
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Note what a checkpoint holds, of which Lightning has loaded nothing but the model."""
+        """Record the content of a checkpoint; Lightning has loaded only the model at this point."""
         del pl_module
         self._loaded = str(trainer.ckpt_path), fingerprint(checkpoint)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Compare what was restored, when Lightning has restored all."""
+        """Compare the restored state with the checkpoint; Lightning has restored all of it at this point."""
         del pl_module
         if self._loaded is None:
             return

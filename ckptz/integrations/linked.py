@@ -1,4 +1,4 @@
-"""Writes the linked files of frameworks' runs; see `ckptz.run.linked_files`. Knows no framework."""
+"""Writes the files of frameworks' runs, linked by `ckptz.run.linked_files`. Imports no framework."""
 
 from __future__ import annotations
 
@@ -47,19 +47,18 @@ from ckptz.write.writer import write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainOptions:
-    """Settings of the files of a run: how they are stored and linked.
+    """Settings of the files of a run.
 
     Attributes:
-        config: what files may lose; nothing by default.
-        full_every: at least every so many saves a file needs no other; 1 to 64. More of them need no other
-            where old files go so soon that less disk is taken without. 1 stores no deltas.
-        exact: so many newest files come back bit for bit where they are lossy; 0 saves the writes for that.
-        keep: which steps stay, in place of the framework's own limit, and which weights stay when their
-            optimizer state goes. It also says how many stay exact.
-        effort: "fast", "default" or "small": how much time to spend on smaller files.
-        jobs: threads, all cores by default.
-        base: the file of weights that training began from; those of a model are stored against it where they
-            would need no other file.
+        config: the method, lossless by default.
+        full_every: largest number of saves from one full file to the next, 1 to 64; full files are more
+            frequent if that takes less disk. 1 stores no deltas.
+        exact: number of newest files that stay exact by residual files if `config` is lossy; 0 writes none.
+        keep: keep rules in place of the framework's own limit, for whole steps and for weights without
+            optimizer state, and the number of exact steps.
+        effort: "fast", "default" or "small": time to spend on smaller files.
+        jobs: number of threads, by default one for each core.
+        base: the file of pretrained weights; full files of a model's weights are stored as deltas to it.
     """
 
     config: Method = LOSSLESS
@@ -91,11 +90,11 @@ class ChainOptions:
         return MAX_STEP if self.keep.exact is None else self.keep.exact
 
     def kept(self, limit: Kept, setting: str) -> Mapping[FileKind, Kept]:
-        """Return how long files of each kind stay: by `keep`, or by the framework's own limit.
+        """Return how long files of each kind are kept, by `keep` or the framework's own limit.
 
         Args:
-            limit: of the framework.
-            setting: that sets the limit, for the error.
+            limit: the framework's limit.
+            setting: name of the framework's setting, for the error.
 
         Raises:
             ConfigError: both are set.
@@ -107,7 +106,7 @@ class ChainOptions:
         return self.keep.by_kind
 
     def prune(self, folder: Path, spared: Collection[str] = ()) -> None:
-        """Delete what no rule keeps of a run whose newest step is complete; see `prune_saved`."""
+        """Delete the steps that `keep` does not select; called when the newest step is complete."""
         if self.keep is not None:
             for note in prune_saved(folder, self.keep, spared):
                 warnings.warn(f"{folder}: {note}", RuntimeWarning, stacklevel=3)
@@ -117,10 +116,10 @@ DEFAULTS: Final = ChainOptions()
 
 
 def checked_options(options: object) -> ChainOptions:
-    """Require the settings of a chain.
+    """Check that `options` are `ChainOptions`, and return them.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: they are something else.
     """
     if not isinstance(options, ChainOptions):
         raise ConfigError(f"give the options as ChainOptions(...), got {options!r}")
@@ -128,17 +127,17 @@ def checked_options(options: object) -> ChainOptions:
 
 
 def warn_of_no_gain(options: ChainOptions, kept: Kept) -> None:
-    """Warn where all files that stay are exact, too, so that what may be lost saves nothing."""
+    """Warn if all kept files are exact too, so that a lossy method saves no space."""
     if options.config.is_lossy and kept.is_within(options.n_exact):
         warnings.warn(ALL_EXACT, RuntimeWarning, stacklevel=3)
 
 
 def warn_of_differences(path: Path, lines: Sequence[str]) -> None:
-    """Name in a warning the entries that differ from a checkpoint after a framework has loaded it.
+    """Warn of entries that differ from a checkpoint after a framework has loaded it.
 
     Args:
         path: the file.
-        lines: of `ckptz.training.compare.differences`.
+        lines: result of `ckptz.training.compare.differences`.
     """
     if lines:
         what = "; ".join(notes_on(lines))
@@ -146,18 +145,18 @@ def warn_of_differences(path: Path, lines: Sequence[str]) -> None:
 
 
 def job_of(state: Any, step: int | None = None, role_rules: Sequence[Rule] = ()) -> WriteJob:
-    """Describe the file of a nested state, whose memory on the CPU is shared."""
+    """Make the job that writes a nested state; tensors on the CPU are not copied."""
     flat = flatten(on_host(state))
     tree = None if type(state) is dict and list(state) == list(flat.tensors) else flat.tree
     return WriteJob(tensors=flat.tensors, tree=tree, step=step, role_rules=role_rules)
 
 
 class Chain(LinkedFiles):
-    """Writes the files of one run, each as a full file or against an earlier one that is still there.
+    """Writes the files of one run, as full files or as deltas to an existing earlier file.
 
     Args:
-        options: how.
-        kept: how long files stay; None if that is not known.
+        options: settings of the files.
+        kept: how long files are kept; None if unknown.
     """
 
     def __init__(self, options: ChainOptions = DEFAULTS, kept: Kept | None = None) -> None:
@@ -167,14 +166,14 @@ class Chain(LinkedFiles):
         self.forget()
 
     def forget(self) -> None:
-        """Release the memory that holds what the last file restores to."""
+        """Release the cache of the decoded chunks of the last file."""
         self._last = LastChunks(memory_for_last) if self.options.config.is_lossy else None
 
     def write(self, path: Path, job: WriteJob) -> Written:
-        """Write a file by the chain's configuration, effort and base; it appears whole or not at all.
+        """Write a file with the chain's method, effort and base; it appears when it is complete.
 
         Raises:
-            WriteError: the disk is full or fails; what was there stays.
+            WriteError: the disk is full or fails; an earlier file of this name is unchanged.
         """
         job = replace(job, config=self.options.config, effort=self.options.effort)
         with self.writing(path):
@@ -194,14 +193,14 @@ class Chain(LinkedFiles):
     def _publish(
         self, path: Path, job: WriteJob, opened: tuple[Checkpoint, str, Inode | None] | None
     ) -> tuple[Written, Inode | None]:
-        """Write a file and its residual; give the file of the run that it is stored against, too."""
+        """Write a file and its residual; return the report and the inode of the base."""
         base, name, inode = (None, None, None) if opened is None else opened
         if base is not None and inode is not None:
             base.share_decoded(self._last)
         with (
             Workers(self.options.jobs) as workers,
             publish_together() as files,
-            files.file(path) as sink,  # which is complete, and so gets its name, last
+            files.file(path) as sink,  # published last
         ):
             written = write(sink, against(job, base, name), workers)
             if self.options.n_exact and written.n_lossy:
@@ -217,8 +216,8 @@ class Chain(LinkedFiles):
 
 
 def on_host(state: Any) -> Any:
-    """Copy a nested state to the CPU; tensors that are there already are shared."""
-    copies: dict[object, torch.Tensor] = {}  # those that are one stay one
+    """Copy a nested state to the CPU; tensors on the CPU are shared."""
+    copies: dict[object, torch.Tensor] = {}  # tied tensors stay tied
 
     def tensor(value: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
         check_dense(value, ".".join(path))
@@ -231,5 +230,5 @@ def on_host(state: Any) -> Any:
 
 
 def read_newest(path: Path, jobs: int | None = None) -> Any:
-    """Read the state that a `Chain` was given for a file, as exactly as it is there; see `load_state`."""
+    """Read the state of a file that a `Chain` wrote, exactly if it has a readable residual."""
     return read_exact_or_lossy(path, functools.partial(load_state, jobs=jobs))

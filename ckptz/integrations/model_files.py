@@ -1,4 +1,4 @@
-"""The `.ckptz` files that hold a model's weights in a Hugging Face folder, and the state in them."""
+"""Files with the weights of a model in a Hugging Face folder, and the tensors in them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _STEMS: Final = ("model", "pytorch_model")  # the names by which transformers kn
 
 
 def weight_files(folder: Path, variant: str | None) -> list[Path]:
-    """Find the files of a model's weights: one, or a complete set of numbered shards, or none.
+    """Return the files with a model's weights: one, a complete set of numbered shards, or none.
 
     Raises:
         FileNotFoundError: a shard is missing.
-        ConfigError: shards of several checkpoints.
+        ConfigError: there are shards of several checkpoints.
     """
     for stem in _STEMS:
         name = stem if variant is None else f"{stem}.{variant}"
@@ -60,7 +60,7 @@ def named_files(folder: Path, files: str | Sequence[str]) -> list[Path]:
     """Return the paths of the files that the caller names.
 
     Raises:
-        ConfigError: none.
+        ConfigError: the caller names no file.
         FileNotFoundError: one of them is missing.
     """
     paths = [folder / file for file in ([files] if isinstance(files, str) else files)]
@@ -73,7 +73,7 @@ def named_files(folder: Path, files: str | Sequence[str]) -> list[Path]:
 
 
 def nothing_found(folder: Path) -> ConfigError:
-    """Make the error for a folder where `weight_files` finds none."""
+    """Make the error for a folder without weight files."""
     others = ", ".join(sorted(path.name for path in folder.glob(f"*{SUFFIX}"))) or "none"
     return ConfigError(
         f"{folder}: no model{SUFFIX}, nor shards of such; name the file with files= ({SUFFIX} files here: "
@@ -83,14 +83,14 @@ def nothing_found(folder: Path) -> ConfigError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
-    """Options of `ckptz.safe_open` that the files of a model are read with."""
+    """Reads the files of a model with these options of `ckptz.safe_open`."""
 
     search_path: Sequence[PathLike] = ()
     max_decoded_bytes: int | None = None
     jobs: int | None = None
 
     def tensors(self, file: Path) -> dict[str, Any]:
-        """Read the tensors of the model, by the names of the state that was saved."""
+        """Read the tensors of the model by their names in the saved state."""
         with self._open(file) as handle:
             pairs = _names(file, handle.keys())
             stored = handle.get_tensors() if len(pairs) >= len(handle.keys()) else None
@@ -102,7 +102,7 @@ class Reader:
         with self._open(file) as handle:
             pairs = _names(file, handle.keys())
             n_names = Counter(key for _, key in pairs)
-            # One tensor under all of its names tells that these are tied.
+            # Tied tensors are returned as one tensor under all of their names.
             stored = {
                 key: handle.get_slice(key) if n == 1 else handle.get_tensor(key) for key, n in n_names.items()
             }
@@ -114,7 +114,7 @@ class Reader:
 
 
 def _names(file: Path, stored: Iterable[str]) -> list[tuple[str, str]]:
-    """(name in the state, name in the file); they differ where a torch file has one tensor twice."""
+    """Return (name in the state, name in the file) of each tensor; these differ for tied tensors."""
     with contextlib.closing(open_file(file)) as opened:
         index = getattr(opened, "index", None)  # a plain safetensors file has none
     if index is None or index.tree is None:
@@ -148,10 +148,10 @@ def _names_of_state(state: Any) -> Iterator[tuple[str, str]]:
 
 
 def merged(files: Iterable[Path], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Merge what `read` gives for each of the files.
+    """Read files and merge their tensors.
 
     Raises:
-        CorruptionError: two of them have a tensor of the same name.
+        CorruptionError: two files have a tensor of the same name.
     """
     state: dict[str, Any] = {}
     for file in files:
@@ -163,13 +163,13 @@ def merged(files: Iterable[Path], read: Callable[[Path], dict[str, Any]]) -> dic
 
 
 def empty_like(part: Any) -> torch.Tensor:
-    """Make a tensor without memory, with the shape and the dtype of a slice or tensor."""
+    """Return a meta tensor with the shape and dtype of a slice or tensor."""
     if isinstance(part, torch.Tensor):
         return torch.empty_like(part, device="meta")
     return torch.empty(part.get_shape(), dtype=torch_dtype(dtype_of(part.get_dtype())), device="meta")
 
 
 def first_float(parts: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype that transformers would build the model in: no type of 8 bits or fewer."""
+    """Return the first floating-point dtype of more than 8 bits, in which transformers builds a model."""
     dtypes = (empty_like(part).dtype for part in parts.values())
     return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)

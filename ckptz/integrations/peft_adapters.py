@@ -1,7 +1,7 @@
-"""Adapters of PEFT in checkpoints of the Trainer. Imported only where a model has adapters.
+"""Adapters of PEFT in checkpoints of the Trainer. Imported only for models with adapters.
 
-A checkpoint has the weights by the names of the model's state dict, from which training goes on. What PEFT's
-own files hold besides is stored with them, and `ckptz restore` writes these files without PEFT; see
+A checkpoint has the weights under the names of the model's state dict, which a resume needs, and the tensors
+that only PEFT's own files have. `ckptz restore` writes these files without PEFT; see
 `ckptz.foreign.adapters`.
 """
 
@@ -27,10 +27,10 @@ _PREFIX: Final = "base_model.model."  # begins keys of PEFT's files; transformer
 
 
 def save_configs(model: Any, folder: Path) -> None:
-    """Write what `save_pretrained` of a model with adapters writes beside their weights.
+    """Write the files, other than weights, that `save_pretrained` of a model with adapters writes.
 
     Raises:
-        UnsupportedError: several adapters of transformers' own are active, which it does not save either.
+        UnsupportedError: several adapters of transformers itself are active, which it cannot save either.
     """
     if isinstance(model, PreTrainedModel):
         for place, adapter in _folders(model):
@@ -55,15 +55,15 @@ def save_configs(model: Any, folder: Path) -> None:
 def with_adapters(
     model: Any, state: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Add to the weights of a checkpoint what only PEFT's files hold.
+    """Add the tensors that only PEFT's files have to the weights of a checkpoint.
 
     Args:
         model: the model with adapters.
         state: its state dict.
-        stored: the entries of it that the checkpoint has.
+        stored: the entries of the state dict that the checkpoint has.
 
     Returns:
-        All tensors to store, and the metadata that tell PEFT's keys.
+        All tensors to store, and the metadata with PEFT's keys.
 
     Raises:
         UnsupportedError: as for `save_configs`.
@@ -73,7 +73,7 @@ def with_adapters(
     for folder, adapter in _folders(model):
         prefix = "" if isinstance(model, peft.PeftModel) else _PREFIX
         keys = {}
-        # PEFT selects, renames and computes tensors; one that it was given stays the same object.
+        # PEFT selects, renames and computes tensors; a tensor of the state dict stays the same object.
         for key, tensor in peft.get_peft_model_state_dict(model, dict(state), adapter).items():
             name = names.get(id(tensor), stored_name(folder, prefix + key))
             if name not in tensors:
@@ -84,7 +84,7 @@ def with_adapters(
 
 
 def _folders(model: Any) -> Iterator[tuple[str, str]]:
-    """Yield for each adapter that `save_pretrained` writes its folder, "" for the model's, and its name."""
+    """Yield folder ("" for that of the model) and name of each adapter that `save_pretrained` writes."""
     if isinstance(model, peft.PeftModel):
         for adapter in model.peft_config:
             yield "" if adapter == "default" else adapter, adapter

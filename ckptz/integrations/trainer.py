@@ -5,9 +5,9 @@
     trainer = MyTrainer(model, args, ckptz=ChainOptions(full_every=8))
     trainer.train(resume_from_checkpoint=True)
 
-A folder `checkpoint-N` holds model.ckptz, state.ckptz (optimizer, scheduler, scaler), rng-RANK.ckptz, their
-bases as hard links, for the newest what these lose if they are lossy, and the JSON files that the Trainer
-writes itself; no pickle. Each folder is complete, so `save_total_limit` deletes what it likes. See
+A folder `checkpoint-N` has model.ckptz, state.ckptz (optimizer, scheduler, scaler), rng-RANK.ckptz, hard
+links to their bases, residual files in the newest folder if files are lossy, and the JSON files of the
+Trainer itself; no pickle. Each folder is complete, so `save_total_limit` may delete any of them. See
 docs/frameworks.md.
 """
 
@@ -71,7 +71,7 @@ from ckptz.write.job import WriteJob
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # what the mixin is mixed into brings it
+    Trainer = object  # the class that uses the mixin has Trainer as a base
 
 TESTED: Final = ((5, 23), (5, 23))  # first and last version that the tests ran with
 warn_untested("transformers", transformers.__version__, TESTED)
@@ -86,27 +86,27 @@ _OVERRIDDEN: Final = (
     *("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_load_scaler"),
     *("_load_rng_state", "_issue_warnings_after_load"),
 )
-# What is neither a weight nor a moment stays exact whatever the configuration.
-_PARTS: Final = ("groups", "scheduler", "scaler", "rng", SCALARS)  # which are neither weights nor moments
+# Parts of the state without weights or moments; they are lossless under every method.
+_PARTS: Final = ("groups", "scheduler", "scaler", "rng", SCALARS)
 _EXACT: Final = tuple(Rule(f"{name}.*", role="other") for name in _PARTS)
 _EXACT_WEIGHTS: Final = (Rule(f"{STORED_PREFIX}*", role="other"),)
 
 
 class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not followed by mypy
-    """Put before `Trainer` among the bases of a class.
+    """Makes a Trainer store checkpoints as `.ckptz` files; a class names it before `Trainer` as a base.
 
-    `save_model` that users call writes what it always writes; so does everything else beside checkpoints.
+    Only checkpoints change: `save_model` called by users writes the files that the Trainer writes.
 
     Args:
-        args: for the Trainer.
-        ckptz: how checkpoints are stored.
-        trainable_only: leave out parameters that need no gradient, which adapters of PEFT need: their content
-            id stands in the metadata, and the model must hold them when a checkpoint is resumed from.
-        kwargs: for the Trainer.
+        args: arguments of the Trainer.
+        ckptz: settings of the files.
+        trainable_only: leave out parameters without gradients; required for adapters of PEFT. Their content
+            id is in the metadata, and the model must have the same values when training resumes.
+        kwargs: arguments of the Trainer.
 
     Raises:
         UnsupportedError: FSDP, DeepSpeed or XLA, which have checkpoints of their own; an adapter without
-            `trainable_only`; or this version of transformers lacks what the mixin overrides.
+            `trainable_only`; or a version of transformers without a method that the mixin overrides.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         }
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Run the training as Trainer does; True to resume passes over checkpoints that are unfinished."""
+        """Train as the Trainer does; True resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = _newest_complete(Path(self.args.output_dir))
         elif isinstance(resume_from_checkpoint, str):
@@ -148,7 +148,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write a model as Trainer does; a checkpoint's weights become model.ckptz."""
+        """Write a model as the Trainer does; in a checkpoint, write its weights to model.ckptz."""
         if not _internal_call or output_dir is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -169,7 +169,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if self._ckptz_tracker is None:
             chain.write(path, job)
             return
-        # What the state loses of momentum is known when it is written.
+        # The momentum that a lossy state loses is known after it is written.
         trained = trained_weights(_optimizers_of(self), job.tensors, training.tensors)
         momentum = Momentum(self._ckptz_tracker, self.state.global_step, trained)
         training = replace(training, guides=momentum.guides())
@@ -182,7 +182,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         if self.args.should_save:
             _put_times_right(Path(self.args.output_dir))
             folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            # A step that is saved again is whole again when the Trainer has written its own state, as ever.
+            # A step that is saved again is complete when the Trainer has written its own state.
             (folder / TRAINER_STATE).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()  # no rank writes to a step that still counts as complete
         super()._save_checkpoint(model, trial)
@@ -194,11 +194,11 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             self._ckptz.prune(Path(self._get_output_dir(trial=trial)), spared)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.args.should_save and self._ckptz_tracker is None:  # else it stands beside the weights already
+        if self.args.should_save and self._ckptz_tracker is None:  # else it was written before the weights
             self._ckptz_chains[STATE_NAME].write(Path(output_dir) / STATE_NAME, _training_job(self))
 
     def _save_scaler(self, output_dir: str) -> None:
-        """Write nothing: it is in state.ckptz."""
+        """Write nothing, because the scaler is in state.ckptz."""
 
     def _save_rng_state(self, output_dir: str) -> None:
         job = job_of({"rng": random_state()}, self.state.global_step)
@@ -207,7 +207,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         path = Path(resume_from_checkpoint) / MODEL_NAME
-        if not path.is_file():  # a checkpoint from before
+        if not path.is_file():  # a checkpoint of the plain Trainer
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         _load_weights(self, path, self.model if model is None else model)
@@ -247,7 +247,7 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
         live["scaler"] = None if scaler is None else _plain(scaler.state_dict())
         warn_of_differences(path, list(differences(saved, fingerprint(live))))
         self._ckptz_chains[STATE_NAME].go_on_from(path)
-        if self._ckptz_tracker is not None:  # the weights are there already
+        if self._ckptz_tracker is not None:  # the weights were loaded before
             trained = trained_weights(_optimizers_of(self), sampled_weights(model.state_dict()))
             self._ckptz_tracker.snapshot(trained, self.state.global_step, is_restored=True)
 
@@ -270,18 +270,18 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
 
 
 def _check_resumed(path: Path, step: int) -> None:
-    """Refuse to go on from weights and optimizer of a step, but from another one in the Trainer's own state.
+    """Raise if the Trainer did not read its own state of the step that is resumed.
 
-    It takes a disk that fails for a file that is missing, begins at step 0, and writes over what it saved.
+    If a disk fails, the Trainer takes its file as missing, starts at step 0 and overwrites checkpoints.
     """
     if path.exists() and json.loads(path.read_bytes())["global_step"] != step:
         raise OSError(errno.EIO, "could not be read when training was to go on from it; try again", str(path))
 
 
 def _newest_complete(folder: Path) -> str | bool | None:
-    """Find the newest checkpoint that is whole: the Trainer writes its own state last.
+    """Return the newest complete checkpoint: one with the Trainer's own state, which is written last.
 
-    None, to begin anew, where none is whole; True, for the Trainer to refuse, where there is none at all.
+    None, which starts from scratch, if none is complete; True, which the Trainer refuses, if there is none.
     """
     folders = folder.glob("checkpoint-*") if folder.is_dir() else ()
     steps = {int(number): path for path in folders if (number := path.name.rpartition("-")[2]).isdecimal()}
@@ -297,26 +297,26 @@ def _newest_complete(folder: Path) -> str | bool | None:
 
 
 def _put_times_right(folder: Path) -> None:
-    """Set each folder's time to that of its completion: the Trainer deletes the oldest by time.
+    """Set the modification time of each folder to its completion, as the Trainer deletes the oldest folder.
 
-    A delete that failed halfway changes the time of its folder, and a younger one would go in its place. What
-    was not written to its end goes first.
+    A failed deletion changes the time of its folder, and a newer folder would be deleted in its place.
+    Incomplete folders are deleted first.
     """
     for path in folder.glob("checkpoint-*"):
         if path.name.rpartition("-")[2].isdecimal():
-            with contextlib.suppress(OSError):  # it only matters after such a failure
+            with contextlib.suppress(OSError):  # the times only matter after such a failure
                 state = path / TRAINER_STATE
                 complete = state.stat().st_mtime_ns if state.exists() else 0
                 os.utime(path, ns=(complete, complete))
 
 
 def _is_weights_alone(folder: Path) -> bool:
-    """Return whether a checkpoint of this module has lost the state by which training goes on."""
+    """Return whether a checkpoint of this module has only weights, because its state was pruned."""
     return (folder / MODEL_NAME).is_file() and not (folder / "optimizer.pt").is_file()
 
 
 def _metric(trainer: Any) -> str | None:
-    """Return the metric of this step by which the Trainer chooses the best model, if it was measured."""
+    """Return the metric of this step that the Trainer selects the best model by, or None."""
     name = trainer.args.metric_for_best_model
     if name is None:
         return None
@@ -327,7 +327,7 @@ def _metric(trainer: Any) -> str | None:
 
 
 def _check_best(args: Any, keep: KeepPolicy | None) -> None:
-    """Refuse rules for the best steps if no metric is named, or it is better the other way round.
+    """Refuse rules for the best steps without a metric, or with the opposite direction.
 
     Raises:
         ConfigError: the rules and the Trainer's arguments do not agree.
@@ -343,7 +343,7 @@ def _check_best(args: Any, keep: KeepPolicy | None) -> None:
 
 
 def _kept(args: Any) -> Kept:
-    """Convert the Trainer's `save_total_limit` to keep rules; the best model is kept where it is loaded."""
+    """Convert the Trainer's `save_total_limit` to keep rules; the best model is kept if it will be loaded."""
     limit, is_best_kept = args.save_total_limit, args.load_best_model_at_end
     if limit is None or limit < 1:
         return Kept()
@@ -351,7 +351,7 @@ def _kept(args: Any) -> Kept:
 
 
 def _check_plain(trainer: Any, trainable_only: bool) -> None:
-    """Refuse what saves its state in ways of its own."""
+    """Refuse models and backends that save their state themselves."""
     ways = {
         "FSDP": trainer.is_fsdp_enabled or trainer.is_fsdp_xla_enabled,
         "DeepSpeed": trainer.is_deepspeed_enabled,
@@ -375,13 +375,13 @@ def _unwrapped(trainer: Any) -> Any:
 
 
 def _bare(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer that accelerate wraps."""
+    """Return the optimizer that accelerate wraps."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
 
 
 def _config_of(model: Any) -> Any:
-    """The configuration as `save_pretrained` of a model writes it."""
+    """Return the configuration as `save_pretrained` of a model writes it."""
     config = copy.deepcopy(getattr(model, "config", None))
     if isinstance(config, transformers.PreTrainedConfig) and isinstance(model, transformers.PreTrainedModel):
         config.architectures = [type(model).__name__]
@@ -402,7 +402,7 @@ def _save_settings(trainer: Any, model: Any, folder: Path) -> None:
 
 
 def _weights_job(trainer: Any, model: Any) -> WriteJob:
-    """The file of the weights, less frozen ones if these are left out, with what PEFT's files need."""
+    """Make the job of model.ckptz, without frozen weights if they are left out, with PEFT's own tensors."""
     frozen = {} if trainer._ckptz_frozen is None else frozen_weights(model)
     state, metadata = model.state_dict(), dict[str, str]()
     stored = {name: v for name, v in state.items() if name_without_wrappers(model, name) not in frozen}
@@ -425,7 +425,7 @@ def _optimizers_of(trainer: Any) -> dict[str, Any]:
 
 
 def _training_job(trainer: Any) -> WriteJob:
-    """The file of the optimizer by parameter name, the scheduler and the scaler."""
+    """Make the job of state.ckptz: the optimizer by parameter name, the scheduler and the scaler."""
     scaler = getattr(trainer.accelerator, "scaler", None)
     state = {
         **_optimizers_of(trainer),
@@ -445,7 +445,7 @@ def _plain(state: Any) -> Any:
 def _guides(
     weights: Mapping[str, TensorSource], state: Mapping[str, TensorSource]
 ) -> dict[str, SideInformation]:
-    """Second moments, where Adam has one of each weight's shape."""
+    """Return the second moments of weights as side information, if they have the weight's shape."""
     moments = {name: state.get(f"optimizer.{name}.exp_avg_sq") for name in weights}
     second_moments = {
         name: moment

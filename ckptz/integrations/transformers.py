@@ -5,7 +5,7 @@
 
     model = from_pretrained(AutoModel, "packed")
 
-It stands on what transformers documents and changes nothing in it. See docs/transformers.md.
+It uses only documented functions of transformers. See docs/transformers.md.
 """
 
 from __future__ import annotations
@@ -51,28 +51,28 @@ def from_pretrained(
 
     Args:
         model_class: `AutoModel` or any other automatic class, or the class of a model.
-        folder: what `ckptz compress FOLDER -o OUTPUT` writes, or any with `model.ckptz`,
-            `pytorch_model.ckptz` or numbered shards of these. Other weights in it are not looked at. Or the
-            name of such on the Hub, "org/name", of which huggingface_hub keeps a copy.
-        model_args: for the model's `__init__`.
-        files: the `.ckptz` files to load, where they have other names.
-        low_memory: decode each tensor when transformers takes it, which leaves no second copy of the
-            model behind where it goes to another dtype or device; else all are decoded first.
-        search_path: more folders in which the bases of a delta may lie.
-        max_decoded_bytes: most bytes to decode at once; by default, the memory that is free.
-        jobs: threads that decode, all cores by default.
-        kwargs: everything that `model_class.from_pretrained` takes: `dtype`, `device_map`, `config`,
-            `variant`, `subfolder`, `output_loading_info`, ...
+        folder: the output of `ckptz compress FOLDER -o OUTPUT`, or another folder with `model.ckptz`,
+            `pytorch_model.ckptz` or numbered shards of these; other weights in it are ignored. Or the name of
+            such a folder on the Hub, "org/name", which huggingface_hub downloads.
+        model_args: arguments of the model's `__init__`.
+        files: the `.ckptz` files to load, if they have other names.
+        low_memory: decode each tensor when transformers takes it, which needs no second copy of the model if
+            it has another dtype or device; by default all tensors are decoded first.
+        search_path: more folders to search for bases.
+        max_decoded_bytes: largest number of bytes to decode at once; by default the free memory.
+        jobs: number of threads, by default one for each core.
+        kwargs: arguments of `model_class.from_pretrained`: `dtype`, `device_map`, `config`, `variant`,
+            `subfolder`, `output_loading_info`, ...
 
     Returns:
-        What `model_class.from_pretrained` returns.
+        The result of `model_class.from_pretrained`.
 
     Raises:
-        ConfigError: not a folder, or no weights in it.
+        ConfigError: not a folder, or a folder without weights.
         FileNotFoundError: a shard is missing.
         FormatError: a file is damaged.
-        MissingBaseError: a base of a delta is not found.
-        UnsupportedError: the folder needs what this way does not offer.
+        MissingBaseError: a base is not found.
+        UnsupportedError: the folder has adapters or code for generation, which are not supported.
 
     Example:
         >>> from transformers import AutoModel, BertConfig, BertModel
@@ -105,22 +105,22 @@ def from_pretrained(
 def push_to_hub(folder: PathLike, repo: str, *, private: bool | None = None, **kwargs: Any) -> Any:
     """Upload a folder with `.ckptz` files to the Hub, for `from_pretrained` to load by its name.
 
-    What `from_pretrained` would fetch is uploaded, without other weights that lie in the folder.
+    The files that `from_pretrained` downloads are uploaded, without other weights in the folder.
 
     Args:
-        folder: what `ckptz compress FOLDER -o OUTPUT` writes, with the bases of its files.
-        repo: its name on the Hub, "org/name"; it is made if it is not there.
-        private: who sees a new one, by default as the organization has it.
+        folder: the output of `ckptz compress FOLDER -o OUTPUT`, with the bases of its files.
+        repo: the name on the Hub, "org/name"; created if it does not exist.
+        private: visibility of a new repository, by default that of the organization.
         kwargs: for `huggingface_hub.upload_folder`: `token`, `revision`, `commit_message`, `create_pr`, ...
 
     Returns:
-        What `huggingface_hub.upload_folder` returns.
+        The result of `huggingface_hub.upload_folder`.
 
     Raises:
-        ConfigError: no folder, or no weights in it.
+        ConfigError: not a folder, or a folder without weights.
         FileNotFoundError: a shard is missing.
         FormatError: a file is damaged.
-        MissingBaseError: a base is not in the folder, so nobody could load the upload.
+        MissingBaseError: a base is not in the folder, so the upload could not be loaded.
 
     Example:
         >>> from ckptz.integrations.transformers import push_to_hub
@@ -139,7 +139,7 @@ def push_to_hub(folder: PathLike, repo: str, *, private: bool | None = None, **k
 
 
 def _fetched(folder: PathLike, kwargs: Mapping[str, Any]) -> PathLike:
-    """The folder itself, or where huggingface_hub keeps what has this name on the Hub, less other weights."""
+    """Return the folder, or for a name on the Hub a local copy of it without other weights."""
     if not _HUB_NAME.fullmatch(os.fspath(folder)) or Path(folder).is_dir():
         return folder
     options = {name: kwargs[name] for name in _FOR_HUB if kwargs.get(name) is not None}
@@ -152,7 +152,7 @@ _FETCHED: Final = [f"*{SUFFIX}", "*.json", "*.txt", "*.model", "*.jinja", "*.py"
 
 
 def _place(folder: PathLike, kwargs: Mapping[str, Any]) -> Path:
-    """The folder of the weights."""
+    """Return the folder of the weights."""
     place = Path(folder) / (kwargs.get("subfolder") or "")
     if not place.is_dir():
         raise ConfigError(f"{place}: neither a folder nor a name on the Hub such as org/name")
@@ -169,12 +169,12 @@ def _place(folder: PathLike, kwargs: Mapping[str, Any]) -> Path:
 
 
 def _config(model_class: Any, folder: PathLike, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Find the configuration, and the arguments that are not part of it."""
+    """Return the configuration, and the arguments that are not part of it."""
     options, config = dict(kwargs), kwargs.get("config")
     options.pop("config", None)
     if isinstance(config, PreTrainedConfig):
         return config, options
-    # As the automatic classes do it: these are for the weights, even where configurations know them.
+    # As in the automatic classes: these arguments are for the weights, even if the configuration has them.
     kept = {name: options.pop(name) for name in _FOR_WEIGHTS if name in options}
     loader = getattr(model_class, "config_class", None) or AutoConfig
     config, rest = loader.from_pretrained(
@@ -187,17 +187,17 @@ _FOR_WEIGHTS: Final = ("dtype", "torch_dtype", "quantization_config")
 
 
 def _class_and_config(model_class: Any, config: Any, trust_remote_code: bool | None) -> tuple[Any, Any]:
-    """The model's class, which automatic classes tell only by making one; here without memory."""
+    """Return the class of the model; automatic classes must build one for it, here without memory."""
     if getattr(model_class, "config_class", None) is not None:
         return model_class, config
     with torch.device("meta"):
         made = model_class.from_config(config, trust_remote_code=trust_remote_code)
-    # Some make a text model from the configuration of one that also takes pictures.
+    # Some classes make a text model from the configuration of a model that also takes images.
     return type(made), config if type(made.config) is type(config) else config.get_text_config()
 
 
 def _finish(model: Any, folder: PathLike, kwargs: Mapping[str, Any]) -> None:
-    """Do what transformers does with a folder once the weights are in their places."""
+    """Set name and generation settings as transformers does after it has loaded weights."""
     model.name_or_path = model.config.name_or_path = str(folder)
     if not model.can_generate() or kwargs.get("generation_config") is not None:
         return

@@ -24,33 +24,33 @@ from typing import Any, Final, Generic, TypeVar
 
 from ckptz.run.step_files import ChainRule, FileFacts, FileKind, Kept, Listing, StepFile
 
-N_REMEMBERED: Final = 64  # written files whose sizes count
-N_AHEAD: Final = 32  # saves that are played through; more where full files are further apart
-N_ALIKE: Final = 4  # newest files of a distance, of which the largest tells the size of the next
-HOPED: Final = 1 / 4  # of a full file, for a delta before there was one
+N_REMEMBERED: Final = 64  # number of written files whose sizes are used
+N_AHEAD: Final = 32  # number of simulated saves; more if full files are further apart
+N_ALIKE: Final = 4  # the largest of so many newest files of a distance predicts the next
+HOPED: Final = 1 / 4  # assumed size of a first delta, as a share of a full file
 INTERVALS: Final = (2, 4, 8, 16, 32)
-K = TypeVar("K")  # what a file is known by
+K = TypeVar("K")  # identity of a file
 
-# (saves that a file reaches back, 0 for a full file; its bytes), oldest first
+# (number of saves between a file and its base, 0 for a full file; size in bytes), oldest first
 Sizes = Iterable[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class ChainFile(Generic[K]):
-    """A file that is there, as the choice of a base sees it."""
+    """An existing file, as far as the choice of a base depends on it."""
 
     n_bytes: int  # its size
-    position: int  # files written between its full file and it; 0 for a full file
-    base: K | None  # what it is stored against; None for a full file, or where that is not there
-    stays: int  # so many coming saves leave it by the rules; 0 if it is there only because others need it
+    position: int  # number of files written since its full file; 0 for a full file
+    base: K | None  # its base; None for a full file, or if the base is missing
+    stays: int  # number of future saves until the keep rules delete it; 0 if it is kept only as a base
 
 
 class Estimate:
     """Predicted sizes of files, in bytes.
 
     Args:
-        sizes: of files that are there or were.
-        plain: bytes of a whole uncompressed file, which a full file is taken for before there was one.
+        sizes: sizes of existing and earlier files.
+        plain: size of an uncompressed file, which predicts the first full file.
     """
 
     def __init__(self, sizes: Sizes, plain: int) -> None:
@@ -61,13 +61,13 @@ class Estimate:
         largest = {distance: max(newest[-N_ALIKE:]) for distance, newest in sorted(alike.items())}
         self.full = largest.pop(0, plain)
         self._deltas = largest
-        self._growth = 0.0  # bytes for every doubling of the distance
+        self._growth = 0.0  # bytes per doubling of the distance
         if len(largest) > 1:
             (near, least), *_, (far, most) = largest.items()
             self._growth = max(0.0, (most - least) / math.log2(far / near))
 
     def delta(self, distance: int) -> float:
-        """Return the bytes of a delta to the save `distance` saves back."""
+        """Return the predicted bytes of a delta whose base is `distance` saves back."""
         if not self._deltas:
             return HOPED * self.full
         near = max((known for known in self._deltas if known <= distance), default=min(self._deltas))
@@ -83,21 +83,21 @@ def weighed(
     estimate: Estimate,
     rest: int = 0,
 ) -> ChainRule:
-    """Choose what the next file is stored against.
+    """Return the chain rule that takes the least disk over the next saves.
 
     Args:
-        rule: what was asked for; full files get no further apart than it says.
-        held: the files that are there, bases before what is stored against them; the last is the newest.
-        kept: how long files stay.
-        steps: those that are there, ascending, which tell what steps will come.
-        estimate: how large files will be.
-        rest: bytes that are there whatever is chosen.
+        rule: the user's rule; the interval of full files never becomes longer.
+        held: existing files, bases before their deltas; the last is the newest.
+        kept: how long files are kept.
+        steps: existing steps, ascending, which predict the next steps.
+        estimate: predicted sizes.
+        rest: bytes of other files, which do not depend on the choice.
 
     Returns:
-        The same rule, one with full files closer to one another, or one whose deltas reach further back.
+        The same rule, one with more frequent full files, or one with the full file as the base of all deltas.
     """
     if kept.last is None and estimate.delta(1) < estimate.full:
-        return rule  # nothing goes, so nothing stays for others
+        return rule  # no file is ever deleted
     n_ahead = max(N_AHEAD, rule.full_every)
     past = _Past.of(held, n_ahead, rest)
     alone = ChainRule(1, rule.is_forked)
@@ -124,18 +124,17 @@ def base_of_next(
     steps: Sequence[int],
     sizes: tuple[Sizes, int, int],
 ) -> K | None:
-    """Choose the file that the next one is stored against.
+    """Choose the base of the next file.
 
     Args:
-        files: those that are there, bases before what is stored against them, the newest last.
-        rule: what was asked for.
-        kept: how long files stay; None to follow the rule as it is.
-        steps: those that are there, ascending, which tell what steps will come.
-        sizes: of files that were written before, see `Sizes`; the bytes of a whole uncompressed file; bytes
-            that are there whatever is chosen.
+        files: existing files, bases before their deltas, the newest last.
+        rule: the user's rule.
+        kept: how long files are kept; None applies the rule unchanged.
+        steps: existing steps, ascending, which predict the next steps.
+        sizes: `Sizes` of files written before; size of an uncompressed file; bytes of other files.
 
     Returns:
-        The newest file or one that it is stored against; None for a full file.
+        The newest file or one of its bases; None for a full file.
     """
     *_, newest = order = list(files)
     if kept is not None:
@@ -163,7 +162,7 @@ def base_of_next(
 def files_of_kind(
     kind: FileKind, kept: Kept, listing: Listing, facts: Mapping[StepFile, FileFacts | Exception]
 ) -> dict[StepFile, ChainFile[StepFile]]:
-    """Describe the files of a kind, of which there is a newest one; `facts` may be errors of reading them."""
+    """Describe the files of a kind, at least one; `facts` has their facts or the errors of reading them."""
     steps = listing.steps_of(kind)
     stays = dict(zip(steps, kept.stays(steps), strict=True))
     files: dict[StepFile, ChainFile[StepFile]] = {}
@@ -174,8 +173,8 @@ def files_of_kind(
         fact = said if isinstance(said, FileFacts) else None
         named = None if fact is None or fact.base is None else StepFile.parse(fact.base.file)
         base = named if named in files else None
-        # A position is a claim: a base may be gone, and files may have been copied from elsewhere. What is
-        # stored against a file of no step, as against the model that a run began with, is a full file.
+        # A recorded position may be wrong: a base may be deleted, and files may be copied from other folders.
+        # A delta to a file without a step, such as the pretrained weights, counts as a full file.
         position = 0 if fact is None else fact.position
         if named is not None:
             position = max(1 if base is None else files[base].position + 1, position)
@@ -185,12 +184,12 @@ def files_of_kind(
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """The files that are there, as far as the coming saves change them."""
+    """The existing files, as far as the simulation of the next saves depends on them."""
 
-    # of the newest file, full file first: (bytes, position, the save that removes it)
+    # files of the newest chain, full file first: (bytes, position, number of the save that deletes it)
     chain: tuple[tuple[int, int, int], ...]
-    taken: tuple[float, ...]  # by save, by how many bytes all others change what is taken
-    plain: tuple[int, ...]  # by save, by how many files what is kept changes
+    taken: tuple[float, ...]  # change of the disk usage by all other files, in bytes, at each save
+    plain: tuple[int, ...]  # change of the number of kept files at each save
 
     @classmethod
     def of(cls, held: Sequence[ChainFile[int]], n_saves: int, rest: int) -> _Past:
@@ -222,26 +221,26 @@ def _add(changes: list[Any], born: int, gone: int, size: float) -> None:
 def _outlook(
     rule: ChainRule, past: _Past, stays: Sequence[int], estimate: Estimate
 ) -> tuple[float, float, float]:
-    """Play a rule through.
+    """Simulate the next saves under a rule.
 
-    `stays` has of each coming file the number of the save that removes it; the next is 0.
+    `stays` has the number of the save that deletes each future file; the next save is 0.
 
     Returns:
-        The bytes that it takes on average over the coming saves, the most over plain files, and the most that
-        a new delta takes with all that it needs.
+        The mean disk usage in bytes, the largest excess over uncompressed files, and the largest size of a
+        new delta with all its bases.
     """
     largest = 0.0
     taken, plain = list(past.taken), list(past.plain)
-    # Of the newest file.
+    # Files of the newest chain.
     chain: list[list[Any]] = [[size, position, 0, gone] for size, position, gone in past.chain]
     for i, until in enumerate(stays):
         position = chain[-1][1] + 1 if chain else 0
         wanted = rule.base_of(position)
         n_left = 0
         if wanted is not None:
-            # None, where the file that all others of the chain need is gone.
+            # 0 if the full file of the chain is deleted.
             n_left = next((n for n in range(len(chain), 0, -1) if chain[n - 1][1] <= wanted), 0)
-        for size, _, born, gone in chain[n_left:]:  # nothing new is stored against these
+        for size, _, born, gone in chain[n_left:]:  # these cannot be bases any more
             _add(taken, born, gone, size)
         del chain[n_left:]
         for file in chain:
