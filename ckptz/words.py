@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from html import escape
 from typing import Any, Final
@@ -21,6 +22,11 @@ ROLES: Final = {
 def printable(text: str) -> str:
     """Escape control characters and other characters that do not print."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a number for a report as a built-in float, or None if it is not finite."""
+    return float(value) if math.isfinite(value) else None
 
 
 def format_bytes(n_bytes: float) -> str:

@@ -27,9 +27,8 @@ from ckptz.format.context_rules import ContextRule
 from ckptz.format.plan import Outer, Predictor
 from ckptz.format.sources import TensorSource
 from ckptz.kernels import cpu, floats, moments
-from ckptz.kernels.floats import Integers, Patterns
+from ckptz.kernels.floats import Integers, Patterns, Reals
 
-Float64Array = NDArray[np.float64]
 Labels = NDArray[np.uint8]
 
 
@@ -154,7 +153,7 @@ class StepContexts:
     """
 
     rules: tuple[ContextRule, ...]
-    steps: Float64Array
+    steps: Reals
     labels: Callable[[int, int], Labels]
     most: float = math.inf
 
@@ -186,11 +185,13 @@ class StepQuantizer(Quantizer):
         patterns, codes = self.kept(begin, patterns), np.empty(len(patterns), np.uint8)
         codes_of = (level_range.lowest, level_range.n_levels, level_range.escape_code or 0, MAX_INDEX + 1)
         steps = self.contexts.steps
-        moments().level_codes(*values_of(patterns, self.kind), labels, steps, self.dead_zone, codes_of, codes)
+        moments().level_codes(
+            *as_float32(patterns, self.kind), labels, steps, self.dead_zone, codes_of, codes
+        )
         return codes
 
 
-def values_of(patterns: Patterns, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
-    """Return patterns [n] as F32 patterns and as the floats that these are."""
+def as_float32(patterns: Patterns, kind: int) -> tuple[NDArray[np.uint32], NDArray[np.float32]]:
+    """Convert patterns [n] to F32 patterns and to float32 values."""
     f32_patterns = cpu().to_f32(patterns, kind)
     return f32_patterns, f32_patterns.view(np.float32)

@@ -18,9 +18,7 @@ from numpy.typing import NDArray
 
 from ckptz.format.plan import ExplicitTable, LinearTable, QuantizationMap
 from ckptz.kernels import floats, moments
-from ckptz.kernels.floats import Integers
-
-Float64Array = NDArray[np.float64]
+from ckptz.kernels.floats import Integers, Reals
 
 MANTISSA_BITS: Final = {floats.F32: 23, floats.BF16: 7, floats.F16: 10}
 MAX_LEVELS: Final = 254  # beside a zero code and an escape code
@@ -71,7 +69,7 @@ class LogLevels:
             return -span, 2 * span
         return self.middle // self.step - MAX_SPAN // 2, MAX_SPAN
 
-    def bits(self, distances: Float64Array, labels: NDArray[np.uint8] | None = None) -> float:
+    def bits(self, distances: Reals, labels: NDArray[np.uint8] | None = None) -> float:
         """Count the bits of the levels nearest to distances [n] from the predictor; see `bits_by_phase`."""
         return float(bits_by_phase(distances, self.step, [self.phase], labels)[0])
 
@@ -81,7 +79,7 @@ def log_level_step(octaves: float, kind: int) -> int:
     return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
 
 
-def best_log_levels(distances: Float64Array, step: int) -> LogLevels:
+def best_log_levels(distances: Reals, step: int) -> LogLevels:
     """Find the phase whose levels take the fewest bits.
 
     Moments that all grow, as young ones do, are a phase away from their base.
@@ -96,8 +94,8 @@ def best_log_levels(distances: Float64Array, step: int) -> LogLevels:
 
 
 def bits_by_phase(
-    distances: Float64Array, step: int, phases: Sequence[int], labels: NDArray[np.uint8] | None = None
-) -> Float64Array:
+    distances: Reals, step: int, phases: Sequence[int], labels: NDArray[np.uint8] | None = None
+) -> Reals:
     """Count the bits of an ideal coder of the levels nearest to distances, for each phase [n_phases].
 
     Args:
@@ -189,8 +187,8 @@ def second_map(levels: Integers, level_range: LevelRange, kind: int, n_contexts:
 class LogSums:
     """Sums of binary logarithms over rows and columns of a matrix of second moments; chunks add up."""
 
-    rows: Float64Array  # sum and number of elements above zero by row [2, n_rows]
-    columns: Float64Array  # the same by column [2, n_columns]
+    rows: Reals  # sum and number of elements above zero by row [2, n_rows]
+    columns: Reals  # the same by column [2, n_columns]
 
     @classmethod
     def of(cls, patterns: NDArray[np.uint32], begin: int, shape: tuple[int, int]) -> LogSums:
@@ -214,12 +212,12 @@ class LogSums:
         return _rounded_powers(row_means - overall / 2), _rounded_powers(column_means - overall / 2)
 
 
-def _means(sums: Float64Array) -> Float64Array:
+def _means(sums: Reals) -> Reals:
     overall = sums[0].sum() / max(sums[1].sum(), 1)
     return np.where(sums[1] > 0, sums[0] / np.maximum(sums[1], 1), overall)
 
 
-def _rounded_powers(exponents: Float64Array) -> NDArray[np.uint32]:
+def _rounded_powers(exponents: Reals) -> NDArray[np.uint32]:
     patterns = floats.round_f64(np.exp2(np.clip(exponents, -125, 125)))
     n_dropped = MANTISSA_BITS[floats.F32] - FACTOR_BITS
     return (patterns + np.uint32(1 << (n_dropped - 1))) & ~np.uint32((1 << n_dropped) - 1)
@@ -229,7 +227,7 @@ def _rounded_powers(exponents: Float64Array) -> NDArray[np.uint32]:
 
 
 @functools.cache
-def context_roots(kind: int) -> Float64Array:
+def context_roots(kind: int) -> Reals:
     """Return the typical root of the second moments of each magnitude context [256]; 0 if not finite."""
     width = 32 if kind == floats.F32 else 16
     labels = np.arange(N_LABELS, dtype=np.int64)
@@ -245,11 +243,11 @@ class LevelSums:
 
     # [n_contexts, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
     counts: Integers
-    sums: Float64Array  # in steps, the same; 0 for level 0
+    sums: Reals  # in steps, the same; 0 for level 0
 
     @classmethod
     def of(
-        cls, patterns: NDArray[np.uint32], labels: NDArray[np.uint8], steps: Float64Array, dead_zone: float
+        cls, patterns: NDArray[np.uint32], labels: NDArray[np.uint8], steps: Reals, dead_zone: float
     ) -> LevelSums:
         """Count F32 patterns [n] with labels [n] by the steps of these, wider around zero by a dead zone."""
         shape = (len(steps), 2 * (MAX_INDEX + 1) + 1)
@@ -276,7 +274,7 @@ class LevelSums:
 
 
 def first_map(
-    measured: LevelSums, level_range: LevelRange, steps: Float64Array, kind: int, most: float = np.inf
+    measured: LevelSums, level_range: LevelRange, steps: Reals, kind: int, most: float = np.inf
 ) -> QuantizationMap:
     """Make the map of a first moment: levels at the means of what they stand for, context by context.
 
@@ -312,13 +310,13 @@ def first_map(
     return QuantizationMap(table, row_of_context, escape_code=level_range.escape_code)
 
 
-def _centroids(counts: Integers, sums: Float64Array, levels: Integers) -> Float64Array:
+def _centroids(counts: Integers, sums: Reals, levels: Integers) -> Reals:
     """Mean in steps of what takes each level; level 0 stays zero."""
     means = np.where(counts > 0, sums / np.maximum(counts, 1), levels)
     return np.where(levels == 0, 0.0, means)
 
 
-def row_labels(spreads: Float64Array) -> tuple[NDArray[np.uint8], Float64Array]:
+def row_labels(spreads: Reals) -> tuple[NDArray[np.uint8], Reals]:
     """Sort rows into half octaves of their spread [n_rows], which is 0 for rows of zeros.
 
     Returns:

@@ -49,7 +49,7 @@ from ckptz.codec.moment_codes import (
     Prediction,
     StepContexts,
     StepQuantizer,
-    values_of,
+    as_float32,
 )
 from ckptz.codec.moment_maps import (
     MANTISSA_BITS,
@@ -79,7 +79,7 @@ from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorS
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, floats, moments, rounding
 from ckptz.kernels.blas import product
-from ckptz.kernels.floats import NEAREST, Patterns
+from ckptz.kernels.floats import NEAREST, Patterns, Reals
 from ckptz.state.roles import Role
 
 Bounds = tuple[int, int]
@@ -231,8 +231,6 @@ def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:
     plan = replace(plan, rules=(BaseCode(n_contexts),), tables=(stream_tables(joint, n_contexts),))
     return TensorPlan(plan, quantizer)
 
-
-Float64Array = NDArray[np.float64]
 
 RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
 USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
@@ -386,8 +384,8 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     """
     kind, roots = KINDS[source.dtype.name], context_roots(KINDS[second.dtype.name])
 
-    def sums(bounds: Bounds) -> Float64Array:
-        values = values_of(source.patterns(*bounds), kind)
+    def sums(bounds: Bounds) -> Reals:
+        values = as_float32(source.patterns(*bounds), kind)
         ratios = np.empty(bounds[1] - bounds[0])
         n_live = moments().root_ratios(*values, second.patterns(*bounds), roots, ratios)
         return np.array([ratios[:n_live].sum(), n_live])
@@ -430,7 +428,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES
     n_rows, row_patterns = (n_rows, row_patterns) if is_cut else (1, n_patterns)
 
-    def power(bounds: Bounds) -> Float64Array:
+    def power(bounds: Bounds) -> Reals:
         values = floats.widen_f64(cpu().to_f32(source.patterns(*bounds), KINDS[source.dtype.name]))
         squares = np.bincount(np.arange(*bounds) // row_patterns, values * values, n_rows)
         return np.asarray(squares, np.float64)

@@ -176,10 +176,10 @@ class Cut:
         return bool(np.isfinite(self.ceiling) or np.isfinite(self.by_sensitivity.ceiling))
 
 
-def fit_levels(
+def fit_kmeans_levels(
     values: NDArray[np.float64], counts: NDArray[np.int64], wanted: Partitions, cut: Cut
 ) -> NDArray[np.float64]:
-    """Find what codes stand for, ascending [n_levels]; zero among them if elements are pruned.
+    """Fit the values of codes, ascending [n_levels]; zero is one of them if elements are pruned.
 
     Args:
         values: of the elements that are not taken by sensitivity, ascending [n].
@@ -213,7 +213,7 @@ def fit_partitions(
         The map (linear domain, one row) and the quantizer that makes its codes.
     """
     cut = Cut.of(wanted, histogram) if cut is None else cut
-    levels = fit_levels(*histogram.occupied(), wanted, cut)
+    levels = fit_kmeans_levels(*histogram.occupied(), wanted, cut)
     kind, escape = histogram.kind, len(levels) if cut.protects else None
     entries = np.append(levels, 0.0) if cut.protects else levels
     table = ExplicitTable(floats.round_f64(entries).reshape(1, -1))

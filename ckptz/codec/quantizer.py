@@ -15,9 +15,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.kernels.floats import NEAREST, Patterns
+from ckptz.kernels.floats import NEAREST, Patterns, Reals
 
-Float64Array = NDArray[np.float64]
 LEAST: Final = 0.02  # c below which nearest levels of a grid do
 LEAST_OF_CLUSTERS: Final = 0.15  # of k-means levels, where c is 0.02 to 0.12 without a restore
 N_SAMPLED: Final = 1 << 14  # of one chunk
@@ -46,7 +45,7 @@ def sampled(begin: int, end: int) -> NDArray[np.int64]:
 
 
 def key_of(
-    places: Float64Array, thresholds: NDArray[np.float32] | None, old: int, new: int, least: float = LEAST
+    places: Reals, thresholds: NDArray[np.float32] | None, old: int, new: int, least: float = LEAST
 ) -> int:
     """Choose the key of a delta's thresholds.
 
@@ -71,7 +70,7 @@ def key_of(
     return new if coefficient > max(least, 3 / np.sqrt(2 * len(known))) else NEAREST
 
 
-def _explained(places: Float64Array, thresholds: Float64Array) -> bool:
+def _explained(places: Reals, thresholds: Reals) -> bool:
     """Return whether the errors of the last rounding are still present: low where the threshold was high."""
     slope = ((thresholds - 0.5) * places).mean()
     return bool(slope < -SURE * np.sqrt(np.square(places).mean() / 12 / len(places)))

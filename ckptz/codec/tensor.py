@@ -25,13 +25,13 @@ from ckptz.format.sources import CHUNK_VALUES, ContextTensors, Patterns, TensorS
 from ckptz.format.sources import MapFunction as MapFunction
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, rounding
+from ckptz.kernels.floats import Reals
 
 T = TypeVar("T")
 MIN_SPREAD: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
 # Half the largest exponent of each type: sums of values and levels stay far from infinity.
 LARGEST: Final = {"F32": 2.0**126, "BF16": 2.0**126, "F16": 2.0**14}
 Bounds = tuple[int, int]
-Float64Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,7 @@ class TensorStatistics:
     largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
     power: float  # sum of squares
     residual_power: float  # of the differences to the base; infinite without one
-    row_sums: Float64Array | None  # of the second moments [n_rows], or None
+    row_sums: Reals | None  # of the second moments [n_rows], or None
     sensitivity_sum: float  # sum of second moments times squared values
     is_measured: bool  # whether all second moments are finite and not negative
 
@@ -208,7 +208,7 @@ class TensorStatistics:
         return ""
 
 
-def reals(source: TensorSource, begin: int, end: int) -> Float64Array:
+def reals(source: TensorSource, begin: int, end: int) -> Reals:
     """Read values, float64 [end - begin], of a tensor of a dtype in `KINDS`."""
     return values_of(source.patterns(begin, end), source.dtype)
 
@@ -242,9 +242,9 @@ def _by_size(value: float) -> float:
     return math.inf if math.isnan(value) else value
 
 
-def values_of(patterns: Patterns, dtype: DType) -> Float64Array:
+def values_of(patterns: Patterns, dtype: DType) -> Reals:
     """Convert patterns [n] of a dtype in `KINDS` to values, float64 [n]."""
     f32_patterns = cpu().to_f32(patterns, KINDS[dtype.name])
     with np.errstate(invalid="ignore"):  # signalling NaN
-        values: Float64Array = f32_patterns.view(np.float32).astype(np.float64)
+        values: Reals = f32_patterns.view(np.float32).astype(np.float64)
     return values

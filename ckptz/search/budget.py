@@ -38,9 +38,9 @@ from ckptz.format.index import QualityRecord
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
-from ckptz.search.measures import ANSWER, ComparingQuality, Quality, digest_of, name_of, unit_of, values_of
+from ckptz.search.measures import ANSWER, ComparingQuality, Quality, digest_of, name_of, parse_values, unit_of
 from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, space_of
-from ckptz.words import Report
+from ckptz.words import Report, finite_or_none
 
 SMALLEST_RELATIVE: Final = 1e-3  # a relative change of a smaller mean means nothing
 _IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
@@ -164,11 +164,11 @@ def judge(limit: Limit, exact: Measurement, measured: Measurement) -> Judgement:
         n_values=n,
         mean_limit=limit.max_drop,
         is_relative=limit.is_relative,
-        mean_change=_finite(change),
-        standard_error=_finite(error) if n > 1 else None,
-        example_change=_finite(squares) if n > 1 else None,
+        mean_change=finite_or_none(change),
+        standard_error=finite_or_none(error) if n > 1 else None,
+        example_change=finite_or_none(squares) if n > 1 else None,
         restart_divisor=limit.restart_divisor,
-        used=_finite(share_used(change, error, squares, limit)),
+        used=finite_or_none(share_used(change, error, squares, limit)),
     )
 
 
@@ -211,10 +211,6 @@ def _ratio(value: float, limit: float) -> float:
     if limit:
         return value / limit
     return math.inf if value else 0.0
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _check_same_examples(exact: Measurement, measured: Measurement) -> None:
@@ -339,10 +335,10 @@ class Budget:
         )
 
     def _measurement(self, metric: str, returned: Any, counts: Any, lower_is_better: bool) -> Measurement:
-        values = values_of(returned, self.name)
+        values = parse_values(returned, self.name)
         if len(values) == 1 or counts is None:  # beside a single number, "counts" has no special meaning
             return Measurement(metric, values, lower_is_better, None, unit_of(self.quality))
-        n_in_sum = values_of(counts, f"{self.name}, counts:")
+        n_in_sum = parse_values(counts, f"{self.name}, counts:")
         if len(n_in_sum) != len(values) or not (np.isfinite(n_in_sum) & (n_in_sum > 0)).all():
             raise ConfigError(
                 f"{self.name} returned {len(values)} sums and {len(n_in_sum)} counts, of which "

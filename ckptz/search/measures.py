@@ -102,7 +102,7 @@ def to_float(value: Any, name: str) -> float:
     raise ConfigError(f"{name} returned {shown}, which is not a number")
 
 
-def values_of(returned: Any, name: str) -> Reals:
+def parse_values(returned: Any, name: str) -> Reals:
     """Convert the return value of a user's function to float64 values [n]; a single number to [1].
 
     Args:

@@ -22,7 +22,7 @@ from ckptz.codec.histogram import Histogram
 from ckptz.codec.kmeans import SensitivityRanks, rank
 from ckptz.codec.lossless import EXACT
 from ckptz.codec.method import Method, Recipe
-from ckptz.codec.partitions import Cut, Partitions, fit_levels, region_cuts
+from ckptz.codec.partitions import Cut, Partitions, fit_kmeans_levels, region_cuts
 from ckptz.codec.tensor import MapFunction, TensorToEncode
 from ckptz.codec.tensor_plan import ContextCounts, stream_tables
 from ckptz.format.frame import pack_plan
@@ -57,7 +57,7 @@ class Profile:
             partitions = partitions.by_magnitude()
         cut, parts = self._cut(partitions)
         free = parts[0].sum(axis=0)
-        levels = fit_levels(self.values[free > 0], free[free > 0], partitions, cut)
+        levels = fit_kmeans_levels(self.values[free > 0], free[free > 0], partitions, cut)
         counts, protected = self._code_counts(parts, levels, cut)
         n_bytes = _code_bytes(counts) + 4 * len(levels) + CHUNK_BYTES * n_chunks_of(self.histogram.n_values)
         return n_bytes + self._protected_bytes(protected, partitions)

@@ -44,6 +44,7 @@ from ckptz.search.strategies import (
 )
 from ckptz.state.flatten import tied_names
 from ckptz.state.roles import role_of
+from ckptz.words import finite_or_none
 from ckptz.write.frame_writer import Earlier, FilePlan, matching_base
 from ckptz.write.job import WriteJob, prepared
 from ckptz.write.writer import write_container
@@ -321,9 +322,9 @@ class Searcher:
             strategy=strategy,
             predicted_bytes=None if self.predict is None else round(self.predict(config)),
             n_bytes=outcome.n_bytes,
-            drop=_finite(outcome.used),
+            drop=finite_or_none(outcome.used),
             is_feasible=outcome.is_feasible,
-            values=tuple(_finite(measurement.value) for measurement in measurements),
+            values=tuple(finite_or_none(measurement.value) for measurement in measurements),
             judgements=judgements,
             seconds=time.perf_counter() - start,
             evaluation_seconds=evaluation_seconds,
@@ -352,7 +353,3 @@ class Searcher:
             trial.written = replace(trial.written, stored_bytes=n_bytes)
         trial.publish(self.run, self.options)
         return trial.written, records
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -26,7 +26,7 @@ from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.names import EXACT
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
-from ckptz.words import Report
+from ckptz.words import Report, finite_or_none
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Tensors = Mapping[str, TensorSource]
@@ -371,20 +371,15 @@ def _tensor_diff(pair: _Pair, sums: _Totals) -> TensorDiff:
         shape_a=tuple(pair.a.shape),
         shape_b=tuple(pair.b.shape),
         changed_share=sums.n_changed / sums.n_patterns if sums.n_patterns else None,
-        max_change=_finite(sums.largest) if has_numbers else None,
-        rms_change=_finite(math.sqrt(sums.error / sums.n_numbers)) if has_numbers else None,
+        max_change=finite_or_none(sums.largest) if has_numbers else None,
+        rms_change=finite_or_none(math.sqrt(sums.error / sums.n_numbers)) if has_numbers else None,
         relative_change=_relative(sums) if has_numbers else None,
         n_not_finite=0 if kind == "equal" else sums.n_not_finite,
     )
 
 
-def _finite(value: float) -> float | None:
-    """Return the value, or None if it is not finite."""
-    return value if math.isfinite(value) else None
-
-
 def _relative(sums: _Totals) -> float | None:
-    return _finite(math.sqrt(sums.error / sums.power)) if sums.power else None
+    return finite_or_none(math.sqrt(sums.error / sums.power)) if sums.power else None
 
 
 def _value_diffs(a: Mapping[str, str], b: Mapping[str, str]) -> Iterator[ValueDiff]:
