@@ -133,7 +133,7 @@ def warn_of_no_gain(options: ChainOptions, kept: Kept) -> None:
 
 
 def warn_of_differences(path: Path, lines: Sequence[str]) -> None:
-    """Warn of entries that differ from a checkpoint after a framework has loaded it.
+    """Name in a warning the entries that differ from a checkpoint after a framework has loaded it.
 
     Args:
         path: the file.
