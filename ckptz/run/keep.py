@@ -85,7 +85,7 @@ class KeepPolicy(KeepRules):
 
     @property
     def by_kind(self) -> dict[FileKind, Kept]:
-        """How long the files of each kind are kept, for the choice of a base."""
+        """Retention of the files of each kind, for the choice of a base."""
         both = (self,) if self.weights is None else (self, self.weights)
         return {"weights": _kept(*both), "state": _kept(self)}
 

@@ -61,7 +61,7 @@ def checked_step(step: SupportsIndex) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """How long the files of one kind are kept, as far as this is known in advance."""
+    """Retention of the files of one kind, as far as it is known in advance."""
 
     last: int | None = None  # number of newest files that are kept; None for all
     every: tuple[int, ...] = ()  # steps that are multiples of one of these are kept for ever

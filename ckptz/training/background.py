@@ -1,8 +1,8 @@
 """One job at a time on a thread of its own; its error surfaces at the next call.
 
-Nobody joins the thread: a `Thread.join` that Ctrl-C interrupts takes a running thread for an ended one on
-Python 3.11, and what the job still reads would be overwritten. The job is a `Task`, which is waited for
-instead. All of this may be interrupted anywhere, and called again by the handler of a signal.
+The thread is never joined: on Python 3.11, a `Thread.join` that Ctrl-C interrupts takes a running thread for
+an ended one, and memory that the job still reads would be overwritten. The job is a `Task`, which is waited
+for instead. All functions may be interrupted anywhere, and called again by a signal handler.
 """
 
 from __future__ import annotations
@@ -24,33 +24,27 @@ from ckptz.parallel import Task
 T = TypeVar("T")
 R = TypeVar("R")
 
-# The writer takes what training leaves over. Linux has a niceness for every thread.
-WRITER_NICENESS: Final = 5
+WRITER_NICENESS: Final = 5  # the writer must not slow training down
 
 
-def yield_priority() -> None:
-    """Lower the priority of the calling thread, where the system supports it."""
-    if sys.platform == "linux":
+def _run_with_low_priority(task: Task[None]) -> None:
+    if sys.platform == "linux":  # which has a niceness for each thread
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICENESS)
-
-
-def _run_beside(task: Task[None]) -> None:
-    yield_priority()
     task.run()
 
 
 class Background(Generic[T]):
     """Runs jobs one after another.
 
-    The thread is no daemon: a program that ends waits for it. What is lost all the same, since nobody asked
-    for its error or Ctrl-C ended the waiting, is said on standard error.
+    The thread is not a daemon, so a program that ends waits for it. Jobs that are lost nevertheless, because
+    Ctrl-C ended the waiting or no code asked for the error, are reported on standard error.
 
     Attributes:
-        label: what the last job makes, for messages.
-        result: what the last job that was waited for returned, until somebody takes it.
-        error: what it raised. Whoever reports it sets this to None, as the last thing before he does: an
-            interrupt must not come between.
+        label: name of the last job in messages.
+        result: result of the last finished job, until the caller takes it.
+        error: exception of the last finished job. The caller that reports it sets it to None immediately
+            before, so that an interrupt does not lose it.
     """
 
     def __init__(self) -> None:
@@ -64,26 +58,30 @@ class Background(Generic[T]):
         finalize(self.report_loss)
 
     def start(self, label: str, job: Callable[[], T]) -> None:
-        """Run a job; the one before must have been waited for.
+        """Start a job; `wait` must have been called for the one before.
 
         Args:
-            label: what would be lost, for messages.
-            job: what to do.
+            label: name of the job in messages.
+            job: the function to run.
         """
         if self._running is not None:
             raise RuntimeError(f"{self.label} was not waited for")
         task, is_ending = Task(functools.partial(self._do, job)), not threading.main_thread().is_alive()
-        self.label, self._running = label, task  # before it starts: an interrupt must not lose sight of it
+        self.label, self._running = (
+            label,
+            task,
+        )  # before the start: an interrupt must not lose it
         try:
-            if is_ending:  # the interpreter, and it waits for no new thread
+            if is_ending:  # the interpreter ends, and waits for no new thread
                 task.run()
             else:
-                # `Thread.start` waits for the thread, which an interrupt of this wait could stop for ever.
-                thread = threading.Thread(target=_run_beside, args=(task,), name="ckptz-writer", daemon=False)
+                # `Thread.start` waits for the thread; an interrupt of this wait could block it for ever.
+                run = functools.partial(_run_with_low_priority, task)
+                thread = threading.Thread(target=run, name="ckptz-writer", daemon=False)
                 starting = Task(thread.start)
                 starting.start()
                 starting.result()
-        except BaseException:  # no thread can be started, or an interrupt: it may run, or will never
+        except BaseException:  # no thread can be started, or an interrupt: the job may run or not
             if task.cancel() or is_ending:
                 self._running = None
             raise
@@ -106,16 +104,16 @@ class Background(Generic[T]):
         return self._running is None
 
     def wait(self) -> None:
-        """Wait for the job, if there is one; `result` and `error` are its own then.
+        """Wait for the job, if there is one; `result` and `error` are then those of the job.
 
-        What is raised here comes from the handler of a signal: the job goes on, and can be waited for again.
+        Exceptions come from signal handlers only; the job continues, and can be waited for again.
         """
         if self._running is not None:
             self._running.wait()
             self._running = None
 
     def report_loss(self) -> None:
-        """Report on standard error a job that did not end, or an error that was never raised."""
+        """Report an unfinished job, or an error that was never raised, on standard error."""
         if sys.stderr is None:  # closed: print would write to stdout, among data
             return
         if self._running is not None and not self._running.is_done:
@@ -125,15 +123,15 @@ class Background(Generic[T]):
             self.error = None
 
     def forget(self) -> None:
-        """Forget the job, in a forked process, which has no thread that could end it."""
+        """Forget the job in a forked process, which does not have its thread."""
         self._running = self.error = None
 
 
 class Turns:
-    """Lets one call at a time do its work: other threads wait, and the handler of a signal is refused.
+    """Allows one call at a time: other threads wait, and signal handlers are refused.
 
-    A handler runs in the midst of the very call that it interrupts, which cannot go on before the handler
-    has ended. So it must neither wait for that call nor change what it works on.
+    A signal handler runs inside the call that it interrupts, so it must neither wait for that call nor change
+    its state.
     """
 
     def __init__(self) -> None:
@@ -141,10 +139,10 @@ class Turns:
         self._doing: str | None = None
 
     def take(self, what: str, writer: Background[Any], call: Callable[[], R]) -> R:
-        """Make a call, which messages name `what`, when it is its turn.
+        """Call a function, which messages name `what`, when no other call is running.
 
         Raises:
-            ConfigError: the calling thread is in the midst of another call, or it is the writer's.
+            ConfigError: the calling thread is inside another call, or is the writer's thread.
         """
         if writer.is_here:
             raise ConfigError(
@@ -169,7 +167,7 @@ _alive: weakref.WeakSet[Background[Any]] = weakref.WeakSet()
 
 @atexit.register
 def _report_losses() -> None:
-    # The interpreter has waited for threads by now, unless Ctrl-C ended that, too.
+    # The interpreter has waited for all threads, unless Ctrl-C ended that too.
     for background in list(_alive):
         background.report_loss()
 

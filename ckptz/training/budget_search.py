@@ -1,7 +1,4 @@
-"""Settings of a lossy save that a search finds for a budget, and the calibrations that guide them.
-
-Knows snapshots and the store that they go into, and no training loop.
-"""
+"""Search for the settings of a lossy save within a budget, and calibrations for it."""
 
 from __future__ import annotations
 
@@ -29,16 +26,16 @@ from ckptz.search.run import SearchOptions, SearchReport, SearchRun, search_and_
 from ckptz.store.resolve import Checkpoint, base_ref
 from ckptz.training.files import LossSettings, StepState, id_of, remembering
 
-# A calibration, what makes one when it is needed, or a file that one was saved to.
+# A calibration, a function that returns one, or the path of its file.
 CalibrationLike: TypeAlias = Calibration | Callable[[], Calibration] | str | os.PathLike[str]
 
 
 def calibrated(calibration: CalibrationLike | None) -> Calibrated | None:
-    """Turn what a user gave into what encoders take: sums in memory are copied, a callable is called.
+    """Convert a user's calibration for encoders: a callable is called, and sums in memory are copied.
 
     Raises:
-        CalibrationError: nothing was recorded.
-        ConfigError: it is something else.
+        CalibrationError: no inputs were recorded.
+        ConfigError: the callable does not return a calibration.
     """
     if calibration is None:
         return None
@@ -51,10 +48,10 @@ def calibrated(calibration: CalibrationLike | None) -> Calibrated | None:
 
 
 def check_calibration(calibration: CalibrationLike | None, config: Method) -> None:
-    """Refuse what is no calibration, or what the method does not read.
+    """Check the type of a calibration, and that the method uses one.
 
     Raises:
-        ConfigError: says why.
+        ConfigError: it is not a calibration, or the method does not use one.
     """
     if calibration is None:
         return
@@ -68,14 +65,14 @@ def check_calibration(calibration: CalibrationLike | None, config: Method) -> No
 
 
 def check_fits(calibration: Calibrated | None, shapes: Shapes) -> None:
-    """Refuse a calibration of another model; nothing but names and shapes is read.
+    """Refuse a calibration of another model, by names and shapes.
 
     Args:
-        calibration: see `calibrated`.
-        shapes: of the model's tensors.
+        calibration: result of `calibrated`.
+        shapes: shapes of the model's tensors by name.
 
     Raises:
-        CalibrationError: names the tensor.
+        CalibrationError: a tensor does not fit; the message names it.
         FileNotFoundError: no such file.
     """
     if calibration is not None:
@@ -84,15 +81,15 @@ def check_fits(calibration: Calibrated | None, shapes: Shapes) -> None:
 
 
 class BudgetSearch:
-    """Finds what each save may lose; begins where the one before has ended.
+    """Searches for the settings of each save; a search starts from the result of the one before.
 
     Args:
-        budget: one or several, all of which are kept.
-        config: the method, and everything that is not searched; without loss for the default method.
-        restores: how many restarts share the budget; 0 if each file may use all of it.
+        budget: one budget or several.
+        config: the method and its fixed settings; lossless means the default method.
+        restores: number of restarts that share the budget; 0 if each file may use all of it.
 
     Raises:
-        ConfigError: they are none, or name no method.
+        ConfigError: no budgets, or no lossy method.
     """
 
     def __init__(self, budget: Budget | Sequence[Budget], config: Method, restores: int) -> None:
@@ -109,12 +106,12 @@ class BudgetSearch:
 
     @property
     def template(self) -> Method:
-        """The method, and everything that is not searched."""
+        """The method and its fixed settings."""
         return self._options.template
 
     @property
     def _kinds(self) -> tuple[FileKind, ...]:
-        """Files that qualities look at."""
+        """Kinds of the files that the qualities need."""
         is_whole = any(map(is_of_training, self._options.budgets))
         return ("weights", "state") if is_whole else ("weights",)
 
@@ -127,18 +124,18 @@ class BudgetSearch:
         rule: ChainRule,
         jobs: int,
     ) -> tuple[LossSettings, SearchReport]:
-        """Search on the caller's thread; trials are files in the store's folder, which are gone afterwards.
+        """Search on the caller's thread; trials are temporary files in the store's folder.
 
         Args:
-            state: the snapshot; qualities get copies of what trials decode to.
+            state: the snapshot.
             calibration: inputs of layers, or None.
-            store: with the bases.
-            file: the weights that will be written.
-            rule: what they will be stored against.
-            jobs: threads.
+            store: the store with the bases.
+            file: the weights file to be written.
+            rule: the rule that chooses the bases.
+            jobs: number of threads.
 
         Raises:
-            ConfigError: an evaluation fails, or the snapshot has no quality to measure a drop from.
+            ConfigError: an evaluation fails, or returns no valid value for the exact tensors.
         """
         with contextlib.ExitStack() as held:
             opened = {
@@ -151,7 +148,7 @@ class BudgetSearch:
             except (FormatError, MissingBaseError):
                 if not any(bases.values()):
                     raise
-                # What a base holds is damaged; the files will be full files.
+                # A base is damaged: the files will be full files.
                 bases = dict.fromkeys(self._kinds)
                 report = self._search(state, calibration, target, bases, jobs)
             ids = {kind: id_of(base) for kind, base in bases.items()}

@@ -86,10 +86,10 @@ from ckptz.training.state import (
 )
 from ckptz.words import Report, format_bytes
 
-CURVE: Final = "curve"  # in the state: the metrics of the run, where they were given
+CURVE: Final = "curve"  # key in the state: metrics of the run, if there are any
 LARGEST: Final = "largest_rate"  # in the state: that the run has had so far
-RESTORES: Final = "restores"  # in the state: how many there were from steps that had lost something
-BACKGROUND_SHARE: Final = 4  # of the cores, one in so many encodes beside training
+RESTORES: Final = "restores"  # key in the state: number of restarts from lossy steps
+BACKGROUND_SHARE: Final = 4  # one in so many cores encodes in the background
 T = TypeVar("T")
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 NOTHING_KEPT: Final = "nothing that was tried keeps the budget, so nothing is lost"
@@ -101,15 +101,15 @@ class SaveReport(Report):
 
     Attributes:
         step: the step.
-        stall_seconds: that training stood still for, `waited_seconds` included.
-        waited_seconds: of these, waiting for the save before.
-        write_seconds: encoding, writing and pruning, beside training if that was asked for.
-        stored_bytes: of its files.
-        exact_bytes: of these, of the files that make the step exact where the others are lossy; they go when
-            later steps are there, as `KeepPolicy.exact` says.
-        tensor_bytes: of all tensors.
-        notes: what the user should know.
-        search: how the budget was searched for, if there is one; its seconds are part of the stall.
+        stall_seconds: time that training was stopped, including `waited_seconds`.
+        waited_seconds: time spent waiting for the previous save.
+        write_seconds: time for encoding, writing and pruning, in the background by default.
+        stored_bytes: size of the files of the step.
+        exact_bytes: size of its residual files, part of `stored_bytes`; later saves delete them according to
+            `KeepPolicy.exact`.
+        tensor_bytes: size of all tensors.
+        notes: warnings for the user.
+        search: report of the search for the budget, if there is one; its time is part of the stall.
     """
 
     step: int
@@ -126,63 +126,61 @@ class SaveReport(Report):
 class Checkpointer:
     """Saves and restores a training run.
 
-    `save` copies the state and returns; the copy is encoded and written beside training, one save at a
-    time. A step is in the folder when it is complete, whatever happens to the process; a later one never
-    puts an earlier one at risk. Random states of Python, NumPy and PyTorch are saved and restored too.
+    `save` copies the state and returns; the copy is encoded and written in the background, one save at a
+    time. A step appears in the folder when it is complete, whatever happens to the process, and never puts
+    earlier steps at risk. The random states of Python, NumPy and PyTorch are saved and restored too.
 
-    The newest step comes back bit for bit, also where files may lose something: beside its lossy files it has
-    what they lose, until a later step is complete.
+    The newest step restores bit for bit even with a lossy method: residual files hold the lost part until a
+    later step is complete.
 
     Args:
         directory: the run's own folder, or an fsspec URL such as "s3://bucket/run". One writer at a time.
-        model: its parameters and buffers are saved by name; wrappers are looked through.
-        optimizer: one or several of the model's, or None.
-        config: what files may lose; nothing by default. For how many steps the rest is kept, `keep` says.
-        base: the weights that training began from, as a fine-tune does: a `.safetensors` or `.ckptz` file, or
-            a folder with one. Files of weights that would need no other are stored against it, under its
-            names; it gets a second name in the directory, and must stay as it is.
-        budget: what quality may be lost, one `Budget` or several. Each save then searches for the smallest
-            files that keep it, with the grid method or that of `config`, while training stands still. The
-            quality gets weights by the model's own names, decoded from a trial's file; for a `ResumeProbe`,
-            optimizer state too, as `optimizer.<name>.exp_avg`, and only then moments become lossy. Where
-            nothing keeps the budget, the step is stored without loss; see `SaveReport.search`.
-        calibration: inputs of the model's layers, which the rounding of grids follows: a `Calibration` with
-            what it has recorded by the time of each save, a callable that returns one, called at each save,
-            or a file that one was saved to.
-        extra: by name, what else the run needs: anything with `state_dict` and `load_state_dict`
-            (scheduler, scaler, data loader), a dict of plain values and tensors, a `torch.Generator`.
-        extra_weights: what of `extra` holds weights, as averages of the model's do, or masters of them: names
-            such as "ema" or "ema.shadow_params.*". What `config` loses of weights it loses of these too, and
-            nothing of everything else in `extra`.
-        trainable_only: leave out parameters that need no gradient, as beside adapters. Their content id
-            stands in the metadata, and a restore wants the model to hold them.
+        model: its parameters and buffers are saved by their names without wrappers.
+        optimizer: one or several optimizers of the model, or None.
+        config: the method, lossless by default. `keep` sets how many steps stay exact.
+        base: pretrained weights of a fine-tune: a `.safetensors` or `.ckptz` file, or a folder with one. Full
+            files of weights are stored as deltas to it, under its tensor names. It is linked into the
+            directory and must not change.
+        budget: one `Budget` or several. Each save then searches for the smallest files within the budget,
+            with the grid method or the method of `config`, while training waits. The quality gets weights
+            under the model's names, decoded from a trial; a `ResumeProbe` also gets optimizer state, as
+            `optimizer.<name>.exp_avg`, and only then moments become lossy. If no trial is within the budget,
+            the step is lossless; see `SaveReport.search`.
+        calibration: inputs of the model's layers, for the rounding of grids: a `Calibration`, whose
+            recordings are read at each save; a callable that returns one, called at each save; or a file of
+            one.
+        extra: other state of the run by name: any object with `state_dict` and `load_state_dict` (scheduler,
+            scaler, data loader), a dict of plain values and tensors, or a `torch.Generator`.
+        extra_weights: patterns of names in `extra` that are weights, such as an average ("ema") or masters
+            ("ema.shadow_params.*"). They are as lossy as the weights; all else in `extra` stays exact.
+        trainable_only: leave out parameters without gradients, as in training of adapters. Their content id
+            is in the metadata, and a restore requires a model with the same values.
         every: `maybe_save` saves steps that are multiples of this.
-        keep: which steps stay, and which stay exact; see `KeepPolicy`.
-        full_every: at least every so many saves a file needs no other; 1 to 64. Between them, files hold
-            what changed since an earlier save: the one before, or one of the full file's branches. More
-            need no other where old steps go so soon that less disk is taken without; 1 stores no deltas.
-        restores: how often the run will restart from steps that lost something; steps of grids follow, and
-            are made finer again each time that as many restarts are used up. By default 10 if no step is kept
-            exact, else none. Files share a budget as `SearchOptions.restores` says; by default each may use
-            all of it.
-        background: write beside training; otherwise `save` returns when the step is complete.
-        max_staging_bytes: host memory for the copy of a state; None for no limit. Of a larger state the
-            weights are copied first. What does not fit is copied part by part and encoded while training
-            waits, so that the step is the state as it was at `save`.
-        on_save: is given the report of each save as soon as its step is complete, on the writer's thread; to
-            log it, for example. What it raises is a warning, for the step is there.
-        effort: how much time to spend on smaller files: "fast", "default" or "small". Deltas are most of a
-            run's files, and "fast" makes them 6 to 38 % larger for little time, so it suits full files.
+        keep: rules for the steps that are kept and that stay exact; see `KeepPolicy`.
+        full_every: largest number of saves from one full file to the next, 1 to 64; the files between are
+            deltas to an earlier file. Full files are more frequent if that takes less disk under `keep`. 1
+            stores no deltas.
+        restores: expected number of restarts from lossy steps. It determines the steps of grids, which become
+            finer whenever that many restarts have happened. By default 10 if no step is kept exact, else 0.
+            Files share a budget as `SearchOptions.restores` says; by default each may use all of it.
+        background: write in the background; otherwise `save` returns when the step is complete.
+        max_staging_bytes: host memory for the copy of a state; None for no limit. Weights are copied first.
+            The rest is copied part by part and encoded while training waits, so that the step has the state
+            at the time of `save`.
+        on_save: called with the report of each save when its step is complete, on the writer's thread, for
+            logging. Its exceptions become warnings, because the step is complete.
+        effort: "fast", "default" or "small": time to spend on smaller files. Most files of a run are deltas,
+            which "fast" makes 6 to 38 % larger for little time, so it suits full files.
         jobs: threads for encoding; by default a quarter of the cores in the background, else all.
 
     Attributes:
-        restored: what the last `restore` or `restore_latest` has restored: the step, whether it is exact, and
+        restored: the result of the last `restore` or `restore_latest`: the step, whether it is exact, and
             notes; None before.
 
     Raises:
-        ConfigError: an argument is out of range, or they contradict each other; or the base is no file of
+        ConfigError: an argument is out of range, arguments contradict each other, or the base does not have
             this model's weights.
-        FileNotFoundError: there is no base.
+        FileNotFoundError: the base does not exist.
 
     Example:
         >>> import torch
@@ -245,20 +243,20 @@ class Checkpointer:
         self._calibration = calibration
         check_calibration(calibration, config if self._search is None else self._search.template)
         self._every, self._is_background, self._on_save = every, background, on_save
-        # What is lossless decodes slowly enough for a chain of one after another to cost more than it saves.
+        # Lossless files decode so slowly that a plain chain costs more than it saves.
         is_lossless = not config.is_lossy and budget is None
         self._rule = ChainRule(full_every, is_forked=is_lossless, kept=keep.by_kind)
         self._restore_jobs = self._jobs = jobs_of(jobs)
         if jobs is None and background:
             self._jobs = max(1, self._jobs // BACKGROUND_SHARE)
         origin = None if base is None else origin_of(base, model_state(model))
-        # Training may go to another working folder.
+        # Absolute, because training may change the working folder.
         directory = directory if is_url(directory) else Path(directory).absolute()
         self._store = StepStore(directory, origin, None if is_lossless else LastChunks(memory_for_last))
         if max_staging_bytes is not None:
             max_staging_bytes = check_int("max_staging_bytes", max_staging_bytes, 0)
         self._snapshot = Snapshot(max_staging_bytes)
-        # What a budget was measured on is what is written.
+        # With a budget, the written weights must be those of the measurement.
         self._tracker = UpdateTracker() if config.loses_state and budget is None else None
         self._schedule = Schedule()
         self._curve = Curve(lower_is_better=keep.lower_is_better)
@@ -267,25 +265,25 @@ class Checkpointer:
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
         self._note_on_keep = (ALL_EXACT,) * is_all_exact
         self._at: int | None = None
-        self._unreadable: frozenset[int] = frozenset()  # later steps, which `restore_latest` passed over
+        self._unreadable: frozenset[int] = frozenset()  # later steps that `restore_latest` could not read
         self._last: SaveReport | None = None
 
     def save(self, step: int, *, metric: float | None = None) -> None:
-        """Save the run as it is now; training may go on when this returns.
+        """Save the present state of the run; training may continue when this returns.
 
-        The step that was saved or restored last is not saved again.
+        The last saved or restored step is not saved again.
 
         Args:
-            step: after all that are in the folder.
-            metric: by which `KeepPolicy.best` compares steps. It also tells what lossy restarts cost:
-                more than 0.5 % together makes the next files finer, with a note.
+            step: a step later than all steps of the folder.
+            metric: metric of the step for `KeepPolicy.best`. It also measures the cost of lossy restarts: if
+                they cost more than 0.5 % in total, the next files are finer, with a note.
 
         Raises:
-            ConfigError: the step is not new, somebody else writes to the folder, a tensor has no values, the
-                metric is no number, or a budget's evaluation fails; the step is not saved.
+            ConfigError: the step is not new, another process writes to the folder, a tensor has no values,
+                the metric is not a number, or a budget's evaluation fails; the step is not saved.
             CalibrationError: the calibration is of another model, or empty.
-            KeyboardInterrupt: during a search; if it had found something by then, that is saved.
-            WriteError: the save before this one failed; this step is not saved, and may be tried again.
+            KeyboardInterrupt: during a search; the best trial within the budget is saved, if there is one.
+            WriteError: the previous save failed; this step is not saved, and can be tried again.
         """
         step, metric = checked_step(step), None if metric is None else float(check_float("metric", metric))
         self._in_turn(f"save({step})", lambda: self._save(step, metric))
@@ -340,7 +338,7 @@ class Checkpointer:
             raise KeyboardInterrupt
 
     def _make_way(self, step: int) -> list[str]:
-        """Require that a step is new, and set aside unreadable ones from it on; return notes on these.
+        """Check that a step is new, and rename files of unreadable steps from it on; return notes.
 
         Raises:
             ConfigError: the step is not new.
@@ -360,10 +358,10 @@ class Checkpointer:
         return notes
 
     def maybe_save(self, step: int, *, metric: float | None = None) -> bool:
-        """Save if the step is a multiple of `every`; see `save`.
+        """Save the step if it is a multiple of `every`; see `save`.
 
         Returns:
-            Whether it was saved.
+            True if the step was saved.
         """
         if self._every is None:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
@@ -375,7 +373,7 @@ class Checkpointer:
         return True
 
     def _look(self, step: int) -> None:
-        """Be the folder's one writer from the first step on, and know where that has left the weights."""
+        """Lock the folder at the first step, and record the weights for momentum correction."""
         if not self._writer.is_idle:  # it has unfinished files there
             return
         self._store.lock()
@@ -392,19 +390,19 @@ class Checkpointer:
         """Wait until no save is under way.
 
         Returns:
-            The report on the last save that was completed.
+            The report of the last completed save, or None.
 
         Raises:
-            WriteError: it could not be written; the steps before it are as they were.
+            WriteError: the save failed; earlier steps are unchanged.
         """
         return self._in_turn("wait()", self._wait)
 
     def wait_for_staging(self) -> None:
-        """Wait until the copy of the state that the last save has taken is complete.
+        """Wait until the last save has copied the state to the host.
 
-        On a CPU it is when `save` returns. From CUDA devices it is made beside training: work on the streams
-        that training uses waits for it by itself, and whoever else changes the state (another stream,
-        another process that maps the memory) calls this first.
+        On a CPU the copy is complete when `save` returns. From CUDA devices it is asynchronous: work on the
+        current streams waits for it by itself; code on other streams, or in other processes that map the
+        memory, must call this before it changes the state.
         """
         self._in_turn("wait_for_staging()", self._snapshot.synchronize)
 
@@ -421,7 +419,7 @@ class Checkpointer:
         return self._last
 
     def _method(self, step: int) -> tuple[LossSettings, tuple[str, ...]]:
-        """Return the loss settings before a search, and notes on them; check that the calibration fits."""
+        """Return the loss settings before a search, and notes; check that the calibration fits the model."""
         calibration = calibrated(self._calibration)
         if calibration is not None:
             live = model_state(self.model).items()
@@ -431,9 +429,9 @@ class Checkpointer:
         return LossSettings(config=config, calibration=calibration), notes
 
     def _config_at(self, step: int) -> tuple[Method, tuple[str, ...]]:
-        """Return the configuration for the restarts that are expected, or twice as many if these are used up.
+        """Return the method for the expected number of restarts, doubled whenever these are used up.
 
-        Near the end of the run its steps are finer. The notes tell what of that is not known.
+        Near the end of the run the steps are finer; notes name a schedule whose end is unknown.
         """
         expected = self._expected
         if not expected or self._search is not None:
@@ -460,10 +458,10 @@ class Checkpointer:
             set_random_state(random)
 
     def _taken(self, config: Method) -> StepState:
-        """A copy of the state; of weights that are to be coded and live elsewhere, their codes.
+        """Copy the state to the host; weights on devices are copied as codes if the next file is full.
 
-        Deltas are coded here: which level keeps what training has moved depends on the base. So is what is
-        to be exact too, and so has to come here anyway.
+        Deltas are coded on the host, because their levels depend on the base, and so are steps that stay
+        exact, because their values are needed on the host anyway.
         """
         frozen = {} if self._frozen is None else frozen_weights(self.model)
         state = self._state()
@@ -500,7 +498,7 @@ class Checkpointer:
     def _write(
         self, taken: StepState, method: LossSettings, metric: float | None, begun: SaveReport
     ) -> SaveReport:
-        """Encode and write a snapshot; on the writer's thread."""
+        """Encode and write a snapshot, on the writer's thread."""
         start, hold = time.perf_counter(), taken.hold
         self._snapshot.synchronize()
         notes = [*begun.notes]
@@ -514,7 +512,7 @@ class Checkpointer:
             hold.release()
         try:
             notes += prune(self._store, self._keep).notes
-        except Exception as error:  # stores behind URLs have errors of their own; the step is there
+        except Exception as error:  # stores behind URLs have errors of their own; the step is complete
             notes.append(f"older steps stay until the next save, because one cannot be removed: {error}")
         report = replace(
             begun,
@@ -525,12 +523,12 @@ class Checkpointer:
             tensor_bytes=sum(one.original_bytes for file, one in written.items() if not file.is_exact),
             notes=(*notes, *self._note_on_keep),
         )
-        if self._is_background:  # else training has waited longer when this has returned
+        if self._is_background:  # otherwise `save` reports, with the whole stall
             self._tell(report)
         return report
 
     def _tell(self, report: SaveReport) -> None:
-        """Hand a report to `on_save`."""
+        """Call `on_save` with a report."""
         if self._on_save is None:
             return
         try:
@@ -549,7 +547,7 @@ class Checkpointer:
         try:
             return write(self._jobs)
         except RuntimeError:
-            # At the end of the program no pool takes new work; this thread alone still can.
+            # At the end of the program thread pools accept no work; this thread still runs.
             if threading.main_thread().is_alive() or self._jobs == 1:
                 raise
             return write(1)
@@ -559,23 +557,23 @@ class Checkpointer:
         return self._store.listing().full_steps
 
     def weights_steps(self) -> tuple[int, ...]:
-        """List the steps whose weights are there, with or without the rest, ascending."""
+        """List the steps with weights, with or without other state, ascending."""
         return self._store.listing().weights_steps
 
     def restore_latest(self, *, fall_back: bool = True) -> int | None:
-        """Restore the newest step; None, and nothing changed, if there is none.
+        """Restore the newest step and return it; without any step, change nothing and return None.
 
-        If files of the newest step are damaged, or a base is missing, the newest step that is whole is
-        restored, with a warning that names both; `restored.notes` has it too. When a save reaches the damaged
-        step, its files get names that end with ".unreadable-1", so training goes on and nothing is deleted.
+        If the newest step is damaged or lacks a base, the newest readable step is restored, with a warning
+        that names both, which `restored.notes` has too. When training reaches the damaged step again, its
+        files are renamed to end with ".unreadable-1"; nothing is deleted.
 
         Args:
-            fall_back: restore an earlier step where the newest cannot be read; else raise.
+            fall_back: restore an earlier step if the newest is unreadable; otherwise raise.
 
         Raises:
-            ConfigError: the model, the optimizer or the extras are others.
-            FormatError: the newest step is damaged, and so are all others or `fall_back` is False.
-            MissingBaseError: the same of a base that is missing.
+            ConfigError: the model, the optimizer or the extras differ from the saved ones.
+            FormatError: the newest step is damaged, and all others are too or `fall_back` is False.
+            MissingBaseError: the same for a missing base.
         """
         return self._in_turn("restore_latest()", lambda: self._restore_latest(fall_back))
 
@@ -590,7 +588,7 @@ class Checkpointer:
                     raise
                 newest = newest or error
                 continue
-            # Those without a state file among them.
+            # Steps without a state file are included.
             self._unreadable = frozenset(one for one in self.weights_steps() if one > step)
             if newest is not None:
                 self._note_fall_back(steps[-1], step, newest)
@@ -609,28 +607,28 @@ class Checkpointer:
         warnings.warn(note, RuntimeWarning, stacklevel=7)
 
     def restore(self, step: int, *, weights_only: bool = False, strict: bool = True) -> int:
-        """Restore the run to a step, random numbers included.
+        """Restore the run to a step, including random states.
 
-        Everything is read and checked before anything is changed. To go on from a step that is not the
-        newest, `discard_after` it first. Afterwards everything that was restored is compared with what was
-        saved; `restored` has the result. Where a file that makes the step exact fails a check, all of the
-        step comes from its lossy files, with a warning.
+        All files are read and checked before any state changes. Afterwards the restored state is compared
+        with the saved one; `restored` has the result. To continue from a step other than the newest, call
+        `discard_after` first. If a residual file is damaged, the whole step is restored from its lossy files,
+        with a warning.
 
         Args:
             step: one of `steps`, or with `weights_only` of `weights_steps`.
-            weights_only: restore the model and leave everything else as it is.
-            strict: refuse a model with other names. With False, which needs `weights_only`, weights of the
-                same name are restored, and `restored` lists the names that are missing in the step or
-                unexpected; `is_exact` is False then. Other shapes or dtypes are refused all the same.
+            weights_only: restore only the model.
+            strict: refuse a model with other names. False requires `weights_only`, restores weights with
+                equal names, and lists the others as missing or unexpected in `restored`, whose `is_exact` is
+                then False. Other shapes or dtypes are always refused.
 
         Returns:
             The step.
 
         Raises:
-            ConfigError: there is no such step, or the model, the optimizer or the extras are others; or
-                `strict` is False and no name matches, or `weights_only` is False.
+            ConfigError: there is no such step; the model, the optimizer or the extras differ; or `strict` is
+                False and no name matches, or `weights_only` is False.
             FormatError: a file is damaged.
-            MissingBaseError: a file that others are stored against is missing.
+            MissingBaseError: a base is missing.
         """
         if not (strict or weights_only):
             raise ConfigError(
@@ -652,7 +650,7 @@ class Checkpointer:
         saved = _comparable(model, rest)
         parts = [("the model", lambda: load_model(self.model, model))]
         if rest is not None:
-            # What is not ours may refuse its state in the midst; then the rest is as it was.
+            # Extras first: if one refuses its state, model and optimizer are unchanged.
             parts[:0] = [
                 *((f"extra {name!r}", one) for name, one in extras_to_load(self.extra, rest["extra"])),
                 ("the optimizer", lambda: load_optimizers(self.model, self._optimizers, rest)),
@@ -674,7 +672,7 @@ class Checkpointer:
         return step
 
     def _compared(self, restored: Restored, saved: Mapping[str, Any]) -> Restored:
-        """Compare what the run holds now with what was saved: that alone says whether it is exact."""
+        """Compare the restored state with the saved one; only this decides whether a restore is exact."""
         model = model_state(self.model)
         live: dict[str, Any] = {MODEL: {name: model[name] for name in saved[MODEL]}}
         if len(saved) > 1:
@@ -690,9 +688,10 @@ class Checkpointer:
     def _read(
         self, weights: StepReader, state: StepReader | None, strict: bool
     ) -> tuple[dict[str, Any], Mapping[str, Any] | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-        """Read the model's part and the rest, missing and unexpected names, and notes.
+        """Read and check a step without changing the run.
 
-        All is checked, and nothing of the run is changed.
+        Returns:
+            The model's state, other state or None, missing names, unexpected names, and notes.
         """
         outline = model_of(weights.outline(), weights)
         outline = with_frozen(self.model, outline, weights.metadata, weights.name, strict=strict)
@@ -710,10 +709,10 @@ class Checkpointer:
         return model, rest, missing, unexpected, tuple(bound_first_moments(rest, state.lossy))
 
     def discard_after(self, step: int) -> None:
-        """Remove every later step, to go on from this one.
+        """Delete all later steps, to continue from this one.
 
         Raises:
-            ConfigError: neither it nor an earlier one is there, or it cannot be read; nothing is removed.
+            ConfigError: there is no step to continue from, or it is unreadable; nothing is deleted.
         """
         self._in_turn(f"discard_after({step})", lambda: self._discard_after(check_int("step", step)))
 
@@ -724,10 +723,10 @@ class Checkpointer:
         prune(self._store, KEEP_ALL, after=step)
 
     def close(self) -> None:
-        """Wait for the save that is under way, and let others write to the folder.
+        """Wait for a running save, and release the lock of the folder.
 
         Raises:
-            WriteError: it could not be written.
+            WriteError: the save failed.
         """
         self._in_turn("close()", self._close)
 
@@ -735,7 +734,7 @@ class Checkpointer:
         try:
             self._wait()
         finally:
-            if self._writer.is_idle:  # else an interrupt: the writer goes on, and needs the store
+            if self._writer.is_idle:  # else, after an interrupt, the writer still needs the store
                 self._store.close()
 
     def __enter__(self) -> Self:
@@ -747,11 +746,11 @@ class Checkpointer:
         except Exception as loss:
             if error is None:
                 raise
-            error.add_note(str(loss))  # what ended training is not to be hidden
+            error.add_note(str(loss))  # the error that ended training must stay visible
 
 
 def _comparable(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fingerprints of what is to be restored, by part."""
+    """Return the fingerprints of the saved state, by part."""
     parts = {MODEL: model}
     if rest is not None:
         parts |= {**comparable(rest, rest), "extra": rest["extra"], "rng": rest["rng"]}
@@ -759,7 +758,7 @@ def _comparable(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dic
 
 
 def _about(error: BaseException, what: str) -> BaseException:
-    """The same kind of error that says what was lost."""
+    """Return an error of the same kind that names the lost step."""
     if isinstance(error, OSError):
         remedy = "the steps before it are whole; repair the disk, and save again"
         if isinstance(error, FileNotFoundError):

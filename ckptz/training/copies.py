@@ -1,6 +1,6 @@
 """Copies of a model's weights among the extras of a run: averages (EMA), masters.
 
-A method treats them as the weights that they are copies of, so it has to be known which these are.
+A method treats a copy like its weight, so each copy must be matched with a weight.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def named_in(tensors: Mapping[str, TensorSource], patterns: Sequence[str]) -> di
     """Return the floating-point tensors of the extras that match patterns of `Checkpointer`.
 
     Raises:
-        ConfigError: a pattern names none.
+        ConfigError: a pattern matches none.
     """
     floats = {
         name: one for name, one in tensors.items() if name.startswith(f"{EXTRA}.") and one.dtype.is_float
@@ -39,10 +39,10 @@ def named_in(tensors: Mapping[str, TensorSource], patterns: Sequence[str]) -> di
 def copied(
     copies: Mapping[str, TensorSource], weights: Mapping[str, TensorSource], trained: Sequence[str]
 ) -> dict[str, str]:
-    """Map names of copies to the names of the weights that they are copies of.
+    """Return the name of the weight of each copy.
 
-    Names of copies end as those of the model, as in a `state_dict`; lists have the order of the model's
-    parameters, all of them or those that are trained. What is neither has its own name.
+    The name of a copy ends with that of its weight, as in a `state_dict`; or copies are a list in the order
+    of the model's parameters, all of them or the trained ones. Other tensors are mapped to their own name.
     """
     owners = {}
     lists: dict[str, list[str]] = {}

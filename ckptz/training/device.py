@@ -1,7 +1,7 @@
-"""Codes weights where they live, so that only codes cross to the host: a few bits for each value.
+"""Encodes weights on their device, so that only codes of a few bits per value are copied to the host.
 
-Histogram, codes, packing and errors are torch operations on the tensor's own device. The map is fitted to the
-histogram on the host. Codes are bit for bit those that the CPU kernels give for the same map.
+Histogram, codes, packing and errors are torch operations on the device of the tensor. The quantization map is
+fitted to the histogram on the host. Codes are bit for bit those of the CPU kernels for the same map.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ckptz.kernels.torch import is_on_device
 from ckptz.parallel import Workers
 from ckptz.state.roles import role_of
 
-SLAB_VALUES: Final = 16 * CHUNK_VALUES  # coded at once: torch's operations take 8 bytes a value or more aside
+SLAB_VALUES: Final = 16 * CHUNK_VALUES  # encoded at once: torch needs 8 bytes per value or more for it
 Array: TypeAlias = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class _WeightToCode:
-    """A tensor to code."""
+    """A tensor to encode on its device."""
 
     name: str
     dtype: DType
@@ -44,20 +44,20 @@ class _WeightToCode:
 def code_where_they_live(
     weights: Mapping[str, Any], prefix: str, config: Method, workers: Workers
 ) -> dict[str, CodedSource]:
-    """Code those weights that a configuration makes codes of and that are not in host memory.
+    """Encode the weights on devices whose codes depend on their histogram alone.
 
     Args:
         weights: the model's state by name.
-        prefix: what the names begin with in the file.
-        config: what may be lost.
-        workers: threads; maps of several tensors are fitted at once.
+        prefix: prefix of the names in the file.
+        config: the method.
+        workers: threads, which fit maps of several tensors at once.
 
     Returns:
-        By name. Tensors that are not finite, that share memory with others, or that are ranked by
-        sensitivity are left out: they are copied as they are.
+        The codes by name, without tensors that are not finite, share memory, or are ranked by sensitivity:
+        these are copied.
     """
     tasks = [task for task in (_task(name, t, prefix, config) for name, t in weights.items()) if task]
-    # A model whose tensors share memory needs a tree, whose tensors are all of one kind.
+    # A model with tied tensors needs a tree, all of whose tensors are in one form.
     at = [t.data_ptr() if isinstance(t, torch.Tensor) else 0 for t in weights.values()]
     tasks = tasks if all(at) and len(set(at)) == len(at) else []
     histograms = [_histogram(task) for task in tasks]
@@ -102,7 +102,7 @@ def _coded(task: _WeightToCode, quant_map: QuantizationMap, quantizer: RegionQua
 
 
 class _Coder:
-    """Codes one tensor, slab by slab; what it makes stays on the device until the end."""
+    """Encodes one tensor slab by slab; results stay on the device until the end."""
 
     def __init__(self, task: _WeightToCode, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> None:
         device = task.flat.device
@@ -117,7 +117,7 @@ class _Coder:
         self._errors: list[torch.Tensor] = []
 
     def add(self, slab: torch.Tensor) -> None:
-        """Code some chunks."""
+        """Encode the chunks of a slab."""
         codes = kernels.region_codes(slab, self._boundaries, self._region_code)
         self._packed.append(kernels.pack_codes(codes, bits_for(self._quant_map.n_codes)))
         restored = self._entries[codes.to(torch.int64)]
@@ -140,7 +140,7 @@ class _Coder:
         return self._quantizer.kept(0, patterns)
 
     def finished(self) -> CodedSource:
-        """Copy everything to the host."""
+        """Copy the results to the host."""
         task = self._task
         kept = torch.cat(self._kept)
         return CodedSource(
@@ -155,7 +155,7 @@ class _Coder:
 
 
 def _on(array: Array, device: torch.device) -> torch.Tensor:
-    """Unsigned patterns or codes as torch's integers of the same size."""
+    """Convert unsigned patterns or codes to a torch tensor of integers of the same size."""
     signed = np.uint8 if array.itemsize == 1 else f"<i{array.itemsize}"
     return torch.from_numpy(np.ascontiguousarray(array).view(signed)).to(device)
 
@@ -163,7 +163,7 @@ def _on(array: Array, device: torch.device) -> torch.Tensor:
 def _to_host(tensor: torch.Tensor) -> Array:
     if tensor.device.type != "cuda":
         return tensor.cpu().numpy()
-    # Pinned memory is what a device writes to at full speed.
+    # A device writes to pinned memory at full speed.
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor)
     return host.numpy()

@@ -1,4 +1,4 @@
-"""A snapshot to the two files of a step, and back to nested tensors. Knows no training loop."""
+"""Writes a snapshot as the two files of a step, and reads them back to nested tensors."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ from ckptz.write.job import WriteJob
 from ckptz.write.writer import write
 
 OPTIMIZER: Final = "optimizer"
-LAST_SHARE: Final = 4  # of the free memory, one in so many holds what the next file is stored against
+LAST_SHARE: Final = 4  # one in so many bytes of free memory may cache the decoded base
 MEMORY_IF_UNKNOWN: Final = 1 << 30
 _HOST: Final = TorchTensors("cpu", False)
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq", "momentum", "factor")
 
-# What is neither a weight nor a moment stays exact whatever the configuration.
+# Parts of the state without weights or moments; they are lossless under every method.
 _EXACT: Final = tuple(
     Rule(f"{name}.*", role="other") for name in ("rng", "extra", "groups", "classes", SCALARS)
 )
@@ -66,14 +66,14 @@ _EXACT: Final = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The method, guides and budgets that say what a save may lose.
+    """The method of a save, its calibration, and the quality measured with it.
 
     Attributes:
-        config: for all of it.
-        calibration: inputs of layers, which the rounding of grids follows.
-        quality: budgets that were measured on tensors that were made with this very configuration.
-        bases: of the files that were measured, content ids of what they were stored against, None for an
-            full file. Against anything else they would have other tensors, so nothing is lost then.
+        config: the method.
+        calibration: inputs of layers, for the rounding of grids, or None.
+        quality: quality records of files with these settings and `bases`.
+        bases: content ids of the bases of the measured files, None for a full file. With any other base the
+            tensors would differ, so the file is written without loss.
     """
 
     config: Method
@@ -94,26 +94,26 @@ def id_of(base: Checkpoint | None) -> str | None:
 
 
 class StepState:
-    """A snapshot as the tensors of the two files.
+    """A snapshot as the tensors of the two files of a step.
 
     Args:
-        state: nested; the weights under `MODEL`, what goes into the other file under other names.
-        coded: weights by name that are codes already, and so not in `state`.
-        frozen: content id of weights that are left out, or None.
-        prefix: what begins the names of weights in the file, and not those in the model.
-        extra_weights: what of the extras are weights, too; see `Checkpointer`.
-        hold: tensors of `state` that are read where they live.
+        state: the nested state; weights under `MODEL`, parts of the state file under other keys.
+        coded: weights that were encoded on their device, by name; they are not in `state`.
+        frozen: content id of frozen weights that are left out, or None.
+        prefix: prefix of weight names in the file.
+        extra_weights: patterns of extras that are weights; see `Checkpointer`.
+        hold: tensors of `state` that are read in place while training waits.
 
     Attributes:
-        metadata: of the first file, what to read it by.
-        weights: tensors and tree of the first file.
-        rest: of the second one.
-        copies: of tensors of extras that are weights, by name, the names in the model of those that they are
-            copies of; their own where there are none.
-        roles: of weights and of optimizer state, by name. The state says what they are: names may mislead.
+        metadata: metadata of the weights file.
+        weights: tensors and tree of the weights file.
+        rest: tensors and tree of the state file.
+        copies: for each tensor of extras that is a weight, the name of the model's weight that it is a copy
+            of, or its own name.
+        roles: roles of weights and optimizer state by name, derived from the state and not from names.
 
     Raises:
-        ConfigError: one of `extra_weights` names no tensor.
+        ConfigError: a pattern of `extra_weights` matches no tensor.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class StepState:
             self.roles[name] = Role("weight", parameter, layer_type)
 
     def like(self, base: Checkpoint | None) -> StepState:
-        """Return a snapshot with the weight names of a base, which may be the model's own names."""
+        """Return the snapshot with the weight names of a base, with or without the prefix."""
         if base is None:
             return self
         names = [name.removeprefix(self.prefix) for name in self.weights.tensors]
@@ -164,22 +164,22 @@ class StepState:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Parameters that have moments."""
+        """Names of parameters with moments."""
         return frozenset(role.parameter for role in self.roles.values() if role.role in _MOMENTS)
 
     @property
     def with_optimizers(self) -> dict[str, ParamState]:
-        """Weights, by parameter, with what the optimizers keep of them."""
+        """Weights with their optimizer state, by parameter."""
         n, weights = len(self.prefix), self.weights.tensors
         by_parameter = {name[n:]: source for name, source in weights.items()}
         return trained_weights(self._given[0], by_parameter, self.rest.tensors, self.prefix)
 
     def job(self, part: WriteJob, method: LossSettings) -> WriteJob:
-        """Describe one of the two files.
+        """Make the job of one of the two files.
 
         Args:
             part: `weights` or `rest`.
-            method: what may be lost.
+            method: the loss settings.
         """
         return replace(
             part,
@@ -216,13 +216,13 @@ class StepWriter:
     """Writes the files of one snapshot into a store.
 
     Args:
-        state: what to write.
+        state: the snapshot.
         step: the step.
-        metric: by which the best steps are kept, or None.
-        method: what may be lost.
-        effort: how much time to spend on smaller files.
-        jobs: threads.
-        tracker: of the run, by which weights are moved; None where they are not.
+        metric: metric of the step, or None.
+        method: the loss settings.
+        effort: time to spend on smaller files.
+        jobs: number of threads.
+        tracker: tracker of weight updates for momentum correction, or None.
     """
 
     def __init__(
@@ -244,16 +244,16 @@ class StepWriter:
     def write(
         self, store: StepStore, rule: ChainRule, notes: list[str], *, with_exact: bool
     ) -> dict[StepFile, Written]:
-        """Write the files of the step; all appear, the weights last, or the step is not there.
+        """Write the files of the step, which are published together, the weights last.
 
         Args:
-            store: where to.
-            rule: what they are stored against.
-            notes: are told what the user should know.
-            with_exact: write residuals, too, of those files that lose something.
+            store: the store.
+            rule: the rule that chooses the bases.
+            notes: list to which notes for the user are added.
+            with_exact: write residual files of lossy files too.
 
         Raises:
-            OSError: the disk is full or fails; all that was there stays.
+            OSError: the disk is full or fails; nothing is published.
             FormatError, MissingBaseError: a lossy file cannot be read back for its residual; the same.
         """
         weights_file, state_file = StepFile(self._step, "weights"), StepFile(self._step, "state")
@@ -294,7 +294,7 @@ class StepWriter:
     def _write_weights(
         self, sink: BinaryIO, restored: Checkpoint | None, base: Checkpoint | None, position: int
     ) -> Written:
-        """Write the weights; `restored` is the state's file, None where it loses nothing."""
+        """Write the weights; `restored` is the state file, or None if it is lossless."""
         state = self._state.like(base)
         metadata = {POSITION_KEY: str(position), **state.metadata}
         if self._metric is not None:
@@ -319,7 +319,7 @@ class StepWriter:
     def _guides_of_copies(
         self, method: LossSettings, held: contextlib.ExitStack
     ) -> dict[str, SideInformation]:
-        """Return the side information of copies of weights: that of the weights."""
+        """Return the side information of copies of weights, which is that of the weights."""
         state = self._state
         if not state.copies or not method.config.is_lossy:
             return {}
@@ -340,7 +340,7 @@ class StepWriter:
     def _write_exact(
         self, file: StepFile, sink: BinaryIO, lossy: Checkpoint, metadata: Mapping[str, str]
     ) -> Written:
-        """Write the residual of a file, which does not have its name yet."""
+        """Write the residual of a lossy file that is not published yet."""
         job = self._written[file.kind]
         known = {key: text for key, text in (job.metadata or {}).items() if key in (FROZEN_KEY, NAMES_KEY)}
         return self._write(file.kind, sink, residual_job(job, lossy, file.name, {**metadata, **known}))
@@ -360,9 +360,9 @@ class StepWriter:
 
 
 def against(job: WriteJob, base: Checkpoint | None, file: str | None = None) -> WriteJob:
-    """Store the tensors of a job against an open file; against none, each stands alone.
+    """Return a job with an open file as its base; without one, the job itself.
 
-    `file` is the name that the base will have, if it has another one now.
+    `file` is the future name of the base, if it has a temporary one.
     """
     if base is None:
         return job
@@ -371,13 +371,13 @@ def against(job: WriteJob, base: Checkpoint | None, file: str | None = None) -> 
 
 
 def residual_job(job: WriteJob, lossy: Checkpoint, file: str, metadata: Mapping[str, str]) -> WriteJob:
-    """Describe what an open file loses that a job has written.
+    """Make the job that writes the residual of a lossy file.
 
     Args:
-        job: the job.
-        lossy: the file.
-        file: what it will be called.
-        metadata: of the residual, which says what it belongs to.
+        job: the job that wrote the lossy file.
+        lossy: the open lossy file.
+        file: future name of the lossy file.
+        metadata: metadata of the residual, which identifies the lossy file.
     """
     return replace(
         against(job, lossy, file),
@@ -392,17 +392,17 @@ def residual_job(job: WriteJob, lossy: Checkpoint, file: str, metadata: Mapping[
 
 
 def lossy_tensors(restored: Checkpoint | None) -> dict[str, TensorSource]:
-    """Return the lossy tensors of an open file by name; none without a file."""
+    """Return the lossy tensors of an open file by name; empty without a file."""
     records = () if restored is None or restored.container is None else restored.container.index.tensors
     return {one.name: restored.tensors[one.name] for one in records if restored and one.lossy is not None}
 
 
 def residual_bases(lossy: Checkpoint) -> dict[str, TensorSource]:
-    """Choose the tensors of a lossy file that its residual is stored against.
+    """Return the tensors of a lossy file that are bases of its residual, by name.
 
-    None of fp32 that lost something: the difference is 4 % smaller than the tensor is by itself, and takes
-    three times as long to write and to read (bench/product/exact_head.py). Where the others are less than a
-    tenth, none: the residual needs no other file then.
+    Lossy float32 tensors are not: a delta is 4 % smaller than the tensor by itself, and takes three times as
+    long to write and to read (bench/product/exact_head.py). If the others are less than a tenth of all bytes,
+    there are no bases, and the residual is self-contained.
     """
     records = () if lossy.container is None else lossy.container.index.tensors
     alone = {one.name for one in records if one.lossy is not None and one.dtype == "F32"}
@@ -412,7 +412,7 @@ def residual_bases(lossy: Checkpoint) -> dict[str, TensorSource]:
 
 
 def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """Wrap the tensors of a base, so that they read through their file's cache of chunks."""
+    """Wrap the tensors of a base to read through their file's cache of decoded chunks."""
     return {
         name: CachedTensor.of_frame(base) if isinstance(base, FrameSource) else base
         for name, base in bases.items()
@@ -420,7 +420,7 @@ def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
 
 
 def memory_for_last() -> int:
-    """Count the bytes that may hold what a run's last file restores to: a share of what is free now."""
+    """Return the bytes that may cache decoded chunks of the last file: a share of the free memory."""
     free = available_memory()
     return MEMORY_IF_UNKNOWN if free is None else free // LAST_SHARE
 
@@ -433,11 +433,11 @@ def _part(state: Mapping[str, Any], prefix: str | None = None) -> WriteJob:
 
 
 def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource], prefix: str | None) -> bool:
-    """Return whether names alone describe the tree: one level below `MODEL`, no shared memory."""
+    """Return whether the names describe the whole tree: one level below `MODEL`, no shared memory."""
     return prefix is not None and [f"{prefix}{name}" for name in state[MODEL]] == list(tensors)
 
 
-# --- and back -----------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------
 
 
 class StepReader:

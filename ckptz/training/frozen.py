@@ -1,7 +1,7 @@
-"""Weights that training leaves as they are, and checkpoints leave out: what tells them from others.
+"""Frozen weights, which checkpoints may leave out.
 
-A checkpoint of what is trained alone names the content id of the rest in its metadata. A restore wants a
-model that holds it.
+The metadata of such a checkpoint have the content id of the frozen weights. A restore requires a model with
+the same values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters of a model that need no gradient, by name; buffers are not among them."""
+    """Return the parameters of a model without gradients, by name; no buffers."""
     frozen = {
         name_without_wrappers(model, name): parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -40,7 +40,7 @@ def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class FrozenId:
-    """Content id of frozen weights, which are read only when they have changed."""
+    """Content id of frozen weights, which is computed again only when they have changed."""
 
     def __init__(self) -> None:
         self._of: object = None
@@ -65,17 +65,17 @@ def with_frozen(
     *,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Add to saved weights those that were left out, as the model holds them.
+    """Add the model's frozen weights to the saved weights of a checkpoint that left them out.
 
     Args:
-        model: what is restored.
-        saved: weights of a checkpoint, by name.
-        metadata: of its file.
-        where: names the file in messages.
-        strict: refuse a model that holds other weights; else none are added, so that they are missing.
+        model: the model to restore.
+        saved: weights of the checkpoint by name.
+        metadata: metadata of its file.
+        where: name of the file in messages.
+        strict: refuse a model with other frozen weights; otherwise none are added, so that they are missing.
 
     Raises:
-        ConfigError: the model holds other weights than those that were left out.
+        ConfigError: the model has other frozen weights.
     """
     wanted = (metadata or {}).get(FROZEN_KEY)
     if wanted is None:

@@ -1,4 +1,4 @@
-"""Tensors of a state that are read where they live, while training stands still."""
+"""Tensors of a state that are not copied: they are read in place while training waits."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ckptz.parallel import Task
 
 
 class Hold:
-    """The time in which training stands still for the tensors of one snapshot that were not copied.
+    """The tensors of one snapshot that were not copied, and the wait of training for them.
 
-    The training thread waits, and the writer releases it. A tensor that is read later may have changed, so
-    that read is an error, and the step is not saved: never two states in one file.
+    The training thread waits until the writer releases it. A later read is an error, and the step is not
+    saved, because the tensor may have changed: a file never has two states.
 
     Attributes:
-        tensors: what was not copied, by the address of its placeholder in the snapshot.
-        has_weights: whether weights are among them.
-        released: when the writer released training, by `time.perf_counter`; 0 before.
+        tensors: tensors that were not copied, by the address of their placeholder in the snapshot.
+        has_weights: True if weights are among them.
+        released: time of the release, by `time.perf_counter`; 0 before.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Hold:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def wait(self) -> None:
-        """Wait until the writer has read all; an interrupt ends this, and the save with it."""
+        """Wait until the writer has read all tensors; an interrupt ends the wait and the save."""
         if not self.tensors:
             return
         try:
@@ -49,15 +49,15 @@ class Hold:
             self._is_revoked = True
 
     def release(self) -> None:
-        """Release the training thread; the writer calls this, once or more often."""
+        """Release the training thread; the writer calls this at least once."""
         self.released = self.released or time.perf_counter()
         self._released.finish()
 
     def check(self) -> None:
-        """Require that training still stands still.
+        """Check that training still waits.
 
         Raises:
-            ConfigError: it may have gone on.
+            ConfigError: training may have continued.
         """
         if self._is_revoked or self._released.is_done:
             raise ConfigError(
@@ -71,9 +71,9 @@ class _LiveSource(SourceOf):
     """A tensor that is copied part by part when it is read.
 
     Attributes:
-        source: of its placeholder, which has dtype and shape.
+        source: source of its placeholder, with dtype and shape.
         raw: its bytes, on any device [n_bytes].
-        hold: as long as it may be read.
+        hold: keeps training waiting while it is read.
     """
 
     raw: torch.Tensor
@@ -83,12 +83,12 @@ class _LiveSource(SourceOf):
         n = self.dtype.pattern_bytes
         part = self.raw[n * begin : n * end]
         copy: Patterns = (part.cpu() if part.device.type != "cpu" else part.clone()).numpy()
-        self.hold.check()  # after the copy: what was read before training went on is right
+        self.hold.check()  # after the copy, which is valid if training still waits
         return copy.view(PATTERN_TYPES[n])
 
 
 def with_live(tensors: Mapping[str, TensorSource], hold: Hold) -> dict[str, TensorSource]:
-    """Replace the placeholders among the tensors of a snapshot by the tensors that they stand for."""
+    """Replace the placeholders in a snapshot by sources of the tensors that were not copied."""
     if not hold.tensors:
         return dict(tensors)
     sources = {}

@@ -1,4 +1,4 @@
-"""The weights that training begins from: a file elsewhere, against which a run's full files may be stored."""
+"""Pretrained weights of a run: a file outside the run, which may be the base of its full files."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from ckptz.training.snapshot import MODEL
 
 
 def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:
-    """Find the file of weights that training began from.
+    """Return the path of the file with the pretrained weights.
 
     Args:
         base: the file, or a folder with one file of weights.
-        model: the state that is to be saved, by the model's own names.
+        model: the model's state by name.
 
     Raises:
-        ConfigError: it is not one full checkpoint file, or has no matrix of the model in its dtype and shape.
+        ConfigError: not one full checkpoint file, or one without a matrix of the model's dtype and shape.
         FileNotFoundError: no such file.
-        FormatError: it is damaged.
+        FormatError: the file is damaged.
     """
     path = _one_file(Path(os.fspath(base)))
     with contextlib.closing(open_checkpoint(path)) as opened:

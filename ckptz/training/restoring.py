@@ -24,14 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """The step that was restored, and notes on it.
+    """The result of a restore.
 
     Attributes:
         step: the step.
-        is_exact: whether every value is bit for bit what was saved, and nothing is missing or unexpected.
-        notes: what the user should know.
-        missing: names of the model that the step lacks, which `strict=False` left as they were.
-        unexpected: names of the step that the model lacks, which `strict=False` passed over.
+        is_exact: True if every value equals the saved one bit for bit, and no name is missing or unexpected.
+        notes: warnings for the user.
+        missing: names of the model that the step lacks; `strict=False` leaves them unchanged.
+        unexpected: names of the step that the model lacks; `strict=False` ignores them.
     """
 
     step: int
@@ -42,10 +42,10 @@ class Restored:
 
 
 def check_there(store: StepStore, step: int, weights_only: bool) -> None:
-    """Require that a folder has a step.
+    """Check that a folder has a step.
 
     Raises:
-        ConfigError: it is not there, or only its weights are and the rest is wanted too.
+        ConfigError: the step does not exist, or it has no state and `weights_only` is False.
     """
     listing = store.listing()
     there = listing.weights_steps if weights_only else listing.full_steps
@@ -62,17 +62,17 @@ def check_there(store: StepStore, step: int, weights_only: bool) -> None:
 def read_step(
     store: StepStore, step: int, weights_only: bool, read: Callable[[StepReader, StepReader | None], T]
 ) -> tuple[T, Restored]:
-    """Read a step, with its exact values if residuals are there and pass every check, else the lossy ones.
+    """Read a step from its residual files if they exist and are intact, else from its lossy files.
 
     Args:
-        store: where it is.
-        step: which.
-        weights_only: leave the state alone.
-        read: is given the file of weights, and that of the state or None; is called again with the lossy ones
-            if it finds a residual to be damaged.
+        store: the folder.
+        step: the step.
+        weights_only: do not read the state file.
+        read: called with the readers of weights and of state or None; called again with the lossy files if a
+            residual file is damaged.
 
     Returns:
-        What `read` returned, and what that is.
+        The result of `read`, and a description of the restored step.
 
     Raises:
         CorruptionError: the files do not belong together.
@@ -97,7 +97,7 @@ def read_step(
 
 @contextlib.contextmanager
 def _opened(store: StepStore, files: Sequence[StepFile]) -> Iterator[list[StepReader]]:
-    """Open the file of weights, and that of the state if it is wanted; require that they belong together."""
+    """Open the weights file and, if requested, the state file; check that they belong together."""
     with contextlib.ExitStack() as held:
         readers = [StepReader(held.enter_context(store.opened(file))) for file in files]
         for file, reader in zip(files, readers, strict=True):
@@ -111,10 +111,10 @@ def _opened(store: StepStore, files: Sequence[StepFile]) -> Iterator[list[StepRe
 
 
 def model_of(state: Mapping[str, Any], reader: StepReader) -> dict[str, Any]:
-    """Return the model's part of a file of weights.
+    """Return the model's part of a weights file.
 
     Raises:
-        CorruptionError: it holds something else.
+        CorruptionError: it has none.
     """
     model = state.get(MODEL)
     if not isinstance(model, dict):

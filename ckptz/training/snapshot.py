@@ -1,7 +1,7 @@
-"""A copy of a nested state in host memory that is used again and again.
+"""A copy of a nested state in host memory, whose buffers are reused by the next copy.
 
-Training goes on as soon as the copy is made. On CUDA the copies run on a stream of their own into pinned
-memory: the training stream waits for them on the device, the host does not.
+Training continues when the copy is made. On CUDA, copies run on their own stream into pinned memory; the
+training stream waits for them on the device, and the host does not wait.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODEL: Final = "model"  # the key of the weights in a state
 
 @dataclass(slots=True)
 class _Transfer:
-    """The copies of one snapshot that are under way, by device."""
+    """The running copies of one snapshot, by device."""
 
     streams: dict[torch.device, torch.cuda.Stream] = field(default_factory=dict)
     done: list[torch.cuda.Event] = field(default_factory=list)
@@ -39,7 +39,7 @@ class _Transfer:
         source.record_stream(stream)
 
     def stream_of(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return the stream of copies from a device, which waits for the work that the device has now."""
+        """Return the stream of copies from a device; it waits for the present work of the device."""
         if device.type != "cuda":
             return None
         stream = self.streams.get(device)
@@ -49,7 +49,7 @@ class _Transfer:
         return stream
 
     def finish(self) -> None:
-        """Make the training stream wait for the copies, and record their end."""
+        """Make the training stream wait for the copies, and record an event at their end."""
         for device, stream in self.streams.items():
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(stream)
@@ -58,16 +58,17 @@ class _Transfer:
 
 
 class Snapshot:
-    """Buffers for the tensors of a state, kept from one snapshot to the next.
+    """Buffers for the tensors of a state, which are reused by the next snapshot.
 
-    `take` may be called again when nobody reads the last one any more.
+    `take` may be called again when the last snapshot is no longer read.
 
     Args:
-        max_bytes: that the buffers may take; None for no limit. Tensors beyond it, weights last, are not
-            copied: the snapshot has placeholders without memory for them, and `hold` the tensors themselves.
+        max_bytes: largest size of the buffers; None for no limit. Tensors that do not fit, weights last, are
+            not copied: the snapshot has placeholders for them, and `hold` has the tensors.
 
     Attributes:
-        hold: of the last snapshot; whoever took it waits for it before the state changes.
+        hold: the tensors of the last snapshot that were not copied; the state must not change before they
+            are released.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -82,29 +83,29 @@ class Snapshot:
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def take(self, state: Any) -> Any:
-        """Copy the tensors of a nested state, which keeps its form; those that are one stay one.
+        """Copy the tensors of a nested state; tied tensors stay tied.
 
         Raises:
-            ConfigError: a tensor without memory of its own, or of a type that files do not have; the message
+            ConfigError: a tensor has no memory of its own, or a dtype that files do not have; the message
                 names it.
         """
         self.hold = Hold()
         copying = _Copying(self._buffers, self._max_bytes, self.hold)
         try:
             taken = copying.node(state, ())
-        finally:  # an error or an interrupt does not end the copies that are under way
+        finally:  # an error or an interrupt does not end running copies
             copying.transfer.finish()
         self._buffers, self._done = copying.used, copying.transfer.done
         return taken
 
     def synchronize(self) -> None:
-        """Wait until the copies are complete; for whoever reads them."""
+        """Wait until the copies are complete; readers call this."""
         for event in self._done:
             event.synchronize()
 
 
 class _Copying:
-    """One walk through a state."""
+    """One traversal of a state."""
 
     def __init__(self, spare: dict[Key, torch.Tensor], max_bytes: int | None, hold: Hold) -> None:
         self.used: dict[Key, torch.Tensor] = {}
@@ -141,9 +142,9 @@ class _Copying:
         return self._copies[identity]
 
     def _is_beyond(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is left where it lives; else its bytes are taken from those that are left.
+        """Return whether a tensor does not fit; otherwise subtract its bytes from the remaining ones.
 
-        Numbers, and tensors whose elements are not in the order of a file, are always copied.
+        Scalars, and tensors whose elements are not in the order of a file, are always copied.
         """
         if self._left is None:
             return False
@@ -154,9 +155,9 @@ class _Copying:
         return False
 
     def _placeholder(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
-        """Return a tensor of the same form whose memory is never touched."""
+        """Return a tensor of the same shape and dtype whose memory is never used."""
         made = torch.empty(tensor.shape, dtype=tensor.dtype)
-        self.transfer.stream_of(tensor.device)  # whoever reads the tensor waits for what the device does now
+        self.transfer.stream_of(tensor.device)  # readers wait for the present work of the device
         self._hold.tensors[made.data_ptr()] = tensor
         self._hold.has_weights |= path[0] == (str, MODEL)
         return made
@@ -178,21 +179,18 @@ class _Copying:
 def _strides_of(tensor: torch.Tensor, path: Key) -> tuple[int, ...]:
     """Return the strides of a buffer: those of a dense tensor, such as a channels-last moment, or row-major.
 
-    Weights are copied into the model's own memory when they are restored, so theirs need not be kept.
+    The strides of weights are not needed, because a restore copies them into the model's memory.
     """
     is_weight = bool(path) and path[0] == (str, MODEL)
-    like = torch.empty(tensor.shape, device="meta") if is_weight else _dense_like(tensor)
+    # `empty_like` preserves the order of dense elements.
+    like = torch.empty(tensor.shape, device="meta") if is_weight else torch.empty_like(tensor, device="meta")
     return like.stride()
-
-
-def _dense_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
 
 
 def identity_of(tensor: torch.Tensor) -> object:
     """Return the identity of a tensor: equal for tensors with the same memory in the same order.
 
-    An empty one has no address and is only itself, as long as the state keeps it alive.
+    An empty tensor has no address, so its identity is that of the object.
     """
     if not tensor.numel():
         return id(tensor)
@@ -201,10 +199,10 @@ def identity_of(tensor: torch.Tensor) -> object:
 
 
 def check_dense(tensor: torch.Tensor, name: str) -> None:
-    """Require a tensor that has its values in memory of its own.
+    """Check that a tensor has its values in its own memory.
 
     Raises:
-        ConfigError: it is on the meta device, made of other tensors, or not dense.
+        ConfigError: it is on the meta device, consists of other tensors, or is not dense.
     """
     if tensor.device.type == "meta":
         raise ConfigError(
@@ -226,7 +224,7 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
 
 
 def _pageable(like: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor of the same dtype and shape; a large one in huge pages, which are quick to touch."""
+    """Return a CPU tensor of the same dtype and shape; large ones are in huge pages, which are faster."""
     code = DTYPE_CODES[_name_of(like.dtype)]
     made: torch.Tensor = _HOST.allocate(dtype_of(code), tuple(like.shape))[0]
     return made

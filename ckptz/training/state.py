@@ -1,7 +1,7 @@
-"""The parts of a training run besides its optimizers: model, extras and random numbers, and the way back.
+"""Saves and loads the parts of a training run other than optimizers: model, extras and random states.
 
-Random numbers are the states of the global generators of Python, NumPy and PyTorch, stored without running
-code from a file. Optimizers are in `ckptz.training.optimizers`. Knows no files.
+Random states are those of the global generators of Python, NumPy and PyTorch; loading them runs no code from
+a file. Optimizers are in `ckptz.training.optimizers`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from ckptz.torch import nothing_matches, source_of
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]
-SCALARS: Final = "scalars"  # in a state that is saved: see `with_scalars_together`
+SCALARS: Final = "scalars"  # key in a saved state: see `with_scalars_together`
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """A scheduler, a scaler or a data loader: anything with a state that can be saved."""
+    """An object with a state to save, such as a scheduler, a scaler or a data loader."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -43,10 +43,7 @@ Extra: TypeAlias = Stateful | MutableMapping[str, Any] | torch.Generator
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the model's state by name without wrappers, sharing its memory.
-
-    State-dict hooks of the model apply.
-    """
+    """Return the model's state dict, sharing memory, by names without wrappers."""
     state = model.state_dict()
     return {name: state[key] for name, key in names_without_wrappers(model, state).items()}
 
@@ -54,19 +51,19 @@ def model_state(model: nn.Module) -> dict[str, Any]:
 def check_model_fits(
     model: nn.Module, saved: Mapping[str, Any], where: str, *, strict: bool = True
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Require that a saved state has the model's names, shapes and dtypes.
+    """Check that a saved state has the model's names, shapes and dtypes.
 
     Args:
         model: the model.
         saved: its state by name.
-        where: names the file in messages.
-        strict: refuse names that only one of the two has; else at least one must match.
+        where: name of the file in messages.
+        strict: refuse names that only one of the two has; otherwise at least one name must match.
 
     Returns:
-        (names in the model that the state lacks, names in the state that the model lacks).
+        (names of the model that the state lacks, names of the state that the model lacks).
 
     Raises:
-        ConfigError: names the first difference; without `strict`, of entries that both have.
+        ConfigError: they differ; the message names the first difference.
     """
     live = model_state(model)
     missing = tuple(name for name in live if name not in saved)
@@ -89,7 +86,7 @@ _NOT_STRICT: Final = "; weights_only=True and strict=False load what matches"
 
 
 def _check_kinds(live: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Require the same shapes and dtypes of what has the same name."""
+    """Check that entries with the same name have the same shape and dtype."""
     for name, tensor in live.items():
         if isinstance(tensor, torch.Tensor) and name in saved:
             check_dense(tensor, name)
@@ -115,16 +112,16 @@ def _more(names: Sequence[str]) -> str:
 
 
 def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Write a saved state, which fits, into the model; names that only one of the two has are passed over."""
+    """Load a checked state into the model; names that only one of the two has are ignored."""
     keys = names_without_wrappers(model, model.state_dict())
     state = {key: saved[name] for name, key in keys.items() if name in saved}
     model.load_state_dict(state, strict=len(state) == len(keys))
 
 
 def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Store the scalar tensors of optimizer state as parts of one tensor under `SCALARS`.
+    """Store the scalar tensors of optimizer state as elements of one tensor per dtype under `SCALARS`.
 
-    A file then has one tensor for them, where each count of steps would take some 200 bytes by itself.
+    Each step count as a tensor of its own would take about 200 bytes in a file.
     """
     optimizer = {parameter: dict(own) for parameter, own in state["optimizer"].items()}
     places: dict[torch.dtype, list[tuple[dict[str, Any], str]]] = {}
@@ -143,10 +140,10 @@ def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_training(state: Any, where: str) -> None:
-    """Require that a value from a file has a scheduler and a scaler, each perhaps None.
+    """Check that a value from a file is a dict whose scheduler and scaler are dicts or None.
 
     Raises:
-        CorruptionError: it has something else.
+        CorruptionError: it is not.
     """
     if not isinstance(state, dict) or any(
         not isinstance(state.get(name, ""), dict | None) for name in ("scheduler", "scaler")
@@ -156,12 +153,9 @@ def check_training(state: Any, where: str) -> None:
 
 def extra_state(extras: Mapping[str, Extra]) -> dict[str, Any]:
     """Return the states of extras by name as plain values and tensors; `extras_to_load` restores types."""
-    return {name: to_plain(_state_of(name, extra), _itself) for name, extra in extras.items()}
-
-
-def _itself(tensor: torch.Tensor, path: tuple[str, ...]) -> torch.Tensor:
-    del path
-    return tensor
+    return {
+        name: to_plain(_state_of(name, extra), lambda tensor, _: tensor) for name, extra in extras.items()
+    }
 
 
 def _state_of(name: str, extra: Extra) -> Any:
@@ -178,10 +172,10 @@ def _state_of(name: str, extra: Extra) -> Any:
 
 
 def check_extras_fit(extras: Mapping[str, Extra], saved: Mapping[str, Any], where: str) -> None:
-    """Require that the same extras were saved.
+    """Check that the saved extras have the names of the present ones.
 
     Raises:
-        ConfigError: names the first difference.
+        ConfigError: they differ; the message names the first difference.
     """
     if differing := sorted(set(extras) ^ set(saved)):
         which = "was not saved" if differing[0] in extras else "was saved, and is not given now"
@@ -192,11 +186,11 @@ def check_extras_fit(extras: Mapping[str, Extra], saved: Mapping[str, Any], wher
 
 
 def check_states(extras: Mapping[str, Extra], rest: Mapping[str, Any], where: str) -> None:
-    """Require that extras and generators of random numbers can take the states of a step; change nothing.
+    """Check that extras and random generators accept the states of a step, without changing them.
 
     Raises:
-        ConfigError: names the one that cannot.
-        CorruptionError: the random state is none.
+        ConfigError: an extra does not; the message names it.
+        CorruptionError: the random state is damaged.
     """
     for name, extra in extras.items():
         if (fault := _extra_fault(extra, rest["extra"][name])) is not None:
@@ -211,7 +205,7 @@ def check_states(extras: Mapping[str, Extra], rest: Mapping[str, Any], where: st
 
 
 def _extra_fault(extra: Extra, saved: Any) -> str | None:
-    """Return the reason why an extra cannot load a saved state, if that can be known beforehand."""
+    """Return the reason why an extra cannot load a saved state, if that can be checked; else None."""
     if isinstance(extra, torch.Generator):
         try:
             torch.Generator(extra.device).set_state(saved)
@@ -227,10 +221,10 @@ def _extra_fault(extra: Extra, saved: Any) -> str | None:
 def extras_to_load(
     extras: Mapping[str, Extra], saved: Mapping[str, Any]
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield for each extra its name and the function that loads its saved state.
+    """Yield the name of each extra, and a function that loads its saved state.
 
     Raises:
-        CorruptionError: a state has a value of a type that is not known.
+        CorruptionError: a state has a value of an unknown type.
     """
     for name, extra in extras.items():
         yield name, functools.partial(_load_extra, extra, from_plain(saved[name]))
@@ -250,7 +244,7 @@ def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -
     """Load the states of the parts of a run, in order.
 
     Raises:
-        ConfigError: one refused its state; the message says which had been changed by then.
+        ConfigError: a part refused its state; the message names the parts that were loaded before.
     """
     changed = list[str]()
     for name, load in parts:
@@ -262,7 +256,7 @@ def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -
                 f"{where}: {name} did not take its state, and may have half of it ({type(error).__name__}: "
                 f"{error}); {before}: restore another step, or start the process anew"
             )
-            if not isinstance(error, Exception):  # an interrupt stays one
+            if not isinstance(error, Exception):  # interrupts keep their class
                 error.add_note(what)
                 raise
             raise ConfigError(what) from error
@@ -275,13 +269,13 @@ def trained_weights(
     tensors: Mapping[str, TensorSource] = MappingProxyType({}),
     prefix: str = "",
 ) -> dict[str, ParamState]:
-    """Find what optimizers keep of weights, by parameter.
+    """Return the optimizer state of weights, by parameter.
 
     Args:
-        state: as `optimizer_state` gives it.
-        weights: by parameter.
-        tensors: of the optimizers, by their names in a file; without them, numbers alone are given.
-        prefix: what begins the names of weights in their file.
+        state: result of `optimizer_state`.
+        weights: weights by parameter.
+        tensors: tensors of the optimizers by their names in a file; without them, only numbers are returned.
+        prefix: prefix of the names of weights in their file.
     """
     is_adamw = set(state["classes"]) == {"AdamW"}
     return {
@@ -306,7 +300,7 @@ def entries_of(
 
 
 def sampled_weights(model: Mapping[str, Any]) -> dict[str, TensorSource]:
-    """Copy the samples of a model's weights that an `UpdateTracker` takes, by name, from any device."""
+    """Return samples of a model's weights for an `UpdateTracker`, by name, from any device."""
     samples = {}
     for name, weight in model.items():
         is_plain = isinstance(weight, torch.Tensor) and weight.layout == torch.strided
@@ -319,13 +313,13 @@ def sampled_weights(model: Mapping[str, Any]) -> dict[str, TensorSource]:
 
 
 def as_number(value: Any) -> Any:
-    """Turn a tensor of one number into that number; everything else stays as it is."""
+    """Convert a scalar tensor to a number; return other values unchanged."""
     is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta"
     return value.item() if is_number else value
 
 
 def reference(name: str, value: Any) -> Any:
-    """Return a live value as a file's tree has it: a number, or the name of the tensor that is stored."""
+    """Return a value as in the tree of a file: a number, or a reference to the stored tensor."""
     number = as_number(value)
     return TensorRef(name) if isinstance(number, torch.Tensor) else number
 
@@ -351,11 +345,11 @@ def random_state() -> RandomState:
 
 
 def set_random_state(state: RandomState) -> None:
-    """Set the generators to what `random_state` gave.
+    """Set all generators to a result of `random_state`.
 
     Raises:
-        ConfigError: the state has generators that this machine lacks.
-        CorruptionError: it is no state of generators.
+        ConfigError: the state has CUDA devices that this machine lacks.
+        CorruptionError: the state is damaged.
     """
     try:
         _set_random_state(state)
