@@ -1,7 +1,7 @@
-"""Encoding chunks of tensors. The bytes are fixed by the tensor, its plan and its sources.
+"""Encodes chunks of tensors. The bytes depend on the tensor, its plan and its sources only.
 
-Small tensors of one chunk are encoded together, to the same bytes: for each by itself, calls would take
-longer than the arithmetic.
+Small tensors of one chunk are encoded in batches, to the same bytes: for single ones, calls would take longer
+than the arithmetic.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ FLUSHED_BELOW = 2.0**-100  # as in `floats.add_f32`
 # From bench/product/weight_sync.py: where more patterns change, a sparse chunk decodes no faster
 # than the dense one, which is smaller.
 MAX_SPARSE_SHARE = 0.25
-MAX_COPIED = 1 << 13  # patterns of a tensor that are copied sooner than passed to kernels by themselves
+MAX_COPIED = 1 << 13  # tensors of fewer patterns are joined, which is faster than a kernel call for each
 _UNCHANGED = (CoderId.CONSTANT, b"\x00")
-# Codes of a lossy chunk, the patterns they decode to, and where these escaped.
+# Codes of a lossy chunk, the patterns they decode to, and the positions of escaped elements.
 Quantized = tuple[Bytes, Patterns, NDArray[np.intp] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """Errors of decoded values, summed over patterns, so that chunks add up."""
+    """Errors of decoded values; those of chunks can be added."""
 
     largest: float  # greatest absolute error
     error: float  # sum of squared errors
@@ -63,7 +63,7 @@ class Deviation:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """A chunk's record, its streams as buffers, and for lossy plans what was lost."""
+    """A chunk's record, its streams as buffers, and its errors if the plan is lossy."""
 
     record: ChunkRecord
     streams: tuple[bytes | memoryview, ...]
@@ -71,12 +71,12 @@ class EncodedChunk:
 
     @property
     def payload(self) -> bytes:
-        """All streams as one copy."""
+        """The bytes of all streams, copied."""
         return b"".join(self.streams)
 
 
 def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) -> list[Stream]:
-    """Code each byte plane of codes [n], with labels [n] by the tables of the plan."""
+    """Encode each byte plane of codes [n], with contexts `labels` [n] if given, by the tables of the plan."""
     margin = encoding.huffman_margin
     if labels is None:
         return encode_streams(cpu().split_planes(codes, codes, RAW), huffman_margin=margin)
@@ -85,7 +85,7 @@ def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) 
 
 
 def encode_values(patterns: Patterns) -> list[Stream]:
-    """Code patterns [n] as they are, each byte plane a stream; empty streams for no patterns."""
+    """Encode patterns [n] untransformed, each byte plane as a stream; without patterns streams are empty."""
     if not len(patterns):
         return [(CoderId.STORED, b"")] * patterns.itemsize
     return encode_streams(cpu().split_planes(patterns, patterns, 0))
@@ -123,7 +123,7 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
     exact, restored = (cpu().to_f32(u, kind).view(np.float32) for u in (patterns, decoded))
     largest, error, power = planning().deviation(exact, restored)
     if largest < FLUSHED_BELOW:
-        # Differences this small may have been flushed to zero by the processor.
+        # The processor may have flushed such small differences to zero.
         wide, wide_restored = (widen_f64(f.view(np.uint32)) for f in (exact, restored))
         difference = wide_restored - wide
         largest = np.abs(difference).max(initial=0.0)
@@ -132,7 +132,7 @@ def _deviation(kind: int, patterns: Patterns, decoded: Patterns, counts: NDArray
 
 
 def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> Patterns:
-    """Return the patterns [n] that a chunk will decode to, without coding it."""
+    """Return the patterns [n] that a chunk will decode to, without encoding it."""
     patterns = source.patterns(sources.begin, sources.end)
     if encoding.plan.quant_map is None:
         if encoding.rounding is None:
@@ -144,7 +144,7 @@ def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: Chunk
 
 
 def encode_changes(patterns: Patterns, base: Patterns, plan: Plan, dtype: DType) -> list[Stream] | None:
-    """Code a chunk, patterns [n], of which few differ from the base [n]; None if too many do."""
+    """Encode the changes of patterns [n] against a base [n]; None if too many patterns differ."""
     positions = np.flatnonzero(patterns != base)
     if len(positions) > MAX_SPARSE_SHARE * len(patterns):
         return None
@@ -163,7 +163,7 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
 
 
 def encode_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> EncodedChunk:
-    """Encode one chunk of a tensor by its encoding plan; `sources` has its bounds, and its base if needed."""
+    """Encode one chunk of a tensor by its plan; `sources` has the bounds, and the base if needed."""
     plan = encoding.plan
     encode = _encode_planes if plan.quant_map is None else _encode_map
     header = FrameHeader(source.dtype, source.shape, plan, ())
@@ -175,14 +175,14 @@ def encode_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSourc
     return encoded_chunk(streams, decoded, base_codes, deviation)
 
 
-# Streams, the patterns that they decode to, and what was lost of the tensor itself.
+# Streams, the patterns that they decode to, and the errors if the chunk is lossy.
 _Coded = tuple[list[Stream], Patterns, Deviation | None]
 
 
 def _encode_planes(
     header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
 ) -> _Coded:
-    """Code the byte planes of patterns, or of what they are rounded to."""
+    """Encode the byte planes of patterns, rounded first if the plan says so."""
     plan, kind = header.plan, KINDS.get(source.dtype.name, 0)
     exact, deviation = unmoved(source).patterns(sources.begin, sources.end), None
     decoded = exact
@@ -201,7 +201,7 @@ def _encode_planes(
         streams = _encode_codes(batch.transformed(plan.mode), encoding, labels)
     else:
         runs = runs_of(plan.rules, sources.begin, sources.end, header.row_patterns)
-        assert runs is not None  # they were counted
+        assert runs is not None  # `by_table` was counted by runs
         by_table = encoding.by_table[sources.begin // CHUNK_VALUES]
         planes, margin = [*batch.planes(plan.mode)], encoding.huffman_margin
         streams = encode_by_runs(planes, runs, plan.tables, by_table, margin)
@@ -211,12 +211,12 @@ def _encode_planes(
 def _encode_map(
     header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
 ) -> _Coded:
-    """Code the codes of a quantization map, and what escapes it."""
+    """Encode the codes of a quantization map, and the escaped elements."""
     plan, begin, end = header.plan, sources.begin, sources.end
     labels = labels_of(plan.rules, sources, header.row_patterns) if plan.rules else None
     quantized = _quantize(header, encoding.quantizer, source.patterns(begin, end), sources, labels)
     streams, (codes, decoded, _) = _encode_quantized(encoding, quantized, labels), quantized
-    if isinstance(encoding.quantizer, CodedQuantizer):  # its errors were measured where its values are
+    if isinstance(encoding.quantizer, CodedQuantizer):  # errors were measured on the device
         return streams, decoded, Deviation(*encoding.quantizer.errors(begin), cpu().histogram(codes))
     counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)
     exact = unmoved(source).patterns(begin, end)
@@ -229,7 +229,7 @@ def encoded_chunk(
     base_codes: int | None = None,
     deviation: Deviation | None = None,
 ) -> EncodedChunk:
-    """Make the chunk of these streams, which decodes to patterns [n]."""
+    """Build the chunk of some streams, which decode to patterns [n]."""
     parts = tuple([data for _, data in streams])
     records = tuple([StreamRecord(coder, len(data)) for coder, data in streams])
     return EncodedChunk(
@@ -241,9 +241,9 @@ Encoded = tuple[TensorPlan, EncodedChunk]
 
 
 class Batch:
-    """Tensors of one dtype, or one chunk of a large one, to be coded together; none is empty.
+    """Non-empty tensors of one dtype and one chunk each that are encoded together.
 
-    It has the patterns of each, and of the bases that all or none have.
+    Holds the patterns of each tensor, and of the bases, which all or none have.
     """
 
     def __init__(self, dtype: DType, patterns: Sequence[Patterns], bases: Sequence[Patterns]) -> None:
@@ -251,12 +251,12 @@ class Batch:
 
     @cached_property
     def ends(self) -> Counts:
-        """End of each tensor [m], one behind the other."""
+        """End of each tensor in the concatenated patterns [m]."""
         return np.cumsum([len(own) for own in self.patterns])
 
     @cached_property
     def _pieces(self) -> list[tuple[Patterns, Patterns]]:
-        """Patterns of tensors and their bases, or the same twice: small ones as one copy, for few calls."""
+        """Return pairs of patterns and base patterns (the same without bases); small tensors are joined."""
         pairs = [*zip(self.patterns, self.bases or self.patterns, strict=True)]
         if self.ends[-1] > MAX_COPIED * len(pairs):
             return pairs
@@ -264,14 +264,14 @@ class Batch:
         return [(own, base)]
 
     def _each(self, out: Any) -> Iterator[tuple[Patterns, Patterns, Any]]:
-        """Yield each piece of the tensors and of their bases, with its part of `out`."""
+        """Yield patterns and base patterns of each piece, with its slice of `out`."""
         begin = 0
         for own, base in self._pieces:
             yield own, base, out[..., begin : begin + len(own)]
             begin += len(own)
 
     def only(self, which: Sequence[int], most: int | None = None) -> Batch:
-        """Return some of the tensors, in this order, with the first `most` patterns of each, or all."""
+        """Return a batch of some of the tensors, truncated to the first `most` patterns each if given."""
         if most is None and len(which) == len(self.patterns):
             return self
         patterns = [self.patterns[k][:most] for k in which]
@@ -279,7 +279,7 @@ class Batch:
 
     @cached_property
     def by_magnitude(self) -> Contexts:
-        """Contexts by the magnitude of the bases."""
+        """The contexts by magnitude of the bases."""
         labels = np.empty(self.ends[-1], np.uint8)
         for _, base, out in self._each(labels):
             cpu().magnitudes(base, out)
@@ -293,18 +293,18 @@ class Batch:
         return result
 
     def planes(self, mode: PlaneMode) -> Bytes:
-        """Split into planes [n_planes, n]."""
+        """Split the patterns into byte planes [n_planes, n] after a plane mode."""
         result = np.empty((self.dtype.pattern_bytes, self.ends[-1]), np.uint8)
         for own, base, out in self._each(result):
             cpu().split_planes(own, base, kernel_mode(mode, self.dtype), out)
         return result
 
     def streams(self, mode: PlaneMode, huffman_margin: float | None) -> list[list[Stream]]:
-        """Code the planes of each tensor, without contexts."""
+        """Encode the byte planes of each tensor without contexts."""
         return self.streams_of(self.planes(mode), huffman_margin)
 
     def streams_of(self, planes: Bytes, huffman_margin: float | None) -> list[list[Stream]]:
-        """Code some of the planes [k, n] of each tensor, without contexts."""
+        """Encode planes [k, n] of all tensors without contexts, and return the k streams of each tensor."""
         columns, n = [cut(plane, self.ends) for plane in planes], len(planes)
         parts = [part for own in zip(*columns, strict=True) for part in own]
         coded = encode_streams(parts, huffman_margin=huffman_margin)
@@ -312,7 +312,7 @@ class Batch:
 
 
 def encode_planes(batch: Batch, plan: Plan, huffman_margin: float | None) -> list[Encoded]:
-    """Encode tensors by a plan without contexts."""
+    """Encode the tensors of a batch with a plan without contexts."""
     encoding, streams = TensorPlan(plan), batch.streams(plan.mode, huffman_margin)
     return [
         (encoding, encoded_chunk(own_streams, own))
@@ -323,9 +323,9 @@ def encode_planes(batch: Batch, plan: Plan, huffman_margin: float | None) -> lis
 def encode_by_contexts(
     batch: Batch, mode: PlaneMode, n_random: int, huffman_margin: float | None
 ) -> list[Encoded]:
-    """Encode deltas of a mode with contexts by the base's magnitude, each with tables of its own.
+    """Encode the deltas of a batch with contexts by the base's magnitude; each tensor gets its own tables.
 
-    The lowest `n_random` planes seem random, so contexts would tell nothing of them.
+    The lowest `n_random` planes look random, so they are encoded without contexts.
     """
     codes, low = batch.transformed(mode), list[list[Stream]]()
     if n_random:

@@ -1,7 +1,6 @@
-"""A tensor that was coded elsewhere, of which only codes came here: packed, with the values that escaped.
+"""A tensor that was quantized elsewhere, such as on an accelerator: packed codes and escaped values.
 
-Its map was fitted and its errors were measured where its values are, such as on an accelerator. Encoder only;
-the frame that is written is the one that the values themselves would give.
+Its map was fitted and its errors were measured there. The frame is the same as for the values themselves.
 """
 
 from __future__ import annotations
@@ -23,21 +22,21 @@ Errors = tuple[float, float, float]
 
 
 def bits_for(n_codes: int) -> int:
-    """Count the bits of a packed code."""
+    """Return the number of bits of a packed code."""
     return max(1, (n_codes - 1).bit_length())
 
 
 @dataclass(frozen=True)
 class CodedSource(TensorSource):
-    """A tensor as packed codes; its patterns are decoded from them, chunk by chunk."""
+    """A tensor as packed codes, from which its patterns are decoded chunk by chunk."""
 
-    dtype: DType  # of the tensor, F32, BF16 or F16
-    shape: tuple[int, ...]  # of the tensor
+    dtype: DType  # F32, BF16 or F16
+    shape: tuple[int, ...]
     quant_map: QuantizationMap  # one context, linear, without a base
-    packed: Bytes  # all codes with `bits_for` bits each
-    kept: Patterns  # patterns that escaped, as they are restored, in order
-    kept_ends: tuple[int, ...]  # how many of them there are up to the end of each chunk
-    # of each chunk, largest absolute error, sum of squared errors, sum of squared values
+    packed: Bytes  # all codes, `bits_for` bits each
+    kept: Patterns  # restored patterns of escaped elements, in order
+    kept_ends: tuple[int, ...]  # number of escaped elements up to the end of each chunk
+    # By chunk: largest absolute error, sum of squared errors, sum of squared values.
     errors: tuple[Errors, ...]
 
     def codes_of(self, begin: int, end: int) -> Bytes:
@@ -64,13 +63,13 @@ class CodedSource(TensorSource):
 
     @property
     def quantizer(self) -> CodedQuantizer:
-        """A quantizer that gives these very codes."""
+        """Quantizer that returns the stored codes."""
         return CodedQuantizer(self)
 
 
 @dataclass(frozen=True, slots=True)
 class CodedQuantizer(Quantizer):
-    """Quantizer of a tensor that is coded already."""
+    """Quantizer of a tensor whose codes are known."""
 
     source: CodedSource
 

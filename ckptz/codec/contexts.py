@@ -1,6 +1,6 @@
-"""Codes by context: sorted by contexts that a decoder knows, and coded by tables that contexts share.
+"""Encodes codes by context: sorts them by contexts that a decoder knows, with shared frequency tables.
 
-Tensors of one chunk are sorted, counted and coded together; each has tables of its own.
+Tensors of one chunk are sorted, counted and encoded in batches; tables are not shared between tensors.
 """
 
 from __future__ import annotations
@@ -29,31 +29,33 @@ from ckptz.format.streams import (
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import RAW, SCALE, Bytes, Counts, Frequencies, Patterns, Reals
 
-HEAD_BYTES: Final = 5  # of lanes and states, or of two embedded streams
-# Bits that one more table of a delta must save. A table takes time to make, in the encoder and in every
-# decoder; from bench/product/lossless.py, where files are smallest from 100 to 400.
+HEAD_BYTES: Final = 5  # lanes and states, or headers of two embedded streams
+# Bits that one more table of a delta must save, more than its size because building a table takes time in
+# encoder and decoder. From bench/product/lossless.py: files are smallest from 100 to 400.
 TABLE_BITS: Final = 300.0
 TABLE_BITS_PER_SYMBOL: Final = 6.0
 
 
-# Of a stream that another coder takes: the shortest that a frame can have.
+# The shortest tables that a frame can store, for streams that use another coder.
 NO_TABLES: Final = StreamTables(
     np.eye(1, 256, dtype=np.uint16) * np.uint16(SCALE), np.zeros(N_MAGNITUDE_CONTEXTS, np.int64), b"\1\0\0\0"
 )
 
 
 class Contexts:
-    """The contexts of tensors [m], one behind the other.
+    """The contexts of m concatenated tensors.
+
+    A row is a context that occurs in a tensor.
 
     Attributes:
         labels: context of each pattern [n], below `n_contexts`.
-        ends: of each tensor [m].
-        counts: patterns of each context, by tensor, in thirds, as kernels need them.
-        contexts: that occur, ascending, of one tensor behind the other [n_rows].
-        row_ends: end of each of those once patterns are sorted [n_rows].
-        tensor_rows: how many of them there are up to the end of each tensor [m].
-        rows_of: of each tensor and context [m, n_contexts], which of the tensor's own rows has the context
-            or, if it does not occur, the one before it: that keeps runs of equal tables long.
+        ends: end of each tensor in `labels` [m].
+        counts: number of patterns by tensor, context and third of the tensor, as kernels need them.
+        contexts: context of each row, ascending within a tensor [n_rows].
+        row_ends: end of each row in the sorted patterns [n_rows].
+        tensor_rows: number of rows up to the end of each tensor [m].
+        rows_of: by tensor and context [m, n_contexts], the index of the row within the tensor; for contexts
+            that do not occur, the row before, so that runs of equal tables are long.
     """
 
     def __init__(self, labels: Labels, ends: Counts, n_contexts: int) -> None:
@@ -67,19 +69,19 @@ class Contexts:
         self.rows_of = np.maximum(np.cumsum(is_used, axis=1) - 1, 0)
 
     def sort(self, codes: Patterns, counted: Sequence[ContextCounts] = ()) -> Sorted:
-        """Sort codes [n]; `counted` has how often each occurs in each context, by byte plane, where known."""
+        """Sort codes [n] by context; `counted` has the counts of each byte plane, if they are known."""
         return Sorted(self, codes, counted)
 
 
 class Sorted:
-    """The byte planes of codes [n] of tensors [m] in the order of their contexts.
+    """The byte planes of codes [n] of m tensors, sorted by context.
 
-    A part is one plane of one tensor; parts stand plane after plane.
+    A part is one plane of one tensor; parts are ordered by plane, then by tensor.
 
     Attributes:
-        planes: of the codes [k, n].
-        counts: occurrences of each code in each context of each plane [k * n_rows, 256].
-        part_rows: how many rows of `counts` there are up to the end of each part [k * m].
+        planes: the byte planes [k, n].
+        counts: occurrences of each code in each row of each plane [k * n_rows, 256].
+        part_rows: number of rows of `counts` up to the end of each part [k * m].
     """
 
     def __init__(self, contexts: Contexts, codes: Patterns, counted: Sequence[ContextCounts]) -> None:
@@ -101,12 +103,12 @@ class Sorted:
         return np.concatenate(([0], self.part_rows[:-1]))
 
     def by_tensor(self, rows: Reals) -> Reals:
-        """Add up a number for each row of `counts` over the planes and contexts of each tensor [m]."""
+        """Add up one number per row of `counts` over the planes and contexts of each tensor [m]."""
         parts = np.add.reduceat(rows, self._first_rows)
         return parts.reshape(len(self.planes), -1).sum(axis=0)
 
     def encode(self, huffman_margin: float | None) -> tuple[list[list[StreamTables]], list[list[Stream]]]:
-        """Make tables and streams: of each tensor, one of each plane."""
+        """Build tables and encode streams: for each tensor, one of each per plane."""
         table_of, sums, ends = planning().merge_rows(
             self.counts, self.part_rows, MAX_TABLES, TABLE_BITS, TABLE_BITS_PER_SYMBOL
         )
@@ -130,7 +132,7 @@ class Sorted:
         return [tables[t::m] for t in range(m)], [streams[t::m] for t in range(m)]
 
     def encode_by(self, tables: Sequence[StreamTables], huffman_margin: float | None) -> list[Stream]:
-        """Code one tensor by tables that are given for each plane."""
+        """Encode a single tensor with given tables, one per plane."""
         contexts = self.contexts.contexts
         by_part = [ContextCounts(contexts, counts) for counts in cut(self.counts, self.part_rows)]
         n_bytes = np.array([one.bytes_by(own) for one, own in zip(by_part, tables, strict=True)])
@@ -147,7 +149,7 @@ class Sorted:
 
     @cached_property
     def _parts(self) -> list[Bytes]:
-        """Each part in the order of its patterns."""
+        """Return the codes of each part in their original order."""
         return cut(cpu().split_planes(self._codes, self._codes, RAW).reshape(-1), self._part_ends)
 
     def _coded(
@@ -159,13 +161,13 @@ class Sorted:
         totals: Counts,
         huffman_margin: float | None,
     ) -> list[Stream]:
-        """Code each part by the table of each row, or by another coder where that is smaller.
+        """Encode each part with its tables, or with another coder where that is smaller.
 
         Args:
-            frequencies: of all tables.
-            table_of: of each row of `counts`.
-            n_bytes: that the codes of each part take by them.
-            table_bytes: that the tables of each part take, where another coder does without them.
+            frequencies: all frequency tables.
+            table_of: index of the table of each row of `counts`.
+            n_bytes: size of the codes of each part with these tables.
+            table_bytes: size of the tables of each part, which another coder does not need.
             totals: occurrences of each code in each part.
             huffman_margin: see `encode_streams`.
         """
@@ -176,7 +178,8 @@ class Sorted:
             part: (CoderId.CONSTANT, bytes((int(totals[part].argmax()),)))
             for part in np.flatnonzero(is_constant).tolist()
         }
-        # No other coder takes less than the entropy without contexts, a table and a head, repeats aside.
+        # Lower bound for the other coders, except for repeats: entropy without contexts, a table and a
+        # header.
         least = row_entropy_bits(totals) / 8 + least_packed(totals) + HEAD_BYTES
         if at := np.flatnonzero(~is_constant & (least < most)).tolist():
             beats = most[at].tolist()

@@ -1,6 +1,6 @@
-"""Efforts: how much time an encoder spends on a smaller file. Decoding needs to know none of it.
+"""Efforts: how much time an encoder spends on a smaller file. Decoding does not depend on it.
 
-The measurements behind the three efforts: bench/results/effort.csv, by bench/product/effort.py.
+Measured by bench/product/effort.py: bench/results/effort.csv.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ EffortName = Literal["fast", "default", "small"]
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """Parts of an encoder that trade time for bytes.
+    """Encoder settings that trade time for bytes.
 
     Attributes:
-        name: of the effort.
-        huffman_margin: share of bytes that a Huffman stream may take beyond an ideal coder, to be used for
-            its speed; None for the smallest coder alone.
-        run_gain: share of a full tensor's bytes that contexts of its runs, such as rows, must save by their
-            scales to be used; None for no such contexts, also where some runs come from a narrower type.
-        has_delta_contexts: whether deltas are grouped by the magnitude of the base.
-        tries_xor: whether deltas may be an exclusive or; else they are ordered differences.
+        name: name of the effort.
+        huffman_margin: share of bytes that a Huffman stream may exceed an ideal coder by, for its speed;
+            None to use the smallest coder always.
+        run_gain: share of the bytes of a tensor without base that frequency tables by scale of its runs, such
+            as rows, must save to be used; None to use no contexts by run.
+        has_delta_contexts: whether deltas use contexts by the magnitude of the base.
+        tries_xor: whether a delta may be an exclusive or; else it is an ordered difference.
     """
 
     name: EffortName
@@ -41,7 +41,7 @@ FAST: Final = Effort(
     has_delta_contexts=False,
     tries_xor=False,
 )
-# What saves at least 1 % of a file for its time: bench/results/effort.csv.
+# All steps that save at least 1 % of a file in relation to their time: bench/results/effort.csv.
 DEFAULT: Final = Effort("default", huffman_margin=0.01, run_gain=0.01)
 SMALL: Final = Effort("small")
 EFFORTS: Final = {effort.name: effort for effort in (FAST, DEFAULT, SMALL)}
@@ -51,7 +51,7 @@ def effort_of(name: EffortName) -> Effort:
     """Look up an effort by its name.
 
     Raises:
-        ConfigError: there is no such effort.
+        ConfigError: no effort has this name.
     """
     if name not in get_args(EffortName):
         raise ConfigError(f"effort must be one of {', '.join(EFFORTS)}, got {name!r}")

@@ -1,12 +1,11 @@
-"""Plans grids: steps by row, codes of the difference to the restored base, levels, and tables by context.
+"""The grid method: steps by row, quantization of the difference to the restored base, and its contexts.
 
-The loop is closed: what is quantized is the difference to what a reader will have, so that errors of a
-chain do not add up. Whatever guides the steps and the rounding stays behind; labels of rows, levels and
-codes are all that the frame keeps.
+The difference to the base as restored is quantized, so that errors do not add up along a chain. The frame
+stores row labels, levels and codes only, not the side information that steps and rounding depend on.
 
-On the third delta of a language model's run (0.9 bits a weight), richer models of movement were not worth
-their bits: fitting each delta to a scaled base and the last movement took 3.6 % more bits, Adam's direction
-explained 1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more bits.
+On the third delta of a language model's run (0.9 bits per weight), better predictions of the movement were
+not worth their bits: a scaled base plus the last movement took 3.6 % more bits, Adam's direction explained
+1.5 % of the movement, and 16 ranks explained 28 % of it for 49 % more bits.
 """
 
 from __future__ import annotations
@@ -76,47 +75,40 @@ from ckptz.kernels import rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
 from ckptz.state.roles import Role
 
-# Of full files and deltas, from the run of the demo: 4 to 9 % fewer bits at no loss that could be
-# measured, and chains still send all of the movement, as each delta begins with what the last one left.
-# Above, a larger step gives the same size at less loss; on a larger run, 0.2 saves 1.5 % of a file at equal
-# weighted error. Full files take the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.
+# For full files and deltas, measured on the run of the demo: 4 to 9 % fewer bits without measurable loss.
+# Chains still transfer all movement, as each delta includes the error of the last one. With a larger dead
+# zone, a larger step gives the same size at less loss; on a larger run, 0.2 saves 1.5 % of a file at equal
+# weighted error. Full files use the step of their deltas: 0.7 of it saves 0.1 %, 1.4 of it costs 4.2 %.
 DEAD_ZONE: Final = 0.1
-MIN_ROW_VALUES: Final = 32  # shorter rows would pay more for their labels than these save
-SAMPLE_OUTPUTS: Final = 128  # of a layer, that levels are fitted to
-N_FITS: Final = 2  # a third changes bits by less than 1 %
+MIN_ROW_VALUES: Final = 32  # labels of shorter rows would take more bits than they save
+SAMPLE_OUTPUTS: Final = 128  # outputs of a layer that levels are fitted to
+N_FITS: Final = 2  # a third fit changes the size by less than 1 %
 
 Outputs = NDArray[np.intp]
 
 
-MAX_SECOND_STEP: Final = 8.0  # octaves: Adam then steps up to 4 times too far, no small error any more
+MAX_SECOND_STEP: Final = 8.0  # octaves: Adam's updates are then up to 4 times too large
 MAX_FIRST_STEP: Final = 64.0
 
 
 PURPOSES: Final = ("auto", "resume", "ship")
-UNGUIDED_SHARE: Final = 0.5  # of the usual step, for weights of SGD; from bench/studies/restarts, image
+UNGUIDED_SHARE: Final = 0.5  # of the step, for weights of SGD; from bench/studies/restarts, image
 # Of all steps, in runs that restart. On runs of bench/studies/user_runs to choose on, one seed: a run from
 # scratch ends at +0.38 % with half the steps (65x), at +0.70 % with whole ones (106x), a fine-tune at +0.18 %
 # (99x) where it was +0.36 % (129x).
 RESTART_SHARE: Final = 0.5
 FULL_SHARE: Final = 0.35  # of the step of deltas, for full files of runs that restart
-PEAK, PEAK_TO_SHIP = 0.5, 1.5  # steps around zero: a cell; three, where a dead zone and centroids moved them
-MIN_DECIDING: Final = 256  # elements
-MOST_MOVES: Final = 16.0  # mean movements of a file, that a step may be; see `_GridTensor.after`
-FINEST: Final = 1 / 64  # of a step
-SUITS: Final = 2.0  # how far steps of a base may be from those that would be chosen now
+# Steps around zero that the choice of a dither seed ignores: one cell, or three with dead zone and centroids.
+PEAK, PEAK_TO_SHIP = 0.5, 1.5
+MIN_DECIDING: Final = 256  # elements that decide on the dither seed at least
+MOST_MOVES: Final = 16.0  # largest step of a delta, in mean movements; see `_GridTensor.choose_dither`
+FINEST: Final = 1 / 64  # smallest factor by which steps are reduced
+SUITS: Final = 2.0  # greatest ratio of the base's steps and newly chosen ones at which the base's are kept
 
 
 @dataclass(frozen=True, slots=True)
 class UniformGrid(Recipe):
-    """A weight on a uniform grid.
-
-    Attributes:
-        step: multiple of the reference step.
-        dead_zone: additional share of a step, on both sides of zero, that becomes zero; None for the default.
-        purpose: see `Grid`.
-        full_step: see `Grid`.
-        most_moves: see `Grid`.
-    """
+    """Recipe of a weight on a uniform grid; see `Grid` for its settings."""
 
     step: float = 1.0
     dead_zone: float | None = None
@@ -132,7 +124,7 @@ class UniformGrid(Recipe):
         return {"step": self.step, **chosen}
 
     def movement(self, tensor: TensorToEncode) -> float | None:
-        """Measure in the chunk in the middle, in steps, by how much elements have moved, each at most one."""
+        """Return the mean movement since the base in steps, clipped to 1, measured on the middle chunk."""
         source, base, guide = tensor.source, tensor.base, tensor.guide
         if base is None:
             return None
@@ -156,7 +148,7 @@ class UniformGrid(Recipe):
         return float(np.minimum(np.abs(moved) / steps, 1.0).mean())
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
-        """Plan a weight, whose steps and rounding follow its base and its guide."""
+        """Plan a weight; steps and rounding depend on its base and side information."""
         source, base, guide, run = tensor.source, tensor.base, tensor.guide, tensor.run
         statistics = TensorStatistics.whole(source, base, guide, run)
         fault = statistics.fault(source.dtype)
@@ -164,24 +156,25 @@ class UniformGrid(Recipe):
             return replace(plan_lossless(source, base, run, tensor.effort), note=fault)
         if statistics.residual_power >= statistics.power:
             base = None
-        # Against weights on no grid, as those that a fine-tune began from, the step is that of full files.
+        # `full_step` also applies to a base that is not on a grid, such as the pretrained weights of a
+        # fine-tune.
         begins = base is None or base.stored is None or base.stored.method != self.name
         step = self.full_step if begins and self.full_step is not None else self.step
         wanted = replace(self, step=step)
-        is_moving = self.purpose == "resume" or (self.purpose == "auto" and base is not None)
-        encoding = (wanted._moving if is_moving else wanted._standing)(
+        is_resumed = self.purpose == "resume" or (self.purpose == "auto" and base is not None)
+        encoding = (wanted._plan_resume if is_resumed else wanted._plan_ship)(
             tensor, base, _row_steps(source, step, guide, statistics)
         )
         return (
             encoding if step == self.step else replace(encoding, recorded={"step": step, **encoding.recorded})
         )
 
-    def _moving(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
-        """Plan a weight that training goes on from: on a grid that stays, and that loses no movement.
+    def _plan_resume(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
+        """Plan a weight that training is resumed from, on the base's grid and without losing movement.
 
-        After a restore the residual is what training has moved since, all of it near zero; rounding to
-        nearest would throw it away, and training with it. Stochastic rounding keeps it on average.
-        Where nothing was restored the residual is spread, and the thresholds of the file before go on.
+        After a restore, the residual is the movement since then, which is near zero: rounding to nearest
+        would lose it, stochastic rounding keeps it on average. Without a restore, residuals are spread
+        evenly, and the dither seed of the previous file is kept.
         """
         stored = None if base is None else base.stored
         kept = _steps_of(stored, rows, self.step)
@@ -192,7 +185,7 @@ class UniformGrid(Recipe):
         grid = _GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, key)
         if base is not None:
             moves = None if tensor.movement is None else tensor.movement * self.most_moves
-            grid = grid.after(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
+            grid = grid.choose_dither(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
         counted = grid.counted(tensor.run)
         most = largest_magnitude(counted.codes.total)
         if base is None and (layer := _Layer.of(grid, tensor.guide)) is not None:
@@ -204,8 +197,8 @@ class UniformGrid(Recipe):
         recorded = {} if grid.key == NEAREST else {THRESHOLD_KEY: grid.key, "step": float(self.step * share)}
         return replace(encoding, recorded=recorded)
 
-    def _standing(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
-        """Plan a weight that is only evaluated: smallest at an equal error."""
+    def _plan_ship(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
+        """Plan a weight that is only evaluated: the smallest frame at a given error."""
         dead_zone = DEAD_ZONE if self.dead_zone is None else self.dead_zone
         grid = _GridTensor(tensor.source, base, rows, dead_zone, fits_levels=True)
         counted = grid.counted(tensor.run)
@@ -218,7 +211,7 @@ class UniformGrid(Recipe):
 
 
 def _steps_of(stored: Stored | None, wanted: RowSteps, step: float) -> RowSteps | None:
-    """Find the steps that the base's frame has, if it is such a grid and they suit still."""
+    """Return the steps of the base's frame, if it is a grid with similar steps; else None."""
     if stored is None or stored.method != UniformGrid.name or stored.settings.get("step") != step:
         return None
     plan = stored.plan
@@ -239,26 +232,24 @@ def _steps_of(stored: Stored | None, wanted: RowSteps, step: float) -> RowSteps 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid(Method):
-    """Weights on a uniform grid whose step follows sensitivity, moments beside them.
+    """Weights on a uniform grid whose steps depend on sensitivity, with lossy optimizer state.
 
-    A fixed step promises nothing: the file records the errors that were measured.
+    There is no limit on the loss of quality with a fixed step: the file records the measured errors.
 
     Attributes:
-        step: multiple of the reference step, above 0. An equal multiple means about an equal loss change for
-            any model: its square is proportional to the expected change (`ckptz.codec.grid_steps.row_steps`).
-        dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default what
-            measured best, a tenth, and 0 to resume from. Stochastic rounding has none.
-        full_step: the step of files without a base, which is what a fine-tune never makes good again; by
-            default `step`.
-        moments: how optimizer state becomes lossy; None keeps it exactly.
-        min_elements: smaller weights, and those of one dimension, are kept exactly if there are no moments;
-            else to an eighth of the step that their second moments allow, to at most an eighth of their
-            standard deviation, and to a relative 2^-10 where that is coarser or nothing is known.
-        purpose: "resume" keeps what training has moved, however often it restarts from such files; "ship"
-            makes the smallest file for an evaluation. "auto" is resume for files with optimizer state or
-            with a base, and ship for weights alone.
-        most_moves: the step that a delta to restart from has at most, in mean movements of training since its
-            base.
+        step: multiple of the reference step, above 0. The same multiple causes a similar loss change in any
+            model: the expected change is proportional to its square (`ckptz.codec.grid_steps.row_steps`).
+        dead_zone: additional share of a step, on both sides of zero, that becomes zero; by default 0.1, which
+            measured best, and 0 for files to resume from. Not used with stochastic rounding.
+        full_step: step of files without base, whose error training does not correct later; by default `step`.
+        moments: settings of lossy optimizer state; None keeps it exactly.
+        min_elements: smaller weights, and those of one dimension, are kept exactly if `moments` is None. Else
+            they are rounded: to an eighth of the step from their second moments, at most an eighth of their
+            standard deviation, or to a relative 2^-10 if that is coarser or there are no second moments.
+        purpose: "resume" preserves the movement of training, however often it restarts from such files;
+            "ship" makes the smallest file for evaluation. "auto" means resume for files with optimizer state
+            or with a base, and ship for weights only.
+        most_moves: largest step of a delta to resume from, in mean movements since its base.
 
     Example:
         >>> from ckptz import Grid
@@ -308,7 +299,7 @@ class Grid(Method):
     def recipes(
         self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
     ) -> dict[str, Recipe]:
-        """Choose for weights by themselves, and for moments by what they belong to."""
+        """Return the recipe of each tensor; that of moments depends on the parameter."""
         weights = self
         is_trained = bool(trained) or any(roles[name].role in MOMENT_ROLES for name in tensors)
         if self.purpose == "auto" and is_trained:
@@ -318,10 +309,10 @@ class Grid(Method):
         return state_recipes(tensors, roles, trained, self.moments, weights, self.step)
 
     def for_restarts(self, n: int, *, is_guided: bool = True, healing: float = 1.0) -> Self:
-        """Return finer steps for more restarts: the loss that each restart adds grows with the step.
+        """Return finer steps for more restarts, since each restart adds a loss that grows with the step.
 
-        Full files are finer still: the error of the first stays in the run through all restarts. Weights
-        also get finer steps where no second moments say which of them matter, and near the end.
+        Full files get still finer steps, because the error of the first one remains through all restarts.
+        Steps of weights are also finer without second moments, and near the end of training.
         """
         share = RESTART_SHARE * min(max(USUAL_RESTORES / n, 1 / 16), 1.0)
         step = self.step * share * (1.0 if is_guided else UNGUIDED_SHARE)
@@ -330,10 +321,7 @@ class Grid(Method):
         return replace(finer, full_step=full_step, most_moves=self.most_moves * healing)
 
     def scaled(self, multiplier: float) -> Self:
-        """Return the settings with another step; the steps of moments follow in proportion.
-
-        They stop growing at steps whose errors are no longer small.
-        """
+        """Return the settings with all steps multiplied; the steps of moments have a maximum."""
         return self._with_step(multiplier, multiplier)
 
     def _with_step(self, step: float, share: float) -> Self:
@@ -348,7 +336,7 @@ class Grid(Method):
 
 
 def _middle(source: TensorSource) -> Bounds:
-    """Choose the chunk in the middle."""
+    """Return the bounds of the middle chunk."""
     bounds = list(chunk_bounds(source.n_patterns))
     return bounds[len(bounds) // 2]
 
@@ -356,7 +344,7 @@ def _middle(source: TensorSource) -> Bounds:
 def _row_steps(
     source: TensorSource, step: float, guide: SideInformation, statistics: TensorStatistics
 ) -> RowSteps:
-    """Choose the steps of the rows; one for all where rows are too short or too many for labels."""
+    """Choose the steps of the rows; a single step if rows are too short or too many for labels."""
     n_rows = n_rows_of(tuple(source.shape))
     row_patterns = statistics.n_patterns // n_rows
     sensitivity = None if statistics.row_sums is None else statistics.row_sums / row_patterns
@@ -370,11 +358,11 @@ def _row_steps(
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Codes of some chunks: by context, and the sums of the magnitudes that they stand for.
+    """Counts of codes by context, and sums of their magnitudes; those of chunks can be added.
 
     Attributes:
-        codes: codes by context; contexts are numbered by row context, then by code of the base.
-        sums: of magnitudes [n_row_contexts, 256], where they are asked for.
+        codes: counts of codes; contexts are numbered by row context, then by code of the base.
+        sums: sums of magnitudes by row context and code [n_row_contexts, 256], if levels are fitted.
     """
 
     codes: ContextCounts
@@ -386,11 +374,11 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class _GridTensor(OnGrid):
-    """A tensor on its grid, while it is planned.
+    """Quantizer of a tensor during planning.
 
     Attributes:
-        rounded: codes of the whole tensor, if they depend on one another.
-        fits_levels: whether magnitudes are summed up while codes are counted.
+        rounded: codes of the complete tensor, if error-compensated rounding was used.
+        fits_levels: whether magnitudes are summed up when codes are counted.
     """
 
     rounded: NDArray[np.uint8] | None = None
@@ -398,16 +386,16 @@ class _GridTensor(OnGrid):
 
     @property
     def n_base_codes(self) -> int:
-        """Codes of the base's frame; 1 if it has none, or more than contexts allow.
+        """Number of codes of the base's frame; 1 if it has no codes or too many for contexts.
 
-        They save 2.7 % of a delta's bits as contexts. Beside them, quarters of the second moment would
-        save 1.2 %, the sign of the base 0.2 %, and that of its first moment nothing.
+        As contexts they save 2.7 % of a delta's bits. In addition, quartiles of the second moment would save
+        1.2 %, the sign of the base 0.2 %, and the sign of its first moment nothing.
         """
         n = 1 if self.base is None else self.base.n_codes or 1
         return n if n * self.rows.n_contexts <= MAX_CONTEXTS else 1
 
     def whole_residual(self) -> NDArray[np.float32]:
-        """Return the differences to the base, float32 [rows, patterns of a row]."""
+        """Return the difference of the complete tensor to its base, float32 [n_rows, elements of a row]."""
         source, base = self.source, self.base
         whole = np.empty(source.n_patterns, np.float32)
         for begin, end in source.chunk_bounds():
@@ -416,22 +404,25 @@ class _GridTensor(OnGrid):
         return whole.reshape(n_rows_of(tuple(source.shape)), -1)
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Return the codes of patterns begin..end, uint8 [end - begin], the last one beyond the alphabet."""
+        """Return the codes of patterns begin..end, uint8 [end - begin]; the last code is the escape code."""
         if self.rounded is None:
             return OnGrid.codes(self, begin, end, patterns)
         return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))
 
-    def after(self, new: int, peak: float, most: float | None) -> _GridTensor:
-        """Choose thresholds, and steps for them, by the chunk in the middle; `self.key` is the base's file's.
+    def choose_dither(self, new: int, peak: float, most: float | None) -> _GridTensor:
+        """Choose the dither seed, and finer steps for stochastic rounding, from the middle chunk.
 
-        Steps drawn for become at most `most` of those that are given.
+        Residuals of elements whose base is within `peak` steps of zero are ignored: weights have a peak at
+        zero, so many of these residuals are small with and without a restore.
 
-        Weights have a peak at zero. So of residuals whose base is within `peak` steps of it, many are small
-        wherever they come from; the others decide.
+        If few elements have moved by a step, finer steps reduce the error of stochastic rounding, which is
+        the product of movement and step, for few bits. All tensors of a file use the same factor, so that the
+        ratio of bits and errors is the same in each.
 
-        Where few elements of a file would move by a step, steps are finer: what drawing adds to its error,
-        the product of movement and step, becomes less for few bits. Those of all its tensors are so by one
-        factor: bits and errors of a tensor are then in the same proportion as those of any other.
+        Args:
+            new: unused seed; `self.key` is the seed of the base's file.
+            peak: steps around zero to ignore.
+            most: largest factor of the steps with stochastic rounding; None for no change.
         """
         bounds = _middle(self.source)
         values, base, steps, labels, row_patterns = self.inputs(*bounds, self.source.patterns(*bounds))
@@ -447,7 +438,7 @@ class _GridTensor(OnGrid):
         return replace(self, key=key, rows=replace(self.rows, steps=self.rows.steps * share))
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
-        """Fit the largest magnitude that has a code, and the levels that codes stand for."""
+        """Fit the largest magnitude that has codes, and the levels of the codes."""
         merged = _merged(counted.codes, self.n_base_codes)
         by_row = np.zeros((self.rows.n_contexts, 256), np.int64)
         by_row[merged.contexts] = merged.counts
@@ -455,7 +446,7 @@ class _GridTensor(OnGrid):
         return most, fit_levels(self.rows.steps, by_row, counted.sums, most)
 
     def rules(self, n_base_codes: int) -> tuple[ContextRule, ...]:
-        """List the rules of contexts by row and, where there are several, by code of the base."""
+        """Return the context rules: by row, and by code of the base if there are several."""
         rows = (Row(self.rows.n_contexts, self.rows.labels),) if self.rows.n_contexts > 1 else ()
         return (*rows, BaseCode(n_base_codes)) if n_base_codes > 1 else rows
 
@@ -483,13 +474,13 @@ class _GridTensor(OnGrid):
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A weight whose columns are rounded one after another; holds it in float32 up to three times.
+    """A weight during error-compensated rounding; needs memory for up to three float32 copies of it.
 
     Attributes:
-        grid: of the tensor.
-        residual: what is rounded [rows, patterns of a row].
-        is_transposed: whether the first dimension of the weight is that of its inputs.
-        feedbacks: of the inputs of each group.
+        grid: the grid of the tensor.
+        residual: the difference to the base [n_rows, elements of a row].
+        is_transposed: whether the first dimension of the weight is the input dimension.
+        feedbacks: factors of the input covariance of each group.
     """
 
     grid: _GridTensor
@@ -499,7 +490,7 @@ class _Layer:
 
     @classmethod
     def of(cls, grid: _GridTensor, guide: SideInformation) -> _Layer | None:
-        """Make it from covariances of inputs [n, n], or [n_groups, n, n]; None where they are not known."""
+        """Prepare a weight with known input covariance [n, n] or [n_groups, n, n]; None without."""
         moments = None if guide.inputs is None else guide.inputs.read()
         if guide.inputs is None or moments is None or moments.ndim < 2:
             return None
@@ -508,11 +499,11 @@ class _Layer:
         return cls(grid, grid.whole_residual(), guide.inputs.axis == 0, feedbacks)
 
     def fit(self) -> tuple[int, LinearTable]:
-        """Fit the largest magnitude that has a code, and the levels, to a sample of the outputs.
+        """Fit the largest magnitude that has codes, and the levels, to a sample of the outputs.
 
-        What takes a code is a value with the errors of columns before it. Centroids of these lie further
-        out than those of the values alone, which would shrink what is restored, with 4.3 % more bits and
-        4.3 % more weighted error on a language model's run.
+        The rounded values contain the errors of earlier columns, so their centroids have larger magnitudes.
+        Centroids of the original values would shrink the restored ones: 4.3 % more bits and 4.3 % more
+        weighted error on a language model's run.
         """
         rows = self.grid.rows
         most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)
@@ -526,7 +517,7 @@ class _Layer:
         return most, levels
 
     def rounded(self, most: int, levels: LinearTable) -> NDArray[np.uint8]:
-        """Round the whole tensor: codes, uint8 [n_patterns]."""
+        """Return the codes of the complete tensor, uint8 [n_patterns]."""
         codes = np.empty(self.residual.shape, np.uint8)
         by_output = codes.T if self.is_transposed else codes
         for feedback, columns, part in self._parts():
@@ -534,7 +525,7 @@ class _Layer:
         return codes.reshape(-1)
 
     def _parts(self, most: int | None = None) -> Iterator[tuple[Feedback, NDArray[np.float32], Outputs]]:
-        """Yield the columns [n, n_outputs] of each group and the numbers of their outputs, at most `most`."""
+        """Yield the columns [n, n_outputs] of each group and the indices of their outputs, at most `most`."""
         by_output = self.residual.T if self.is_transposed else self.residual
         size = len(by_output) // len(self.feedbacks)
         for i, feedback in enumerate(self.feedbacks):
@@ -551,7 +542,7 @@ class _Layer:
 
 
 def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: LinearTable) -> TensorPlan:
-    """Make the plan, once all codes are counted."""
+    """Build the plan from the counts of all codes."""
     by_row = _merged(counted.codes, grid.n_base_codes)
     has_escape = bool(counted.codes.total[2 * most + 1 :].any())
     by_row, by_both = (_clipped(counts, 2 * most + 1) for counts in (by_row, counted.codes))
@@ -576,14 +567,14 @@ Candidate = tuple[tuple[ContextRule, ...], ContextCounts]
 
 
 def _candidates(grid: _GridTensor, by_row: ContextCounts, by_both: ContextCounts) -> Iterator[Candidate]:
-    """Yield the context rules that may pay, with the codes counted by them; steps need the rows anyway."""
+    """Yield the context rules to compare, with counts of codes by context; rules by row are required."""
     yield grid.rules(1), by_row
     if grid.n_base_codes > 1:
         yield grid.rules(grid.n_base_codes), by_both
 
 
 def _coded_bytes(candidate: Candidate) -> float:
-    """Count the bytes of the codes and of their tables."""
+    """Return the bytes of the codes and of their tables."""
     rules, counts = candidate
     if not rules:
         return entropy_bits(counts.total) / 8
@@ -595,13 +586,13 @@ def _coded_bytes(candidate: Candidate) -> float:
 
 
 def _merged(counted: ContextCounts, n: int) -> ContextCounts:
-    """Add up the counts of each `n` contexts that follow one another."""
+    """Merge each `n` consecutive contexts."""
     contexts, first = np.unique(counted.contexts // n, return_index=True)
     return ContextCounts(contexts, np.add.reduceat(counted.counts, first, axis=0))
 
 
 def _clipped(counted: ContextCounts, last: int) -> ContextCounts:
-    """Count all codes from `last` on as code `last`."""
+    """Replace codes above `last` by `last`."""
     counts = counted.counts.copy()
     counts[:, last] = counts[:, last:].sum(axis=1)
     counts[:, last + 1 :] = 0

@@ -1,7 +1,7 @@
-"""Histograms of values by the top 16 bits of their F32 patterns, so that buckets are relative.
+"""Histograms of values by the top 16 bits of their F32 patterns.
 
-A bucket spans 2^-7 of its lower end, so the middle of it is within 2^-8 of every value in it; signs,
-zeros, infinities and NaN stay apart. Histograms of parts add up to the histogram of the whole.
+The width of a bucket is 2^-7 of its lower end, so its middle is within a relative 2^-8 of every value in it.
+Signs, zeros, infinities and NaNs have separate buckets. Histograms of parts can be added.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _INFINITY = 0x7F80
 
 @functools.cache
 def _bucket_values(kind: int) -> NDArray[np.float64]:
-    """The value that stands for each of the 65536 buckets; NaN for those that are not finite."""
+    """Return the representative value of each bucket [65536]; NaN for infinities and NaNs."""
     patterns = np.arange(floats.N_BUCKETS, dtype=np.uint32)
     if kind == floats.F16:
         return floats.widen_f64(floats.to_f32(patterns.astype(np.uint16), floats.F16))
@@ -37,7 +37,7 @@ def _bucket_values(kind: int) -> NDArray[np.float64]:
 class Histogram:
     """Occurrences by bucket; `kind` as in `ckptz.kernels.floats` (F32, BF16 or F16).
 
-    BF16 and F16 values have buckets of their own each, so that their histograms are exact.
+    Histograms of BF16 and F16 are exact: each value has its own bucket.
     """
 
     kind: int
@@ -45,7 +45,7 @@ class Histogram:
 
     @classmethod
     def of(cls, patterns: NDArray[Any], kind: int) -> Histogram:
-        """Count patterns [n] of a kind of floats."""
+        """Count patterns [n] of the float type `kind`."""
         return cls(kind, cpu().top_histogram(patterns))
 
     def __add__(self, other: Histogram) -> Histogram:
@@ -64,19 +64,19 @@ class Histogram:
         return int(self.counts.sum())
 
     def representatives(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return the finite buckets that occur [n] and their representative values [n], ascending."""
+        """Return the finite non-empty buckets [n] and their representative values [n], ascending."""
         values = _bucket_values(self.kind)
         used = np.flatnonzero((self.counts > 0) & np.isfinite(values))
         ascending = used[np.argsort(values[used], kind="stable")]
         return ascending, values[ascending]
 
     def occupied(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-        """Return the finite representative values [n], ascending, and their counts [n]."""
+        """Return the representatives of finite occupied buckets [n], ascending, and their counts [n]."""
         buckets, values = self.representatives()
         return values, self.counts[buckets]
 
     def magnitude_quantile(self, share: float) -> float:
-        """Find the least representative magnitude with at least `share` of the values at or below it."""
+        """Return the smallest representative magnitude that at least `share` of the values do not exceed."""
         values, counts = self.occupied()
         order = np.argsort(np.abs(values), kind="stable")
         reached = np.cumsum(counts[order]) >= share * self.n_values

@@ -1,4 +1,4 @@
-"""Plans k-means maps: histogram, fit, and whether the base's codes are worth grouping by."""
+"""The k-means method: fits a map to the histogram of a weight; the base's codes may be contexts."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Clusters(Recipe):
-    """A weight as k-means codes.
+    """Recipe of a weight with k-means levels.
 
     Attributes:
-        wanted: levels and shares.
+        wanted: number of levels, and shares to prune and protect.
     """
 
     wanted: Partitions
@@ -77,7 +77,7 @@ class Clusters(Recipe):
         return self.wanted.prune > 0
 
     def settings(self) -> dict[str, Setting]:
-        """List the settings; rankings and roundings stand there only where they are not usual."""
+        """Return the settings; rankings and roundings only if they are not the default."""
         wanted = self.wanted
         asked: dict[str, Setting] = {
             "levels": wanted.levels,
@@ -90,7 +90,7 @@ class Clusters(Recipe):
         return asked | {name: word for name, word in words.items() if word != "magnitude"}
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
-        """Plan a weight, whose shares by sensitivity follow the gradients of its guide."""
+        """Plan a weight; shares by sensitivity need the gradients of its side information."""
         source, run = tensor.source, tensor.run
         if isinstance(source, CodedSource):
             plan = Plan(quant_map=source.quant_map, domain=Domain.LINEAR)
@@ -106,10 +106,10 @@ class Clusters(Recipe):
         return _regrouped(tensor, TensorPlan(plan, quantizer, note))
 
     def _moving(self, tensor: TensorToEncode, histogram: Histogram) -> TensorPlan | None:
-        """Plan a weight that training has gone on with since it was restored; None for any other.
+        """Plan a weight that was restored from its base and trained further; None for other weights.
 
-        Its values lie near the base's levels, and rounding to the nearest would take back all that they
-        have moved. So the base's map stays, and chance decides between the two levels beside a value.
+        Its values are near the base's levels, so rounding to the nearest level would undo all movement since.
+        The base's map is kept, and values are rounded stochastically to one of the two adjacent levels.
         """
         stored, source = None if tensor.base is None else tensor.base.stored, tensor.source
         if stored is None or stored.method != self.name or stored.plan.quant_map is None:
@@ -149,15 +149,15 @@ class Clusters(Recipe):
 
 @dataclass(frozen=True, slots=True)
 class LevelQuantizer(Quantizer):
-    """Codes by chance between the two levels beside a value.
+    """Quantizer that rounds stochastically to one of the two levels adjacent to a value.
 
     Attributes:
-        levels: ascending, float32 [n_levels], at least two.
-        kind: of the patterns.
-        key: of the thresholds.
-        escape_code: of values that stand exactly, or None.
-        ceiling: magnitude above which they do.
-        keep_as_bf16: they are rounded to BF16 by chance, so that they move too.
+        levels: ascending levels, float32 [n_levels], at least two.
+        kind: float type of the patterns.
+        key: dither seed.
+        escape_code: code of values that are kept exactly, or None.
+        ceiling: magnitude above which values escape.
+        keep_as_bf16: whether escaped values are rounded to BF16, stochastically as well.
     """
 
     levels: NDArray[np.float32]
@@ -185,13 +185,13 @@ class LevelQuantizer(Quantizer):
         return codes
 
     def _places(self, values: NDArray[np.float32]) -> tuple[NDArray[np.intp], NDArray[np.float32]]:
-        """Find the level below each value, and what share of the way to the next it has come."""
+        """Return the index of the level below each value, and its position from there to the next level."""
         below = np.clip(np.searchsorted(self.levels, values, side="right") - 1, 0, len(self.levels) - 2)
         low, high = self.levels[below], self.levels[below + 1]
         return below, np.clip((values - low) / (high - low), np.float32(0), np.float32(1))
 
     def key_after(self, source: TensorSource, base: TensorSource, old: int, new: int) -> int:
-        """Choose the thresholds by one chunk; `old` is the key of the base's file."""
+        """Choose the dither seed from one chunk; `old` is the seed of the base's file."""
         bounds = list(source.chunk_bounds())
         begin, end = bounds[len(bounds) // 2]
         at = sampled(begin, end) - begin
@@ -206,24 +206,24 @@ class LevelQuantizer(Quantizer):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KMeans(Method):
-    """Weights as k-means codes: protect, quantize, prune (Inshrinkerator, arXiv 2306.11800).
+    """Weights with k-means levels: protect, quantize, prune (Inshrinkerator, arXiv 2306.11800).
 
     Only floating-point weights of two or more dimensions and `min_elements` elements become lossy;
-    everything else stays lossless. A fixed configuration promises nothing: the file records the errors
-    that were measured.
+    everything else stays lossless. There is no limit on the loss of quality: the file records the measured
+    errors.
 
     Attributes:
-        levels: values that a tensor's elements may take, 2 to 255.
+        levels: number of values of a tensor's elements, 2 to 255.
         embedding_levels: the same for embeddings; by default `levels`.
-        prune: share of each tensor, smallest magnitudes first, that becomes zero; 0 to below 1.
-        protect: share of each tensor, largest magnitudes first, that is kept; 0 to below 1. Without it a few
-            outliers take most levels: on a sentence encoder, 16 levels keep a cosine of 0.70 to the exact
+        prune: share of each tensor, smallest elements first, that becomes zero; 0 to below 1.
+        protect: share of each tensor, largest elements first, that is kept; 0 to below 1. Without it, a few
+            outliers use most levels: on a sentence encoder, 16 levels keep a cosine of 0.70 to the exact
             embeddings with 0, of 0.95 with 0.005 (14x and 8.9x smaller).
         protect_as: how protected elements are kept, "exact" or "bf16" (rounded to nearest).
-        prune_by: what "smallest" means, "magnitude" or "sensitivity": |g*w| with an average of gradients.
-            Tensors without one are ranked by magnitude, and so are elements without one among themselves, of
-            which the same share is pruned.
-        protect_by: what "largest" means, likewise; "either" keeps the share `protect` by each of them.
+        prune_by: ranking for `prune`: "magnitude", or "sensitivity", which is |g*w| with the average gradient
+            g. Tensors without gradients are ranked by magnitude. Elements with a gradient of 0 are ranked by
+            magnitude among themselves, and the same share of them is pruned.
+        protect_by: ranking for `protect`, likewise; "either" keeps the share `protect` by each ranking.
         layer_prune: other prune shares by layer type, for example (("head", 0.0),).
         sigma: weight of frequency against magnitude in the fit, section 4 of the paper.
         min_elements: smaller tensors stay lossless.
@@ -300,7 +300,11 @@ class KMeans(Method):
 
 
 def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:
-    """Require pairs of a layer type and a share."""
+    """Convert `layer_prune` to pairs of a layer type and a share.
+
+    Raises:
+        ConfigError: it is something else.
+    """
     rows = given if isinstance(given, list | tuple) else (None,)
     if not all(isinstance(row, list | tuple) and len(row) == 2 for row in rows):
         raise ConfigError(f"layer_prune must be pairs such as (('head', 0.0),), got {given!r}")
@@ -310,7 +314,7 @@ def _by_layer(given: Any) -> tuple[tuple[str, float], ...]:
 
 
 def _regrouped(tensor: TensorToEncode, encoding: TensorPlan) -> TensorPlan:
-    """Group the codes by those of the base, where it has any and that is smaller."""
+    """Use the base's codes as contexts if it has codes and the result is smaller."""
     source, base, quantizer = tensor.source, tensor.base, encoding.quantizer
     if base is None or base.n_codes is None or quantizer is None:
         return encoding
@@ -328,7 +332,7 @@ def _regrouped(tensor: TensorToEncode, encoding: TensorPlan) -> TensorPlan:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityRanks:
-    """Sensitivities of a tensor, and the histogram of them all."""
+    """Sensitivities of a tensor and their histogram."""
 
     sensitivities: GuidedSensitivities
     histogram: SensitivityHistogram
@@ -337,7 +341,7 @@ class SensitivityRanks:
 def rank(
     source: TensorSource, guide: SideInformation, wanted: Partitions, run: MapFunction = map
 ) -> tuple[SensitivityRanks | None, str]:
-    """Rank by sensitivity where that is wanted and known; gives a note where it is only wanted."""
+    """Rank a tensor by sensitivity if a share needs it; with a note if gradients are missing or invalid."""
     if not wanted.needs_sensitivity:
         return None, ""
     sensitivities = sensitivities_of(source, guide)
@@ -359,7 +363,7 @@ def _fit(
     ranked: SensitivityRanks | None,
     run: MapFunction,
 ) -> tuple[QuantizationMap, Quantizer]:
-    """Fit the map; where sensitivity takes some values out, count the others in one more pass."""
+    """Fit the map; values that sensitivity decides are excluded in a second pass."""
     if ranked is None:
         return fit_partitions(histogram, wanted.by_magnitude())
     cut = Cut.of(wanted, histogram, ranked.histogram)

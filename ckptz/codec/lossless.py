@@ -1,9 +1,7 @@
-"""Without loss: the default, and what every other method falls back to where it cannot be applied.
+"""The lossless method: the default, and the fallback of every other method for tensors it cannot encode.
 
-The plan is chosen by measuring; any plan decodes.
-
-Against a base, the candidates are the plain planes, the exclusive or and the ordered difference, the
-last two with contexts by the base's magnitude; the smallest on a sample wins.
+With a base, the candidates are plain byte planes, exclusive or and ordered difference, the last two with
+contexts by the base's magnitude; the smallest on a sample is chosen.
 """
 
 from __future__ import annotations
@@ -43,21 +41,21 @@ from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
 from ckptz.state.roles import Role
 
-SAMPLE_VALUES: Final = 1 << 13  # decides between plans; larger samples chose the same on all bench pairs
-MIN_CONTEXT_VALUES: Final = 1 << 11  # below, frequency tables by context cost more than they save
+SAMPLE_VALUES: Final = 1 << 13  # larger samples led to the same choice on all benchmark pairs
+MIN_CONTEXT_VALUES: Final = 1 << 11  # in smaller tensors, tables by context cost more than they save
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
-UNSURE_SHARE: Final = 0.95  # of the plain planes; contexts save a few percent
-PLAIN_BIAS: Final = 0.995  # a delta must beat the plain planes by this much to be worth a base
-# Mode, whether it has contexts, and the lowest planes that seem random.
+UNSURE_SHARE: Final = 0.95  # of the size of plain planes, above which contexts are tried
+PLAIN_BIAS: Final = 0.995  # of the size of plain planes that a delta may have, as a base costs decoding time
+# Plane mode, whether it has contexts, and the number of low planes that look random.
 _Choice = tuple[PlaneMode, bool, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Exact(Recipe):
-    """Every bit comes back.
+    """Recipe of a lossless tensor.
 
     Attributes:
-        is_sparse: prefer changed positions over the smallest bytes.
+        is_sparse: prefer fast decoding by changed positions over the smallest size.
     """
 
     is_sparse: bool = False
@@ -69,11 +67,11 @@ class Exact(Recipe):
         return not self.is_sparse
 
     def settings(self) -> dict[str, Setting]:
-        """Return no settings: files have no records of exact tensors."""
+        """Return no settings: files do not record lossless tensors."""
         return {}
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
-        """Plan a tensor that comes back bit for bit."""
+        """Plan the frame of a lossless tensor."""
         plan = plan_sparse if self.is_sparse else plan_lossless
         return plan(tensor.source, tensor.base, tensor.run, tensor.effort)
 
@@ -99,11 +97,11 @@ class Exact(Recipe):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lossless(Method):
-    """Every bit comes back, NaN payloads and negative zeros included. The default.
+    """Lossless compression, the default: every bit is restored, also NaN payloads and negative zeros.
 
     Attributes:
-        sparse: store a delta by the positions that changed, where few did: it is applied several times
-            faster, and about 40 % larger than the smallest. What `ckptz.sync` publishes.
+        sparse: store a delta with few changes as the positions of the changes: applied several times faster,
+            and about 40 % larger than the smallest. `ckptz.sync` publishes such deltas.
 
     Example:
         >>> from ckptz import LOSSLESS, Lossless
@@ -122,7 +120,7 @@ class Lossless(Method):
     def recipes(
         self, tensors: Mapping[str, TensorSource], roles: Mapping[str, Role], trained: Collection[str] = ()
     ) -> dict[str, Recipe]:
-        del roles, trained  # nothing is to be known of them
+        del roles, trained
         return dict.fromkeys(tensors, Exact(self.sparse))
 
 
@@ -133,21 +131,21 @@ EXACT: Final = Exact()
 def plan_sparse(
     source: TensorSource, base: TensorSource | None, run: MapFunction = map, effort: Effort = DEFAULT
 ) -> TensorPlan:
-    """Plan the frame that decodes fastest: positions of changed patterns, unless too many are."""
+    """Plan a frame of changed positions, which decodes fastest; the smallest frame if too many changed."""
     n_patterns = source.n_patterns
     if base is None or not n_patterns:
         return TensorPlan(exact_plan(source.dtype))
     n_changed = summed(run, lambda b: np.count_nonzero(source.patterns(*b) != base.patterns(*b)), source)
     if n_changed > MAX_SPARSE_SHARE * n_patterns:
         return plan_lossless(source, base, run, effort)
-    # A step down and a step up are both small as ordered differences, whatever they carry into.
+    # Ordered differences, because small steps in both directions give small codes, whatever the carries.
     return TensorPlan(planes_plan(PlaneMode.DIFFERENCE), is_sparse=True)
 
 
 def plan_lossless(
     source: TensorSource, base: TensorSource | None, run: MapFunction = map, effort: Effort = DEFAULT
 ) -> TensorPlan:
-    """Plan a frame; `base` has the same dtype and shape, and `run` maps over chunks."""
+    """Plan the smallest lossless frame; `base` has the same dtype and shape, and `run` maps over chunks."""
     n_patterns = source.n_patterns
     if base is None or not n_patterns:
         return plan_contexts(source, effort, run) or TensorPlan(exact_plan(source.dtype))
@@ -166,17 +164,17 @@ def plan_lossless(
     plan = planes_plan(mode, (Magnitude(),), tables)
     if source.dtype.pattern_bytes == 1 and (fewer := _without_contexts(source, total[0], plan, run)):
         return TensorPlan(fewer)
-    # A tensor of one chunk is counted once: its encoding uses these counts.
+    # The counts of a tensor with one chunk are reused for its encoding.
     return TensorPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
 
 
 def _without_contexts(
     source: TensorSource, counted: ContextCounts, plan: Plan, run: MapFunction
 ) -> Plan | None:
-    """Return the plan without contexts of a tensor of bytes that is smaller than one with them, or None.
+    """Return a plan without contexts for a tensor of bytes if it is smaller than the given one, else None.
 
-    The sample has a few dozen bytes of each context, which seem to tell much of bytes that are nearly
-    uniform, as the codes of 8-bit optimizers are. So all bytes are counted.
+    All bytes are counted: with a few dozen bytes per context, a sample makes nearly uniform bytes, such as
+    the codes of 8-bit optimizers, look predictable.
     """
     whole = summed(run, lambda b: np.bincount(source.patterns(*b), minlength=256), source)
     least = counted.bytes_by(plan.tables[0]) + len(pack_plan(source.dtype, source.shape, plan))
@@ -196,7 +194,7 @@ def _encode(
 
 
 def _smallest(batch: Batch, choices: Sequence[_Choice], effort: Effort) -> list[Encoded]:
-    """Encode tensors of bytes by their choice, and where that has contexts, without them, too; see above."""
+    """Encode tensors of bytes as chosen; a choice with contexts is compared with encodings without them."""
     smallest = list[Encoded]()
     for k, (mode, has_contexts, _) in enumerate(choices):
         own, modes = batch.only([k]), (mode, exact_plan(batch.dtype).mode)
@@ -212,7 +210,7 @@ def _n_bytes(dtype: DType, plan: TensorPlan, chunk: EncodedChunk) -> int:
 
 
 def _encode_whole(sources: Sequence[TensorSource], batch: Batch, effort: Effort) -> list[Encoded]:
-    """Encode tensors without bases: those that contexts make smaller, and the others together."""
+    """Encode tensors without bases: with contexts by run where these pay, the others in one batch."""
     margin = effort.huffman_margin
     encodings = [plan_contexts(source, effort) for source in sources]
     encodings = [encoding and replace(encoding, huffman_margin=margin) for encoding in encodings]
@@ -227,7 +225,10 @@ def _encode_whole(sources: Sequence[TensorSource], batch: Batch, effort: Effort)
 
 
 def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Choice]:
-    """Choose the plan of tensors of so many patterns by their first ones."""
+    """Choose the encoding of the tensors of a batch [m] with `n_patterns` [m] elements.
+
+    The choice is measured on the first `SAMPLE_VALUES` patterns of each.
+    """
     delta_modes = _DELTA_MODES if effort.tries_xor else _DELTA_MODES[1:]
     modes, size = (*delta_modes, exact_plan(batch.dtype).mode), batch.dtype.pattern_bytes
     sample = batch.only(range(len(n_patterns)), SAMPLE_VALUES)
@@ -235,7 +236,7 @@ def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Ch
     by_plane = planning().entropies(np.concatenate(counts)).reshape(len(modes), size, len(n_patterns))
     bits = by_plane.sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
-    # Where the difference says little by itself, it may say more by contexts.
+    # Contexts may make a delta worthwhile that saves little without them.
     for j, mode in enumerate(delta_modes if effort.has_delta_contexts else ()):
         if which := np.flatnonzero((own == j) & (least > UNSURE_SHARE * plain)).tolist():
             unsure = sample.only(which)
@@ -255,24 +256,24 @@ def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Ch
     ]
 
 
-# --- what planners of lossy tensors share, and their way back to no loss ------------------------
+# --- functions for planners of lossy tensors ----------------------------------------------------
 
 
 def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
-    """Make the histogram of a whole tensor, of a dtype in `KINDS`."""
+    """Compute the histogram of a tensor of a dtype in `KINDS`."""
     kind = KINDS[source.dtype.name]
     return summed(run, lambda b: Histogram.of(source.patterns(*b), kind), source)
 
 
 def sums_by(quantizer: LogLevelQuantizer | StepQuantizer, source: TensorSource, run: MapFunction) -> Any:
-    """Sum what the levels of a quantizer stand for over a whole tensor."""
+    """Add up the `sums` of a quantizer over all chunks of a tensor."""
     return summed(run, lambda b: quantizer.sums(*b, source.patterns(*b)), source)
 
 
 def counts_by_base(
     source: TensorSource, base: TensorSource, quantizer: Quantizer, run: MapFunction
 ) -> ContextCounts:
-    """Count the codes of a tensor by those of its base, of whose alphabet the contexts are."""
+    """Count the codes of a tensor with the codes of its base as contexts."""
     n_contexts = base.n_codes or 1
 
     def count(bounds: tuple[int, int]) -> ContextCounts:
@@ -284,6 +285,6 @@ def counts_by_base(
 
 
 def exact_with_note(tensor: TensorToEncode, note: str) -> TensorPlan:
-    """Plan without loss, and say why it is that."""
+    """Plan a lossless frame with a note that explains why it is not lossy."""
     exact = plan_lossless(tensor.source, tensor.base, tensor.run, tensor.effort)
     return replace(exact, note=f"{note} and stays lossless")

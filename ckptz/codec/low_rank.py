@@ -1,16 +1,16 @@
-"""Finds the few outer products that say most of what a matrix of first moments will move.
+"""Low-rank approximation of first moments by outer products that preserve most of their future updates.
 
-Moves are first moments divided by the roots of second ones. Those are divided by their means by row and by
-column here, whose product is near enough, so that a sum of outer products stays one. The singular vectors
-come from a randomized subspace iteration (Halko, Martinsson and Tropp, arXiv 0909.4061), which goes on from
-the vectors of the file before where there are some.
+The updates are first moments divided by the roots of second moments. Here they are divided by the means of
+these roots by row and by column, whose product approximates the roots, so that a sum of outer products
+remains one. Singular vectors come from randomized subspace iteration (Halko, Martinsson and Tropp, arXiv
+0909.4061), started from the vectors of the previous file if there are any.
 
-Each singular value is worth what its moves are beside those of training between two saves, its vectors cost
-bits, and from these follow the steps of the codes: the same error for every code of every vector, as reverse
-water-filling has it. A vector whose values would be below a step has no code and is not there.
+The worth of a singular value is the size of its updates relative to those of training between two saves; its
+vectors cost bits. The steps of the codes follow from both: the same error for every code of every vector, as
+in reverse water-filling. Vectors with values below a step are dropped.
 
-Query, key and value of one matrix are not taken apart: by part, terms of four layers of a fine-tune kept 42 %
-of the moves in 7.8 kB, and 43 % in 8.2 kB together, which is worth 3 % more.
+A joint matrix of query, key and value is not split: on four layers of a fine-tune, separate terms kept 42 %
+of the updates in 7.8 kB, joint ones 43 % in 8.2 kB, which is worth 3 % more.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ from ckptz.kernels.blas import eigh, least_squares
 
 Float32Array = NDArray[np.float32]
 
-WORTH: Final = 2.0  # what a bit may save of the square of what an interval moves, as a share of one element's
-N_PROBES: Final = 16  # vectors of the first iteration; more where all of them are worth their bits
+# Reduction of the squared error that justifies a bit, relative to an element's squared update between two
+# saves.
+WORTH: Final = 2.0
+N_PROBES: Final = 16  # vectors of the first iteration; more if all of them are worth their bits
 N_ITERATIONS: Final = 2
-MOST: Final = 127  # magnitude of a code
-NO_SIZE: Final = 1e-5  # of the largest direction: below it lie the errors of sums in float32
-LEAST_ROOT: Final = 0.25  # of the median, that a row or column counts with when steps are chosen
-OWN_BITS: Final = 32  # of a term, beside its codes
-BESIDE_BITS: Final = 14  # of an element that is beyond its bound, and so stands beside the sum
-WIDEST: Final = 2.0  # steps, in root mean squares of what is coded
+MOST: Final = 127  # largest magnitude of a code
+NO_SIZE: Final = 1e-5  # directions below this share of the largest are rounding errors of float32
+LEAST_ROOT: Final = 0.25  # of the median, to which smaller mean roots are raised when steps are chosen
+OWN_BITS: Final = 32  # of a term, in addition to its codes
+BESIDE_BITS: Final = 14  # of an element beyond its bound, which is stored separately
+WIDEST: Final = 2.0  # largest step, in RMS of the encoded values
 
 
 @dataclass(frozen=True, slots=True)
 class FirstMoments:
-    """A matrix of first moments, read by blocks of rows, in the roots of the second moments.
+    """A matrix of first moments divided by roots of second moments, read by blocks of rows.
 
     Attributes:
         source: the first moments.
         second: the second moments, or None.
-        rows: means of the roots by row [n_rows], 1 without second moments.
-        columns: the same by column [n_columns], over their own mean.
+        rows: mean roots by row [n_rows]; 1 without second moments.
+        columns: mean roots by column [n_columns], divided by their mean.
     """
 
     source: TensorSource
@@ -65,7 +67,7 @@ class FirstMoments:
 
     @classmethod
     def of(cls, source: TensorSource, second: TensorSource | None) -> FirstMoments:
-        """Measure a tensor of two or more dimensions; the second moments are finite and not negative."""
+        """Compute the mean roots for a tensor of two or more dimensions; second moments are finite, >= 0."""
         n_rows, n_columns = source.shape[0], math.prod(source.shape[1:])
         rows, columns = np.ones(n_rows, np.float32), np.ones(n_columns, np.float32)
         if second is not None:
@@ -78,21 +80,21 @@ class FirstMoments:
         return cls(source, second, rows, columns)
 
     def blocks(self) -> Iterator[tuple[slice, Float32Array]]:
-        """Yield blocks of rows, [at most a chunk of elements, n_columns], 0 where the root is 0."""
+        """Yield slices of rows and their values [n, n_columns], at most a chunk; 0 where the root is 0."""
         over_rows, over_columns = _inverse(self.rows), _inverse(self.columns)
         for begin, block in _blocks(self.source, len(self.columns)):
             at = slice(begin, begin + len(block))
             yield at, block * over_rows[at, None] * over_columns
 
     def times(self, vectors: Float32Array) -> Float32Array:
-        """Compute the product with vectors [n_columns, n] on the right: [n_rows, n]."""
+        """Multiply the matrix by vectors [n_columns, n]: returns [n_rows, n]."""
         out = np.zeros((len(self.rows), vectors.shape[1]), np.float32)
         for at, block in self.blocks():
             kernels().add_products(block, vectors, out[at])
         return out
 
     def transposed_times(self, vectors: Float32Array) -> Float32Array:
-        """Compute the product of the transpose with vectors [n_rows, n]: [n_columns, n]."""
+        """Multiply the transposed matrix by vectors [n_rows, n]: returns [n_columns, n]."""
         out = np.zeros((len(self.columns), vectors.shape[1]), np.float32)
         for at, block in self.blocks():
             kernels().add_transposed_products(block, vectors[at], out)
@@ -101,12 +103,12 @@ class FirstMoments:
     def singular(
         self, n: int, warm: Float32Array, seed: int
     ) -> tuple[Float32Array, Float32Array, Float32Array]:
-        """Find the n largest singular values, descending, with their vectors.
+        """Compute the n largest singular values, descending, with their vectors.
 
         Args:
-            n: how many.
-            warm: columns that are near the right vectors [n_columns, any number].
-            seed: of random ones.
+            n: number of singular values.
+            warm: approximate right vectors to start from [n_columns, any number].
+            seed: seed of further random vectors.
 
         Returns:
             Left vectors [n_rows, n], values [n], right vectors [n_columns, n].
@@ -138,13 +140,13 @@ def _inverse(means: Float32Array) -> Float32Array:
 
 
 def _orthogonal(vectors: Float32Array) -> Float32Array:
-    """Return orthonormal vectors [n, k] with the span of vectors [n, k]; zeros if the rank is lower."""
+    """Return an orthonormal basis [n, k] of the span of vectors [n, k], with zeros if the rank is lower."""
     turns, sizes = _axes(vectors)
     return _turned(vectors, turns * _inverse(np.where(sizes > NO_SIZE * sizes[0], sizes, 0)))
 
 
 def _axes(vectors: Float32Array) -> tuple[Float32Array, Float32Array]:
-    """Find what turns vectors [n, k] into orthogonal ones, [k, k], and the sizes of these [k], descending."""
+    """Return a matrix [k, k] that makes vectors [n, k] orthogonal, and their norms then [k], descending."""
     squares, turns = eigh(_products_of(vectors))
     sizes = np.sqrt(np.maximum(squares[::-1], 0))
     return turns[:, ::-1].astype(np.float32), sizes.astype(np.float32)
@@ -157,7 +159,7 @@ def _turned(vectors: Float32Array, turns: Float32Array) -> Float32Array:
 
 
 def _products_of(vectors: Float32Array) -> NDArray[np.float64]:
-    """Compute the products of vectors [n, k] with one another, [k, k], in doubles."""
+    """Compute the Gram matrix [k, k] of vectors [n, k] in doubles."""
     return np.einsum("ik,il->kl", vectors, vectors, dtype=np.float64)
 
 
@@ -170,16 +172,19 @@ def low_rank(
     step: float = 1.0,
     bound: MomentBound | None = None,
 ) -> LowRank | None:
-    """Fit the terms that are worth their bits; None if none is.
+    """Fit the terms that are worth their bits.
 
     Args:
         source: finite first moments.
-        second: the second moments that their moves are divided by the root of, or None.
+        second: the second moments whose roots divide the updates, or None.
         update_scale: see `ckptz.codec.tensor.SideInformation`.
-        warm: terms of the file before.
-        seed: of random vectors.
-        step: of the codes, beside the usual one; fewer terms are worth their bits the larger it is.
-        bound: of the elements; those beyond it will stand beside the sum.
+        warm: terms of the previous file.
+        seed: seed of random vectors.
+        step: multiple of the default step; a larger one gives fewer terms.
+        bound: bound of the elements; those beyond it are stored separately.
+
+    Returns:
+        The terms, or None if no term is worth its bits.
     """
     shape, update_scale = source.shape, update_scale / step
     if len(shape) < 2 or not (math.isfinite(update_scale) and update_scale > 0):
@@ -187,8 +192,8 @@ def low_rank(
     n_rows, n_columns = shape[0], math.prod(shape[1:])
     most = min(n_rows, n_columns, MAX_RANK, MAX_OUTER // max(n_rows + n_columns, 1))
     moments = FirstMoments.of(source, second)
-    error = WORTH / (2 * math.log(2) * update_scale * update_scale)  # of a code, squared
-    # A singular value of which a step would be more than so many root mean squares of its vectors.
+    error = WORTH / (2 * math.log(2) * update_scale * update_scale)  # squared error of a code
+    # For smaller singular values, the step would exceed `WIDEST` times the RMS of their vectors.
     least = math.sqrt(12 * error * max(n_rows, n_columns)) / WIDEST
     n, vectors = min(N_PROBES, most), _warm(moments, warm)
     while n > 0:
@@ -219,7 +224,7 @@ def _coded(
     update_scale: float,
     bound: MomentBound | None,
 ) -> LowRank | None:
-    """Code vectors, with the scales that then fit best; None if none of them is worth its bits."""
+    """Quantize the vectors and fit the scales of the terms; None if no term is worth its bits."""
     steps = np.sqrt(12 * error / values)
     rows = _codes(left * np.sqrt(values), moments.rows, steps)
     columns = _codes(right * np.sqrt(values), moments.columns, steps)
@@ -235,7 +240,7 @@ def _coded(
 def _fitted(
     moments: FirstMoments, rows: Float32Array, columns: Float32Array, update_scale: float
 ) -> LowRank | None:
-    """Fit the scales of codes [n_rows, rank] and [n_columns, rank]; None if no term is worth its bits."""
+    """Fit the scales of terms with codes [n_rows, rank], [n_columns, rank]; None if no term is worth it."""
     a, b = rows * _inverse(moments.rows)[:, None], columns * _inverse(moments.columns)[:, None]
     along = np.einsum("ik,ik->k", moments.times(b), a, dtype=np.float64)
     products = _products_of(a) * _products_of(b)
@@ -259,10 +264,12 @@ def _worse_rows(
     update_scale: float,
     bound: MomentBound | None,
 ) -> NDArray[np.bool_]:
-    """Return which rows are nearer to zeros than to the sum, in moves, or not worth what stands beside them.
+    """Return a mask of rows [n_rows] that are better restored as zeros.
 
-    What the sum restores in rows that hardly get gradients, as those of rare tokens, are moves of others. Of
-    more than four times a row's own energy its error is more than the row itself, whatever its direction.
+    In rows with few gradients, such as those of rare tokens, the terms restore updates of other rows. If the
+    restored updates of a row have more than four times its own squared norm, the error exceeds the row
+    itself, whatever the direction. A row is also dropped if its elements beyond the bound cost more than it
+    is worth.
     """
     n_columns, is_worse = len(moments.columns), np.zeros(len(moments.rows), np.bool_)
     blocks = zip(_blocks(moments.source, n_columns), _blocks(second, n_columns), strict=True)
@@ -286,7 +293,7 @@ def _worse_rows(
 
 
 def _bits(codes: NDArray[np.int8]) -> NDArray[np.float64]:
-    """Count the bits that terms take [rank], whose codes [rank, n] have one table."""
+    """Return the size in bits of each term [rank], with one frequency table for all codes [rank, n]."""
     counts = np.bincount(codes.view(np.uint8).reshape(-1), minlength=256)
     with np.errstate(divide="ignore"):
         lengths = np.log2(codes.size / counts)
@@ -295,10 +302,10 @@ def _bits(codes: NDArray[np.int8]) -> NDArray[np.float64]:
 
 
 def _codes(vectors: Float32Array, means: Float32Array, steps: NDArray[np.float64]) -> Float32Array:
-    """Round vectors [n, rank] times means [n] to steps that are worth `steps` [rank] beside the means."""
+    """Quantize vectors [n, rank] times mean roots [n], with steps [rank] relative to the typical root."""
     live = means[means > 0]
     floor = LEAST_ROOT * np.median(live) if len(live) else 1.0
-    with np.errstate(over="ignore"):  # of means of hardly anything: steps are then as fine as codes can say
+    with np.errstate(over="ignore"):  # of tiny means: steps are then as fine as codes allow
         squares = np.mean(np.maximum(live, floor) ** -2.0, dtype=np.float64) if len(live) else 1.0
     typical = 1 / math.sqrt(squares)
     scaled = vectors * means[:, None]

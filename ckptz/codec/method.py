@@ -1,7 +1,7 @@
-"""Interface of a method: settings that a user gives, and for each tensor the recipe that plans its frame.
+"""Interface of a method: the user's settings, and for each tensor a recipe that plans its frame.
 
-A method is a frozen dataclass of settings that checks itself, in a file of its own with a row in
-`ckptz.codec.registry`. What a search may do with its settings is in `ckptz.search.spaces`.
+A method is a frozen dataclass that checks its settings, in its own module, registered in
+`ckptz.codec.registry`. `ckptz.search.spaces` defines which of its settings a search varies.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 Setting = int | float | bool | str
 MOMENT_ROLES: Final = ("exp_avg", "exp_avg_sq", "factor", "momentum")
-# Kinds of side information that a method may read.
+# Kinds of side information that a method may use.
 MOMENTS_FROM, CALIBRATION, SENSITIVITY = "moments_from", "calibration", "sensitivity"
 
 
 class Recipe:
-    """The settings that a method chose for one tensor. Frozen; equal recipes write equal frames.
+    """The settings that a method has chosen for one tensor. Frozen; equal recipes write equal frames.
 
     Attributes:
-        name: in the file's record of the tensor.
+        name: name of the method in the file's record of the tensor.
         is_lossy: whether the restored tensor may differ.
-        may_be_low_rank: whether the tensor may become a sum of outer products, where the side information
-            contains its update scale (`SideInformation.update_scale`).
-        is_joint: whether plans depend on `movement`, averaged over all such tensors of the file.
+        may_be_low_rank: whether the tensor may be stored as a sum of outer products if its update scale is
+            known (`SideInformation.update_scale`).
+        is_joint: whether plans depend on the mean `movement` of all tensors of the file with such a recipe.
     """
 
     __slots__ = ()
@@ -48,7 +48,7 @@ class Recipe:
 
     @property
     def is_batched(self) -> bool:
-        """True if tensors of one chunk are encoded by `plan_and_encode`, and small ones share a frame."""
+        """True if tensors of one chunk are encoded with `plan_and_encode`, in batches if they are small."""
         return False
 
     @property
@@ -58,12 +58,12 @@ class Recipe:
 
     @property
     def partitions(self) -> Partitions | None:
-        """Levels and shares, if the codes follow from a histogram of the values alone; else None."""
+        """Levels and shares if the codes depend on a histogram of the values only; else None."""
         return None
 
     @property
     def context_tensor(self) -> str | None:
-        """Name of the tensor of the same file whose restored values the contexts depend on, or None."""
+        """Name of the tensor of the same file on whose restored values the contexts depend, or None."""
         return None
 
     def settings(self) -> dict[str, Setting]:
@@ -71,29 +71,29 @@ class Recipe:
         raise NotImplementedError
 
     def movement(self, tensor: TensorToEncode) -> float | None:
-        """Return the mean distance of a tensor from its base in steps, each at most 1; None without base."""
+        """Return the mean distance of elements from the base in steps, clipped to 1; None without base."""
         raise NotImplementedError
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
-        """Plan the frame of a tensor, which is not empty."""
+        """Plan the frame of a non-empty tensor."""
         raise NotImplementedError
 
     def plan_and_encode(
         self, sources: Sequence[TensorSource], bases: Sequence[TensorSource], effort: Effort
     ) -> list[Encoded]:
-        """Plan and encode tensors of one dtype and one chunk each; all or none have a base."""
+        """Plan and encode tensors of the same dtype with one chunk each; all or none have a base."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to make tensors smaller. Subclasses are frozen dataclasses of settings and implement `recipe`.
+    """A compression method. Subclasses are frozen dataclasses of settings and implement `recipe`.
 
     Attributes:
-        name: in files, plans, reports and on the command line.
+        name: name in files, plans, reports and on the command line.
         is_lossy: whether restored tensors may differ.
-        reads: the side information it uses: MOMENTS_FROM, CALIBRATION, SENSITIVITY.
-        fits_whole_tensors: whether the shards of a tensor need one common histogram.
+        reads: kinds of side information it uses: MOMENTS_FROM, CALIBRATION, SENSITIVITY.
+        fits_whole_tensors: whether the shards of a tensor need a common histogram.
     """
 
     name: ClassVar[str]
@@ -138,26 +138,26 @@ class Method:
 
         Args:
             n: the expected number of restarts.
-            is_guided: whether the optimizer keeps second moments, which measure sensitivity.
-            healing: share of the usual step that weights may have, less than 1 where little training is left
-                that would make errors good.
+            is_guided: whether the optimizer has second moments, which measure sensitivity.
+            healing: factor of the steps of weights, below 1 near the end of training, when little training is
+                left to correct errors.
         """
         del n, is_guided, healing
         return self
 
     def for_shards(self) -> Self:
-        """Return the settings for shards of tensors, whose sizes are no measure of the tensors' sizes.
+        """Return the settings for shards, from whose sizes the sizes of their tensors do not follow.
 
         Raises:
-            ConfigError: a setting needs whole tensors.
+            ConfigError: a setting needs complete tensors.
         """
         return self
 
 
 M = TypeVar("M", bound=Method)
-USUAL_RESTORES: Final = 10  # restarts from lossy files that the default steps are made for
-THRESHOLD_KEY: Final = "drawn"  # in records: the seed of stochastic rounding
-MIN_ELEMENTS: Final = 4096  # smaller tensors stay lossless: a map and tables would outweigh the savings
+USUAL_RESTORES: Final = 10  # number of restarts from lossy files that the default steps are chosen for
+THRESHOLD_KEY: Final = "drawn"  # key of the dither seed in records
+MIN_ELEMENTS: Final = 4096  # smaller tensors stay lossless: map and tables would take more than they save
 
 
 def is_large_weight(
@@ -168,14 +168,14 @@ def is_large_weight(
     return is_weight and len(shape) >= 2 and dtype.n_patterns(shape) >= min_elements
 
 
-METHODS: Final[dict[str, type[Method]]] = {}  # by name; `ckptz.codec.registry` loads those of ckptz
+METHODS: Final[dict[str, type[Method]]] = {}  # by name; `ckptz.codec.registry` registers the built-in ones
 
 
 def register(method: type[M]) -> type[M]:
-    """Add a method to the table; usable as a decorator.
+    """Register a method; usable as a decorator.
 
     Raises:
-        ConfigError: its name is taken.
+        ConfigError: another method has the same name.
     """
     if METHODS.setdefault(method.name, method) is not method:
         raise ConfigError(f"a method called {method.name!r} is registered already")
@@ -186,7 +186,7 @@ def checked(config: object) -> Method:
     """Return `config` if it is the configuration of a registered method.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: it is not, or its method is not registered.
     """
     if not isinstance(config, Method):
         raise ConfigError(f"config must be a configuration, ckptz.LOSSLESS or ckptz.Grid(), got {config!r}")

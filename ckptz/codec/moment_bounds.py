@@ -1,9 +1,9 @@
-"""Limits of restored first moments: the largest magnitude that the restored second moment allows.
+"""Bounds of restored first moments: the largest magnitude that the restored second moment allows.
 
 Adam's moments are averages of the same gradients and of their squares, so by Cauchy-Schwarz a first moment is
-at most a known multiple of the root of its second one. Restored values have to obey that too, against the
-second moments that the same file restores: else a weight whose second moment is nearly zero, as that of a
-token that training has hardly met, is moved hundreds of times too far by the first update.
+at most a known multiple of the root of its second one. Restored first moments must obey this bound with the
+restored second moments. Otherwise the first update would move weights with a tiny second moment, such as
+those of rare tokens, hundreds of times too far.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, moments
 from ckptz.kernels.floats import Patterns
 
-MARGIN: Final = 1 - 2.0**-20  # of the bound, for the rounding of those who compare in float32
+MARGIN: Final = 1 - 2.0**-20  # of the bound, so that comparisons in float32 hold as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class MomentBound:
     """The largest magnitude of each element of a first moment.
 
     Attributes:
-        ratio: for a second moment of 1.
-        second: the second moments that updates are divided by the root of, as they will be restored.
+        ratio: bound for a second moment of 1.
+        second: the restored second moments whose roots divide the updates.
     """
 
     ratio: float
@@ -41,25 +41,25 @@ class MomentBound:
         return MARGIN * self.ratio
 
     def limits(self, begin: int, end: int) -> NDArray[np.float64]:
-        """Return the largest magnitudes of elements begin..end, float64 [end - begin]; NaN for no limit."""
+        """Return the bounds of elements begin..end, float64 [end - begin]; NaN where there is none."""
         squares = floats_of(self.second.patterns(begin, end), KINDS[self.second.dtype.name])
         with np.errstate(invalid="ignore"):
             limits: NDArray[np.float64] = self.at_one * np.sqrt(squares, dtype=np.float64)
         return limits
 
     def is_beyond(self, begin: int, patterns: Patterns, kind: int) -> NDArray[np.bool_]:
-        """Return which elements, patterns [n] from `begin` on, are larger than they may be [n]."""
+        """Return a mask [n] of the patterns from `begin` on that exceed their bound."""
         return self._beyond(begin, patterns, kind)[0]
 
     def _beyond(self, begin: int, patterns: Patterns, kind: int) -> tuple[NDArray[np.bool_], int]:
-        """Return which elements are larger than they may be [n], and how many."""
+        """Return a mask [n] of the elements that exceed their bound, and their number."""
         squares = self.second.patterns(begin, begin + len(patterns))
         is_beyond = np.empty(len(patterns), np.bool_)
         values, squares = floats_of(patterns, kind), floats_of(squares, KINDS[self.second.dtype.name])
         return is_beyond, int(moments().beyond(values, squares, self.at_one, is_beyond))
 
     def powers(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
-        """Return patterns [n] from `begin` on as powers of two that are not larger, nor than they may be."""
+        """Round patterns [n] from `begin` on down to powers of two within their bound."""
         values = floats_of(patterns, kind)
         limits = np.fmin(np.abs(values), self.limits(begin, begin + len(patterns)))
         is_large = limits * 2 > self.limits(begin, begin + len(patterns))
@@ -70,7 +70,7 @@ class MomentBound:
         return out
 
     def clamped(self, begin: int, patterns: Patterns, kind: int) -> Patterns:
-        """Return patterns [n] from `begin` on with the magnitudes cut that are larger than they may be."""
+        """Clip the magnitudes of patterns [n] from `begin` on to their bound."""
         is_beyond, n_beyond = self._beyond(begin, patterns, kind)
         if not n_beyond:
             return patterns

@@ -1,6 +1,6 @@
-"""Finds the codes of optimizer state: logarithmic levels of second moments, steps of first ones.
+"""Quantizers of optimizer state: logarithmic levels for second moments, linear levels for first moments.
 
-Sums up, too, what is asked of a tensor before its codes are known: a device answers that alike.
+Their `sums` count levels before codes are assigned; a device can compute the same sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Labels = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The value that second moments are told apart from: zero, the base, or an outer product."""
+    """The prediction of second moments: zero, the base, or an outer product."""
 
     kind: int
     predictor: Predictor = Predictor.ZERO
@@ -45,7 +45,7 @@ class Prediction:
     outer: Outer | None = None
 
     def patterns(self, begin: int, end: int) -> Patterns:
-        """Predict patterns begin..end, [end - begin]; none at all for a prediction of zero."""
+        """Return the predicted patterns begin..end [end - begin]; an empty array for a prediction of zero."""
         if self.base is not None:
             return self.base.patterns(begin, end)
         if self.outer is None:
@@ -57,11 +57,11 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class LogLevelSums:
-    """Occurrences of each level, what they stand for, exact zeros, and elements that no level restores."""
+    """Counts of levels, zeros and exceptions, and sums from which the restored values are computed."""
 
-    first: int  # level
-    counts: Integers  # of it and those behind it [n]
-    roots: NDArray[np.float64]  # sums of what roots of the elements are to the root of their level [n]
+    first: int  # lowest level
+    counts: Integers  # occurrences of the levels from `first` on [n]
+    roots: NDArray[np.float64]  # sums of sqrt(element / level) by level [n]
     n_zeros: int
     n_exceptions: int
 
@@ -76,11 +76,11 @@ class LogLevelSums:
         return level_range_of(self.first + used, self.counts[used], self.n_zeros, self.n_exceptions)
 
     def levels(self, log_levels: LogLevels, level_range: LevelRange, prediction: Prediction) -> Integers:
-        """Return the level of each code relative to the predictor, in units of the last place [n_levels].
+        """Return the level of each code relative to the prediction, in units of the last place [n_levels].
 
-        Adam's steps are proportional to 1 / sqrt(v). At the levels themselves, the steps of all elements
-        of a code together would be larger or smaller than before; so levels are moved to where they are not.
-        Stochastic rounding does the same for each element by itself, at six times the bits and more error.
+        Adam's updates are proportional to 1 / sqrt(v). Each level is shifted so that the mean update of the
+        elements with this code is unchanged. Stochastic rounding would preserve it for each element, but
+        takes six times the bits and has a larger error.
         """
         levels = log_levels.distances(level_range.lowest + np.arange(level_range.n_levels))
         at = slice(level_range.lowest - self.first, level_range.lowest - self.first + level_range.n_levels)
@@ -94,7 +94,7 @@ class LogLevelSums:
 
 @dataclass(frozen=True, slots=True)
 class LogLevelQuantizer(Quantizer):
-    """The quantizer of a second moment: levels, exact zeros and exceptions."""
+    """Quantizer of second moments, with codes for levels, exact zeros and exceptions."""
 
     prediction: Prediction
     log_levels: LogLevels
@@ -102,13 +102,13 @@ class LogLevelQuantizer(Quantizer):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """The levels as kernels take them."""
+        """The levels as the tuple that kernels expect: step, phase, and constants of the dtype."""
         width = 32 if self.prediction.kind == floats.F32 else 16
         top, every = 1 << (width - 1), (1 << width) - 1
         return self.log_levels.step, self.log_levels.phase, top, every, largest_pattern(self.prediction.kind)
 
     def sums(self, begin: int, end: int, patterns: Patterns) -> LogLevelSums:
-        """Sum the levels of patterns begin..end."""
+        """Count the levels of patterns begin..end."""
         kind = self.prediction.kind
         first, n = self.log_levels.span(kind)
         sums = np.zeros((4, n + 2), np.int64), np.zeros((4, n + 2))
@@ -119,9 +119,9 @@ class LogLevelQuantizer(Quantizer):
         return LogLevelSums(first, counts[:-2], roots[:-2], int(counts[-2]), int(counts[-1]))
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Return the codes of patterns begin..end, uint8 [end - begin]: levels, exact zeros, exceptions.
+        """Return the codes of patterns begin..end, uint8 [end - begin].
 
-        A level is the nearest one, if all that it may come to stand for are finite numbers above zero.
+        An element gets the nearest level, unless the level could be restored as zero or as infinity.
         """
         level_range = self.level_range
         assert level_range is not None
@@ -143,13 +143,13 @@ class LogLevelQuantizer(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class StepContexts:
-    """The context of each element, and the step of each context.
+    """The contexts of a first moment and their steps.
 
     Attributes:
-        rules: as the frame stores them.
-        steps: of each context [n_contexts].
-        labels: of elements begin..end.
-        most: steps that a level may be from zero.
+        rules: the context rules that the frame stores.
+        steps: step of each context [n_contexts].
+        labels: function that returns the contexts of elements begin..end.
+        most: maximum distance of a level from zero, in steps.
     """
 
     rules: tuple[ContextRule, ...]
@@ -160,7 +160,7 @@ class StepContexts:
 
 @dataclass(frozen=True, slots=True)
 class StepQuantizer(Quantizer):
-    """The quantizer of a first moment: levels of a step by context."""
+    """Quantizer of first moments, with a step for each context."""
 
     kind: int
     contexts: StepContexts
@@ -169,17 +169,17 @@ class StepQuantizer(Quantizer):
     level_range: LevelRange | None = None
 
     def kept(self, begin: int, patterns: Patterns) -> Patterns:
-        """Return what stands beside the codes: patterns within their bound."""
+        """Return the restored patterns of escaped elements, clipped to their bound."""
         return patterns if self.bound is None else self.bound.clamped(begin, patterns, self.kind)
 
     def sums(self, begin: int, end: int, patterns: Patterns) -> LevelSums:
-        """Sum the levels of patterns begin..end by context."""
+        """Count the levels of patterns begin..end by context."""
         patterns = self.kept(begin, patterns)
         labels, steps = self.contexts.labels(begin, end), self.contexts.steps
         return LevelSums.of(cpu().to_f32(patterns, self.kind), labels, steps, self.dead_zone)
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Return the codes of patterns begin..end, uint8 [end - begin]: levels, and escapes beyond them."""
+        """Return the codes of patterns begin..end, uint8 [end - begin]; escapes are beyond the levels."""
         level_range, labels = self.level_range, self.contexts.labels(begin, end)
         assert level_range is not None
         patterns, codes = self.kept(begin, patterns), np.empty(len(patterns), np.uint8)

@@ -1,9 +1,9 @@
-"""Maps of optimizer state: second moments in relative steps, first moments in roots of the second.
+"""Quantization maps of optimizer state: logarithmic levels for second moments, linear ones for first moments.
 
-A second moment restored as zero under a live gradient would make the next step explode, so its levels
-stand in the order of bit patterns, where steps are relative, and zero is a code of its own that exact
-zeros take and nothing else does. First moments matter beside the root of the second: their step follows
-it, context by context. Knows arrays and maps; which tensors belong together is the caller's affair.
+If a second moment were restored as zero while gradients are not, the next update would explode. Its levels
+are therefore equidistant in bit patterns, which makes them logarithmic, and a separate code stands for exact
+zeros only. The updates depend on first moments relative to the root of second moments, so their step follows
+this root, by context.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ckptz.kernels import floats, moments
 from ckptz.kernels.floats import Integers, Reals
 
 MANTISSA_BITS: Final = {floats.F32: 23, floats.BF16: 7, floats.F16: 10}
-MAX_LEVELS: Final = 254  # beside a zero code and an escape code
-N_PHASES: Final = 8  # places of the levels within a step that are tried
-FACTOR_BITS: Final = 2  # of the mantissa of an outer vector: 2^-3, small beside steps of octaves
-MAX_SPAN: Final = 1 << 20  # levels that are counted; steps of less than 2^-10 octaves have more
+MAX_LEVELS: Final = 254  # in addition to a zero code and an escape code
+N_PHASES: Final = 8  # offsets of the levels within a step that are compared
+FACTOR_BITS: Final = 2  # mantissa bits of the outer vectors: an error of 2^-3, small relative to octaves
+MAX_SPAN: Final = 1 << 20  # maximum number of levels that are counted; steps below 2^-10 octaves have more
 MAX_INDEX: Final = 127  # of a first moment's level, on both sides of zero
-N_LABELS: Final = 256  # of a magnitude context
+N_LABELS: Final = 256  # of the magnitude context
 ROW_LABELS_PER_OCTAVE: Final = 2
-SMALLEST_SCALE: Final = 2.0**-1022  # of a table: subnormal doubles are not allowed there
+SMALLEST_SCALE: Final = 2.0**-1022  # of a table, where subnormal doubles are not allowed
 
 
 def exponent_mask(kind: int) -> int:
-    """Return the bit mask of the exponent, which is all 1 in infinities and NaN."""
+    """Return the bit mask of the exponent; in infinities and NaNs all of its bits are 1."""
     return (0x7F800000, 0x7F80, 0x7C00)[kind]
 
 
@@ -46,12 +46,12 @@ def largest_pattern(kind: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class LogLevels:
-    """Levels at equal distances in the order of bit patterns.
+    """Levels at equal distances in ordered bit patterns.
 
     Attributes:
-        step: from one level to the next, in units of the last place.
-        phase: of level 0, from the predictor.
-        middle: a distance in the midst of those that occur.
+        step: distance of two levels, in units of the last place.
+        phase: offset of level 0 from the prediction.
+        middle: a typical distance from the prediction.
     """
 
     step: int
@@ -59,34 +59,34 @@ class LogLevels:
     middle: int = 0
 
     def distances(self, indices: Integers) -> Integers:
-        """Return the distances [n] of levels [n]."""
+        """Return the distances [n] of levels [n] from the prediction."""
         return indices * self.step + self.phase
 
     def span(self, kind: int) -> tuple[int, int]:
-        """Return the lowest possible level and the number of levels, at most the middle MAX_SPAN."""
+        """Return the lowest level and the number of levels, limited to MAX_SPAN levels around the middle."""
         span = (1 << (32 if kind == floats.F32 else 16)) // self.step + 2
         if 2 * span < MAX_SPAN:
             return -span, 2 * span
         return self.middle // self.step - MAX_SPAN // 2, MAX_SPAN
 
     def bits(self, distances: Reals, labels: NDArray[np.uint8] | None = None) -> float:
-        """Count the bits of the levels nearest to distances [n] from the predictor; see `bits_by_phase`."""
+        """Return the bits of the levels nearest to distances [n] from the prediction; see `bits_by_phase`."""
         return float(bits_by_phase(distances, self.step, [self.phase], labels)[0])
 
 
 def log_level_step(octaves: float, kind: int) -> int:
-    """Convert a step of octaves to units of the last place; an octave of them is a mantissa's."""
+    """Convert a step in octaves to units of the last place, of which an octave has 2^(mantissa bits)."""
     return max(round(octaves * (1 << MANTISSA_BITS[kind])), 1)
 
 
 def best_log_levels(distances: Reals, step: int) -> LogLevels:
-    """Find the phase whose levels take the fewest bits.
+    """Choose the phase whose levels take the fewest bits.
 
-    Moments that all grow, as young ones do, are a phase away from their base.
+    It is not 0 if all moments grow by the same factor, as they do early in training.
 
     Args:
-        distances: from the predictor [n], n not 0.
-        step: of the logarithmic levels.
+        distances: distances from the prediction [n], not empty.
+        step: distance of two levels.
     """
     middle = int(np.median(distances))
     phases = (0, middle % step, *(step * i // N_PHASES for i in range(1, N_PHASES)))
@@ -96,16 +96,16 @@ def best_log_levels(distances: Reals, step: int) -> LogLevels:
 def bits_by_phase(
     distances: Reals, step: int, phases: Sequence[int], labels: NDArray[np.uint8] | None = None
 ) -> Reals:
-    """Count the bits of an ideal coder of the levels nearest to distances, for each phase [n_phases].
+    """Compute the bits of ideally coded levels nearest to distances, for each phase [n_phases].
 
     Args:
-        distances: from the predictor [n], n not 0.
-        step: of the logarithmic levels.
-        phases: of level 0.
-        labels: of each distance [n], with a table for each label. None for one table.
+        distances: distances from the prediction [n], not empty.
+        step: distance of two levels.
+        phases: offsets of level 0.
+        labels: label of each distance [n], with one table for each label; None for a single table.
 
     Returns:
-        Bits without the tables; infinite where the levels of all labels are too many to count.
+        Bits without the tables; infinite if there are too many levels to count.
     """
     labels = np.zeros(len(distances), np.uint8) if labels is None else labels
     n_labels = int(labels.max()) + 1
@@ -120,12 +120,12 @@ def bits_by_phase(
 
 @dataclass(frozen=True, slots=True)
 class LevelRange:
-    """The logarithmic levels that have codes, and the codes behind them."""
+    """The assignment of codes to levels, zeros and exceptions."""
 
     lowest: int  # index of the level of code 0
-    n_levels: int  # levels, 0 to 254
-    has_zeros: bool  # exact zeros occur, and have the code behind the levels
-    has_exceptions: bool  # some elements are none of these and escape, by the last code
+    n_levels: int  # number of levels, 0 to 254
+    has_zeros: bool  # whether exact zeros occur; their code follows the levels
+    has_exceptions: bool  # whether other elements occur, which escape with the last code
 
     @property
     def zero_code(self) -> int | None:
@@ -139,18 +139,18 @@ class LevelRange:
 
     @property
     def n_codes(self) -> int:
-        """Codes of levels, zeros and exceptions together."""
+        """Number of codes of levels, zeros and exceptions."""
         return self.n_levels + self.has_zeros + self.has_exceptions
 
 
 def level_range_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptions: int) -> LevelRange:
-    """Assign codes to the levels that occur, to the most frequent ones if there are too many.
+    """Assign codes to the levels that occur, or to the most frequent range if there are too many.
 
     Args:
-        indices: of levels that occur, ascending [n].
-        counts: how often [n].
-        n_zeros: exact zeros.
-        n_exceptions: elements that no level restores.
+        indices: indices of the levels that occur, ascending [n].
+        counts: occurrences of each [n].
+        n_zeros: number of exact zeros.
+        n_exceptions: number of elements that no level restores.
     """
     if not len(indices):
         return LevelRange(0, 0, n_zeros > 0, n_exceptions > 0)
@@ -164,13 +164,13 @@ def level_range_of(indices: Integers, counts: Integers, n_zeros: int, n_exceptio
 
 
 def second_map(levels: Integers, level_range: LevelRange, kind: int, n_contexts: int) -> QuantizationMap:
-    """Make the map of a second moment, of one row.
+    """Build the map of a second moment, with one row.
 
     Args:
-        levels: of the codes that stand for one, from the predictor in units of the last place [n_levels].
-        levels: which have codes.
-        kind: of the patterns.
-        n_contexts: that share the row.
+        levels: levels of the codes relative to the prediction, in units of the last place [n_levels].
+        level_range: the assignment of codes.
+        kind: float type of the patterns.
+        n_contexts: number of contexts, which share the row.
     """
     entries = np.zeros((1, level_range.n_codes), np.int64)
     entries[0, : level_range.n_levels] = levels
@@ -185,14 +185,14 @@ def second_map(levels: Integers, level_range: LevelRange, kind: int, n_contexts:
 
 @dataclass(slots=True)
 class LogSums:
-    """Sums of binary logarithms over rows and columns of a matrix of second moments; chunks add up."""
+    """Sums of binary logarithms by row and column of a matrix of second moments; parts can be added."""
 
     rows: Reals  # sum and number of elements above zero by row [2, n_rows]
-    columns: Reals  # the same by column [2, n_columns]
+    columns: Reals  # sum and number of elements above zero by column [2, n_columns]
 
     @classmethod
     def of(cls, patterns: NDArray[np.uint32], begin: int, shape: tuple[int, int]) -> LogSums:
-        """Sum up elements [n], F32 patterns, of a matrix of this shape, from element `begin` on."""
+        """Add up the elements from `begin` on, F32 patterns [n], of a matrix of the given shape."""
         sums = cls(np.zeros((2, shape[0])), np.zeros((2, shape[1])))
         moments().log_sums(patterns, begin, sums.rows, sums.columns)
         return sums
@@ -201,14 +201,14 @@ class LogSums:
         return LogSums(self.rows + other.rows, self.columns + other.columns)
 
     def factors(self) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """Fit an outer product to the logarithms: F32 patterns of its two vectors, [n_rows] and [n_columns].
+        """Fit an outer product to the logarithms; returns F32 patterns of its vectors [n_rows], [n_columns].
 
-        Sums of the values themselves, as in Adafactor (arXiv 1804.04235), follow the largest elements;
-        means of logarithms take 30 to 40 % fewer bits behind them. Rounded to few bits of the mantissa.
+        Sums of values, as in Adafactor (arXiv 1804.04235), are dominated by the largest elements: with means
+        of logarithms, residuals take 30 to 40 % fewer bits. The vectors are rounded to `FACTOR_BITS`.
         """
         row_means, column_means = (_means(sums) for sums in (self.rows, self.columns))
         overall = self.rows[0].sum() / max(self.rows[1].sum(), 1)
-        # Half of the level in each vector, so that neither over- nor underflows.
+        # Half of the overall mean in each vector, so that neither over- nor underflows.
         return _rounded_powers(row_means - overall / 2), _rounded_powers(column_means - overall / 2)
 
 
@@ -228,7 +228,7 @@ def _rounded_powers(exponents: Reals) -> NDArray[np.uint32]:
 
 @functools.cache
 def context_roots(kind: int) -> Reals:
-    """Return the typical root of the second moments of each magnitude context [256]; 0 if not finite."""
+    """Return the typical root of second moments in each magnitude context [256]; 0 if not finite."""
     width = 32 if kind == floats.F32 else 16
     labels = np.arange(N_LABELS, dtype=np.int64)
     middles = (labels << (width - 9)) | (1 << (width - 10))
@@ -239,17 +239,17 @@ def context_roots(kind: int) -> Reals:
 
 @dataclass(slots=True)
 class LevelSums:
-    """Occurrences of each level in each context, and sums of what they stand for; chunks add up."""
+    """Counts of levels and sums of their values, by context; parts can be added."""
 
-    # [n_contexts, 2 * (MAX_INDEX + 1) + 1]: beyond the last level below, levels, beyond above
+    # [n_contexts, 2 * (MAX_INDEX + 1) + 1]; the first and last column are for values beyond all levels
     counts: Integers
-    sums: Reals  # in steps, the same; 0 for level 0
+    sums: Reals  # sums of values in steps, same shape; 0 for level 0
 
     @classmethod
     def of(
         cls, patterns: NDArray[np.uint32], labels: NDArray[np.uint8], steps: Reals, dead_zone: float
     ) -> LevelSums:
-        """Count F32 patterns [n] with labels [n] by the steps of these, wider around zero by a dead zone."""
+        """Count F32 patterns [n] with contexts `labels` [n], with the steps of these and a dead zone."""
         shape = (len(steps), 2 * (MAX_INDEX + 1) + 1)
         counts, sums = np.zeros(shape, np.int64), np.zeros(shape)
         values = patterns.view(np.float32)
@@ -265,7 +265,7 @@ class LevelSums:
         return slice(first, first + level_range.n_levels)
 
     def level_range(self) -> LevelRange:
-        """Assign codes to the levels that occur; values beyond them escape."""
+        """Assign codes to the levels that occur; values beyond all levels escape."""
         totals = self.counts.sum(axis=0)
         used = np.flatnonzero(totals[1:-1]) - MAX_INDEX
         n_beyond = int(totals[0] + totals[-1])
@@ -276,16 +276,16 @@ class LevelSums:
 def first_map(
     measured: LevelSums, level_range: LevelRange, steps: Reals, kind: int, most: float = np.inf
 ) -> QuantizationMap:
-    """Make the map of a first moment: levels at the means of what they stand for, context by context.
+    """Build the map of a first moment; levels are the means of their values in each context.
 
-    Level 0 is zero in every row, so a context that takes no other needs no row of its own.
+    Level 0 is zero in every row, so contexts with zeros only need no row.
 
     Args:
-        measured: sums of the whole tensor.
-        level_range: which levels have codes.
-        steps: of each context [n_contexts].
-        kind: of the patterns.
-        most: steps that a level may be from zero.
+        measured: counts and sums of the complete tensor.
+        level_range: the assignment of codes.
+        steps: step of each context [n_contexts].
+        kind: float type of the patterns.
+        most: maximum distance of a level from zero, in steps.
     """
     is_moving = measured.counts.sum(axis=1) > measured.counts[:, MAX_INDEX + 1]
     used = np.flatnonzero(is_moving) if is_moving.any() else np.zeros(1, np.int64)
@@ -304,23 +304,23 @@ def first_map(
             return QuantizationMap(expanded, row_of_context, escape_code=level_range.escape_code)
     own = np.zeros(expanded.shape)
     own[:, : level_range.n_levels] = np.clip(_centroids(counts, sums, levels), -most, most) * scale[:, None]
-    # Levels that no element takes may lie beyond all numbers.
+    # Levels that do not occur could overflow.
     own[:, : level_range.n_levels][counts == 0] = 0.0
     table = ExplicitTable(floats.round_f64(own.reshape(-1)).reshape(own.shape))
     return QuantizationMap(table, row_of_context, escape_code=level_range.escape_code)
 
 
 def _centroids(counts: Integers, sums: Reals, levels: Integers) -> Reals:
-    """Mean in steps of what takes each level; level 0 stays zero."""
+    """Return the mean of the values of each level, in steps; level 0 stays zero."""
     means = np.where(counts > 0, sums / np.maximum(counts, 1), levels)
     return np.where(levels == 0, 0.0, means)
 
 
 def row_labels(spreads: Reals) -> tuple[NDArray[np.uint8], Reals]:
-    """Sort rows into half octaves of their spread [n_rows], which is 0 for rows of zeros.
+    """Group rows by half octaves of their spread [n_rows], which is 0 for rows of zeros.
 
     Returns:
-        The label of each row uint8 [n_rows], and the spread that each label stands for, ascending [n_labels].
+        The label of each row, uint8 [n_rows], and the spread of each label, ascending [n_labels].
     """
     largest = float(spreads.max())
     if not largest:

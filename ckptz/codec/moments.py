@@ -1,23 +1,22 @@
-"""Optimizer state beside lossy weights: which recipe each of its tensors gets, and how it is planned.
+"""Lossy optimizer state: the recipe of each of its tensors, and their planning.
 
-Second moments are predicted from zero, from the base, or from two vectors as in Adafactor. The smallest of
-these, alone or with contexts by the base's codes, is chosen by its size on a sample. What is no second
-moment (infinities, NaN, negative values) leaves its tensor lossless, with a note.
+Second moments are predicted by zero, by the base, or by an outer product of two vectors as in Adafactor. The
+prediction with the smallest size on a sample is used, with the base's codes as contexts if that is smaller.
+Tensors with values that second moments cannot have (infinities, NaNs, negative values) stay lossless, with a
+note.
 
-First moments and momenta become a sum of few outer products, or levels of steps by context. Where it is
-known how far they will move their weights, most of what they would move lies in few directions; these are
-kept as far as they are worth their bits, and the rest is lost: see `ckptz.codec.low_rank`. What is lost is
-movement, as its weight would have followed it for some ten steps to come. A Checkpointer moves the weight by
-the share of that which training follows: `ckptz.guidance.momentum`.
+First moments and momenta are stored as a sum of few outer products, or as levels by context. If the size of
+their future updates is known, most of these updates are in few directions, which are stored if they are worth
+their bits (`ckptz.codec.low_rank`). The others are lost: updates of about ten steps. A Checkpointer adds part
+of them to the weights (`ckptz.guidance.momentum`).
 
-Elsewhere (Lion takes the sign of a first moment, Muon turns all its directions to one size) small elements
-count as much as large ones, and they are codes. The context of an element is then the magnitude of the second
-moment that the same file restores, so that steps follow its root. Without second moments it is a label of the
-row, by the row's spread.
+For other optimizers (Lion uses the sign of a first moment, Muon orthogonalizes it), small elements matter as
+much as large ones, so first moments are quantized to levels. Their context is the magnitude of the restored
+second moment, so that steps are proportional to its root; without second moments, a label of the row by its
+spread.
 
-Small tensors are byte planes of rounded values: a map of that many levels would outweigh a tensor of a few
-hundred elements. They are rounded finely, by steps of an eighth of what large ones have beside their second
-moments: so few elements cost few bytes, and their errors next to nothing.
+Small tensors are stored as byte planes of rounded values, since a table of levels would be larger than the
+tensor. Their steps are an eighth of those of large weights: so few elements need few bytes anyway.
 """
 
 from __future__ import annotations
@@ -84,15 +83,15 @@ from ckptz.state.roles import Role
 
 Bounds = tuple[int, int]
 
-MIN_LOSSY_VALUES: Final = 32  # a map takes about as many bytes as this many elements
-MAX_EXCEPTIONS: Final = 0.25  # with more of them, levels are no description of the tensor
+MIN_LOSSY_VALUES: Final = 32  # number of elements that take as many bytes as a map
+MAX_EXCEPTIONS: Final = 0.25  # share of elements; with more of them, levels do not suit the tensor
 SAMPLE_VALUES: Final = (
     1 << 12
-)  # decides between predictions; 1 << 14 saved 0.1 % of a delta for 4 % of its time
+)  # sample for the choice of a prediction; 1 << 14 saved 0.1 % of a delta for 4 % of its time
 FINE: Final = 1 / 8  # of the step of grids, for small tensors
-MOST_OF_SPREAD: Final = 1 / 8  # of the standard deviation of a small tensor, that a step may be
-LEAST_SIZE: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
-BASE_BIAS: Final = 0.97  # a base must save this much: readers have to find and decode it
+MOST_OF_SPREAD: Final = 1 / 8  # largest step of a small tensor, in standard deviations
+LEAST_SIZE: Final = 2.0**-100  # below, intermediate results could be flushed to zero
+BASE_BIAS: Final = 0.97  # size with a base relative to without that pays, as readers must find and decode it
 
 
 def _is_finite(source: TensorSource, run: MapFunction) -> bool:
@@ -101,8 +100,8 @@ def _is_finite(source: TensorSource, run: MapFunction) -> bool:
 
 
 def _fault_of_second(source: TensorSource, run: MapFunction) -> str:
-    """Return the reason why a tensor is no second moment; empty if it is one."""
-    # Patterns of infinities, NaN and negative numbers are above all others.
+    """Return the reason why a tensor cannot be a second moment; empty if it can."""
+    # Patterns of infinities, NaNs and negative numbers are above those of finite positive ones.
     largest = max(run(lambda b: int(source.patterns(*b).max()), source.chunk_bounds()))
     if largest <= largest_pattern(KINDS[source.dtype.name]):
         return ""
@@ -111,11 +110,11 @@ def _fault_of_second(source: TensorSource, run: MapFunction) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SecondMoment(Recipe):
-    """A second moment as levels in the order of bit patterns.
+    """Recipe of a second moment with logarithmic levels.
 
     Attributes:
-        step: in octaves; a restored element is within one of it, and those of each code have the exact ones'
-            mean share of the root that an optimizer divides by.
+        step: step in octaves; the error of a restored element is at most one step. Levels are placed so that
+            the mean update of the elements with the same code is unchanged.
     """
 
     step: float
@@ -147,7 +146,7 @@ def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
     if base is not None:
         yield Prediction(kind, Predictor.BASE, base=base)
     n_rows = source.shape[0] if source.shape else 1
-    shape = n_rows, math.prod(source.shape[1:])  # of the matrix that an outer product fills
+    shape = n_rows, math.prod(source.shape[1:])  # as a matrix for the outer product
     if min(shape) > 1 and sum(shape) <= MAX_OUTER:
         sums = summed(run, lambda b: LogSums.of(cpu().to_f32(source.patterns(*b), kind), b[0], shape), source)
         yield Prediction(kind, Predictor.OUTER, outer=Outer(*sums.factors()))
@@ -155,7 +154,7 @@ def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A prediction with its logarithmic levels, and the size that a sample promises."""
+    """A prediction with its levels, and the size extrapolated from a sample."""
 
     prediction: Prediction
     log_levels: LogLevels
@@ -165,7 +164,7 @@ class _Candidate:
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Every so many-th pattern of the chunk in the middle, and the base's codes there."""
+    """Patterns of the middle chunk at a regular stride, and the base's codes at these positions."""
 
     source: TensorSource
     bounds: Bounds
@@ -185,7 +184,7 @@ class _Sample:
         return cls(source, (begin, end), stride, source.patterns(begin, end)[::stride], codes, n_codes)
 
     def candidate(self, prediction: Prediction, step: int) -> _Candidate:
-        """Fit levels to a prediction, alone or with contexts by the base's codes, whichever is smaller."""
+        """Fit levels to a prediction, with or without the base's codes as contexts, whichever is smaller."""
         is_live = self.patterns != 0
         distances = floats.order(self.patterns[is_live]).astype(np.float64)
         predicted = prediction.patterns(*self.bounds)[:: self.stride]
@@ -232,18 +231,18 @@ def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:
     return TensorPlan(plan, quantizer)
 
 
-RATIOS: Final = (2.0**-6, 2.0**5)  # of Adam's moments
-USUAL_RATIO: Final = 0.2  # in noise; more where gradients agree, or second moments are young
-MIN_ROW_VALUES: Final = 16  # shorter rows would pay more for their labels than these save
+RATIOS: Final = (2.0**-6, 2.0**5)  # range of first moment / root of second moment with Adam
+USUAL_RATIO: Final = 0.2  # the same for noise; more if gradients agree, or early in training
+MIN_ROW_VALUES: Final = 16  # labels of shorter rows would take more bits than they save
 
 
 @dataclass(frozen=True, slots=True)
 class FirstMoment(Recipe):
-    """A first moment, or a momentum, as levels of steps by context.
+    """Recipe of a first moment or a momentum.
 
     Attributes:
-        step: in roots of the restored second moment; without one, in root mean squares of the row. Of outer
-            products, beside the usual step.
+        step: step of levels, in roots of the restored second moment; without one, in RMS of the row. For
+            outer products, a multiple of the default step.
         dead_zone: additional share of a step, on both sides of zero, that becomes zero.
         source: name of the tensor of second moments, or None.
     """
@@ -262,7 +261,7 @@ class FirstMoment(Recipe):
         return self.source
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
-        """Plan a tensor of first moments or momenta; levels gain nothing from a base."""
+        """Plan a tensor of first moments or momenta, without base, which does not reduce its size."""
         source, run, second = tensor.source, tensor.run, None
         if self.source is not None and tensor.context_tensors is not None:
             second = tensor.context_tensors(self.source)
@@ -284,7 +283,7 @@ class FirstMoment(Recipe):
             for plan, n_bytes, may_exceed in candidates
             if not (may_exceed and _is_beyond(tensor, plan, bound))
         }
-        # Steps that neither rows nor second moments of this size can bound: nothing is always within it.
+        # No levels are within the bound; zeros are.
         return sized[min(sized)] if sized else _low_rank_plan(tensor, second, bound, 0.0, self.step)
 
     def _contexts(
@@ -294,12 +293,12 @@ class FirstMoment(Recipe):
         bound: MomentBound | None,
         run: MapFunction,
     ) -> Iterator[StepContexts]:
-        """Yield the contexts that may suit: by second moment, if values are about its root, else by row."""
+        """Yield the contexts to compare: by second moment if values are as large as its root, else by row."""
         ratio = 0.0 if second is None else _mean_ratio(source, second, run)
         if second is None or (ratio and not RATIOS[0] <= ratio <= RATIOS[1]):
             yield _by_row(source, self, run)
             return
-        # A second moment that is young, and small as a sum of few squares, makes no moment more precious.
+        # Early in training, second moments are small, but first moments need not be more precise.
         wanted = replace(self, step=self.step * max(ratio / USUAL_RATIO, 1.0))
         yield _by_second(second, wanted, bound)
         if source.n_patterns < MIN_CONTEXT_VALUES:
@@ -307,7 +306,7 @@ class FirstMoment(Recipe):
 
 
 def _is_beyond(tensor: TensorToEncode, encoding: TensorPlan, bound: MomentBound | None) -> bool:
-    """Return whether a tensor restored by its plan would have elements beyond their bound."""
+    """Return whether the restored tensor would have elements beyond their bound."""
     if bound is None:
         return False
     limits, kind = bound, KINDS[tensor.source.dtype.name]
@@ -322,14 +321,15 @@ def _is_beyond(tensor: TensorToEncode, encoding: TensorPlan, bound: MomentBound 
 
 @dataclass(frozen=True, slots=True)
 class _WithinBound(Quantizer):
-    """Quantizer of a sum of outer products: code 1 stands for values beside it where it is beyond the bound.
+    """Quantizer of a sum of outer products: elements where the sum exceeds the bound escape with code 1.
 
-    These are powers of two within the bound where the first moment itself is about as large, else zeros.
+    Escaped elements are restored as powers of two within the bound if the first moment is about as large,
+    else as zeros.
 
     Attributes:
-        terms: of the sum; None for zeros.
-        bound: of the elements, or None.
-        kind: of their patterns.
+        terms: terms of the sum; None for zeros.
+        bound: bound of the elements, or None.
+        kind: float type of the patterns.
     """
 
     terms: LowRank | None
@@ -354,7 +354,7 @@ def _low_rank_plan(
     update_scale: float,
     step: float,
 ) -> TensorPlan:
-    """Plan the outer products that are worth their bits, or zeros where none is; all within the bound."""
+    """Plan the outer products that are worth their bits, or zeros if none is, within the bound."""
     before = None if tensor.base is None or tensor.base.stored is None else tensor.base.stored.plan.outer
     warm = before if isinstance(before, LowRank) else None
     source = tensor.source
@@ -377,10 +377,10 @@ def _low_rank_plan(
 
 
 def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) -> float:
-    """Measure how large values are in roots of second moments, on average; 0 if there are none.
+    """Return the mean magnitude of first moments in roots of second moments; 0 if there are no nonzero ones.
 
-    Those of Adam are about as large. The first moments of some optimizers are of updates, which are divided
-    by the root already.
+    It shows whether first moments are averages of gradients, as in Adam, or of updates that are already
+    divided by the root.
     """
     kind, roots = KINDS[source.dtype.name], context_roots(KINDS[second.dtype.name])
 
@@ -395,7 +395,7 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
 
 
 def _by_second(second: TensorSource, wanted: FirstMoment, bound: MomentBound | None) -> StepContexts:
-    """Use a step for each power of two of second moments: a multiple of the root of the middle."""
+    """Return contexts by power of two of the second moment, with steps proportional to the typical root."""
 
     def labels(begin: int, end: int) -> Labels:
         magnitudes: Labels = cpu().magnitudes(second.patterns(begin, end))
@@ -403,7 +403,7 @@ def _by_second(second: TensorSource, wanted: FirstMoment, bound: MomentBound | N
 
     steps, most = wanted.step * context_roots(KINDS[second.dtype.name]), math.inf
     if bound is not None:
-        # The least second moment of a context is two thirds of its middle; levels may be rounded up.
+        # The smallest second moment of a context is two thirds of its middle; levels may be rounded up.
         most = bound.at_one * math.sqrt(2 / 3) * (1 - 2.0 ** -MANTISSA_BITS[KINDS[second.dtype.name]])
     return StepContexts((Magnitude(wanted.source),), steps, labels, most / wanted.step)
 
@@ -413,7 +413,7 @@ def _one_label(begin: int, end: int) -> Labels:
 
 
 def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
-    """Use one step for all elements: the geometric mean of the contexts' roots."""
+    """Return a single context; its step is proportional to the geometric mean of the roots."""
     roots = context_roots(KINDS[second.dtype.name])
     counts = summed(run, lambda b: cpu().histogram(cpu().magnitudes(second.patterns(*b))), second)
     used = (counts > 0) & (roots > 0)
@@ -422,7 +422,7 @@ def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 
 
 def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
-    """Use a step per row in proportion to its RMS; rows within half an octave share one."""
+    """Return contexts by row, with steps proportional to its RMS; rows within half an octave share one."""
     n_patterns, n_rows = source.n_patterns, n_rows_of(tuple(source.shape))
     row_patterns = max(n_patterns // n_rows, 1)
     is_cut = row_patterns >= MIN_ROW_VALUES and n_rows <= MAX_INDICES
@@ -445,18 +445,18 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
 
 
 def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[TensorPlan, float, bool]:
-    """Plan levels; gives the plan, its bytes, and whether elements may be restored beyond their bound."""
+    """Plan levels; returns the plan, its bytes, and whether restored elements may exceed their bound."""
     source, kind, contexts = tensor.source, quantizer.kind, quantizer.contexts
     measured: LevelSums = sums_by(quantizer, source, tensor.run)
     level_range = measured.level_range()
     joint = _codes_by_context(measured, level_range)
     if not level_range.has_exceptions and (level_range.lowest, level_range.n_levels) == (0, 1):
-        # All are zero: no context changes that, and a reader need not know them.
+        # All elements become zero, so no contexts are needed.
         contexts = StepContexts((), contexts.steps[:1], _one_label)
         measured = LevelSums(
             measured.counts.sum(axis=0, keepdims=True), measured.sums.sum(axis=0, keepdims=True)
         )
-    # Levels are within the bound of the smallest second moment of a context but the first, which has zeros.
+    # Levels are within the bound of each context, except for context 0, which contains zeros.
     middle = measured.counts.shape[1] // 2
     may_exceed = math.isinf(contexts.most) or measured.counts[0].sum() > measured.counts[0, middle]
     n_contexts = len(contexts.steps)
@@ -472,7 +472,7 @@ def _first_plan(tensor: TensorToEncode, quantizer: StepQuantizer) -> tuple[Tenso
 
 
 def _codes_by_context(measured: LevelSums, level_range: LevelRange) -> ContextCounts:
-    """Count how often each code occurs in each context."""
+    """Convert counts of levels to counts of codes by context."""
     window = measured.window(level_range)
     counts = np.zeros((len(measured.counts), N_LABELS), np.int64)
     counts[:, : level_range.n_levels] = measured.counts[:, window]
@@ -484,14 +484,14 @@ def _codes_by_context(measured: LevelSums, level_range: LevelRange) -> ContextCo
 
 @dataclass(frozen=True, slots=True)
 class FineRounding(Recipe):
-    """A small tensor that is kept to a precision whose errors hardly count beside those of large ones.
+    """Recipe of a small tensor that is rounded so finely that its errors are negligible.
 
     Attributes:
-        bits: a restored element is within 2^-bits of itself, relatively, or within half of `size`; twice that
-            by stochastic rounding, by which what training has moved since a restore stays on average.
-        step: multiple of the step that a large weight would have on a grid; None for bits alone.
-        size: a power of two, of which elements become multiples; 0 where it is not known.
-        key: of stochastic rounding, or NEAREST.
+        bits: the relative error of a restored element is at most 2^-bits, or its error at most half of
+            `size`; twice that with stochastic rounding, which preserves movement since a restore on average.
+        step: multiple of the grid step of a large weight; None to use `bits` only.
+        size: power of two of which elements become multiples; 0 if unknown.
+        key: dither seed of stochastic rounding, or NEAREST.
     """
 
     bits: int = 10
@@ -504,7 +504,7 @@ class FineRounding(Recipe):
         return {"bits": self.bits}
 
     def rounded(self, patterns: Patterns, kind: int, begin: int) -> Patterns:
-        """Round patterns from `begin` on; those that would overflow, and subnormal ones, stay as they are."""
+        """Round patterns [n] from `begin` on; subnormals and those that would overflow are unchanged."""
         n_dropped = self._n_dropped(kind)
         if n_dropped <= 0:
             return patterns
@@ -521,14 +521,14 @@ class FineRounding(Recipe):
         values, size = patterns.view(np.float32), np.float32(self.size)
         with np.errstate(over="ignore"):
             multiples = np.floor(values / size + thresholds) * size
-        is_small = np.abs(values) < size * np.float32(2 ** (self.bits - 1))  # what `bits` keep is finer there
+        is_small = np.abs(values) < size * np.float32(2 ** (self.bits - 1))  # `bits` would be finer
         return np.where(is_small, multiples.view(np.uint32), rounded)
 
     def _n_dropped(self, kind: int) -> int:
         return MANTISSA_BITS[kind] + 1 - self.bits
 
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
-        """Plan byte planes of rounded values: a map of that many levels would outweigh a small tensor."""
+        """Plan byte planes of rounded values: a table of levels would be larger than a small tensor."""
         source, run = tensor.source, tensor.run
         if not _is_finite(source, run):
             return exact_with_note(tensor, "holds NaN or infinity")
@@ -545,7 +545,7 @@ class FineRounding(Recipe):
         )
 
     def _size_for(self, tensor: TensorToEncode) -> float:
-        """Choose the size by what errors cost; 0 where nothing tells that."""
+        """Return the largest power of two within the step from sensitivity; 0 if the step is unknown."""
         source, guide = tensor.source, tensor.guide
         if self.step is None or guide.mean_sensitivity is None or source.dtype.name != "F32":
             return 0.0
@@ -559,7 +559,7 @@ class FineRounding(Recipe):
         return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0
 
     def _key_after(self, source: TensorSource, new: int) -> int:
-        """Choose the thresholds by the first chunk; the base's file does not tell its own."""
+        """Choose the dither seed from the first chunk; the base's file does not record its own."""
         n_dropped = self._n_dropped(KINDS[source.dtype.name])
         if n_dropped <= 0:
             return NEAREST
@@ -572,12 +572,12 @@ class FineRounding(Recipe):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Settings of the optimizer state beside lossy weights.
+    """Settings of lossy optimizer state.
 
     Attributes:
-        second_step: of exp_avg_sq, in octaves: a restored second moment is within one of it.
-        first_step: of exp_avg, in roots of the restored second moment; of momentum and where there is no
-            second moment, in root mean squares of the row; where few directions are kept, 1 is usual.
+        second_step: step of exp_avg_sq in octaves, the largest error of a restored second moment.
+        first_step: step of exp_avg, in roots of the restored second moment; of momentum and without second
+            moments, in RMS of the row. For low-rank first moments, a multiple of the default step.
         first_dead_zone: additional share of a step, on both sides of zero, that becomes zero.
     """
 
@@ -612,10 +612,10 @@ def state_recipes(
         roles: the role of each tensor.
         trained: parameters whose moments are in another file.
         moments: settings of optimizer state.
-        weights: chooses the recipes of large weights.
-        step: multiple of the reference step, which the weights that stay small follow.
+        weights: method that chooses the recipes of large weights.
+        step: multiple of the reference step, for small weights.
     """
-    trained, second = set(trained), {}  # parameters that have a moment; second moments of each
+    trained, second = set(trained), {}  # trained parameters; name of the second moment by parameter and shape
     for name, source in tensors.items():
         role = roles[name]
         if role.role not in ("weight", "other"):
@@ -627,7 +627,7 @@ def state_recipes(
         role, shape = roles[name], source.shape
         recipe = weights.recipe(role, source.dtype, shape)
         if source.dtype.name in KINDS:
-            # What is not trained stays exact: buffers may be the frequencies of a positional code.
+            # Untrained tensors stay exact: buffers may be, for example, frequencies of a positional encoding.
             if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
                 recipe = FineRounding(step=FINE * step)
             recipe = _of_state(role, shape, moments, second) or recipe
@@ -642,7 +642,7 @@ def _of_state(
     if role.role == "exp_avg_sq":
         return SecondMoment(moments.second_step)
     if role.role in ("exp_avg", "momentum"):
-        # RMSprop's momentum is divided by the root already.
+        # RMSprop's momentum is already divided by the root.
         source = second.get((role.parameter, shape)) if role.role == "exp_avg" else None
         return FirstMoment(moments.first_step, moments.first_dead_zone, source)
     return FineRounding() if role.role == "factor" else None

@@ -1,6 +1,7 @@
-"""A weight that is moved before it is coded, by what the momentum that its file loses would still have moved.
+"""Weights with a momentum correction, which encoders apply before quantizing them.
 
-Encoder only. What the file records of errors compares with the weight itself; so does what stays lossless.
+Lossy first moments lose part of the update that they would still have applied; the correction adds it to the
+weight. Recorded errors are relative to the weight without correction, and lossless weights get none.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from ckptz.kernels.floats import Patterns
 
 @dataclass(frozen=True, slots=True)
 class MovedSource(SourceOf):
-    """A weight with its moves.
+    """A weight and its momentum correction.
 
     Attributes:
         source: the weight itself.
-        moved: the weight after its moves.
-        share: of the moves that the lost momentum would have caused.
+        moved: the weight with the correction.
+        share: the applied share of the lost update.
     """
 
     moved: TensorSource
@@ -30,17 +31,17 @@ class MovedSource(SourceOf):
         return self.moved.patterns(begin, end)
 
 
-# weights as they are moved, and notes on those that should be and are not, by name
+# Corrected weights by name, and by name the reasons why others have no correction.
 MovedAndNotes: TypeAlias = tuple[Mapping[str, MovedSource], Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """The moves of the weights of a file.
+    """The momentum correction of the weights of a file.
 
     Attributes:
-        moments: names of the first moments of the same file that moves depend on.
-        of: is given these as the file restores them, those that lose something, by name.
+        moments: names of the first moments of the file that it depends on.
+        of: computes it from the restored values of these moments, by name; lossless ones are left out.
     """
 
     moments: tuple[str, ...]

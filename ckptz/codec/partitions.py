@@ -1,9 +1,9 @@
 """Protect, quantize, prune: the three partitions of Inshrinkerator (arXiv 2306.11800, section 4).
 
-Values are cut into regions by ascending boundaries; each region has a code. From below: protected,
-quantized, pruned around zero, quantized, protected. Levels are weighted k-means in one dimension, exact by
-dynamic programming over buckets of a histogram. A bucket weighs sigma * frequency + (1 - sigma) *
-|magnitude|, both normalised to sum to 1.
+Ascending boundaries divide the values into regions with one code each; from below: protected, quantized,
+pruned (around zero), quantized, protected. Levels are the optimal solution of weighted one-dimensional
+k-means over the buckets of a histogram, found by dynamic programming. The weight of a bucket is
+sigma * frequency + (1 - sigma) * |magnitude|, both normalised to a sum of 1.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckptz.format.plan import ExplicitTable, QuantizationMap
 from ckptz.kernels import cpu, floats, planning
 from ckptz.kernels.floats import Patterns
 
-SIGMA: Final = 0.2  # the paper's; 0.1 to 0.4 works as well
+SIGMA: Final = 0.2  # as in the paper; 0.1 to 0.4 works as well
 
 Values = NDArray[np.float64]
 
 
 def sample_weights(values: Values, counts: NDArray[np.int64], sigma: float = SIGMA) -> Values:
-    """Weigh buckets by representatives and occurrences, all [n]; a `sigma` of 1 gives least square errors."""
+    """Compute bucket weights from representatives and counts, all [n]; `sigma=1` means squared error."""
     frequency = counts / max(counts.sum(), 1)
     magnitude = np.abs(values)
     total = float(magnitude.sum())
@@ -36,12 +36,12 @@ def sample_weights(values: Values, counts: NDArray[np.int64], sigma: float = SIG
 
 
 def fit_centroids(values: Values, weights: Values, n_levels: int) -> Values:
-    """Find the centroids, ascending [at most n_levels], with the least weighted square error.
+    """Compute the ascending centroids [at most n_levels] with the least weighted squared error.
 
     Args:
-        values: ascending [n], n at least 1.
-        weights: not negative [n].
-        n_levels: most centroids; fewer where there are fewer values.
+        values: ascending values [n], at least one.
+        weights: weights of the values, at least 0 [n].
+        n_levels: number of centroids; fewer are returned if there are fewer values.
     """
     used = weights > 0
     values, weights = (values[used], weights[used]) if used.any() else (values, np.ones(len(values)))
@@ -57,22 +57,22 @@ def fit_centroids(values: Values, weights: Values, n_levels: int) -> Values:
 class Partitions:
     """Levels and shares of a map; `ckptz.codec.kmeans.KMeans` checks their ranges."""
 
-    levels: int = 16  # values that quantized and pruned elements may take, 2..255
-    prune: float = 0.0  # share of the elements, smallest magnitudes first, that become zero
-    protect: float = 0.0  # share of the elements, largest magnitudes first, that stay
+    levels: int = 16  # number of values of quantized and pruned elements, 2..255
+    prune: float = 0.0  # share of the elements, smallest first, that become zero
+    protect: float = 0.0  # share of the elements, largest first, that are kept
     protect_as_bf16: bool = False  # protected elements are rounded to BF16 instead of kept exactly
     sigma: float = SIGMA  # see `sample_weights`
-    prune_by: str = "magnitude"  # what is smallest, "magnitude" or "sensitivity"
-    protect_by: str = "magnitude"  # what is largest, likewise, or "either": the share by each of them
+    prune_by: str = "magnitude"  # ranking for `prune`: "magnitude" or "sensitivity"
+    protect_by: str = "magnitude"  # ranking for `protect`, or "either": the share by each ranking
 
     @property
     def prunes_by_sensitivity(self) -> float:
-        """The share that is pruned by sensitivity."""
+        """The share of elements that are pruned by sensitivity."""
         return self.prune if self.prune_by == "sensitivity" else 0.0
 
     @property
     def protects_by_sensitivity(self) -> float:
-        """The share that is protected by sensitivity."""
+        """The share of elements that are protected by sensitivity."""
         return 0.0 if self.protect_by == "magnitude" else self.protect
 
     @property
@@ -81,13 +81,13 @@ class Partitions:
         return bool(self.prunes_by_sensitivity or self.protects_by_sensitivity)
 
     def by_magnitude(self) -> Partitions:
-        """Return the partitions for a tensor without known sensitivity."""
+        """Return the partitions for a tensor whose sensitivity is unknown."""
         return replace(self, prune_by="magnitude", protect_by="magnitude")
 
 
 @dataclass(frozen=True, slots=True)
 class RegionQuantizer(Quantizer):
-    """Codes by regions of values."""
+    """Quantizer that chooses codes by regions of values."""
 
     boundaries: Patterns
     region_code: NDArray[np.uint8]
@@ -95,7 +95,7 @@ class RegionQuantizer(Quantizer):
     keep_as_bf16: bool
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
-        """Return the codes uint8 [n] of patterns [n] from anywhere in the tensor."""
+        """Return the codes uint8 [n] of patterns [n], independent of their position."""
         del begin, end
         return cpu().region_codes(patterns, self.boundaries, self.region_code)
 
@@ -104,13 +104,13 @@ class RegionQuantizer(Quantizer):
         if not self.keep_as_bf16 or self.kind != floats.F32:
             return patterns
         rounded = cpu().from_f32(patterns, floats.BF16).astype(np.uint32) << np.uint32(16)
-        # The largest F32 values would round to infinity: those stay exact.
+        # The largest F32 values would round to infinity; they stay exact.
         is_infinite = (rounded & np.uint32(0x7FFFFFFF)) == np.uint32(0x7F800000)
         return np.where(is_infinite, patterns, rounded)
 
 
 def _ordered(value: float, kind: int) -> int:
-    """The least ordered pattern whose value is at or above `value`."""
+    """Return the smallest ordered pattern whose value is at least `value`."""
     f32_pattern = floats.round_f64(np.array([value]))
     pattern = floats.from_f32(f32_pattern, kind)
     ordered = int(floats.order(pattern)[0])
@@ -120,14 +120,14 @@ def _ordered(value: float, kind: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SensitivityQuantizer(Quantizer):
-    """Regions of values, overruled by sensitivity; protecting goes before pruning."""
+    """Quantizer by regions of values and by sensitivity, which has priority; protection precedes pruning."""
 
     regions: RegionQuantizer  # codes by value
-    kind: int  # of the patterns
-    cut: SensitivityCut  # what is pruned and protected by sensitivity
-    sensitivities: Sensitivities  # of patterns begin..end
-    zero_code: int  # of pruned elements
-    escape_code: int | None  # of protected elements, or None
+    kind: int  # float type of the patterns
+    cut: SensitivityCut  # thresholds of sensitivity
+    sensitivities: Sensitivities  # (begin, end, patterns) -> sensitivities
+    zero_code: int  # code of pruned elements
+    escape_code: int | None  # code of protected elements, or None
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
         codes = self.regions.codes(begin, end, patterns)
@@ -145,17 +145,17 @@ class SensitivityQuantizer(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Thresholds that cut a tensor into partitions."""
+    """Thresholds between the partitions of a tensor."""
 
     floor: float = -1.0  # magnitudes at or below it are pruned; -1 prunes none
     ceiling: float = np.inf  # magnitudes above it are protected
-    by_sensitivity: SensitivityCut = NO_CUT  # what is pruned and protected by sensitivity
+    by_sensitivity: SensitivityCut = NO_CUT  # thresholds of sensitivity
 
     @classmethod
     def of(cls, wanted: Partitions, histogram: Histogram, ranks: SensitivityHistogram | None = None) -> Cut:
-        """Find thresholds for the wanted shares of a tensor with a finite histogram that is not empty.
+        """Compute the thresholds for the shares `wanted`, from a finite non-empty histogram.
 
-        Shares by sensitivity need `ranks`, the histogram of its sensitivities.
+        Shares by sensitivity need `ranks`, the histogram of the sensitivities.
         """
         prune = wanted.prune - wanted.prunes_by_sensitivity
         protect = wanted.protect if wanted.protect_by != "sensitivity" else 0.0
@@ -167,25 +167,25 @@ class Cut:
 
     @property
     def prunes(self) -> bool:
-        """True if there is a code for zero."""
+        """True if elements become zero, for which there is a code."""
         return self.floor >= 0 or self.by_sensitivity.floor >= 0
 
     @property
     def protects(self) -> bool:
-        """True if protected elements have a code."""
+        """True if elements are protected, for which there is an escape code."""
         return bool(np.isfinite(self.ceiling) or np.isfinite(self.by_sensitivity.ceiling))
 
 
 def fit_kmeans_levels(
     values: NDArray[np.float64], counts: NDArray[np.int64], wanted: Partitions, cut: Cut
 ) -> NDArray[np.float64]:
-    """Fit the values of codes, ascending [n_levels]; zero is one of them if elements are pruned.
+    """Fit the levels, ascending [n_levels]; zero is one of them if elements are pruned.
 
     Args:
-        values: of the elements that are not taken by sensitivity, ascending [n].
-        counts: how often each occurs [n].
-        wanted: levels and shares.
-        cut: where the tensor is cut.
+        values: values of the elements that sensitivity does not decide, ascending [n].
+        counts: occurrences of each value [n].
+        wanted: number of levels, and shares.
+        cut: thresholds between the partitions.
     """
     magnitude = np.abs(values)
     is_free = (magnitude > cut.floor) & (magnitude <= cut.ceiling)
@@ -204,13 +204,13 @@ def fit_partitions(
     """Fit the map of one tensor.
 
     Args:
-        histogram: of the tensor, without the elements that sensitivity takes; finite.
-        wanted: levels and shares.
-        cut: where the tensor is cut; by default as wanted, by magnitude.
-        sensitivities: of its patterns; None if magnitude decides alone.
+        histogram: finite histogram of the tensor, without the elements that sensitivity decides.
+        wanted: number of levels, and shares.
+        cut: thresholds between the partitions; by default computed from `wanted`, by magnitude.
+        sensitivities: sensitivities of its patterns; None if only magnitudes decide.
 
     Returns:
-        The map (linear domain, one row) and the quantizer that makes its codes.
+        The map (linear domain, one row) and the quantizer that chooses its codes.
     """
     cut = Cut.of(wanted, histogram) if cut is None else cut
     levels = fit_kmeans_levels(*histogram.occupied(), wanted, cut)
@@ -229,10 +229,10 @@ def fit_partitions(
 
 
 def region_cuts(levels: NDArray[np.float64], cut: Cut) -> tuple[list[float], list[int]]:
-    """Find where values change their code at levels [n], ascending, and the code of each region between."""
+    """Return the boundaries between regions for ascending levels [n], and the code of each region."""
     cuts = [(a + b) / 2 for a, b in zip(levels[:-1].tolist(), levels[1:].tolist(), strict=True)]
     if cut.floor >= 0:
-        # Zero takes what is pruned and nothing else: its borders are the threshold, not the middles.
+        # Exactly the pruned values become zero, so the boundaries of zero are the threshold, not midpoints.
         zero = int(np.searchsorted(levels, 0.0))
         above = float(np.nextafter(cut.floor, np.inf))
         if zero > 0:

@@ -1,11 +1,11 @@
-"""Chooses the code of each pattern, the encoder's side of a quantization map, and keys of its rounding.
+"""The interface of quantizers, which choose the code of each pattern, and the choice of a dither seed.
 
-No frame holds any of it. After a restore the residual of a delta is what training has moved since. Rounding
-it to nearest levels takes part of it back for good: of a movement whose density has the first Fourier
-coefficient c around the levels, 2 c (all of it where c is 1/2 or more). Where nothing was restored,
-residuals lie evenly between levels, c is 0, and the nearest level is best. Stochastic rounding loses
-nothing on average. Its thresholds are chosen once after a restore and then go on, for what the last rounding
-sent and did not send is in the next residual.
+After a restore, the residual of a delta is the movement of the weights since then. Rounding it to the nearest
+level loses part of that movement for good: if its density around the levels has the first Fourier coefficient
+c, the share 2 c (all of it from c = 1/2 on). If nothing was restored, residuals are spread evenly between the
+levels, c is 0, and rounding to nearest is best. Stochastic rounding loses no movement on average. Its seed is
+chosen once after a restore and then kept: the next residual contains the error of the last rounding, so the
+same thresholds send what that rounding did not.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from ckptz.kernels.floats import NEAREST, Patterns, Reals
 
-LEAST: Final = 0.02  # c below which nearest levels of a grid do
-LEAST_OF_CLUSTERS: Final = 0.15  # of k-means levels, where c is 0.02 to 0.12 without a restore
-N_SAMPLED: Final = 1 << 14  # of one chunk
-SURE: Final = 4.0  # standard errors
-FARTHEST: Final = 2.0  # steps; what lies beyond counts as this
+LEAST: Final = 0.02  # c up to which a grid is rounded to nearest
+LEAST_OF_CLUSTERS: Final = 0.15  # the same for k-means levels, where c is 0.02 to 0.12 without a restore
+N_SAMPLED: Final = 1 << 14  # elements of one chunk
+SURE: Final = 4.0  # standard errors of a significant correlation
+FARTHEST: Final = 2.0  # steps; larger residuals are clipped to this
 
 
 class Quantizer:
@@ -34,31 +34,31 @@ class Quantizer:
         raise NotImplementedError
 
     def kept(self, begin: int, patterns: Patterns) -> Patterns:
-        """Return the restored values of escaped positions from `begin` on: `patterns` or a rounding."""
+        """Return the patterns that escaped elements from `begin` on are restored to, maybe rounded."""
         del begin
         return patterns
 
 
 def sampled(begin: int, end: int) -> NDArray[np.int64]:
-    """Choose the elements of begin..end that decide, evenly spread, [at most N_SAMPLED]."""
+    """Return at most N_SAMPLED evenly spaced indices of begin..end."""
     return np.arange(begin, end, max((end - begin) // N_SAMPLED, 1))[:N_SAMPLED]
 
 
 def key_of(
     places: Reals, thresholds: NDArray[np.float32] | None, old: int, new: int, least: float = LEAST
 ) -> int:
-    """Choose the key of a delta's thresholds.
+    """Choose the dither seed of a delta from a sample of its elements.
 
     Args:
-        places: of some elements, what lies between them and their base in steps [n]; those left out, for
-            which no level is near, are NaN.
-        thresholds: by which the base's file rounded these elements [n], or None if it does not tell.
-        old: their key, or NEAREST.
-        new: a key that no file has used.
-        least: coefficient below which nearest levels do.
+        places: differences of the elements to their base, in steps [n]; NaN for elements to ignore.
+        thresholds: rounding thresholds of these elements in the base's file [n]; None if unknown.
+        old: the seed of these thresholds, or NEAREST.
+        new: an unused seed.
+        least: Fourier coefficient up to which the delta is rounded to nearest.
 
     Returns:
-        `old`, `new`, or NEAREST.
+        `old` if the differences still contain the errors of the last rounding, `new` if the weights have
+        moved since a restore, else NEAREST.
     """
     is_known = np.isfinite(places) & (places != 0)
     known = np.clip(places[is_known], -FARTHEST, FARTHEST)
@@ -71,6 +71,6 @@ def key_of(
 
 
 def _explained(places: Reals, thresholds: Reals) -> bool:
-    """Return whether the errors of the last rounding are still present: low where the threshold was high."""
+    """Return whether differences correlate negatively with the last thresholds, as rounding errors do."""
     slope = ((thresholds - 0.5) * places).mean()
     return bool(slope < -SURE * np.sqrt(np.square(places).mean() / 12 / len(places)))

@@ -1,6 +1,6 @@
-"""The table of methods: importing this module loads all of them into `METHODS`.
+"""The table of methods: importing this module registers the built-in ones in `METHODS`.
 
-A new method is a file and a row here, or a call of `register`.
+A new built-in method is a file and an entry here; other packages call `register`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckptz.codec.method import Method
 from ckptz.codec.method import register as register
 from ckptz.errors import ConfigError
 
-for _method in (Lossless, KMeans, Grid):  # in this order, whichever was loaded first
+for _method in (Lossless, KMeans, Grid):  # fixes the order, whichever module was imported first
     METHODS[_method.name] = METHODS.pop(_method.name)
 
 
@@ -21,7 +21,7 @@ def method_named(name: str) -> type[Method]:
     """Return the method of a name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no method has this name.
     """
     if name not in METHODS:
         raise ConfigError(f"there is no method {name!r}; known are {', '.join(METHODS)}")

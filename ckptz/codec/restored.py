@@ -1,8 +1,8 @@
-"""Tensors of the file being written, as a reader will restore them: contexts of others follow those.
+"""Restored values of tensors in the file being written, on which the contexts of other tensors depend.
 
-A first moment is coded by contexts of the second moment that stands in the same file, perhaps behind it.
-Such a tensor is planned when the first of the two needs it, and restored chunk by chunk, so that memory
-holds a few plans and a few chunks however large the file is.
+A first moment is encoded with contexts from the restored second moment, which may come later in the file. The
+second moment is planned when either of the two is encoded first, and restored chunk by chunk, so that memory
+holds only a few plans and chunks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorS
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import LRUCache
 
-HELD_BYTES: Final = 192 << 20  # a tensor of 20 million 32-bit patterns, with its base
-MAX_PLANS: Final = 32  # twice the threads that run by default: each may plan a pair of tensors
+HELD_BYTES: Final = 192 << 20  # enough for a tensor of 20 million 32-bit patterns and its base
+MAX_PLANS: Final = 32  # twice the default number of threads, as each may plan a pair of tensors
 
 
 @dataclass(frozen=True, slots=True)
 class CachedTensor(ViewOf):
-    """A tensor of which chunks are held, patterns and codes from one decoding.
+    """A tensor whose decoded chunks (patterns and codes) are cached.
 
-    Planning and coding both read bases and context tensors. Where contexts depend on other tensors, two
-    ways through a chain may lead to the same chunk; without a cache their number would grow with every file.
+    Planning and encoding both read bases and context tensors. If contexts depend on other tensors, a chunk
+    is needed along two paths for each file of a chain: without a cache, decoding would take exponential time.
 
     Attributes:
         source: the tensor itself.
-        key: in the cache; tensors of the same key have the same values.
+        key: cache key; tensors with the same key have the same values.
         chunks: the cache.
     """
 
@@ -44,7 +44,7 @@ class CachedTensor(ViewOf):
 
     @classmethod
     def of_frame(cls, frame: FrameSource) -> CachedTensor:
-        """Read a frame through its file's cache."""
+        """Return the tensor of a frame, with the cache of its file."""
         return cls(frame, frame, frame.cache)
 
     def _chunk(self, begin: int) -> Decoded:
@@ -71,20 +71,20 @@ class CachedTensor(ViewOf):
 
 
 def restored_source(source: TensorSource, base: TensorSource | None, encoding: TensorPlan) -> LazySource:
-    """Return the tensor as the file will restore it."""
+    """Return a tensor with the values that a reader will restore."""
     return LazySource.of(
         source, lambda begin, end: restored_patterns(source, encoding, ChunkSources(begin, end, base))
     )
 
 
 class TensorPlans:
-    """Encoding plans of the tensors that others depend on, each made once while it is in use.
+    """Cache of the encoding plans of tensors that other tensors depend on.
 
-    A thread waits only for another one that is planning the very tensor. That one waits for nobody,
-    since such a tensor depends on no other, and so the two cannot wait for each other.
+    A thread waits only while another one plans the same tensor. No deadlock is possible, because these
+    tensors depend on no others.
 
     Args:
-        names: of the tensors that others depend on.
+        names: names of the tensors that others depend on.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -99,5 +99,5 @@ class TensorPlans:
         return self._held.held(name) is not None
 
     def encoding(self, name: str, make: Callable[[], TensorPlan]) -> TensorPlan:
-        """Return the plan of a tensor; make it first if it is not cached."""
+        """Return the plan of a tensor, from the cache or by calling `make`."""
         return self._held.get(name, make)

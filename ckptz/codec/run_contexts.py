@@ -1,7 +1,8 @@
-"""Contexts of a tensor that has no base: its runs, such as rows, share tables by how large their values are.
+"""Contexts of tensors without base: runs of elements, such as rows, share frequency tables by scale.
 
-Rows of a weight differ in scale, so their exponents need other tables. Rows that were never trained may
-come from a narrower type, so the low bytes of their mantissas are zeros while those of others look random.
+Rows of a weight differ in scale, so their exponents have different distributions. Untrained rows may have
+been converted from a narrower dtype: the low bytes of their mantissas are zero, while those of others look
+random.
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Patterns
 
 MIN_VALUES: Final = 1 << 18  # below, tables and labels take more time than they save bytes
-RUN_VALUES: Final = (128, 4096)  # of a run: fewer cost too much for their labels, more differ within
-FLAT_RUN: Final = 512  # patterns of a run where rows are too short or too long
+RUN_VALUES: Final = (128, 4096)  # elements of a run: shorter runs need many labels, longer ones mix scales
+FLAT_RUN: Final = 512  # elements of a run if rows are too short or too long
 PER_OCTAVE: Final = 4  # contexts of scale for each factor of two
 N_SCALES: Final = 16
-SAMPLE_VALUES: Final = 1 << 16  # of the middle chunk, whose median run is the middle scale
-N_TESTED: Final = 8  # low bytes of a run that tell whether its values are narrow
-MIN_GAIN: Final = 1 / 200  # of a plane's bits; below, decoding is slower for nothing
-MIN_SAMPLE_GAIN: Final = 1 / 600  # of the same of a sample; below, the rest is not measured
+SAMPLE_VALUES: Final = 1 << 16  # sample of the middle chunk; its median run defines the middle scale
+N_TESTED: Final = 8  # low bytes of a run that are tested for zero
+MIN_GAIN: Final = 1 / 200  # share of a plane's bits that contexts must save, as they slow decoding down
+MIN_SAMPLE_GAIN: Final = 1 / 600  # the same on the sample, below which the rest is not measured
 _NO_TABLE: Final = np.array([[SCALE] + [0] * 255], np.uint16)
 
 
 def plan_contexts(source: TensorSource, effort: Effort, run: MapFunction = map) -> TensorPlan | None:
-    """Plan a tensor whose runs of elements share tables by scale; None if that saves too little.
+    """Plan a tensor whose runs share frequency tables by scale; None if that saves too little.
 
     Args:
         source: the tensor.
-        effort: how much contexts by scale must save.
-        run: maps over parts of it.
+        effort: `run_gain` is the share that contexts must save.
+        run: maps a function over parts of the tensor.
     """
     n, size = source.n_patterns, _run_patterns(source)
     if size is None or effort.run_gain is None:
@@ -73,9 +74,9 @@ def plan_contexts(source: TensorSource, effort: Effort, run: MapFunction = map) 
     sample = source.patterns(begin, begin + n_runs * size)
     is_narrow = _is_narrow(sample, size)
     is_mixed = is_narrow.any() and not is_narrow.all()
-    if effort.run_gain:  # a rough answer is enough where much must be saved
+    if effort.run_gain:  # a smaller sample is enough if contexts must save much
         sample = sample[: max(n_runs // 4, 1) * size]
-    # In numpy: where it says no, the kernel that measures the whole is not compiled.
+    # In numpy, so that the kernel for the complete tensor is only compiled if contexts pay on the sample.
     exponents = (sample >> sample.dtype.type(8 * sample.itemsize - 9)).astype(np.uint8)
     levels = (PER_OCTAVE * exponents.reshape(-1, size).mean(axis=1)).astype(np.int64)
     lowest = int(np.median(levels)) - N_SCALES // 2
@@ -94,13 +95,13 @@ def plan_contexts(source: TensorSource, effort: Effort, run: MapFunction = map) 
 
 
 def _bytes_of_all(counts: Counts, n_planes: int) -> float:
-    """Estimate the bytes of all planes relative to those of the exponents, by counts [n_contexts, 256]."""
+    """Return bytes of all planes / bytes of exponents, with counts [n_contexts, 256] and random mantissas."""
     per_pattern = entropy_bits(counts.sum(axis=0)) / float(counts.sum())
     return (per_pattern + 8 * (n_planes - 1)) / max(per_pattern, 1e-9)
 
 
 def _run_patterns(source: TensorSource) -> int | None:
-    """Choose the patterns of a run whose pieces in chunks can be moved as a whole; None if there are none."""
+    """Choose the number of elements in a run, so that chunks consist of runs; None if that is impossible."""
     dtype, shape, n = source.dtype, source.shape, source.n_patterns
     if n < MIN_VALUES or not dtype.is_float or dtype.pattern_bytes == 1 or len(shape) == 0:
         return None
@@ -111,8 +112,8 @@ def _run_patterns(source: TensorSource) -> int | None:
 
 
 def _is_narrow(patterns: Patterns, size: int) -> NDArray[np.bool_]:
-    """Return for each run of `size` patterns whether its values look converted from a narrower dtype."""
-    if patterns.itemsize == 2:  # the low byte has bits of the mantissa that any value has
+    """Return for each run of `size` patterns whether its values seem to come from a narrower dtype."""
+    if patterns.itemsize == 2:  # the low byte always has mantissa bits
         return np.zeros(len(patterns) // size, np.bool_)
     tested = patterns.reshape(-1, size)[:, :N_TESTED] & patterns.dtype.type(0x7F)
     is_narrow: NDArray[np.bool_] = ~tested.any(axis=1)
@@ -120,13 +121,13 @@ def _is_narrow(patterns: Patterns, size: int) -> NDArray[np.bool_]:
 
 
 def _gain(counts: Counts) -> float:
-    """Return the share of bits that contexts save, by counts [n_contexts, 256]; without tables."""
+    """Return the share of bits that contexts save according to counts [n_contexts, 256], without tables."""
     *by_context, together = row_entropy_bits(np.vstack((counts, counts.sum(axis=0)))).tolist()
     return 1 - sum(by_context) / together if together else 0.0
 
 
 def _count(codes: Bytes, labels: Bytes, size: int, n_contexts: int) -> Counts:
-    """Count codes [n] by the label of their run, [n_contexts, 256]."""
+    """Count codes [n] by the label of their run of `size` codes, [n_contexts, 256]."""
     runs = Runs(labels, size, n_contexts)
     counts: Counts = cpu().count_streams(runs.group(codes), np.cumsum(runs.per_context))
     return counts
@@ -134,13 +135,13 @@ def _count(codes: Bytes, labels: Bytes, size: int, n_contexts: int) -> Counts:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """Runs of a part of a tensor.
+    """Statistics of the runs of a part of a tensor.
 
     Attributes:
-        labels: the context of each run by scale, from N_SCALES on where its values are narrow [m].
+        labels: context of each run [m]: its scale, plus N_SCALES if its values are narrow.
         scales: occurrences of each exponent in each context [2 * N_SCALES, 256].
-        planes: where runs are narrow and others are not, occurrences of each code of each plane but the
-            exponents' in those that are not and those that are [n_planes - 1, 2, 256].
+        planes: occurrences of each code in each mantissa plane, for wide and narrow runs
+            [n_planes - 1, 2, 256]; zeros unless both kinds occur.
     """
 
     labels: Bytes
@@ -149,7 +150,7 @@ class _Measured:
 
     @classmethod
     def of(cls, patterns: Patterns, size: int, lowest: int) -> _Measured:
-        """Measure patterns in runs, the last may be shorter; `lowest` has scale 0."""
+        """Measure patterns in runs of `size`, of which the last may be shorter; `lowest` is scale 0."""
         if len(patterns) > size and (rest := len(patterns) % size):
             return cls.of(patterns[:-rest], size, lowest) + cls.of(patterns[-rest:], rest, lowest)
         size, n_planes = min(size, len(patterns)), patterns.itemsize
@@ -164,12 +165,12 @@ class _Measured:
         )
 
     def where_it_pays(self) -> _Measured:
-        """Merge runs that save too little by contexts into the most frequent context, without labels."""
+        """Return all runs in the most frequent context if contexts save too little in this part."""
         if self.planes.any() or _gain(self.scales) > MIN_GAIN:
             return self
         total = self.scales.sum(axis=0)
         most, scales = int(self.scales.sum(axis=1).argmax()), np.zeros_like(self.scales)
-        scales[most] = total > 0  # for the last run, which may reach into a chunk that uses contexts
+        scales[most] = total > 0  # the last run may extend into a chunk that uses contexts
         return _Measured(np.full_like(self.labels, most), scales, self.planes)
 
     def __add__(self, other: _Measured) -> _Measured:
@@ -178,7 +179,7 @@ class _Measured:
 
 
 def _tables(counts: Counts, table_of: Counts) -> tuple[StreamTables, float]:
-    """Make a table for each row of counts [n, 256]; gives also the bits they save against a single one."""
+    """Build a table for each row of counts [n, 256]; also returns the bits that they save over one table."""
     frequencies = normalise(counts)
     packed = bytes((len(counts),)) + pack_tables(frequencies)[0].tobytes()
     n_bits = 8 * len(packed) + float(row_cost_bits(counts, frequencies).sum())
@@ -191,7 +192,7 @@ def _plan(dtype: DType, size: int, parts: Sequence[_Measured]) -> TensorPlan | N
     context_of = np.zeros(2 * N_SCALES, np.uint8)
     context_of[used] = np.arange(len(used))
     planes, saved = [], 0.0
-    for counts in total.planes:  # what names one table for all contexts is coded without contexts
+    for counts in total.planes:  # planes with a single table are encoded without contexts
         own, gain = StreamTables(_NO_TABLE, np.zeros(len(used), np.int64)), 0.0
         if counts.any(axis=1).all() and (better := _tables(counts, used // N_SCALES))[1] > 0:
             own, gain = better
@@ -214,13 +215,13 @@ def encode_by_runs(
     by_table: Sequence[Counts],
     huffman_margin: float | None,
 ) -> list[Stream]:
-    """Code planes of a chunk [n] by the tables of its runs, or by another coder where these save little.
+    """Encode the planes of a chunk with the tables of its runs, or with another coder if these save little.
 
     Args:
-        planes: of the chunk.
-        runs: of the chunk.
-        tables: of each plane.
-        by_table: how often each plane has each code under each table, of the runs that begin in the chunk.
+        planes: byte planes of the chunk [n] each.
+        runs: the runs of the chunk.
+        tables: frequency tables of each plane.
+        by_table: occurrences of each code with each table, by plane, in the runs that begin in the chunk.
         huffman_margin: see `encode_streams`.
     """
     contexts = np.flatnonzero(runs.per_context)
@@ -228,7 +229,7 @@ def encode_by_runs(
     for plane, own, counts in zip(planes, tables, by_table, strict=True):
         segments = own.segments(contexts, runs.per_context[contexts])
         n_patterns = np.bincount(segments.table_of, weights=runs.per_context[contexts])
-        # Where all is of one table, but for a run that reaches into the chunk, and where tables save little.
+        # Not if all codes but those of a run from the chunk before use one table, or tables save little.
         is_shared = n_patterns.max() <= (1 - MIN_GAIN) * len(plane)
         n_bytes = row_cost_bits(counts, own.frequencies).sum() / 8 if is_shared else 0
         if not is_shared or n_bytes > (1 - MIN_GAIN) * entropy_bits(counts.sum(axis=0)) / 8:

@@ -1,9 +1,9 @@
-"""Ranking by sensitivity |g*w|, the first-order change of the loss if an element became zero.
+"""Ranking of elements by sensitivity |g*w|, the first-order change of the loss if an element became zero.
 
-Inshrinkerator (arXiv 2306.11800, section 3). Of elements whose average of gradients is exactly zero, such as
-rows of an embedding that no batch has looked up, nothing is known: the same share of them is pruned as of
-the others, by magnitude. Ranked lowest, as |g*w| says, nearly all that is pruned would be words that training
-has not met, which a pretrained model knows.
+Inshrinkerator (arXiv 2306.11800, section 3). For elements with an average gradient of exactly 0, such as
+embedding rows that no batch has looked up, the sensitivity is unknown: the same share of them is pruned, by
+magnitude. With a sensitivity of 0, nearly all pruned elements would be words that a pretrained model knows
+but this training has not seen.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from ckptz.kernels import cpu, floats
 from ckptz.kernels.floats import Floats as Floats
 from ckptz.kernels.floats import Patterns
 
-Sensitivities = Callable[[int, int, Patterns], Floats]  # of patterns begin..end
+Sensitivities = Callable[[int, int, Patterns], Floats]  # (begin, end, patterns) -> sensitivities
 
 
 def floats_of(patterns: Patterns, kind: int) -> Floats:
-    """Read values, float32 [n], of patterns [n] of kind F32, BF16 or F16 of `ckptz.kernels.floats`."""
+    """Convert patterns [n] of kind F32, BF16 or F16 (`ckptz.kernels.floats`) to float32 [n]."""
     return cpu().to_f32(patterns, kind).view(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class SensitivityCut:
-    """Thresholds of sensitivity for elements that are pruned and protected."""
+    """Sensitivity thresholds for pruning and protecting elements."""
 
     floor: float = -1.0  # elements at or below it are pruned; -1 prunes none
-    floor_at_zero: float = np.inf  # greatest magnitude that is pruned among elements without sensitivity
+    floor_at_zero: float = np.inf  # elements of sensitivity 0 are pruned up to this magnitude
     ceiling: float = np.inf  # elements above it are protected
 
     def prunes(self, sensitivities: Floats, magnitudes: Floats) -> NDArray[np.bool_]:
-        """Mark elements that become zero; all arrays [n]."""
+        """Return a mask of elements that become zero; all arrays are [n]."""
         lowest = sensitivities <= np.float32(self.floor)
         if np.isfinite(self.floor_at_zero):
             lowest &= (sensitivities > 0) | (magnitudes <= np.float32(self.floor_at_zero))
         return lowest
 
     def protects(self, sensitivities: Floats) -> NDArray[np.bool_]:
-        """Mark elements [n] that stay."""
+        """Return a mask of protected elements [n]."""
         return sensitivities > np.float32(self.ceiling)
 
     def leaves(self, sensitivities: Floats, magnitudes: Floats) -> NDArray[np.bool_]:
-        """Mark elements that are left to their values; all arrays [n]."""
+        """Return a mask of elements that are neither pruned nor protected; all arrays are [n]."""
         return ~(self.prunes(sensitivities, magnitudes) | self.protects(sensitivities))
 
 
@@ -57,7 +57,7 @@ NO_CUT: Final = SensitivityCut()
 
 @dataclass(frozen=True, slots=True)
 class SensitivityHistogram:
-    """Sensitivities, and the magnitudes of the elements that have none; histograms of parts add up."""
+    """Histograms of sensitivities, and of magnitudes where the sensitivity is 0; parts can be added."""
 
     sensitivities: Histogram
     at_zero: Histogram
@@ -73,11 +73,11 @@ class SensitivityHistogram:
 
     @property
     def is_finite(self) -> bool:
-        """True if every element has a rank."""
+        """True if all sensitivities are finite."""
         return self.sensitivities.is_finite
 
     def cut(self, prune: float, protect: float) -> SensitivityCut:
-        """Find thresholds for shares of the elements; a share of 0 takes none."""
+        """Compute the thresholds that prune and protect the given shares of the elements."""
         ceiling = self.sensitivities.magnitude_quantile(1 - protect) if protect else np.inf
         if not prune:
             return SensitivityCut(ceiling=ceiling)

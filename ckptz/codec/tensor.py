@@ -1,8 +1,8 @@
 """A tensor to encode: its values, base and side information, and statistics of them.
 
-Encoder only: nothing of it is stored, and whatever steps, partitions or codes follow from it are in the
-frame. Measures (how large a tensor is, how far from its base, how sensitive) are summed over chunks, so
-that no tensor is held as a whole.
+None of this is stored: the frame contains the steps, partitions and codes that encoders derive from it.
+Statistics (size, distance from the base, sensitivity) are summed over chunks, so that no tensor is completely
+in memory.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ckptz.kernels import cpu, rounding
 from ckptz.kernels.floats import Reals
 
 T = TypeVar("T")
-MIN_SPREAD: Final = 2.0**-100  # below, some processor modes flush what is computed here to zero
-# Half the largest exponent of each type: sums of values and levels stay far from infinity.
+MIN_SPREAD: Final = 2.0**-100  # below, intermediate results could be flushed to zero
+# Limits of magnitudes by dtype, so that sums of values and levels do not overflow.
 LARGEST: Final = {"F32": 2.0**126, "BF16": 2.0**126, "F16": 2.0**14}
 Bounds = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputCovariance:
-    """Second moments of a layer's inputs, sum(x x^T): how errors of a weight's columns add up."""
+    """Second moments of a layer's inputs, sum(x x^T), which determine how errors of columns add up."""
 
-    # of the weight, that the matrix belongs to: 1 for [out, in, ...] (convolutions: all dimensions behind the
-    # first, flattened), 0 for weights stored as [in, out] or for embeddings
+    # The input dimension of the weight: 1 for [out, in, ...] (convolutions: all dimensions after the first,
+    # flattened), 0 for weights stored as [in, out] and for embeddings.
     axis: int
-    n_samples: int  # input vectors summed up
-    # the float32 or float64 matrix [n, n]; [n_groups, n, n] for grouped convolutions; for embeddings, whose
-    # inputs are one-hot, its diagonal [n]: how often each row was looked up
+    n_samples: int  # number of input vectors
+    # Returns the float32 or float64 matrix [n, n]; [n_groups, n, n] for grouped convolutions. For embeddings,
+    # whose inputs are one-hot, its diagonal [n]: the number of look-ups of each row.
     read: Callable[[], NDArray[Any]]
 
 
@@ -53,23 +53,23 @@ def _floats(source: TensorSource, begin: int, end: int) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideInformation:
-    """Side knowledge of one tensor; its sources have the tensor's shape."""
+    """Side information about one tensor; its sources have the tensor's shape."""
 
-    # average of its gradients, for sensitivity |g*w|; if there is none, the root of `second_moment` stands in
+    # Average gradient, for the sensitivity |g*w|; without it, the root of `second_moment` is used.
     gradient: TensorSource | None = None
     second_moment: TensorSource | None = None  # the exact average of squared gradients, Adam's exp_avg_sq
-    inputs: InputCovariance | None = None  # second moments of the inputs that it is multiplied with
-    # of the whole tensor where this is a shard of it, so that all shards get one map
+    inputs: InputCovariance | None = None  # second moments of the layer's inputs
+    # For a shard: histogram of the complete tensor, so that all shards use one map.
     histogram: Histogram | None = None
-    # of a first moment: total weight update that a first moment of sqrt(v) (of 1, without second moments)
-    # will still cause, relative to the RMS update between two saves
+    # For a first moment: total weight update that a first moment of sqrt(v) (of 1, without second moments)
+    # will still cause, relative to the RMS update between two saves.
     update_scale: float | None = None
-    # of a first moment: its largest magnitude beside a second moment of 1, where that is known
+    # For a first moment: its largest magnitude at a second moment of 1, if known.
     bound: float | None = None
-    # of a first moment: what updates are divided by the root of, if not its second moment (amsgrad)
+    # For a first moment: the tensor whose root divides updates, if not its second moment (amsgrad).
     divisor: TensorSource | None = None
-    # mean of second moment times squared weight over all weights of the checkpoint, which relates the steps
-    # of its tensors to one another
+    # Mean of second moment times squared weight over all weights of the checkpoint, which determines the
+    # steps of its tensors relative to each other.
     mean_sensitivity: float | None = None
 
 
@@ -78,26 +78,26 @@ NO_SIDE_INFORMATION: Final = SideInformation()
 
 @dataclass(frozen=True, slots=True)
 class GuidedSensitivities:
-    """Sensitivities of patterns begin..end."""
+    """Sensitivities |g*w| of a tensor, computed on demand."""
 
-    kind: int  # of the tensor's patterns
-    gradients: TensorSource  # averages of gradients, or of their squares; of the tensor's shape
-    is_squared: bool  # which of them
+    kind: int  # float type of the tensor's patterns
+    gradients: TensorSource  # average gradients or squared gradients, of the tensor's shape
+    is_squared: bool  # whether `gradients` are squared
 
     def gradients_of(self, begin: int, end: int) -> Floats:
-        """Read magnitudes of gradients, float32 [end - begin]; NaN where a square is negative."""
+        """Return the magnitudes of gradients, float32 [end - begin]; NaN where a square is negative."""
         values = _floats(self.gradients, begin, end)
         with np.errstate(all="ignore"):
             return np.sqrt(values) if self.is_squared else np.abs(values)
 
     def __call__(self, begin: int, end: int, patterns: Patterns) -> Floats:
-        """Rank patterns begin..end by |g*w|, float32 [end - begin]."""
+        """Compute |g*w| for patterns begin..end, float32 [end - begin]."""
         with np.errstate(all="ignore"):
             return self.gradients_of(begin, end) * np.abs(floats_of(patterns, self.kind))
 
 
 def sensitivities_of(source: TensorSource, guide: SideInformation) -> GuidedSensitivities | None:
-    """Find the sensitivities of a tensor; None if no gradient is known in a type that has values."""
+    """Return the sensitivities of a tensor; None if no gradient of a supported float type is known."""
     for gradients, is_squared in ((guide.gradient, False), (guide.second_moment, True)):
         if gradients is not None and gradients.dtype.name in KINDS:
             return GuidedSensitivities(KINDS[source.dtype.name], gradients, is_squared)
@@ -106,34 +106,34 @@ def sensitivities_of(source: TensorSource, guide: SideInformation) -> GuidedSens
 
 @dataclass(frozen=True, slots=True)
 class TensorToEncode:
-    """One tensor to plan, and all that a method may look at."""
+    """One tensor to plan, with everything that a recipe may depend on."""
 
     source: TensorSource  # the tensor
-    # the restored tensor that a delta is made from, of the same dtype and shape, or None
+    # The restored base tensor of a delta, of the same dtype and shape, or None.
     base: TensorSource | None = None
-    guide: SideInformation = NO_SIDE_INFORMATION  # what else is known of it
-    # other tensors of the file as it restores them, where the recipe names one
+    guide: SideInformation = NO_SIDE_INFORMATION
+    # Restored values of other tensors of the file, if the recipe depends on one.
     context_tensors: ContextTensors | None = None
-    run: MapFunction = map  # maps a function over chunks; a thread pool's map takes them in parallel
+    run: MapFunction = map  # maps a function over chunks, maybe in parallel
     effort: Effort = DEFAULT
-    seed: int = 0  # 32 bits that follow from the base's content id and the tensor's name alone
-    movement: float | None = None  # of the file: see `Recipe.movement`; None where it is not known
+    seed: int = 0  # 32-bit dither seed, a hash of the base's content id and the tensor's name
+    movement: float | None = None  # mean of `Recipe.movement` over the file; None if unknown
 
 
 def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:
-    """Add up the results of `measure` for each chunk (begin, end) of a tensor that is not empty."""
+    """Add up the results of `measure` for the chunks (begin, end) of a non-empty tensor."""
     return functools.reduce(operator.add, run(measure, source.chunk_bounds()))
 
 
 @dataclass(frozen=True, slots=True)
 class TensorStatistics:
-    """Size, largest value and powers of a tensor: all that its steps follow from, summed over chunks."""
+    """Statistics of a tensor that determine its grid steps; those of chunks can be added."""
 
-    n_patterns: int  # values
-    largest: float  # greatest magnitude of the values and of the base's; NaN or infinite if one of them is
+    n_patterns: int  # number of elements
+    largest: float  # greatest magnitude of values and base; NaN or infinite if one of them is
     power: float  # sum of squares
-    residual_power: float  # of the differences to the base; infinite without one
-    row_sums: Reals | None  # of the second moments [n_rows], or None
+    residual_power: float  # sum of squared differences to the base; infinite without base
+    row_sums: Reals | None  # sums of second moments by row [n_rows], or None
     sensitivity_sum: float  # sum of second moments times squared values
     is_measured: bool  # whether all second moments are finite and not negative
 
@@ -141,14 +141,14 @@ class TensorStatistics:
     def whole(
         cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, run: MapFunction
     ) -> TensorStatistics:
-        """Measure a tensor that is not empty; `run` maps over chunks."""
+        """Measure a non-empty tensor; `run` maps over chunks."""
         return summed(run, lambda b: cls.of(source, base, guide, b), source)
 
     @classmethod
     def of(
         cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, bounds: Bounds
     ) -> TensorStatistics:
-        """Measure one chunk, with its base and its guide."""
+        """Measure one chunk."""
         kind = KINDS[source.dtype.name]
         values = floats_of(source.patterns(*bounds), kind)
         others = None if base is None else floats_of(base.patterns(*bounds), kind)
@@ -196,7 +196,7 @@ class TensorStatistics:
         return float(np.sqrt(self.power / self.n_patterns))
 
     def fault(self, dtype: DType) -> str:
-        """Return the reason why no grid fits the tensor; empty if one does."""
+        """Return the reason why the tensor cannot be quantized to a grid; empty if it can."""
         if not np.isfinite(self.largest):
             return "it or its base holds NaN or infinity, so it stays lossless"
         if self.largest > LARGEST[dtype.name]:
@@ -209,14 +209,18 @@ class TensorStatistics:
 
 
 def reals(source: TensorSource, begin: int, end: int) -> Reals:
-    """Read values, float64 [end - begin], of a tensor of a dtype in `KINDS`."""
+    """Return elements begin..end of a tensor of a dtype in `KINDS` as float64 [end - begin]."""
     return values_of(source.patterns(begin, end), source.dtype)
 
 
 def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> float | None:
-    """Average second moment times squared weight over at most a chunk of each tensor; None if it is 0.
+    """Compute the mean of second moment times squared weight, from at most one chunk of each tensor.
 
-    `pairs` are weights and their second moments, of dtypes in `KINDS`.
+    Args:
+        pairs: weights and their second moments, of dtypes in `KINDS`.
+
+    Returns:
+        The mean, or None if it is 0.
     """
     total = n_patterns = 0.0
     for weight, moments in pairs:
@@ -232,13 +236,13 @@ def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> f
 
 
 def _largest(values: Floats) -> int:
-    """Find the pattern of the greatest magnitude; those of infinities and NaN are above all others."""
+    """Return the pattern of the greatest magnitude; infinities and NaNs are above all numbers."""
     pattern: int = rounding().largest(values.view(np.uint32))
     return pattern
 
 
 def _by_size(value: float) -> float:
-    """Rank NaN above all others."""
+    """Return a sort key that is largest for NaN."""
     return math.inf if math.isnan(value) else value
 
 

@@ -1,7 +1,6 @@
-"""Holds what an encoder decides for a tensor before its first byte: its plan, and what no reader sees.
+"""All decisions of an encoder for one tensor: the plan that its frame stores, and encoder-only settings.
 
-With it goes how often each code occurs in each context, which the frequency tables that contexts share follow
-from.
+Also the counts of codes by context, and the merging of contexts into shared frequency tables.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from ckptz.format.sources import TensorSource
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Patterns
 
-# Bits that one more frequency table must save to stand for itself: the measured size of a packed table.
+# Measured size of a packed frequency table, which one more table must save.
 TABLE_COST_BITS_PER_SYMBOL: Final = 6.0
 TABLE_COST_BITS: Final = 40.0
 
 
 @dataclass(frozen=True, slots=True)
 class ContextCounts:
-    """Occurrences of each code in each context; contexts that do not occur have no row."""
+    """Occurrences of each code in each context that occurs."""
 
     contexts: NDArray[np.int64]  # ascending [n_used]
     counts: NDArray[np.int64]  # occurrences [n_used, 256]
@@ -38,7 +37,7 @@ class ContextCounts:
     def of(cls, labels: Labels, codes: NDArray[np.uint8], n_contexts: int) -> Self:
         """Count codes [n] with labels [n]."""
         used = np.arange(n_contexts)
-        if len(codes) < 256 * n_contexts:  # then most of the counts would be zeros
+        if len(codes) < 256 * n_contexts:  # most counts would be zeros
             used = np.flatnonzero(np.bincount(labels, minlength=n_contexts))
             row_of = np.zeros(n_contexts, np.min_scalar_type(len(used)))
             row_of[used] = np.arange(len(used))
@@ -61,13 +60,13 @@ class ContextCounts:
 
     @property
     def per_context(self) -> NDArray[np.int64]:
-        """Patterns of each context [n_used]."""
+        """Number of codes in each context [n_used]."""
         return self.counts.sum(axis=1)
 
     def bytes_by(self, tables: StreamTables) -> float:
-        """Compute the bytes that the codes take with these tables, without the tables."""
+        """Return the size in bytes of the codes with the given tables, without the tables themselves."""
         table_of = tables.table_of[self.contexts]
-        runs = np.flatnonzero(np.diff(table_of, prepend=-1))  # neighbours share tables
+        runs = np.flatnonzero(np.diff(table_of, prepend=-1))  # adjacent contexts share tables
         sums = np.add.reduceat(self.counts, runs, axis=0)
         return float(row_cost_bits(sums, tables.frequencies[table_of[runs]]).sum()) / 8
 
@@ -75,7 +74,7 @@ class ContextCounts:
 def plane_counts(
     source: TensorSource, base: TensorSource, mode: PlaneMode, bounds: tuple[int, int]
 ) -> list[ContextCounts]:
-    """Count the codes of each plane of a chunk (begin, end) by the magnitude of the base."""
+    """Count the codes of each byte plane of a chunk (begin, end) by the magnitude of the base."""
     patterns, base_patterns = source.patterns(*bounds), base.patterns(*bounds)
     labels = cpu().magnitudes(base_patterns)
     planes = cpu().split_planes(patterns, base_patterns, kernel_mode(mode, source.dtype))
@@ -85,12 +84,12 @@ def plane_counts(
 def share_tables(
     counted: ContextCounts, n_contexts: int, most: int = MAX_TABLES
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Merge neighbouring contexts while one table for both costs less than two.
+    """Merge adjacent contexts while one table for both costs less than two.
 
     Args:
-        counted: occurrences of each code in each context, of a tensor that is not empty.
-        n_contexts: contexts of the frame.
-        most: tables allowed.
+        counted: occurrences of each code in each context; not empty.
+        n_contexts: number of contexts in the frame.
+        most: maximum number of tables.
 
     Returns:
         Counts of each table [n_tables, 256] and the table of each context [n_contexts].
@@ -99,13 +98,13 @@ def share_tables(
     group_of, sums, _ = planning().merge_rows(
         counted.counts, ends, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
     )
-    # Contexts that do not occur use the table of the one before them, which keeps the runs long.
+    # Unused contexts get the table of the context before them, so that runs of equal tables are long.
     before = np.searchsorted(counted.contexts, np.arange(n_contexts), side="right") - 1
     return sums, group_of[np.maximum(before, 0)]
 
 
 def stream_tables(counted: ContextCounts, n_contexts: int) -> StreamTables:
-    """Make frequency tables that contexts share, from how often each code occurs in each."""
+    """Build frequency tables that contexts share, from the occurrences of each code in each context."""
     table_counts, table_of = share_tables(counted, n_contexts)
     return StreamTables(normalise(table_counts), table_of)
 
@@ -114,24 +113,25 @@ class Rounding(Protocol):
     """A rounding of patterns before they are split into byte planes."""
 
     def rounded(self, patterns: Patterns, kind: int, begin: int) -> Patterns:
-        """Round patterns [n] from `begin` on, of a kind of `ckptz.kernels.floats`."""
+        """Round patterns [n] of float type `kind`, elements of a tensor from `begin` on."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """The plan of a tensor, and what only its encoder knows."""
+    """The plan of a tensor, and encoder-only settings."""
 
-    plan: Plan  # what the frame will say
-    quantizer: Quantizer | None = None  # linear and bits domains: gives the codes
-    note: str = ""  # what the user should know, or empty
-    # codes by context of each stream, if the planner counted the one chunk there is
+    plan: Plan  # stored in the frame
+    quantizer: Quantizer | None = None  # linear and bits domains: chooses the codes
+    note: str = ""  # note for the user, or empty
+    # Counts of codes by context for each stream, if the tensor has one chunk and the planner has counted it.
     counted: tuple[ContextCounts, ...] = ()
-    # of runs with contexts, by chunk and stream: how often each table has each code, where runs begin
+    # With contexts by run: counts of codes by table for each chunk and stream, of runs that begin in the
+    # chunk.
     by_table: tuple[tuple[NDArray[np.int64], ...], ...] = ()
-    huffman_margin: float | None = None  # of the effort: see `Effort`
-    is_sparse: bool = False  # code a chunk of which few patterns changed by their positions
-    # what the file's record says of the planning, beside what was asked
+    huffman_margin: float | None = None  # see `Effort`
+    is_sparse: bool = False  # encode the positions of changes in chunks where few patterns changed
+    # Settings that planning chose, added to those of the recipe in the file's record.
     recorded: Mapping[str, int | float | bool | str] = field(default_factory=dict)
-    # planes domain: what patterns are rounded to before they are split, if at all
+    # Planes domain: rounding of patterns before they are split into planes, or None.
     rounding: Rounding | None = None
