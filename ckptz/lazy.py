@@ -1,6 +1,6 @@
-"""Modules that load when they are first needed: optional libraries, and what few calls use.
+"""Imports on first use: of optional libraries, and of modules that few calls need.
 
-The only module that imports by name, so that the architecture test can read every such import.
+No other module imports by name, so that the architecture test can find every such import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def module(name: str) -> Any:
 
 
 def exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Make `__getattr__` and `__dir__` of a package whose public names load when they are first used.
+    """Return `__getattr__` and `__dir__` for a package whose public names are imported on first use.
 
     Args:
         package: name of the package.

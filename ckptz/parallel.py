@@ -1,4 +1,4 @@
-"""Threads that map in order with few results in flight, a cache of the values used last, and progress."""
+"""Ordered parallel map on threads with bounded memory, an LRU cache, and the progress interface."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ R = TypeVar("R")
 V = TypeVar("V")
 
 
-RESULTS_IN_FLIGHT: Final = 2  # of each thread that may wait to be consumed, which bounds memory
-PATIENCE: Final = 0.1  # seconds between two looks at a task, in case what wakes the waiting was missed
-SMALL_IN_FLIGHT: Final = 64  # results of small items among them
-MAX_DEFAULT_JOBS: Final = 16  # a chunk in work takes up to 40 MiB; more threads only when asked for
-SMALL_VALUES: Final = 1 << 15  # of a chunk that takes more Python than arithmetic, measured on two cores
+RESULTS_IN_FLIGHT: Final = 2  # unconsumed results per thread, which bounds memory
+PATIENCE: Final = 0.1  # seconds between two checks of a task, in case a wake-up was lost to an interrupt
+SMALL_IN_FLIGHT: Final = 64  # unconsumed results of small items
+MAX_DEFAULT_JOBS: Final = 16  # default limit, as each thread takes up to 40 MiB
+SMALL_VALUES: Final = 1 << 15  # smaller chunks take more time in Python than in kernels (two cores)
 
 
 def jobs_of(jobs: int | None) -> int:
-    """Count the threads that an argument `jobs` asks for, by default all cores that this process may use.
+    """Return the number of threads for an argument `jobs`; by default all cores available, at most 16.
 
     Raises:
-        ConfigError: it is no whole number from 1.
+        ConfigError: `jobs` is not an integer of at least 1.
     """
     if jobs is not None:
         return check_int("jobs (or None for all cores)", jobs, 1)
@@ -43,21 +43,21 @@ def jobs_of(jobs: int | None) -> int:
 
 
 def pause(lock: Any) -> None:
-    """Wait for a lock for a moment; the lock is free afterwards if it was."""
+    """Wait up to `PATIENCE` seconds until a lock is free, without keeping it."""
     if lock.acquire(timeout=PATIENCE):
         lock.release()
 
 
 class Task(Generic[R]):
-    """A call that one thread makes and others wait for, which no interrupt of the waiting can disturb.
+    """A call on one thread that others can wait for; waiting is safe against interrupts.
 
-    The conditions behind futures, events and `Thread.start` stay locked where Ctrl-C comes as they are
-    entered or left, and then whoever sets them waits for ever. This waits for a plain lock, and looks again.
+    The conditions inside futures, events and `Thread.start` can stay locked if Ctrl-C arrives while they are
+    entered or left, and then the thread that sets them waits for ever. A task polls a plain lock instead.
 
     Attributes:
         is_done: whether the call has ended; set last.
-        thread: the thread that makes it.
-        error: what it raised.
+        thread: the thread that makes the call.
+        error: the exception that it raised, or None.
     """
 
     def __init__(self, call: Callable[[], R]) -> None:
@@ -71,14 +71,14 @@ class Task(Generic[R]):
         self._claim = _thread.allocate_lock()
 
     def cancel(self) -> bool:
-        """Return whether nobody makes the call yet; nobody will then, or waits for it."""
+        """Cancel the call unless a thread has started it; returns whether it was cancelled."""
         if not self._claim.acquire(blocking=False):
             return False
         self.finish()
         return True
 
     def run(self) -> None:
-        """Make the call on this thread, unless another does or it was cancelled."""
+        """Make the call on this thread, unless another thread has started it or it was cancelled."""
         if not self._claim.acquire(blocking=False):
             return
         try:
@@ -90,20 +90,20 @@ class Task(Generic[R]):
         finally:
             self._call = None
             self.finish()
-        del self  # the traceback of an error has this frame
+        del self  # an error's traceback refers to this frame
 
     def finish(self) -> None:
-        """End the waiting of others; once."""
+        """Mark the call as done and wake waiting threads."""
         if not self.is_done:
             self.is_done = True
             self._lock.release()
 
     def start(self) -> None:
-        """Make the call on a new thread, which the end of the program does not wait for."""
+        """Make the call on a new daemon thread."""
         _thread.start_new_thread(self.run, ())
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Wait for the end of the call, `seconds` at most, and return whether it has ended."""
+        """Wait up to `seconds` for the end of the call, and return whether it has ended."""
         end = time.monotonic() + seconds
         while not self.is_done and time.monotonic() < end:
             pause(self._lock)
@@ -116,15 +116,15 @@ class Task(Generic[R]):
             try:
                 raise self.error
             finally:
-                del self  # the traceback has this frame
+                del self  # the error's traceback refers to this frame
         return self._result[0]
 
 
 def uninterrupted(call: Callable[[Sequence[BaseException]], R]) -> R:
-    """Make a call on a thread of its own, where no interrupt ends it; the first one is raised afterwards.
+    """Make a call on a new thread, which interrupts do not reach; the first interrupt is raised afterwards.
 
     Args:
-        call: is given the interrupts so far, a list that grows, and may end early once there are some.
+        call: gets the list of interrupts, which grows, and may return early if there are some.
     """
     interrupts: list[BaseException] = []
     task = Task(functools.partial(call, interrupts))
@@ -135,33 +135,33 @@ def uninterrupted(call: Callable[[Sequence[BaseException]], R]) -> R:
             task.wait()
         except BaseException as error:
             interrupts.append(error)
-            begin = task.run  # on this thread, if no other could be started
+            begin = task.run  # if no thread could be started
     try:
         if interrupts:
             raise interrupts[0]
         return task.result()
     finally:
-        del task, begin, interrupts  # the traceback of an error has this frame
+        del task, begin, interrupts  # an error's traceback refers to this frame
 
 
 Tasks: TypeAlias = "queue.SimpleQueue[Task[Any] | object]"
 
 
 def _serve(tasks: Tasks, end: object) -> None:
-    """Run tasks until anything else is in the queue, which the other threads find there, too."""
+    """Run tasks from a queue until an item is not a task, then put `end` there for the other threads."""
     while isinstance(task := tasks.get(), Task):
         task.run()
-        del task  # nor its result, while this thread waits for the next
+        del task  # releases its result while this thread waits for the next task
     tasks.put(end)
 
 
 class Workers:
-    """Threads that map in order; with one job, everything runs on the caller's thread.
+    """A thread pool with an ordered map; with one job, everything runs on the caller's thread.
 
     Args:
-        jobs: threads, all cores by default.
-        with_caller: count the caller's thread as one of them, where it has no files to write meanwhile:
-            one that waits has to be woken for every result.
+        jobs: number of threads, by default all cores.
+        with_caller: whether the caller's thread works as well, for callers that do not write files meanwhile;
+            a waiting thread would have to be woken for every result.
     """
 
     def __init__(self, jobs: int | None = None, *, with_caller: bool = False) -> None:
@@ -169,8 +169,8 @@ class Workers:
         self._with_caller = with_caller
         self._tasks: Tasks = queue.SimpleQueue()
         self._threads: list[Task[None]] = []
-        # Ends the threads also where an interrupt ended `__exit__`. `__del__` could be interrupted, too; the
-        # queue's method, in C, cannot.
+        # Ends the threads even if `__exit__` was interrupted. Unlike `__del__`, the queue's method in C
+        # cannot be interrupted.
         self._end = weakref.ref(self, self._tasks.put)
 
     def __enter__(self) -> Self:
@@ -194,7 +194,7 @@ class Workers:
             self._threads[-1].start()
 
     def _is_busy(self, submitted: deque[Task[R]]) -> bool:
-        """Return whether the caller's thread is to take the next task, as the others have enough."""
+        """Return whether the other threads have enough tasks, so that the caller's thread runs the next."""
         while submitted and submitted[0].is_done:
             submitted.popleft()
         return self._with_caller and len(submitted) >= RESULTS_IN_FLIGHT * (self.jobs - 1)
@@ -202,15 +202,16 @@ class Workers:
     def map(
         self, function: Callable[[T], R], items: Iterable[T], is_small: Callable[[T], bool] | None = None
     ) -> Iterator[R]:
-        """Apply `function` to each item, in order; to small ones on the caller's thread.
+        """Apply `function` to each item and yield the results in order.
 
-        Small work is mostly Python, for which threads only take turns: two need longer than one.
+        Small items are processed on the caller's thread: they are mostly Python, which threads cannot run in
+        parallel, so two threads would take longer than one.
         """
         if self.jobs == 1:
             yield from map(function, items)
             return
-        # A task is here before it is submitted, and until its result is: an interrupt may come at any call.
-        pending: deque[tuple[Task[R], bool]] = deque()  # and whether the item is small
+        # A task is added before it is submitted, and removed after its result: any call may be interrupted.
+        pending: deque[tuple[Task[R], bool]] = deque()  # with whether the item is small
         submitted: deque[Task[R]] = deque()
         task: Task[R] | None = None
         n_large = 0
@@ -220,7 +221,7 @@ class Workers:
                 is_here = small or self._is_busy(submitted)
                 task = Task(functools.partial(function, item))
                 if is_here:
-                    _run_here(task)  # one that an interrupt ends is not waited for
+                    _run_here(task)  # raises an interrupt at once
                 pending.append((task, small))
                 if not is_here:
                     submitted.append(task)
@@ -232,11 +233,11 @@ class Workers:
             while pending:
                 yield _first_result(pending)
         finally:
-            # Of a caller who took all results, and not the end, Python calls this in a finalizer, where an
-            # interrupt would be swallowed; it comes after calls only.
+            # If the caller took all results but did not exhaust the generator, this runs in a finalizer,
+            # where an interrupt would be swallowed; interrupts arrive at calls only.
             if pending:
                 _end(pending)
-                # The traceback of an error has this frame, and would keep it, and open files, with its task.
+                # An error's traceback refers to this frame, which would keep tasks and open files alive.
                 pending.clear()
                 submitted.clear()
                 task = None
@@ -249,7 +250,7 @@ def _first_result(pending: deque[tuple[Task[R], bool]]) -> R:
 
 
 def _end(pending: Iterable[tuple[Task[Any], bool]]) -> None:
-    """Cancel tasks, and wait for those that run: after Ctrl-C they would write into memory used again."""
+    """Cancel tasks and wait for running ones, which could write into reused memory after Ctrl-C."""
     for task in [task for task, _ in pending if not task.cancel()]:
         task.wait()
 
@@ -258,29 +259,29 @@ def _run_here(task: Task[Any]) -> None:
     try:
         task.run()
         if task.error is not None and not isinstance(task.error, Exception):
-            raise task.error  # an interrupt; errors are raised in their turn
+            raise task.error  # an interrupt; errors are raised when their result is due
     finally:
-        del task  # the traceback of an error leads to this frame
+        del task  # an error's traceback refers to this frame
 
 
 class LRUCache(Generic[V]):
-    """The values used last, up to a weight in all; threads that want the same one wait for one to make it.
+    """A thread-safe LRU cache with a limit on total weight; a value is computed by one thread at a time.
 
     Args:
-        most: the weight that is held.
-        weigh: gives the weight of a value, such as its bytes.
-        keeps_any: hold the one used last whatever it weighs; else one beyond `most` is made each time.
+        most: maximum total weight.
+        weigh: returns the weight of a value, such as its bytes.
+        keeps_any: whether a single value heavier than `most` is cached.
     """
 
     def __init__(self, most: int, weigh: Callable[[V], int], *, keeps_any: bool = False) -> None:
         self._most, self._weigh, self._keeps_any = most, weigh, keeps_any
-        self.weight = 0  # of all that is held
+        self.weight = 0  # total weight of the cached values
         self._held: OrderedDict[Hashable, V] = OrderedDict()
-        self._lock = threading.RLock()  # an interrupt right behind its acquisition leaves it with this thread
+        self._lock = threading.RLock()  # reentrant: an interrupt right after acquisition leaves it locked
         self._making: dict[Hashable, threading.RLock] = {}
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the cached value, or make and cache it."""
+        """Return the cached value, or compute it with `make` and cache it."""
         with self._lock:
             if key in self._held:
                 self._held.move_to_end(key)
@@ -306,7 +307,7 @@ class LRUCache(Generic[V]):
         with self._lock:
             if key in self._held or (weight > self._most and not self._keeps_any):
                 return
-            # An interrupt comes after calls only, so none may stand between a value and its weight.
+            # Interrupts arrive at calls only: no call here, so that weight and values stay consistent.
             self._held[key] = value
             self.weight += weight
             while self.weight > self._most and len(self._held) > 1:
@@ -322,14 +323,14 @@ class LRUCache(Generic[V]):
             self.weight = 0
 
 
-# --- how work tells what is done ----------------------------------------------------------------
+# --- progress -----------------------------------------------------------------------------------
 
 
 class Progress(Protocol):
-    """Told in tensor bytes, from the caller's own thread."""
+    """Receiver of progress in tensor bytes, called on the caller's thread."""
 
     def start(self, name: str, n_bytes: int) -> None:
-        """Begin a file of this many bytes."""
+        """Start a file of `n_bytes` tensor bytes."""
         ...
 
     def advance(self, n_bytes: int) -> None:

@@ -1,12 +1,12 @@
-"""`apply_`: a checkpoint written over live PyTorch tensors, in place, whole or not at all.
+"""`apply_`: writes a checkpoint into live PyTorch tensors in place, completely or not at all.
 
-The tensors may be on any device and keep their memory: models, optimizers and CUDA graphs that hold them
-see the new values.
+The tensors may be on any device and keep their memory, so models, optimizers and CUDA graphs that refer to
+them see the new values.
 
-First every chunk is read, decoded and held against its checksum, while nothing is written. A chunk that
-is stored by its changes is checked on a copy of the present values with the changes put in: the checksum
-then vouches for both, what was there and what comes. Only then are the changes written; if that fails on
-the way, what was written is taken back.
+First every chunk is read, decoded and compared with its checksum, before anything is written. A chunk that is
+stored as changes is checked on a copy of the current values with the changes applied: its checksum then
+verifies both old and new values. Then all changes are written; if that fails, the old values are written
+back.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ CHECKS: Final = ("base", "stored")
 
 
 class LiveTensor(TensorSource):
-    """A tensor in use: its patterns may be read and written in place; subclasses say how."""
+    """Base class of a live tensor whose patterns can be read and written in place."""
 
     def take(self, positions: Positions) -> Patterns:
-        """Read patterns at positions of the whole tensor, in memory of their own."""
+        """Return a copy of the patterns at positions of the flat tensor."""
         raise NotImplementedError
 
     def put(self, positions: Positions, patterns: Patterns) -> None:
-        """Write patterns at positions."""
+        """Write bit patterns at positions of the flat tensor."""
         raise NotImplementedError
 
     def write(self, begin: int, patterns: Patterns) -> None:
-        """Write patterns one after another from `begin`."""
+        """Write consecutive bit patterns from position `begin` on."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Discard cached values: the memory may have been written to under another name."""
+        """Discard cached values, since the memory may have been changed through another tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patched:
-    """Identity of the tensors after a patch, and counts of what it wrote.
+    """Report of a patch.
 
     Attributes:
-        content_id: identity of the values that the tensors have now.
-        base: identity of those they had, or None for a full file.
+        content_id: content id of the new values.
+        base: content id of the old values, or None for a full file.
         step: the file's step, or None.
-        n_tensors: tensors of the file.
-        n_changed_tensors: those that were written to.
-        n_written: patterns written.
+        n_tensors: number of tensors in the file.
+        n_changed_tensors: number of tensors with changes.
+        n_written: number of elements written.
     """
 
     content_id: str
@@ -81,7 +81,7 @@ class Patched:
 
 @dataclass(slots=True)
 class _Edit:
-    """Patterns that one chunk of a tensor gets: at positions, or a run of them from `begin`."""
+    """New patterns of one chunk of a tensor: at positions, or consecutive ones from `begin`."""
 
     name: str
     target: LiveTensor
@@ -92,7 +92,7 @@ class _Edit:
     old: Patterns | None = None
 
     def apply(self) -> None:
-        """Write the new patterns; from then on the edit holds the old ones only."""
+        """Write the new patterns, and keep the old ones for `undo` instead."""
         assert self.new is not None
         if self.old is None:
             self.old = self.target.patterns(self.begin, self.begin + self.n_patterns).copy()
@@ -100,7 +100,7 @@ class _Edit:
         self.new = None
 
     def undo(self) -> None:
-        """Write the old patterns, if they were read."""
+        """Write the old patterns back if they were read."""
         if self.old is not None:
             self._write(self.old)
 
@@ -113,7 +113,7 @@ class _Edit:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkToEdit:
-    """One chunk to prepare."""
+    """One chunk to compare with the live tensor."""
 
     source: FrameSource
     target: LiveTensor
@@ -131,22 +131,22 @@ def patch(
     max_decoded_bytes: int | None = None,
     before_write: Callable[[], None] = lambda: None,
 ) -> Patched:
-    """Write the checkpoint in `container` over `live`.
+    """Write the checkpoint in `container` into `live`.
 
     Args:
-        container: an open file; for a delta, `live` stands for its base.
-        live: tensors by name; those that the file does not hold are left alone.
-        check: "base" holds every present value against checksums; "stored" trusts them, and reads and
-            writes only what changes.
+        container: an open file; if it is a delta, its base are the values of `live`.
+        live: tensors by name; tensors that are not in the file stay unchanged.
+        check: "base" compares all current values with checksums; "stored" trusts them, and reads and writes
+            changed elements only.
         workers: threads.
-        max_decoded_bytes: most memory beside the tensors; by default, what is free.
-        before_write: called once everything is decoded and checked, before the first write.
+        max_decoded_bytes: limit of additional memory; by default the free memory.
+        before_write: called after everything is decoded and checked, before the first write.
 
     Raises:
-        ConfigError: `live` lacks a tensor, or has another dtype or shape.
-        MissingBaseError: `live` is not the checkpoint that the delta was made from.
+        ConfigError: `live` lacks a tensor, or one has another dtype or shape.
+        MissingBaseError: `live` is not the base of the delta.
         FormatError: the file is damaged.
-        LimitError: it takes more memory than is allowed.
+        LimitError: it needs more memory than allowed.
     """
     for tensor in live.values():
         tensor.forget()
@@ -154,12 +154,12 @@ def patch(
     if container.outer_base is not None:
         container.bases = live
     prepare, index = _edit_of_checked if check == "base" else _edit_of_trusted, container.index
-    stand_alone: list[str] = []
+    self_contained: list[str] = []
     try:
-        tasks = _tasks(container, live, stand_alone, max_decoded_bytes)
+        tasks = _tasks(container, live, self_contained, max_decoded_bytes)
         edits = [edit for edit in workers.map(prepare, tasks) if edit is not None]
-        # Tensors that are stored whole restore from any base, so they say nothing of this one.
-        if check == "base" and stand_alone and _is_applied(container, live):
+        # Tensors stored without base decode with any base, so they do not show that this is the right one.
+        if check == "base" and self_contained and _is_applied(container, live):
             raise MissingBaseError("")
     except MissingBaseError as error:
         raise _wrong_base(container, live, error) from None
@@ -180,7 +180,7 @@ def _check_fit(container: Container, live: Mapping[str, LiveTensor]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
-            f"{container.name}: the state lacks tensor {missing[0]!r}{more}; it is another model"
+            f"{container.name}: tensor {missing[0]!r}{more} is not in the state; pass the same model"
         )
     for name, source in container.tensors.items():
         live_type = live[name].dtype.name, list(live[name].shape)
@@ -188,31 +188,31 @@ def _check_fit(container: Container, live: Mapping[str, LiveTensor]) -> None:
         if live_type != wanted:
             raise ConfigError(
                 f"{container.name}: tensor {name!r} is {wanted[0]} {wanted[1]}, and in the state "
-                f"{live_type[0]} {live_type[1]}; give it the dtype and shape that were published"
+                f"{live_type[0]} {live_type[1]}; convert it to the dtype and shape in the file"
             )
 
 
 def _tasks(
     container: Container,
     live: Mapping[str, LiveTensor],
-    stand_alone: list[str],
+    self_contained: list[str],
     max_decoded_bytes: int | None,
 ) -> Iterator[_ChunkToEdit]:
-    """Yield every chunk; append the names of tensors that need no base to `stand_alone`."""
+    """Yield every chunk, and append the names of tensors that are stored without base to `self_contained`."""
     spare_bytes = 0
     for name, source in container.tensors.items():
         header = source.header
         if header.plan.reads_base_codes and source.needs_other_file:
             raise ConfigError(
-                f"{container.name}: tensor {name!r} is grouped by the codes of its base file, which live "
-                "tensors do not have; restore the checkpoint and load that"
+                f"{container.name}: decoding tensor {name!r} needs the codes of its base file, which live "
+                "tensors do not have; load the checkpoint with load_file instead"
             )
         with container.naming(name):
             is_alone = source.base is None or not source.needs_other_file  # raises if there is no base
         if is_alone and header.n_patterns:
-            stand_alone.append(name)
+            self_contained.append(name)
         for index, (begin, end) in enumerate(chunk_bounds(header.n_patterns)):
-            # What is not stored by its changes is decoded as a whole, into memory beside the tensors.
+            # Chunks that are not stored as changes are decoded completely, into additional memory.
             is_by_changes = source.coders(index) <= {CoderId.CONSTANT, CoderId.SPARSE}
             if not source.needs_other_file or not is_by_changes:
                 spare_bytes += (end - begin) * header.dtype.pattern_bytes
@@ -221,7 +221,7 @@ def _tasks(
 
 
 def _changes(task: _ChunkToEdit) -> Changes | None:
-    """Find where the chunk differs from the live tensor; None if the whole chunk must be decoded."""
+    """Return the changes of the chunk; None if it must be decoded completely."""
     return task.source.changes(task.index) if task.source.needs_other_file else None
 
 
@@ -230,7 +230,7 @@ def _edit_of_checked(task: _ChunkToEdit) -> _Edit | None:
     if changes is None:
         is_alone = not task.source.needs_other_file
         if is_alone and task.source.holds(task.index, task.target.patterns(task.begin, task.end)):
-            return None  # which is quicker to see than to decode
+            return None
         return _dense_edit(task)
     patterns = task.target.patterns(task.begin, task.end)
     if not len(changes):
@@ -247,7 +247,7 @@ def _edit_of_checked(task: _ChunkToEdit) -> _Edit | None:
 def _edit_of_trusted(task: _ChunkToEdit) -> _Edit | None:
     changes = _changes(task)
     if changes is None:
-        return _dense_edit(task)  # what is decoded is checked
+        return _dense_edit(task)  # checks the decoded chunk
     task.source.check_chunk(task.index)
     if not len(changes):
         return None
@@ -268,7 +268,7 @@ def _dense_edit(task: _ChunkToEdit) -> _Edit:
     except (MissingBaseError, CorruptionError):
         if not task.source.needs_other_file:
             raise
-        # Whole bytes that do not decode either were grouped by another base.
+        # Intact bytes that cannot be decoded were encoded with contexts of another base.
         task.source.check_chunk(task.index)
         raise other_values(task.source) from None
     return _Edit(task.source.entry.name, task.target, task.begin, n_patterns, new)
@@ -278,7 +278,7 @@ _local = threading.local()
 
 
 def _scratch(patterns: Patterns) -> Patterns:
-    """Copy `patterns` to memory that this thread uses again for its next chunk."""
+    """Copy patterns [n] to memory that this thread reuses for its next chunk."""
     buffers: dict[int, Patterns] = _local.__dict__.setdefault("buffers", {})
     if len(buffers.get(patterns.itemsize, ())) < len(patterns):
         buffers[patterns.itemsize] = np.empty(len(patterns), patterns.dtype)
@@ -294,12 +294,12 @@ def _require_checksum(task: _ChunkToEdit, patterns: Patterns) -> None:
 
 
 def other_values(source: FrameSource) -> MissingBaseError:
-    """Make the error of a tensor that is not the one that a file's was made from."""
+    """Return the error for a live tensor that is not the base of a tensor in the file."""
     return MissingBaseError(f"tensor {source.entry.name!r} holds other values")
 
 
 def _is_applied(container: Container, live: Mapping[str, LiveTensor]) -> bool:
-    """Return whether live tensors hold the values of a delta rather than those of its base."""
+    """Return whether the live tensors already have the values of a delta."""
     base, new_id = container.index.base, container.index.content_id
     is_change = base is not None and base.content_id != new_id
     return is_change and content_id_of({name: live[name] for name in container.tensors}) == new_id
@@ -320,7 +320,11 @@ def _wrong_base(container: Container, live: Mapping[str, LiveTensor], error: Mis
 
 
 def _commit(edits: Sequence[_Edit]) -> None:
-    """Write all new values, or the old ones again; where even that fails, say which may be changed."""
+    """Write all new values; on an error, write the old ones back.
+
+    Raises:
+        CkptzError: writing back failed; it names the tensor that may be changed.
+    """
     begun: list[_Edit] = []
     try:
         for edit in edits:
@@ -338,7 +342,7 @@ def _commit(edits: Sequence[_Edit]) -> None:
 
 State = Mapping[str, torch.Tensor]
 
-# PyTorch indexes only some of its unsigned types; patterns are viewed as signed ones of the same bits.
+# PyTorch cannot index all unsigned dtypes, so patterns are viewed as signed ones of the same size.
 _SIGNED: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -350,26 +354,26 @@ def apply_(
     max_decoded_bytes: int | None = None,
     jobs: int | None = None,
 ) -> Patched:
-    """Write a delta into the tensors it was made for, in place and bit for bit.
+    """Apply a delta to the tensors that are its base, in place and bit for bit.
 
-    Either every tensor ends up with the delta's values or none is changed: all is decoded and checked
-    before the first write, and an interrupted write is taken back. Nobody else may write to the tensors
-    meanwhile. A full file is written over whatever the tensors hold.
+    Either all tensors get the delta's values or none is changed: everything is decoded and checked before the
+    first write, and an interrupted write is undone. Other threads must not write to the tensors meanwhile. A
+    full file overwrites any values.
 
     Args:
-        state_dict: tensors by name, on any device; those that the delta does not hold are left alone.
-        delta: a `.ckptz` file, or its bytes. Its base is `state_dict`: no other file is read.
-        check: "base" holds every present value of every tensor in the delta against checksums. "stored"
-            checks the delta's own bytes and trusts the tensors: it reads and writes only what changes.
-        max_decoded_bytes: most memory to take for tensors that are not stored by their changes; by
-            default, the memory that is free.
-        jobs: threads, all cores by default.
+        state_dict: tensors by name, on any device; tensors that are not in the delta stay unchanged.
+        delta: a `.ckptz` file or its bytes. Its base is `state_dict`; no other file is read.
+        check: "base" compares all current values of the tensors in the delta with checksums. "stored" checks
+            only the delta's own bytes and trusts the tensors: it reads and writes changed elements only.
+        max_decoded_bytes: limit of memory for tensors that are not stored as changes; by default the free
+            memory.
+        jobs: number of threads, by default all cores.
 
     Returns:
-        What was written.
+        A report with the counts of tensors and elements written.
 
     Raises:
-        MissingBaseError: the tensors are not those that the delta was made from, or have its values already.
+        MissingBaseError: the tensors are not the base of the delta, or already have its values.
         ConfigError: a tensor is missing, or has another dtype or shape.
         FormatError: the delta is damaged.
 
@@ -390,7 +394,7 @@ def apply_(
     source = MemoryBytes(delta) if isinstance(delta, bytes) else FileBytes(Path(delta))
     with contextlib.closing(open_file(source)) as file:
         if not isinstance(file, Container):
-            raise FormatError(f"{file.name}: not a .ckptz file; load it with load_file")
+            raise FormatError(f"{file.name}: not a .ckptz file; use load_file")
         with Workers(jobs) as workers:
             return patch(file, live, check=check, workers=workers, max_decoded_bytes=max_decoded_bytes)
 
@@ -399,8 +403,8 @@ def live_tensors(state_dict: State) -> dict[str, LiveTensor]:
     """Return writable sources for the tensors of a state.
 
     Raises:
-        ConfigError: not a mapping of dense tensors by name.
-        DTypeError: a dtype that the format does not know.
+        ConfigError: the state is not a mapping of names to dense tensors.
+        DTypeError: a dtype is not supported by the format.
     """
     if not isinstance(state_dict, Mapping):
         raise ConfigError(f"a state is a dict of PyTorch tensors by name, got {type(state_dict).__name__}")
@@ -410,26 +414,26 @@ def live_tensors(state_dict: State) -> dict[str, LiveTensor]:
 def _live(name: str, tensor: Any) -> LiveTensor:
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"tensor {name!r} is a {type(tensor).__name__}, not a PyTorch tensor")
-    if hasattr(tensor, "__tensor_flatten__"):  # made of other tensors, as a DTensor is
+    if hasattr(tensor, "__tensor_flatten__"):  # consists of other tensors, like a DTensor
         raise ConfigError(
-            f"tensor {name!r} is a {type(tensor).__name__}; give the plain tensors it is made of"
+            f"tensor {name!r} is a {type(tensor).__name__}; pass the plain tensors that it consists of"
         )
     if tensor.layout != torch.strided or tensor.device.type == "meta":
-        raise ConfigError(f"tensor {name!r} is {tensor.layout} on {tensor.device}; it has no dense memory")
+        raise ConfigError(f"tensor {name!r} is {tensor.layout} on {tensor.device}; pass a dense tensor")
     dtype, shape = stored_type(name, tensor)
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
-        raise ConfigError(f"tensor {name!r} is a conjugate or negative view; give the tensor behind it")
+        raise ConfigError(f"tensor {name!r} is a conjugate or negative view; pass the original tensor")
     if tensor.is_contiguous():
         return _contiguous(dtype, shape, tensor)
     if _overlaps(tensor):
-        raise ConfigError(f"tensor {name!r} has several elements in one place of memory; give a copy of it")
+        raise ConfigError(f"tensor {name!r} has elements that share memory (expand); pass a contiguous copy")
     return _StridedTensor(dtype, shape, tensor)
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
     """Return whether elements may share memory, as after `expand`."""
-    reach = 0  # of all dimensions with smaller steps
+    reach = 0  # largest offset within the dimensions with smaller strides
     for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if n > 1 and stride <= reach:
             return True
@@ -443,7 +447,7 @@ def _contiguous(dtype: DType, shape: tuple[int, ...], tensor: torch.Tensor) -> L
 
 
 class _FlatTensor(LiveTensor):
-    """A contiguous tensor on any device; `flat` are its patterns as signed integers."""
+    """A contiguous tensor on any device; `flat` is a view of its patterns as signed integers."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -468,7 +472,7 @@ class _FlatTensor(LiveTensor):
 
 
 class _HostTensor(_FlatTensor):
-    """A contiguous tensor in memory that numpy shares."""
+    """A contiguous tensor in host memory, viewed as a numpy array."""
 
     def __init__(self, dtype: DType, shape: tuple[int, ...], flat: torch.Tensor) -> None:
         super().__init__(dtype, shape, _patterns_of(flat))
@@ -488,9 +492,9 @@ class _HostTensor(_FlatTensor):
 
 
 class _StridedTensor(LiveTensor):
-    """A tensor whose elements do not lie in order, such as one in channels_last format.
+    """A tensor whose elements are not in order in memory, such as one in channels_last format.
 
-    It is read once for each file, in order, when it is first asked for.
+    A contiguous copy is made on first access, once for each file.
     """
 
     dtype: DType

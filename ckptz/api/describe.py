@@ -1,4 +1,4 @@
-"""Describes an open `.ckptz` file from its index and the headers of its frames; no tensor is decoded."""
+"""Describes an open `.ckptz` file from its index and the headers of its frames, without decoding tensors."""
 
 from __future__ import annotations
 
@@ -26,40 +26,40 @@ from ckptz.store.resolve import Checkpoint
 from ckptz.words import Report
 
 Level = Container | PlainFile | InlineFrames
-CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in CoderId}  # as reports say
+CODERS: Final = {coder.value: coder.name.lower().replace("_", "-") for coder in CoderId}  # names in reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorReport:
-    """Size, coding and record of one stored tensor."""
+    """Size, encoding and record of one stored tensor."""
 
     name: str
-    role: str  # from its record if it is lossy, else from its name and shape, as is the next
-    layer_type: str  # of the parameter that it is or belongs to
-    dtype: str  # safetensors' code
+    role: str  # from its record if it is lossy, else derived from name and shape
+    layer_type: str  # layer type of the parameter that it is or belongs to, derived likewise
+    dtype: str  # safetensors' name of the dtype
     shape: tuple[int, ...]
     tensor_bytes: int  # decoded size
-    stored_bytes: int  # size of its frame; of one that it shares, its share by values
-    ratio: float | None  # decoded by stored size; None if it is empty
-    bits_per_element: float | None  # of the frame; None if it is empty
+    stored_bytes: int  # size of its frame; in a group, its share by number of elements
+    ratio: float | None  # decoded size / stored size; None if it is empty
+    bits_per_element: float | None  # stored bits per element; None if it is empty
     predictor: str  # "zero", "base", "outer" or "low-rank"
-    # how bit patterns are split, "raw", "rotated", "xor" or "difference"; for a quantization map the domain
-    # of its values, "linear" or "bits"
+    # Plane mode of bit patterns, "raw", "rotated", "xor" or "difference"; with a quantization map the domain
+    # of its values, "linear" or "bits".
     mode: str
-    coders: dict[str, float]  # share of the stored streams that each entropy coder wrote
-    n_chunks: int  # chunks, each decoded on its own
-    # frames that one chunk is decoded from: its own, those of its bases, and those of the tensors that its
-    # contexts are made of; None if some are missing, or more than readers follow
+    coders: dict[str, float]  # share of the stored bytes by entropy coder
+    n_chunks: int  # number of independently decoded chunks
+    # Frames that decoding one chunk needs: its own, those of its bases, and those of tensors that its
+    # contexts depend on; None if some are missing or there are more than readers allow.
     n_frames: int | None
-    # what was asked of a lossy tensor and what was measured; None if it is lossless
+    # Settings and measured errors of a lossy tensor; None if it is lossless.
     lossy: LossyRecord | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One base of the chain; `path` is the file that holds it, None where none is found.
+    """One base of the chain; `path` is the file that contains it, or None if it was not found.
 
-    `is_inline`: it is not a file of its own, but carried within `path`.
+    `is_inline`: whether it is stored inside the delta `path`, not in its own file.
     """
 
     file: str
@@ -71,37 +71,37 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectReport(Report):
-    """Everything that a file says of itself and its tensors."""
+    """Description of a file and its tensors."""
 
     file: str
-    format_version: str  # of its bytes
-    writer: str  # what wrote it
-    content_id: str  # identity of the values
-    depth: int  # deltas between it and its full file
-    chain: tuple[Member, ...]  # its bases, nearest first, as far as they are found
+    format_version: str  # version of the format
+    writer: str  # program that wrote the file
+    content_id: str  # hash of names, dtypes, shapes and values
+    depth: int  # chain length: number of deltas up to the full file
+    chain: tuple[Member, ...]  # bases that were found, nearest first
     broken: str | None  # why the chain is incomplete, or None
-    step: int | None  # training step, if it was recorded
-    metadata: dict[str, str] | None  # the user's own
-    quality: tuple[QualityRecord, ...]  # budgets that it was searched for, and what was measured
-    n_tensors: int  # tensors in it
-    tensor_bytes: int  # their decoded size
-    stored_bytes: int  # size of this file
-    ratio: float  # tensor bytes by stored bytes
-    coders: dict[str, float]  # share of all stored streams that each entropy coder wrote
+    step: int | None  # training step, if recorded
+    metadata: dict[str, str] | None  # the user's metadata
+    quality: tuple[QualityRecord, ...]  # budgets of its search, with measurements
+    n_tensors: int  # number of tensors
+    tensor_bytes: int  # decoded size of the tensors
+    stored_bytes: int  # size of the file
+    ratio: float  # tensor bytes / stored bytes
+    coders: dict[str, float]  # share of the stored bytes by entropy coder
     shards: tuple[str, ...]  # files that a restore writes, if the source was a folder
     has_tree: bool  # whether the source was a nested checkpoint
-    tensors: tuple[TensorReport, ...]  # one report each, in stored order
+    tensors: tuple[TensorReport, ...]  # reports in stored order
 
 
 def described(container: Container, checkpoint: Checkpoint | None, broken: str | None) -> InspectReport:
-    """Describe an open file; `checkpoint` is None if its bases cannot be opened, and `broken` says why."""
+    """Describe an open file; `checkpoint` is None if its bases cannot be opened, for the reason `broken`."""
     index = container.index
-    levels: list[Level] = []  # every checkpoint of the chain, as files or within them, nearest first
+    levels: list[Level] = []  # all checkpoints of the chain, nearest first
     for file in checkpoint.files if checkpoint else (container,):
         levels += file.levels if isinstance(file, Container) else [file]
     tensors: list[TensorReport] = []
     counts: Counter[str] = Counter()
-    for source in container.tensors.values():  # once: few parsed headers are kept
+    for source in container.tensors.values():  # only once, as few parsed headers are cached
         tensors.append(_tensor_report(source, levels))
         if not isinstance(source, GroupMember):
             counts.update(_coder_bytes(source.header))
@@ -133,7 +133,7 @@ def described(container: Container, checkpoint: Checkpoint | None, broken: str |
 
 
 def _chain(container: Container, checkpoint: Checkpoint | None) -> tuple[Member, ...]:
-    """List the bases, nearest first; of a broken chain only the nearest is known."""
+    """Return the bases, nearest first; of a broken chain, only the nearest."""
     members: list[Member] = []
     for i, file in enumerate(checkpoint.files if checkpoint else (container,)):
         if not isinstance(file, Container):
@@ -176,9 +176,10 @@ def _tensor_report(source: FrameSource, levels: Sequence[Level]) -> TensorReport
 
 
 def _n_frames(levels: Sequence[Level], name: str) -> int | None:
-    """Count the frames that a chunk of tensor `name` is decoded from; None if one is missing or damaged.
+    """Count the frames that decoding a chunk of tensor `name` needs.
 
-    Also None where decoding refuses them: more in all, or one after another in one file, than it follows.
+    Returns:
+        The number, or None if a frame is missing or damaged, or there are more than readers allow.
     """
     frames: set[tuple[int, str]] = set()
     waiting = [(0, name, 0)]

@@ -1,8 +1,8 @@
-"""`safe_open`, lazy reading with the names and the behaviour of safetensors' own, and what decodes for it.
+"""`safe_open`: lazy reading with the interface and behaviour of safetensors.
 
-A plain safetensors file is handed to safetensors itself; a `.ckptz` file is read here, with its chain of
-bases, straight into the memory of the tensors that callers get. Threads take one chunk each. Nothing is
-allocated for a file's claims before they are held against the memory that is there.
+Plain safetensors files are opened by safetensors itself. Tensors of a `.ckptz` file and its bases are decoded
+in parallel, one chunk per thread, directly into the memory of the returned tensors. Sizes that a file
+declares are compared with the available memory before anything is allocated.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ except ImportError:  # Windows
 else:
     resource = _resource
 
-_ToFill: TypeAlias = tuple[int, Callable[[], Any]]  # patterns that take more than Python, and what fills them
-Group = tuple[int, list[WindowPart]]  # a chunk, and what is wanted of it
+_ToFill: TypeAlias = tuple[int, Callable[[], Any]]  # number of patterns, and a function that decodes them
+Group = tuple[int, list[WindowPart]]  # index of a chunk, and the parts of it to read
 
-CHECKED_BYTES: Final = 1 << 26  # smaller requests need no look at the machine's memory
+CHECKED_BYTES: Final = 1 << 26  # smaller requests are not compared with the machine's memory
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 def available_memory() -> int | None:
-    """Count the bytes that this process may still take, where the system tells: Linux, and its containers."""
+    """Return the bytes that this process may still allocate; None if unknown (outside of Linux)."""
     limits = [n for n in (_meminfo_available(), _cgroup_available(), _limit_available()) if n is not None]
     return min(limits, default=None)
 
@@ -61,7 +61,7 @@ def _meminfo_available() -> int | None:
 
 
 def _limit_available() -> int | None:
-    """Return the bytes that `ulimit -v` leaves; None without a limit."""
+    """Return the bytes that remain under `ulimit -v`; None without a limit."""
     if resource is None:
         return None
     try:
@@ -83,10 +83,10 @@ def _cgroup_available() -> int | None:
 
 
 def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
-    """Refuse to decode more than the caller, or else the machine, allows.
+    """Check that `n_bytes` to decode are within the caller's limit or, by default, the available memory.
 
     Raises:
-        LimitError: it would not fit.
+        LimitError: they are not.
     """
     limit = None if max_decoded_bytes is None else check_float("max_decoded_bytes", max_decoded_bytes)
     if limit is None and n_bytes >= CHECKED_BYTES:
@@ -102,12 +102,12 @@ def check_limit(n_bytes: int, max_decoded_bytes: int | None, what: str) -> None:
 def read_tensors(
     sources: Mapping[str, FrameSource], framework: Framework, jobs: int | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """Read whole tensors by name, in order, on `jobs` threads: yields (name, tensor)."""
+    """Decode tensors on `jobs` threads and yield (name, tensor) in order."""
     made: dict[str, Any] = {}
 
     def allocate(name: str) -> Patterns:
         source = sources[name]
-        check_empty(source)  # nobody else would look at the frame of one without chunks
+        check_empty(source)  # frames without chunks are not checked elsewhere
         made[name], patterns = _allocated(framework, source.dtype, source.shape, name)
         return patterns
 
@@ -132,7 +132,7 @@ def _tasks_of(
     members: Mapping[GroupFrame, Sequence[GroupMember]],
     allocate: Callable[[str], Patterns],
 ) -> Iterator[_ToFill]:
-    """List the tasks that fill a tensor, or its group, when the first of them is asked for."""
+    """Yield the tasks that decode a tensor; for a group, one task at its first member."""
     if isinstance(source, GroupMember):
         parts = [(part, allocate(part.entry.name)) for part in members[source.group]]
         yield 0, functools.partial(_fill_group, source.group, parts)
@@ -143,14 +143,14 @@ def _tasks_of(
 
 
 def _n_tasks(source: FrameSource, members: Mapping[GroupFrame, Sequence[GroupMember]]) -> int:
-    """Count the tasks that fill a tensor; that of a group is its first member's."""
+    """Count the tasks that `_tasks_of` yields for a tensor."""
     if isinstance(source, GroupMember):
         return int(members[source.group][0] is source)
     return n_chunks_of(source.n_patterns)
 
 
 def _members_of(sources: Mapping[str, FrameSource]) -> dict[GroupFrame, list[GroupMember]]:
-    """List the members among some tensors of each group that has any."""
+    """Return the members of each group among some tensors."""
     members: dict[GroupFrame, list[GroupMember]] = {}
     for source in sources.values():
         if isinstance(source, GroupMember):
@@ -159,7 +159,7 @@ def _members_of(sources: Mapping[str, FrameSource]) -> dict[GroupFrame, list[Gro
 
 
 def _fill_group(group: GroupFrame, parts: Sequence[tuple[GroupMember, Patterns]]) -> None:
-    """Decode a group into the memory of its tensors; mostly Python."""
+    """Decode a group into the memory of its tensors, patterns [n] each."""
     patterns = group.chunk(0)
     for part, out in parts:
         part.copy(patterns, out)
@@ -175,7 +175,7 @@ def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name:
 def decoded_chunks(
     tensors: Mapping[str, TensorSource], workers: Workers, progress: Progress = SILENT
 ) -> Iterator[Patterns]:
-    """Decode all tensors on threads: patterns in order, unsigned [at most 2^20], a few chunks in flight."""
+    """Decode all tensors on threads, and yield the patterns of each chunk [at most 2^20] in order."""
 
     def chunks() -> Iterator[Callable[[], Patterns]]:
         for source in tensors.values():
@@ -189,7 +189,7 @@ def decoded_chunks(
 
 
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:
-    """Read the tensor that `selection` picks from `source`; only the chunks it touches are decoded."""
+    """Read the selected elements of a tensor; only chunks that contain some of them are decoded."""
     groups = [
         (chunk, list(pieces)) for chunk, pieces in groupby(selection.window.pieces(), lambda p: p.chunk)
     ]
@@ -205,11 +205,11 @@ def read_selection(source: FrameSource, selection: Selection, framework: Framewo
 
 
 def _fill(source: FrameSource, chunk: int, pieces: Iterable[WindowPart], out: Patterns) -> None:
-    """Copy the patterns of one chunk to their places."""
+    """Decode one chunk and copy the selected patterns to their positions in `out` [n]."""
     first, *more = pieces
     n_patterns = min(CHUNK_VALUES, source.n_patterns - chunk * CHUNK_VALUES)
     if not more and first.is_run and first.n_patterns == n_patterns:
-        # All of it, in order: decoded in place, and not kept.
+        # The complete chunk is selected in order: decode it in place, without caching.
         source.decode_chunk(chunk, out[first.at : first.at + first.n_patterns])
         return
     patterns = source.chunk(chunk)
@@ -249,15 +249,20 @@ class _Opened:
         self.jobs = jobs
 
     def source(self, name: str) -> FrameSource:
-        """Find a tensor by name."""
+        """Return the source of a tensor by name.
+
+        Raises:
+            TypeError: the name is not a str.
+            CkptzError: there is no such tensor.
+        """
         if not isinstance(name, str):
-            raise TypeError(f"a tensor name is a str, got {type(name).__name__}")
+            raise TypeError(f"a tensor name must be a str, got {type(name).__name__}")
         if name not in self.sources:
             raise CkptzError(f"File does not contain tensor {name} ({self.checkpoint.name})")
         return self.sources[name]
 
     def read(self, names: Sequence[str]) -> dict[str, Any]:
-        """Read whole tensors by name."""
+        """Return complete tensors by name."""
         sources = {name: self.source(name) for name in names}
         n_bytes = sum(source.n_bytes for source in sources.values())
         check_limit(n_bytes, self.max_decoded_bytes, self.checkpoint.name)
@@ -265,7 +270,7 @@ class _Opened:
 
 
 class _Shared(_Opened):
-    """An open checkpoint, shared by a handle and its slices; closed when the last of them lets go."""
+    """An open checkpoint, shared by a handle and its slices; the last one that is deleted closes it."""
 
     __slots__ = ()
 
@@ -275,11 +280,11 @@ class _Shared(_Opened):
 
 
 class SafeSlice:
-    """A tensor that is read when it is indexed, and only where; made by `safe_open.get_slice`.
+    """A lazy tensor that decodes the chunks it is indexed in; returned by `safe_open.get_slice`.
 
-    Ints, slices, None and an ellipsis decode what they pick; for lists, arrays, tensors and booleans PyTorch
-    indexes the whole tensor. It reads on after its handle was closed. Chunks that an index touches in part
-    are kept for the next index, up to 64 MiB for one open file.
+    Indexing with ints, slices, None and ellipsis decodes only the chunks that it needs; with lists, arrays,
+    tensors and booleans, the complete tensor is decoded and indexed by PyTorch. It can be used after its
+    handle was closed. Partially used chunks are cached for the next access, up to 64 MiB per open file.
 
     Example:
         >>> import numpy as np, ckptz
@@ -298,15 +303,15 @@ class SafeSlice:
         self._source = source
 
     def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
+        """Return the shape of the complete tensor."""
         return list(self._source.shape)
 
     def get_dtype(self) -> str:
-        """Return the dtype's code in safetensors, such as "BF16"."""
+        """Return the safetensors name of the dtype, such as "BF16"."""
         return self._source.dtype.name
 
     def __getitem__(self, index: Any) -> Any:
-        """Read the elements that `index` picks into a tensor of their own."""
+        """Return a new tensor with the elements that `index` selects."""
         opened, source = self._opened, self._source
         selection = opened.framework.select(index, source.dtype, source.shape)
         n_bytes = selection.window.n_patterns * source.dtype.pattern_bytes
@@ -315,25 +320,25 @@ class SafeSlice:
 
 
 class safe_open:
-    """Opens a `.ckptz` or a `.safetensors` file; reads tensors, or parts of them, when asked.
+    """Opens a `.ckptz` or `.safetensors` file for lazy reading of tensors or parts of them.
 
-    Everything up to `backend` is as in safetensors. For a plain safetensors file the result *is*
+    The arguments up to `backend` are those of safetensors. For a plain safetensors file the result *is*
     safetensors' own handle. Threads may share a handle.
 
     Args:
-        filename: the file; a delta finds its bases beside it and in `search_path`.
+        filename: the file; bases of a delta are found in the same folder and in `search_path`.
         framework: "pt" or "np", or a longer spelling.
-        device: where PyTorch tensors go.
-        backend: "mmap" or "pread". A `.ckptz` file is read by position under both; as in safetensors,
+        device: device of PyTorch tensors.
+        backend: "mmap" or "pread". A `.ckptz` file is read with pread in both cases; as in safetensors,
             "pread" restricts PyTorch slices to ints, slices and an ellipsis.
-        search_path: more folders with bases.
-        max_decoded_bytes: most bytes that one call may decode to; by default, the memory that is free.
-        jobs: threads for one call, all cores by default.
+        search_path: further folders with bases.
+        max_decoded_bytes: maximum number of bytes that one call may decode; by default the free memory.
+        jobs: number of threads, by default all cores.
 
     Raises:
-        FileNotFoundError: no such file.
+        FileNotFoundError: the file does not exist.
         SafetensorError: an unknown framework, device or backend, or a damaged file (`FormatError`).
-        MissingBaseError: a base of a delta is not found.
+        MissingBaseError: a base of the delta was not found.
 
     Example:
         >>> import numpy as np, ckptz
@@ -387,7 +392,7 @@ class safe_open:
         return self._opened
 
     def _repr_html_(self) -> str | None:
-        """Show in a notebook how the file is stored, without decoding it; nothing of a closed file."""
+        """Return the description of the file for notebooks, without decoding; None if it is closed."""
         if self._opened is None:
             return None
         checkpoint = self._opened.checkpoint
@@ -395,11 +400,11 @@ class safe_open:
         return described(checkpoint.container, checkpoint, None)._repr_html_()
 
     def keys(self) -> list[str]:
-        """Name the tensors, sorted."""
+        """Return the names of the tensors, sorted."""
         return sorted(self._open.sources)
 
     def offset_keys(self) -> list[str]:
-        """Name the tensors in the order in which they are stored."""
+        """Return the names of the tensors in stored order."""
         return list(self._open.sources)
 
     def metadata(self) -> dict[str, str] | None:
@@ -408,24 +413,24 @@ class safe_open:
         return None if metadata is None else dict(metadata)
 
     def get_tensor(self, name: str) -> Any:
-        """Read a whole tensor, into memory of its own."""
+        """Return a complete tensor in new memory."""
         return self._open.read([name])[name]
 
     def get_tensors(self) -> dict[str, Any]:
-        """Read all tensors by name, in the order in which they are stored."""
+        """Return all tensors by name, in stored order."""
         opened = self._open
         return opened.read(list(opened.sources))
 
     def get_slice(self, name: str) -> SafeSlice:
-        """Return a tensor to be indexed; only the indexed chunks are decoded."""
+        """Return a lazy tensor; indexing it decodes only the chunks that it needs."""
         opened = self._open
         return SafeSlice(opened, opened.source(name))
 
 
 class open_whole(safe_open):
-    """Opens a file as `safe_open` does, to be read in one `with`, which closes it: slices end with it.
+    """Opens a file like `safe_open`; leaving the `with` block closes it for slices as well.
 
-    A handle that shares its file closes it in `__del__`, where Python swallows Ctrl-C.
+    A shared file is closed in `__del__`, where Python swallows Ctrl-C.
     """
 
     __slots__ = ()
@@ -454,7 +459,7 @@ def _handle(
 
 
 def checked_path(filename: PathLike) -> str:
-    """Return the path as text; bytes and file descriptors are refused, as by safetensors."""
+    """Return a path as str, rejecting bytes and file descriptors as safetensors does."""
     path = os.fspath(filename)
     if not isinstance(path, str):
         raise TypeError(f"filename must be a str or a path of str, got {type(path).__name__}")
@@ -468,7 +473,7 @@ def load_bytes(
     max_decoded_bytes: int | None,
     jobs: int | None,
 ) -> dict[str, Any] | None:
-    """Load all tensors of a `.ckptz` file in memory; None if the bytes are a plain safetensors file."""
+    """Load all tensors from the bytes of a `.ckptz` file; None if they are a plain safetensors file."""
     if not isinstance(data, bytes):
         raise TypeError(f"data must be bytes, got {type(data).__name__}")
     checkpoint = open_checkpoint(MemoryBytes(data), search_path)

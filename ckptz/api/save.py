@@ -1,6 +1,6 @@
-"""Saves tensors of any framework: checks their names, orders them, and hands them to the writer.
+"""Saves tensors of any framework: checks names, orders tensors and calls the writer.
 
-The writer loads with the first save: who only reads needs none of it.
+The writer is imported on the first save, so that programs that only read do not import it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkp
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
 
-# safetensors lays tensors out by falling alignment; files of both list their offset_keys() alike.
+# The layout of safetensors: by decreasing alignment. offset_keys() is then the same for both formats.
 _LAYOUT: Final = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
@@ -32,11 +32,11 @@ _LAYOUT: Final = (
 
 
 def check_texts(metadata: Mapping[str, str] | None) -> None:
-    """Refuse metadata that is not a dict of text.
+    """Check that metadata is a dict of str.
 
     Raises:
-        TypeError: a key or a value is no str.
-        UnicodeEncodeError: one of them is no valid text.
+        TypeError: a key or a value is not a str.
+        UnicodeEncodeError: one of them is not valid Unicode.
     """
     if metadata is None:
         return
@@ -49,15 +49,15 @@ def check_texts(metadata: Mapping[str, str] | None) -> None:
 
 
 def check_tensor_names(tensors: Mapping[str, Any]) -> None:
-    """Refuse names that are no text; the writer refuses those that are reserved.
+    """Check that names are valid str; the writer checks for reserved names.
 
     Raises:
-        TypeError: a name is no str.
-        UnicodeEncodeError: a name is no valid text.
+        TypeError: a name is not a str.
+        UnicodeEncodeError: a name is not valid Unicode.
     """
     for name in tensors:
         if not isinstance(name, str):
-            raise TypeError(f"a tensor name is a str, got {name!r}")
+            raise TypeError(f"a tensor name must be a str, got {name!r}")
         name.encode()
 
 
@@ -68,7 +68,7 @@ def save_to_bytes(
     jobs: int | None,
     effort: EffortName,
 ) -> bytes:
-    """Make the bytes of a `.ckptz` file."""
+    """Return the bytes of a `.ckptz` file with some tensors."""
     check_texts(metadata)
     sink = io.BytesIO()
     _write(sink, tensors, metadata, config, None, jobs, effort)
@@ -85,9 +85,9 @@ def save_to_file(
     effort: EffortName,
     tree: dict[str, Any] | None = None,
 ) -> None:
-    """Write a `.ckptz` file, as a delta if there is a base; it appears whole or not at all.
+    """Write a `.ckptz` file atomically, as a delta if there is a base.
 
-    With the `tree` of a nested state, tensors keep their order, and their roles are found by it.
+    With the `tree` of a nested state, the order of tensors is kept, and their roles are derived from it.
     """
     path = os.fspath(filename)
     check_texts(metadata)
@@ -122,11 +122,11 @@ def _write(
     job = WriteJob(tensors=tensors, tree=tree, metadata=metadata, effort=effort)
     if tree is None:
         ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
-        # Roles follow from names alone: notes on tensors of unknown owners have no reader here.
+        # Roles are derived from names only, since notes about unknown owners would not be shown here.
         job = replace(job, tensors=dict(ordered), roles={})
     if base is not None:
         job = replace(job, base=base_ref(base), bases=base.tensors, base_metadata=base_metadata(base))
-    # Nothing guides what loses nothing.
+    # Lossless methods need no side information.
     job = replace(job, guides={}) if config is None else replace(job, config=config)
     with Workers(jobs) as workers:
         write(sink, job, workers)

@@ -109,7 +109,10 @@ class OnGrid(Quantizer):
         return np.minimum(codes, np.uint8(2 * self.most + 1))
 
     def inputs(self, begin: int, end: int, patterns: Patterns) -> tuple[Any, ...]:
-        """Return the arguments of kernels: values, base values or None, steps, labels, elements of a row."""
+        """Return the arguments of kernels for patterns [n].
+
+        Values [n], base values [n] or None, steps of contexts, labels of rows, number of elements in a row.
+        """
         kind = KINDS[self.source.dtype.name]
         values = floats_of(patterns, kind)
         base = None if self.base is None else floats_of(self.base.patterns(begin, end), kind)

@@ -40,7 +40,7 @@ class Quantizer:
 
 
 def sampled(begin: int, end: int) -> NDArray[np.int64]:
-    """Return at most N_SAMPLED evenly spaced indices of begin..end."""
+    """Return evenly spaced indices of begin..end [at most N_SAMPLED]."""
     return np.arange(begin, end, max((end - begin) // N_SAMPLED, 1))[:N_SAMPLED]
 
 

@@ -1,4 +1,4 @@
-"""Streams frames into a file: plans, encodes on threads, writes in order. Memory holds a few chunks."""
+"""Streams frames into a file: plans and encodes on threads, writes in order, a few chunks in memory."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ from ckptz.write.job import WriteJob
 
 Progress = Callable[[int], None]
 LEAST_BATCH: Final = CHUNK_VALUES // 4  # patterns
-BATCHES: Final = 4  # of each thread at least, so that all have work to the end
-SMALL_VALUES_TOGETHER: Final = 1 << 13  # as `SMALL_VALUES`, where chunks of a batch are encoded together
-MOVED: Final = "moved"  # in records: the share of the moves of lost momentum that a weight was moved by
-MOST_IN_BATCH: Final = 64  # of tiny tensors, each of which has a header
+BATCHES: Final = 4  # minimum number per thread, so that no thread runs out of work early
+SMALL_VALUES_TOGETHER: Final = 1 << 13  # like `SMALL_VALUES`, for chunks that are encoded in one batch
+MOVED: Final = "moved"  # key in records: the applied share of the momentum correction
+MOST_IN_BATCH: Final = 64  # tensors in a batch at most, since each has a header
 
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """A file of the same tensors, bases and guides that was written before, by another configuration."""
+    """A file with the same tensors, bases and side information, written with another configuration."""
 
     tensors: Mapping[str, FrameSource]  # its frames by name, open while the next file is written
-    recipes: Mapping[str, Recipe]  # what became of each tensor
-    notes: Mapping[str, str]  # what its writer noted on them
+    recipes: Mapping[str, Recipe]  # recipe of each tensor
+    notes: Mapping[str, str]  # the writer's notes on tensors
 
     def reusable(self, recipes: Mapping[str, Recipe]) -> dict[str, FrameSource]:
-        """Find the frames that come out the same under other recipes, by name.
+        """Return the frames that other recipes would encode to the same bytes, by name.
 
-        A frame follows from the recipe of its tensor, and of the tensor that its contexts depend on.
+        A frame depends on the recipe of its tensor, and on that of the tensor of its contexts.
         """
         kept = {name for name, frame in self.tensors.items() if not isinstance(frame, GroupMember)}
         same = {name for name in kept & recipes.keys() if self.recipes[name] == recipes[name]}
@@ -69,30 +69,28 @@ class Earlier:
         }
 
 
-# A chunk to encode: the name of its tensor, whose plan if it is made already, and its bounds and base.
+# A chunk to encode: name of its tensor, the tensor's plan if there is one already, bounds and base.
 _Chunk = tuple[str, TensorPlan | None, ChunkSources]
 
 
 def matching_base(source: TensorSource, base: TensorSource | None) -> TensorSource | None:
-    """Return the base if its dtype and shape fit; None for a self-contained tensor."""
+    """Return the base if it has the dtype and shape of the tensor, else None."""
     fits = base is not None and (base.dtype, base.shape) == (source.dtype, source.shape)
     return base if fits else None
 
 
 @dataclass(slots=True)
 class FilePlan:
-    """The recipe of each tensor of a file, and what the plans of its tensors share. For one writing.
-
-    Tensors that others depend on are planned once for both.
+    """The recipes of all tensors of a file and the state that their plans share, for writing it once.
 
     Attributes:
-        job: the file, with the roles and side information of all tensors: see `prepared`.
-        recipes: by name.
-        earlier: a file of the same job to copy frames from that would be encoded to the same bytes.
-        draw: number of the random rounding; with another one, no lossy frame is copied.
-        tensors: by name, in their order, after momentum correction.
-        effort: which the earlier file was written with, too.
-        notes: on momentum correction, by tensor.
+        job: the file to write, with roles and side information (see `prepared`).
+        recipes: recipe of each tensor by name.
+        earlier: a file of the same job from which unchanged frames are copied.
+        draw: number that varies the dither seeds; if it is not 0, no lossy frame is copied.
+        tensors: tensors by name, in stored order, with momentum correction.
+        effort: the effort, which the earlier file was also written with.
+        notes: notes on the momentum correction by tensor.
     """
 
     job: WriteJob
@@ -104,10 +102,9 @@ class FilePlan:
     notes: dict[str, str] = field(default_factory=dict, init=False)
     _chunks: CachedChunks = field(init=False)
     _shared: TensorPlans = field(init=False)
-    _preplanned: dict[str, TensorPlan] = field(
-        default_factory=dict, init=False
-    )  # of first moments: few vectors
-    _movement: float | None = field(default=None, init=False)  # of all tensors whose plans depend on it
+    # Plans of first moments, which the momentum correction needs: small, as they are few vectors.
+    _preplanned: dict[str, TensorPlan] = field(default_factory=dict, init=False)
+    _movement: float | None = field(default=None, init=False)  # mean over all tensors with joint recipes
 
     def __post_init__(self) -> None:
         self.tensors, self.effort = dict(self.job.tensors), effort_of(self.job.effort)
@@ -117,21 +114,21 @@ class FilePlan:
 
     @classmethod
     def of(cls, job: WriteJob, earlier: Earlier | None = None, draw: int = 0) -> Self:
-        """Plan the file of a prepared job by the recipes of its method."""
+        """Create the plan of a prepared job, with the recipes of its method."""
         return cls(job, job.recipes(), earlier, draw)
 
     def prepare(self, run: MapFunction) -> dict[str, FrameSource]:
-        """Correct weights and measure what several plans depend on; return the frames to copy, by name."""
+        """Apply the momentum correction and measure movement; return the frames to copy, by name."""
         reusable = {} if self.earlier is None else self.earlier.reusable(self.recipes)
         if self.draw:
             reusable = {name: frame for name, frame in reusable.items() if not self.recipes[name].is_lossy}
         if self.job.momentum is not None:
-            self._move(self.job.momentum.moves(), run)
+            self._correct(self.job.momentum.moves(), run)
         self._measure(run)
         return reusable
 
     def _measure(self, run: MapFunction) -> None:
-        """Measure what the plans of several tensors depend on together."""
+        """Measure the mean movement of all tensors whose recipes depend on it."""
         recipes = self.recipes
         joint = [
             name for name, source in self.tensors.items() if recipes[name].is_joint and source.n_patterns
@@ -142,8 +139,8 @@ class FilePlan:
         n_patterns = sum(n for _, n in pairs)
         self._movement = sum(moved * n for moved, n in pairs) / n_patterns if n_patterns else None
 
-    def _move(self, moves: Moves, run: MapFunction) -> None:
-        """Move the weights; the first moments that this depends on are planned for it."""
+    def _correct(self, moves: Moves, run: MapFunction) -> None:
+        """Apply the momentum correction to weights, after planning the first moments that it depends on."""
         recipes = self.recipes
         names = [name for name in moves.moments if recipes[name].is_lossy]
         self._preplanned = dict(zip(names, run(self._alone, names), strict=True))
@@ -159,7 +156,7 @@ class FilePlan:
         return self._planned(name, self.base(name), self.context_tensors(name), map)
 
     def base(self, name: str) -> TensorSource | None:
-        """Return the base of a tensor; cached if several passes will read it."""
+        """Return the base of a tensor, with a cache if it is read several times."""
         base = matching_base(self.tensors[name], self.job.bases.get(name))
         recipe = self.recipes[name]
         if base is None or recipe.is_batched or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
@@ -226,7 +223,7 @@ class FilePlan:
 
 
 def _chunks(plan: FilePlan, names: Iterable[str], workers: Workers) -> Iterator[_Chunk]:
-    """List the chunks to encode; a tensor of one chunk is planned where it is encoded."""
+    """Yield the chunks to encode; tensors with one chunk are planned by the thread that encodes them."""
     for name in names:
         n_patterns = plan.tensors[name].n_patterns
         base, encoding, context_tensors = plan.base(name), None, context_tensors_of({})
@@ -238,7 +235,7 @@ def _chunks(plan: FilePlan, names: Iterable[str], workers: Workers) -> Iterator[
 
 
 def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
-    """Put small chunks together, up to `most` patterns: calls cost as much, and so do threads."""
+    """Group small chunks into batches of up to `most` patterns, which saves calls and thread switches."""
     batch, total = list[_Chunk](), 0
     for chunk in chunks:
         n_patterns = chunk[-1].end - chunk[-1].begin
@@ -301,7 +298,8 @@ def _lossy_record(
         settings=recipe.settings() | dict(encoding.recorded) | moved,
         n_pruned=_n_pruned(quant_map, deviation) if recipe.prunes and quant_map is not None else 0,
         n_protected=0 if escape is None else int(deviation.counts[escape]),
-        # Doubles round the difference of two floats that are far apart; the bound must not be.
+        # The difference of two floats of very different size is rounded in double, so the bound is rounded
+        # up.
         max_abs_error=_brief(math.nextafter(deviation.largest, math.inf)) if deviation.largest else 0.0,
         rms_error=_brief(math.sqrt(deviation.error / header.n_patterns)),
         rms=_brief(math.sqrt(deviation.power / header.n_patterns)),
@@ -310,13 +308,13 @@ def _lossy_record(
 
 
 def _brief(value: float) -> float:
-    """Seven digits, rounded up so that a bound stays one: more would take a tenth of a delta's index."""
+    """Round up to seven digits, so that bounds hold; more digits would take a tenth of a delta's index."""
     brief = float(f"{value:.6e}")
     return brief if brief >= value else float(f"{value * (1 + 1e-6):.6e}")
 
 
 def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
-    """Elements whose code stands for zero."""
+    """Count the elements whose code is restored as zero."""
     levels = quant_map.table.expand()[0][: quant_map.escape_code]
     return int(deviation.counts[: len(levels)][levels & 0x7FFFFFFF == 0].sum())
 
@@ -324,7 +322,7 @@ def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
 def write_frames(
     sink: BinaryIO, data_offset: int, plan: FilePlan, workers: Workers, progress: Progress | None
 ) -> Iterator[tuple[TensorEntry, FrameHeader, str]]:
-    """Write all frames; yields of each its row of the index, its header, and a note."""
+    """Write all frames; yields the index entry, the header and a note of each."""
     offset, reusable = 0, plan.prepare(workers.map)
     fresh = [name for name in plan.tensors if name not in reusable]
     share = sum(plan.tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
@@ -353,7 +351,7 @@ def write_frames(
 
 
 def _copy_frame(sink: BinaryIO, offset: int, name: str, source: FrameSource) -> TensorEntry:
-    """Write a frame as it stands in another file; the sink is where it goes, `offset` behind the header."""
+    """Copy a frame from another file to the position of the sink, `offset` bytes after the header."""
     for piece in source.stored_pieces():
         sink.write(piece.data)
     return msgspec.structs.replace(source.entry, name=name, offset=offset)
@@ -366,7 +364,7 @@ def _write_frame(
     encoded: Iterator[tuple[TensorPlan, EncodedChunk]],
     progress: Progress | None,
 ) -> tuple[TensorPlan, FrameHeader, Deviation | None]:
-    """Stream the chunks of one frame behind its header, which is written when they are."""
+    """Write the chunks of one frame, then its header before them."""
     if 0 < source.n_patterns <= CHUNK_VALUES:
         encoding, chunk = next(encoded)
         header = FrameHeader(source.dtype, tuple(source.shape), encoding.plan, (chunk.record,))

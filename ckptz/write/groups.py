@@ -1,7 +1,7 @@
-"""Puts small tensors into shared frames. Implements spec/06-container.md#groups.
+"""Stores small tensors in shared frames. Implements spec/06-container.md#groups.
 
-A frame and its place in the header take more room than a few values, and more time. Which tensors share one
-follows from their names, types and shapes alone, so that a delta has the groups of its base.
+A frame and its header entry take more bytes and time than a few values. Groups depend only on names, dtypes
+and shapes, so that a delta has the same groups as its base.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from ckptz.format.reader import group_base
 from ckptz.format.sources import JoinedSource, TensorSource
 from ckptz.write.frame_writer import FilePlan
 
-MOST_VALUES: Final = 1024  # of a tensor that shares a frame
-LEAST_TENSORS: Final = 64  # of one dtype that do; files with fewer have a frame for each
+MOST_VALUES: Final = 1024  # elements of a tensor in a group
+LEAST_TENSORS: Final = 64  # small tensors of one dtype from which on they are grouped
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The tensors of a file, and which of them share a frame.
+    """The tensors of a file and their groups.
 
     Attributes:
-        tensors: all of them by name, in stored order.
-        group_of: the number of its group, by the name of a tensor that has one.
+        tensors: all tensors by name, in stored order.
+        group_of: number of the group by tensor name; tensors with their own frame are left out.
     """
 
     tensors: dict[str, TensorSource]
     group_of: dict[str, int]
 
     def entries(self, frames: Sequence[TensorEntry]) -> list[TensorEntry]:
-        """List the entries of all tensors from those of the frames."""
+        """Return the index entries of all tensors, given those of the frames."""
         by_name, found = {entry.name: entry for entry in frames}, []
         shared = [by_name[group_name(number)] for number in range(self.n_groups)]
         for name, source in self.tensors.items():
@@ -49,11 +49,11 @@ class Groups:
 
     @property
     def n_groups(self) -> int:
-        """Groups of the file."""
+        """Number of groups in the file."""
         return max(self.group_of.values(), default=-1) + 1
 
     def count(self, frames: Sequence[str]) -> int:
-        """Count the tensors in some frames, which are named."""
+        """Count the tensors in the frames of the given names."""
         names = set(frames)
         return sum(
             (name if number is None else group_name(number)) in names
@@ -63,11 +63,11 @@ class Groups:
 
 
 def grouped(plan: FilePlan, apart: Collection[str] = ()) -> tuple[FilePlan, Groups]:
-    """Plan a file with one frame for each group, which is called like its region.
+    """Combine the small tensors of a plan into groups; the frame of a group is named like its region.
 
     Args:
-        plan: of the file, with a frame for each tensor.
-        apart: names of tensors that keep frames of their own.
+        plan: plan of the file with a frame for each tensor.
+        apart: names of tensors that keep their own frames.
     """
     groups = _groups_of(plan, apart)
     group_of = {name: number for number, names in enumerate(groups) for name in names}
@@ -91,8 +91,8 @@ def grouped(plan: FilePlan, apart: Collection[str] = ()) -> tuple[FilePlan, Grou
 
 
 def _groups_of(plan: FilePlan, apart: Collection[str]) -> list[list[str]]:
-    """Choose the tensors that share a frame, the group that begins first in front."""
-    small: dict[tuple[str, Recipe], list[tuple[str, int]]] = {}  # with their patterns
+    """Choose the tensors of each group; groups are ordered by their first tensor."""
+    small: dict[tuple[str, Recipe], list[tuple[str, int]]] = {}  # names and numbers of patterns
     for name, source in plan.tensors.items():
         recipe, n_patterns = plan.recipes[name], source.n_patterns
         if recipe.is_batched and 0 < n_patterns <= MOST_VALUES and name not in apart:

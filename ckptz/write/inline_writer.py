@@ -1,7 +1,7 @@
-"""Writes a file that carries its bases within. Implements spec/06-container.md#inline-bases.
+"""Writes a file with inline bases. Implements spec/06-container.md#inline-bases.
 
-Frames are copied byte for byte, so values and codes stay what they were; tensors that come without a frame
-are stored losslessly. What to carry is the caller's affair: nothing of chains is known here.
+Frames are copied byte for byte, so values and codes are unchanged; tensors without a frame are encoded
+losslessly. The caller chooses the bases to include.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Tensors = Mapping[str, TensorSource]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeededBase:
-    """One base that the new file carries."""
+    """One base to include in the new file."""
 
-    content_id: str  # what the delta before it calls it
-    file: str  # the file name that goes with it
-    tensors: Tensors  # those that frames before it are decoded from, by name
+    content_id: str  # content id by which the previous delta refers to it
+    file: str  # its file name
+    tensors: Tensors  # tensors that previous frames depend on, by name
 
 
 def write_inline(
@@ -62,16 +62,17 @@ def write_inline(
     """Write the checkpoint in `container` with its bases, as one file; returns its size in bytes.
 
     Args:
-        sink: an empty file, which must seek.
-        container: the file whose tensors, metadata and records are kept.
-        bases: nearest first.
+        sink: an empty, seekable file.
+        container: the file whose tensors, metadata and records are written.
+        bases: the bases, nearest first.
         workers: threads.
-        progress: called with the bytes of tensors that are done, decoded.
-        tensors: the tensors of `container`, where some shall be stored anew; by default its frames.
+        progress: gets the decoded bytes of finished tensors.
+        tensors: the tensors to write, of which those without a frame are encoded again; by default the frames
+            of `container`.
 
     Raises:
-        ChecksumError: stored bytes were changed.
-        ConfigError: more tensors than one header or index may have.
+        ChecksumError: stored bytes are damaged.
+        ConfigError: there are more tensors than a header or index may have.
     """
     tensors = container.tensors if tensors is None else tensors
     plan, groups = grouped(_copying(tensors), apart=[n for n, s in tensors.items() if has_own_frame(s)])
@@ -91,7 +92,7 @@ def write_inline(
 
 
 def bytes_to_write(tensors: Tensors, bases: Sequence[NeededBase]) -> int:
-    """Count the bytes that `progress` is told of in all."""
+    """Return the total number of bytes that `progress` will get."""
     return sum(tensor_bytes(own) for own in (tensors, *(base.tensors for base in bases)))
 
 
@@ -111,14 +112,14 @@ def _features(container: Container, tensors: Tensors, bases: Sequence[NeededBase
 
 
 def _copying(tensors: Tensors) -> FilePlan:
-    """Plan the tensors of one checkpoint: frames as they are, others anew."""
+    """Plan a file that copies tensors with frames and encodes the others losslessly."""
     job = WriteJob(tensors=tensors, effort="small")
     frames = {name: source for name, source in tensors.items() if has_own_frame(source)}
     return FilePlan.of(job, Earlier(frames, job.recipes(), {}))
 
 
 class _Writing:
-    """A file being written: frames one after another behind the room for the header."""
+    """A file being written: reserved space for the header, then frames one after another."""
 
     def __init__(self, sink: BinaryIO, reserved: int, workers: Workers, progress: Progress | None) -> None:
         self._sink, self._reserved, self._workers = sink, reserved, workers
@@ -127,7 +128,7 @@ class _Writing:
         sink.seek(reserved)
 
     def level(self, plan: FilePlan) -> list[TensorEntry]:
-        """Write the frames of one checkpoint, in order; their entries."""
+        """Write the frames of one checkpoint in order, and return their index entries."""
         start, entries = self._offset, list[TensorEntry]()
         where = self._sink, self._reserved + start
         for entry, _, _ in write_frames(*where, plan, self._workers, self._progress):
@@ -136,7 +137,7 @@ class _Writing:
         return entries
 
     def finish(self, index: Index, features: Sequence[str]) -> int:
-        """Write the index and the header; the size of the file."""
+        """Write the index and the header, and return the size of the file."""
         packed = pack_index(index)
         self._sink.write(packed)
         regions = [blob(name, e.offset, e.n_bytes) for name, e in index.placed()]

@@ -1,6 +1,6 @@
-"""Describes a file to write, and finds roles and side information of its tensors.
+"""The description of a file to write, and the preparation of roles and side information of its tensors.
 
-The command line, `save_file`, the Checkpointer, adapters, weight sync and searches all hand in a `WriteJob`.
+The command line, `save_file`, the Checkpointer, adapters, weight sync and searches all create a `WriteJob`.
 """
 
 from __future__ import annotations
@@ -25,57 +25,59 @@ from ckptz.state.roles import Role, Rule, role_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteJob:
-    """One file to write: what the caller wants, and all that is known of the tensors."""
+    """One file to write: tensors, method, metadata, base, and known facts about the tensors."""
 
-    tensors: Mapping[str, TensorSource]  # by name; their order is kept
-    config: Method = LOSSLESS  # lossless, or how tensors become lossy
-    effort: EffortName = "default"  # how much time goes into a smaller file
+    tensors: Mapping[str, TensorSource]  # by name, in stored order
+    config: Method = LOSSLESS
+    effort: EffortName = "default"
 
-    # What the file records beside its tensors.
-    metadata: Mapping[str, str] | None = None  # the user's own, kept unchanged
+    # Recorded in the file.
+    metadata: Mapping[str, str] | None = None  # the user's metadata, stored unchanged
     step: int | None = None  # training step, if known
     sharding: Sharding | None = None  # how the source folder was split
     tree: dict[str, Any] | None = None  # JSON skeleton of a nested checkpoint
-    quality: Sequence[QualityRecord] = ()  # budgets that were measured on the very tensors of this file
-    base: BaseRef | None = None  # the checkpoint that the tensors are stored against
-    # tensors of the base by name; a tensor without a base of its dtype and shape is self-contained
+    quality: Sequence[QualityRecord] = ()  # budgets that were measured on exactly these tensors
+    base: BaseRef | None = None  # the base, or None for a full file
+    # Tensors of the base by name; tensors without one of their dtype and shape are stored without base.
     bases: Mapping[str, TensorSource] = field(default_factory=dict)
-    base_metadata: int | None = None  # checksum of the metadata of a base that is a plain file
+    base_metadata: int | None = None  # checksum of the metadata of a base that is not a .ckptz file
 
-    # What is known of the tensors.
-    # where the caller knows better than names; None to find the owners of numbered optimizer state
+    # Facts about the tensors.
+    # Roles that the caller knows; None to derive them from names, also of numbered optimizer state.
     roles: Mapping[str, Role] | None = None
-    role_rules: Sequence[Rule] = ()  # the user's rows of the table of roles
-    optimizer_names: Collection[str] = ()  # names of tensors that come from a file of optimizer state
-    parameter_names: ParameterNames = NO_NAMES  # where the names of numbered parameters may come from
-    # parameters whose moments are in another file, so that their one-dimensional weights are as exact as if
-    # the moments were in this file
+    role_rules: Sequence[Rule] = ()  # the user's additions to the table of roles
+    optimizer_names: Collection[str] = ()  # names of tensors from a file of optimizer state
+    parameter_names: ParameterNames = NO_NAMES  # source of the names of numbered parameters
+    # Parameters whose moments are in another file; their small weights are rounded as if they were in this
+    # one.
     trained: Collection[str] = ()
-    guide_files: SideInformationFiles = NO_FILES  # files that side information is read from
+    guide_files: SideInformationFiles = NO_FILES  # files with side information
     guides: Mapping[str, SideInformation] | None = None  # side information by name; None to find it
-    # tensors of another file that side information comes from: optimizer state for a file of weights
+    # Tensors of another file that side information comes from: optimizer state for a file of weights.
     beside: Mapping[str, TensorSource] = field(default_factory=dict)
-    momentum: Momentum | None = None  # momentum correction, where the file or another one loses momentum
-    notes: tuple[str, ...] = ()  # for the user, on what was found
+    momentum: Momentum | None = None  # momentum correction, if this or another file loses momentum
+    notes: tuple[str, ...] = ()  # notes for the user
 
     def __post_init__(self) -> None:
         effort_of(self.effort)
 
     def recipes(self) -> dict[str, Recipe]:
-        """Return the recipe of each tensor, by name; a lossy method needs the roles of all."""
+        """Return the recipe of each tensor by name; lossy methods need `roles`."""
         return self.config.recipes(self.tensors, self.roles or {}, self.trained)
 
 
 @contextlib.contextmanager
 def prepared(job: WriteJob) -> Iterator[WriteJob]:
-    """Find roles and side information, and keep the files open that side information is read from.
+    """Open a context with the roles and side information of all tensors of a job.
 
-    Returns:
-        The job with the roles and side information of all tensors, for any settings of its method.
+    Files with side information stay open within the context.
+
+    Yields:
+        The job with roles and side information, which can be used with any settings of its method.
 
     Raises:
-        ConfigError: a configuration of no method, or a file that does not belong to these tensors.
-        CalibrationError: the same, of a calibration or sensitivity file.
+        ConfigError: `config` is not a configuration, or a file does not belong to these tensors.
+        CalibrationError: a calibration or sensitivity file does not belong to these tensors.
         FileNotFoundError: a file is missing.
     """
     method = checked(job.config)
@@ -97,7 +99,7 @@ def prepared(job: WriteJob) -> Iterator[WriteJob]:
 
 
 def _roles_of(job: WriteJob) -> tuple[dict[str, Role], list[str]]:
-    """Find the roles of the tensors of a job, and notes for the user."""
+    """Determine the roles of the tensors of a job; also returns notes for the user."""
     known, notes = job.roles, list[str]()
     if known is None:
         known, notes = known_roles(

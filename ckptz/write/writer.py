@@ -1,7 +1,7 @@
-"""Writes one `.ckptz` file, streaming. Implements spec/06-container.md.
+"""Writes one `.ckptz` file as a stream. Implements spec/06-container.md.
 
-The size of the header is known from the names, so frames stream behind a reserved header, which is
-written last.
+An upper bound of the header's size follows from the names, so that frames are written after reserved space,
+and the header last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ckptz.write.job import WriteJob, prepared
 
 
 def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Make one line for all tensors that a note is about."""
+    """Yield one line for each note, with all tensors that have it."""
     names: dict[str, list[str]] = {}
     for name, note in notes:
         names.setdefault(note, []).append(name)
@@ -66,10 +66,10 @@ def _check_shapes(tensors: Mapping[str, TensorSource]) -> None:
 
 
 def write(sink: BinaryIO, job: WriteJob, workers: Workers, progress: Progress | None = None) -> Written:
-    """Write one file into `sink`, which is empty and must seek; `progress` gets the bytes of each chunk.
+    """Write one file into `sink`, an empty seekable file; `progress` gets the bytes of each chunk.
 
     Raises:
-        ConfigError: what is asked for is impossible; see `prepared`.
+        ConfigError: the job is invalid; see `prepared`.
     """
     with prepared(job) as ready:
         written = write_container(sink, FilePlan.of(ready), workers, progress)
@@ -81,7 +81,7 @@ def write(sink: BinaryIO, job: WriteJob, workers: Workers, progress: Progress | 
 def write_container(
     sink: BinaryIO, plan: FilePlan, workers: Workers, progress: Progress | None = None
 ) -> Written:
-    """Write a planned file to `sink`, which is empty and must seek; `progress` gets the bytes of chunks."""
+    """Write a planned file to `sink`, an empty seekable file; `progress` gets the bytes of each chunk."""
     check_names(list(plan.tensors))
     _check_shapes(plan.tensors)
     plan, groups = grouped(plan)
@@ -96,7 +96,7 @@ def write_container(
     n_deltas = groups.count([entry.name for entry, header, _ in frames if header.plan.needs_base])
     notes = tuple((entry.name, note) for entry, _, note in frames if note)
     if job.base is not None and not n_deltas:
-        # No tensor gained from the base, so no reader shall have to find it.
+        # No tensor uses the base, so readers need not find it.
         job, section = replace(job, base=None), b""
         features.remove("delta")
     if LOW_RANK_FEATURE in features and not any(header.plan.is_low_rank for _, header, _ in frames):
@@ -129,17 +129,17 @@ def write_container(
 
 
 def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Sequence[str]) -> int:
-    """Count the bytes that the header takes at most.
+    """Compute an upper bound of the header's size in bytes.
 
     Args:
-        names: of the regions but the index.
-        n_raw_bytes: what the tensors have, or the frames where they are known.
-        features: what the file requires.
+        names: names of the regions except for the index.
+        n_raw_bytes: bytes of the tensors, or of the frames if they are known.
+        features: required features of the file.
 
     Raises:
-        ConfigError: more than a header may have.
+        ConfigError: the header would exceed its maximum size.
     """
-    # No file holds 10^14 bytes; each number then takes at most 15 digits.
+    # Files have less than 10^14 bytes, so each number takes at most 15 digits.
     widest = 10 ** len(str(n_raw_bytes * 2 + (1 << 26) + 4096 * len(names))) - 1
     blobs = [Region(name, dtype_of("U8"), (widest,), widest, widest) for name in (*names, INDEX_NAME)]
     n_bytes = len(build_header(blobs, envelope_metadata(features, b"")))
