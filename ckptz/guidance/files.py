@@ -1,8 +1,8 @@
-"""Files of side information: layer inputs (calibrations) and gradient averages, read with numpy alone.
+"""Files of side information: layer inputs (calibrations) and average gradients. Reading needs no torch.
 
     safetensors header | __metadata__: ckptz.guide, ckptz.guide_version, ckptz.guide_content | tensors
 
-The content is JSON, the structs below. `ckptz.hooks` writes such files, and only encoders read them. See
+`guide_content` is JSON with the structs below. `ckptz.hooks` writes these files, and encoders read them; see
 docs/hooks.md.
 """
 
@@ -41,37 +41,37 @@ Names = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
 
 
 def guide_of(path: Path) -> str | None:
-    """Return what a file holds, "calibration" or "sensitivity"; None for every other file."""
+    """Return the kind of a file, "calibration" or "sensitivity"; None for all other files."""
     if path.suffix != ".safetensors" or not path.is_file():
         return None
     file = open_bytes(path)
     try:
         return (read_envelope(file).metadata or {}).get(KEY_GUIDE)
-    except CkptzError:  # whoever reads its tensors says what is wrong
+    except CkptzError:  # reading its tensors reports the error
         return None
     finally:
         file.close()
 
 
-# --- what the metadata says -------------------------------------------------------------------------
+# --- metadata -----------------------------------------------------------------------------------------
 WEIGHT_AXIS: Final[Mapping[LayerKind, int]] = {"linear": 1, "conv": 1, "conv1d_t": 0, "embedding": 0}
-# What PyTorch's wrappers, and states saved as {"model": ...}, put before the names of a model.
+# Prefixes of names from PyTorch's wrappers, and from states saved as {"model": ...}.
 PREFIXES: Final = ("model.", "module.", "_orig_mod.")
-# The same of wrapped submodules, in the midst of a name; "module" may be a submodule of the user's there.
+# Components of wrapped submodules within a name, where "module" may be a submodule of the user.
 _INNER_WRAPPERS: Final = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
 
 
 class InputRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of sums, and how many input vectors are in it; layers with the same inputs share it."""
+    """One tensor of sums, and its number of input vectors; layers with the same inputs share it."""
 
     tensor: str
     n_samples: Count
 
 
 class ModuleRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One layer. `weight` are all names of its weight, the first one first; several where it is tied.
+    """One layer. `weight` lists all names of its weight, several if it is tied.
 
-    The layer's sum is that of all its `inputs`.
+    The sum of the layer is the total of all its `inputs`.
     """
 
     module: str
@@ -82,7 +82,7 @@ class ModuleRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CalibrationContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A calibration: `skipped` are layers that were not recorded, with reasons."""
+    """Content of a calibration: `skipped` maps layers that were not recorded to the reasons."""
 
     fingerprint: str
     modules: tuple[ModuleRow, ...]
@@ -90,7 +90,7 @@ class CalibrationContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class SensitivityContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Gradient averages: `parameters` are the names of each, whose first one is its tensor's."""
+    """Content of a sensitivity file: `parameters` lists all names of each; the first is its tensor's."""
 
     fingerprint: str
     beta: Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -102,34 +102,34 @@ Content = TypeVar("Content", CalibrationContent, SensitivityContent)
 
 
 def shape_fingerprint(shapes: Shapes) -> str:
-    """Hash the names and shapes of a model's parameters: SHA-256 in hexadecimal."""
+    """Return the SHA-256 of the names and shapes of a model's parameters, in hexadecimal."""
     lines = (f"{name}\t{'x'.join(map(str, shape))}\n" for name, shape in sorted(shapes.items()))
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def guide_metadata(content: CalibrationContent | SensitivityContent) -> dict[str, str]:
-    """Make the `__metadata__` of a file with this content."""
+    """Return the `__metadata__` of a file with this content."""
     guide = "calibration" if isinstance(content, CalibrationContent) else "sensitivity"
     text = msgspec.json.encode(content).decode()
     return {KEY_GUIDE: guide, KEY_VERSION: str(GUIDE_VERSION), KEY_CONTENT: text}
 
 
-# --- what was recorded of parameters ----------------------------------------------------------------
+# --- recordings ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedInputs:
-    """The input covariances that a calibration holds for one weight."""
+    """The input covariances that were recorded for one weight."""
 
-    names: tuple[str, ...]  # of the weight; several where it is tied
-    shape: tuple[int, ...]  # of the weight
-    # by the kind of layer that uses it. A head that is tied to an embedding has two.
+    names: tuple[str, ...]  # names of the weight; several if it is tied
+    shape: tuple[int, ...]  # shape of the weight
+    # By kind of layer: a weight that is both embedding and head has two.
     covariances: Mapping[LayerKind, InputCovariance]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientAverage:
-    """The average gradient of one parameter: `read` gives it, float32 in its shape."""
+    """The average gradient of one parameter; `read` returns it as float32 in the parameter's shape."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -137,11 +137,11 @@ class GradientAverage:
 
 
 Recorded = TypeVar("Recorded", RecordedInputs, GradientAverage)
-ReadSum = Callable[[str], NDArray[Any]]  # gives a float32 or float64 matrix [..., n, n], or int64 counts [n]
+ReadSum = Callable[[str], NDArray[Any]]  # -> float32 or float64 matrix [..., n, n], or int64 counts [n]
 
 
 def inputs_by_weight(rows: Iterable[ModuleRow], read: ReadSum) -> dict[str, RecordedInputs]:
-    """Sum up what the layers of each weight recorded; `read` gives a sum by its tensor's name."""
+    """Combine the recordings of all layers that share a weight; `read` returns a sum by tensor name."""
     by_weight: dict[str, list[ModuleRow]] = {}
     for row in rows:
         by_weight.setdefault(row.weight[0], []).append(row)
@@ -167,11 +167,11 @@ def _covariance(kind: LayerKind, rows: Sequence[ModuleRow], read: ReadSum) -> In
 
 
 class Recordings(Generic[Recorded]):
-    """The records of a model's parameters, in memory or in an open file.
+    """Recordings for a model's parameters, in memory or in an open file.
 
     Attributes:
-        where: its name in messages.
-        recorded: by the first name of each parameter.
+        where: name of the source in messages.
+        recorded: recordings by the first name of each parameter.
     """
 
     def __init__(self, where: str, recorded: Mapping[str, Recorded]) -> None:
@@ -179,16 +179,16 @@ class Recordings(Generic[Recorded]):
         self.recorded: Mapping[str, Recorded] = recorded
 
     def match(self, shapes: Shapes) -> tuple[dict[str, Recorded], list[str]]:
-        """Find what is known of the tensors of a checkpoint.
+        """Match the recordings with the tensors of a checkpoint.
 
         Args:
-            shapes: of its tensors by name. Names may begin with "model." or "module.".
+            shapes: shapes of the tensors by name. Names may begin with "model." or "module.".
 
         Returns:
-            What was recorded by the checkpoint's names, and the parameters that the checkpoint does not hold.
+            The recordings by tensor name, and the names of parameters that are not in the checkpoint.
 
         Raises:
-            CalibrationError: a tensor has another shape than the parameter that was recorded.
+            CalibrationError: the shape of a tensor differs from that of the recorded parameter.
         """
         called = _checkpoint_names(shapes)
         matched, unmatched = {}, []
@@ -197,8 +197,8 @@ class Recordings(Generic[Recorded]):
             for name in present:
                 if tuple(shapes[name]) != one.shape:
                     raise CalibrationError(
-                        f"{self.where}: tensor {name!r} has shape {list(shapes[name])}, and what was "
-                        f"recorded is for {list(one.shape)}; record with this model"
+                        f"{self.where}: recorded for tensor {name!r} of shape {list(one.shape)}, which has "
+                        f"shape {list(shapes[name])} in the checkpoint; record with this model"
                     )
                 matched[name] = one
             if not present:
@@ -207,7 +207,7 @@ class Recordings(Generic[Recorded]):
 
 
 def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
-    """A checkpoint's names by what they are called with and without `PREFIXES`; exact names go first."""
+    """Map names, as they are and without `PREFIXES`, to the names in a checkpoint; exact names win."""
     checkpoint_names = {name: name for name in shapes}
     for name in shapes:
         bare = name
@@ -223,15 +223,15 @@ def _checkpoint_names(shapes: Shapes) -> dict[str, str]:
 
 
 class SideInformationFile(Recordings[Recorded]):
-    """An open file. All but the values is checked at once; tensors are checked when they are read.
+    """An open file of side information. Metadata are checked when it is opened, values when they are read.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        FileNotFoundError: no such file.
-        CalibrationError: another kind of file, or damaged.
-        UnsupportedError: written by a newer ckptz.
+        FileNotFoundError: the file does not exist.
+        CalibrationError: the file is of another kind, or damaged.
+        UnsupportedError: the file was written by a newer version of ckptz.
     """
 
     guide: ClassVar[str]
@@ -243,7 +243,7 @@ class SideInformationFile(Recordings[Recorded]):
             self._file = PlainFile(source)
         except CkptzError as error:
             source.close()
-            raise self.error(f"not a whole safetensors file ({error}); use an intact copy") from None
+            raise self.error(f"not a complete safetensors file ({error}); use an intact copy") from None
         try:
             self.recorded = self._records()
         except BaseException:
@@ -251,7 +251,7 @@ class SideInformationFile(Recordings[Recorded]):
             raise
 
     def _records(self) -> dict[str, Recorded]:
-        """Check the file, and give what it records."""
+        """Check the file and return its recordings."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -261,25 +261,25 @@ class SideInformationFile(Recordings[Recorded]):
         self.close()
 
     def close(self) -> None:
-        """Release the file; nothing more can be read."""
+        """Close the file; its tensors can no longer be read."""
         self._file.close()
 
     def error(self, message: str) -> CalibrationError:
-        """Make an error that names this file."""
+        """Return an error with the name of this file."""
         return CalibrationError(f"{self.where}: {message}")
 
     def _parsed(self, content_type: type[Content]) -> Content:
-        """Parse the metadata that say what is in the file."""
+        """Parse the metadata that describe the content."""
         metadata = self._file.metadata or {}
         guide = metadata.get(KEY_GUIDE)
         if guide != self.guide:
             problem = "has no such content" if guide is None else f"is a {guide} file"
-            raise self.error(f"{problem}; a {self.guide} file is what ckptz.hooks saves as one")
+            raise self.error(f"{problem}; pass a {self.guide} file that ckptz.hooks has saved")
         version = metadata.get(KEY_VERSION, "")
         if version != str(GUIDE_VERSION):
             raise UnsupportedError(
-                f"{self.where}: version {version[:20]!r} of {guide} files, and this ckptz reads "
-                f"{GUIDE_VERSION}; upgrade it, or record again"
+                f"{self.where}: version {version[:20]!r} of {guide} files is not supported, only "
+                f"{GUIDE_VERSION}; upgrade ckptz, or record again"
             )
         try:
             value = strict_json(metadata.get(KEY_CONTENT, "").encode("utf-8", "surrogatepass"), KEY_CONTENT)
@@ -288,7 +288,7 @@ class SideInformationFile(Recordings[Recorded]):
             raise self.error(f"damaged ({error}); record again") from None
 
     def region(self, tensor: str, dtypes: Iterable[str]) -> TensorSource:
-        """Find where a tensor lies; its dtype must be one of `dtypes`."""
+        """Return the source of a tensor, whose dtype must be one of `dtypes`."""
         region = self._file.tensors.get(tensor)
         if region is None:
             raise self.error(f"tensor {tensor!r} is missing; record again")
@@ -297,7 +297,7 @@ class SideInformationFile(Recordings[Recorded]):
         return region
 
     def array(self, tensor: str) -> NDArray[Any]:
-        """Read a tensor's finite values, of its dtype and shape [...], into memory of the caller's own."""
+        """Return a copy of a tensor, in its dtype and shape [...], after checking that it is finite."""
         region = self._file.tensors[tensor]
         flat: Patterns = region.patterns(0, region.n_patterns)
         array: NDArray[Any] = flat.view(_ARRAY_TYPES[region.dtype.name]).reshape(region.shape)
@@ -306,7 +306,7 @@ class SideInformationFile(Recordings[Recorded]):
         return array
 
     def _check_names(self, groups: Iterable[tuple[str, ...]]) -> None:
-        """Refuse a name that stands for two parameters."""
+        """Check that no name belongs to two parameters."""
         for name in _repeated(name for group in groups for name in group):
             raise self.error(f"{name!r} is listed as the name of two parameters; record again")
 
@@ -371,10 +371,10 @@ class CalibrationFile(SideInformationFile[RecordedInputs]):
                 )
 
     def read(self, tensor: str) -> NDArray[Any]:
-        """Read sums and check them: a float32 or float64 matrix [..., n, n], or int64 counts [n].
+        """Return sums after checking them: a float32 or float64 matrix [..., n, n], or int64 counts [n].
 
         Raises:
-            CalibrationError: values that are not finite, or no sums of squares or counts.
+            CalibrationError: values are not finite, not a symmetric sum of squares, or negative counts.
         """
         values = self.array(tensor)
         if values.ndim == 1:
@@ -393,7 +393,7 @@ def _repeated(items: Iterable[T]) -> list[T]:
 
 
 def _fits(kind: LayerKind, weight: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether sums of this shape fit a weight of that shape."""
+    """Return whether sums of a shape fit a weight of another shape."""
     if kind == "conv":
         n = math.prod(weight[1:])
         is_grouped = len(shape) == 3 and shape[0] > 1 and len(weight) > 0 and weight[0] % shape[0] == 0

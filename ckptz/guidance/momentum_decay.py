@@ -1,13 +1,13 @@
-"""How far a first moment will still move its weight, as the update rules of torch's optimizers say.
+"""The total weight update that a first moment will still cause, by the update rules of torch's optimizers.
 
-What a file loses of a first moment m at update t is movement that a restart does not make. Without gradients
-m would move its weight by
+If a file loses part of a first moment m at update t, training lacks its updates after a restart. Without
+further gradients m would change its weight by
 
     P = - total * m / (root * sqrt(v) + eps)
 
-where `total` is the sum over the updates to come, k = 1, 2 and so on, of the rate and of what is left of m
-by then: rate_k * b^k / (1 - b^(t + k)) for Adam. Which share of P training follows is measured, not assumed:
-see `ProjectionStats`.
+where `total` is the sum over future updates k = 1, 2, ... of the learning rate times the remaining share of
+m: rate_k * b^k / (1 - b^(t + k)) for Adam. The share of P that training actually follows is measured, see
+`ProjectionStats`.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from numpy.typing import NDArray
 
 from ckptz.kernels.blas import product
 
-LEFT: Final = 1e-6  # of a first moment, that no update to come is counted for
+LEFT: Final = 1e-6  # remaining share of a first moment below which updates are ignored
 MOST_UPDATES: Final = 1 << 16
-NADAM_DECAY: Final = 0.96  # of torch's NAdam
-PRECISE: Final = 0.1  # standard error of a share that a tensor may have by itself
-TELLING: Final = 0.5  # the same of all tensors together, above which it tells nothing
+NADAM_DECAY: Final = 0.96  # constant of torch's NAdam
+PRECISE: Final = 0.1  # standard error up to which a tensor has its own share
+TELLING: Final = 0.5  # standard error of the common share above which no share is estimated
 
 Rates = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MomentumDecay:
-    """Updates that a first moment still causes while it decays, if gradients are zero.
+    """The updates that a first moment causes while it decays, if gradients are zero.
 
     Attributes:
         moment: key of the first moment in the state of a parameter.
-        second: key of the second moment that moves are divided by the root of, or None.
-        decay: what an update leaves of the first moment.
-        total: sum of the moves to come of a first moment of 1 and a root of 1.
-        root: what the root of the stored second moment is multiplied by.
-        eps: what is added to it.
-        rate: of the next update.
-        weight_decay: what an update takes of the weight, beside the gradients, at a rate of 1.
-        at_once: what a gradient moves beside its part of the first moment, as a share of what a first moment
-            of its size moves.
-        bound: largest magnitude of a first moment beside a second moment of 1; None where there is none.
+        second: key of the second moment whose root divides updates, or None.
+        decay: factor of the first moment at each update.
+        total: sum of the future updates of a first moment of 1 with a root of 1.
+        root: factor of the root of the stored second moment.
+        eps: constant that is added to the root.
+        rate: learning rate of the next update.
+        weight_decay: share of the weight that is subtracted at each update, at a learning rate of 1.
+        at_once: update by a gradient itself, in addition to that by the first moment, relative to the update
+            by a first moment of its size.
+        bound: largest magnitude of a first moment at a second moment of 1, or None.
     """
 
     moment: str
@@ -61,7 +61,7 @@ class MomentumDecay:
     bound: float | None = None
 
     def moves(self, moments: NDArray[np.float32], squares: NDArray[np.float32] | None) -> NDArray[np.float32]:
-        """Compute the moves to come, float32 [n], of moments [n] with second moments [n]; 0 if not finite."""
+        """Return the future updates, float32 [n], of moments [n] with second moments [n]; 0 if not finite."""
         with np.errstate(all="ignore"):
             found = moments * np.float32(-self.total)
             if squares is not None:
@@ -70,14 +70,12 @@ class MomentumDecay:
         return found
 
     def in_noise(self, n_updates: float, *, from_zero: bool = False) -> float:
-        """Return <P, D> / <P, P> for gradients that are noise, D being the last `n_updates` updates.
-
-        Each of those moved by what m still holds of it.
+        """Return the expectation of <P, D> / <P, P> for random gradients, where D are the last updates.
 
         Args:
-            n_updates: at least 1.
-            from_zero: whether m was zero before them, as what a file has lost of it is. D then lacks what
-                earlier gradients would have moved, and P what they would still move.
+            n_updates: number of updates in D, at least 1.
+            from_zero: whether m was zero before them, like the lost part of a first moment after a restart. D
+                then lacks updates by earlier gradients, and P their future updates.
         """
         left = self.decay**n_updates
         if from_zero:
@@ -93,17 +91,18 @@ def decay_of(
     is_adamw: bool = False,
     before: tuple[float, float] | None = None,
 ) -> MomentumDecay | None:
-    """Compute how a parameter's first moment decays, from the settings and state of its optimizer.
+    """Compute the decay of a parameter's first moment from the settings and state of its optimizer.
 
     Args:
-        group: settings of its parameter group, as torch's Adam, AdamW, NAdam, SGD and RMSprop name them;
-            numbers, no tensors.
-        state: of the parameter: keys of its tensors, and its numbers, `step` among them.
-        is_adamw: whether the optimizer is an AdamW, which older versions of torch do not tell from Adam.
-        before: (rate, number of updates since), from which rates go on in a line; None where they stay.
+        group: settings of its parameter group, named as in torch's Adam, AdamW, NAdam, SGD and RMSprop, with
+            numbers instead of tensors.
+        state: state of the parameter: keys of its tensors, and numbers such as `step`.
+        is_adamw: whether the optimizer is AdamW, which older versions of torch do not record in the group.
+        before: (learning rate, number of updates since) of an earlier step, for linear extrapolation; None
+            for a constant rate.
 
     Returns:
-        None for other optimizers, for what is not known, and where there is no momentum.
+        The decay, or None for other optimizers, unknown settings, and optimizers without momentum.
     """
     if "momentum_decay" in group or "amsgrad" in group:
         return _of_adam(group, state, is_adamw, before)
@@ -171,11 +170,11 @@ def _of_adam(
 
 
 def _bound(b1: float, b2: float, step: float) -> float:
-    """Return how many roots of the second moment Adam's first moment has at most after `step` updates.
+    """Return the bound of Adam's first moment after `step` updates, in roots of the second moment.
 
     Both are sums over the same gradients, of (1 - b1) b1^k g and of (1 - b2) b2^k g^2. By Cauchy-Schwarz the
     square of the first is at most (1 - b1)^2 / (1 - b2) times the sum of (b1^2 / b2)^k times the second.
-    A restart from moments that obey the bound leaves later ones within it.
+    If restored moments obey the bound, later ones do as well.
     """
     ratio = b1 * b1 / b2
     terms = step if ratio == 1 else math.expm1(min(step * math.log(ratio), 700.0)) / (ratio - 1)
@@ -183,12 +182,12 @@ def _bound(b1: float, b2: float, step: float) -> float:
 
 
 def _updates(decay: float) -> Rates:
-    """Number the updates to come that a first moment still counts in, from 1 on."""
+    """Return the numbers 1, 2, ... of the future updates to which a first moment still contributes [n]."""
     return np.arange(1.0, min(math.ceil(math.log(LEFT) / math.log(decay)), MOST_UPDATES) + 1)
 
 
 def _rates(rate: float, before: tuple[float, float] | None, k: Rates) -> Rates:
-    """Draw on the line that rates were on, never below zero; `rate` is that of update 1."""
+    """Extrapolate learning rates linearly to updates `k` [n], at least 0; `rate` is that of update 1."""
     slope = 0.0 if before is None or before[1] <= 0 else (rate - before[0]) / before[1]
     return np.maximum(rate + slope * (k - 1), 0.0)
 
@@ -203,20 +202,20 @@ def _is_share(value: float | None) -> TypeGuard[float]:
     return value is not None and 0 < value < 1
 
 
-# --- which share of them training follows ---------------------------------------------------------
+# --- the share that training follows --------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectionStats:
-    """Inner products of the update of training, D, with that of a lost first moment, P; tensors add up.
+    """Inner products of the weight change D by training and the update P of a lost first moment.
 
-    The share of P that training follows is <P, D> / <P, P>, divided by what that is in noise. Where gradients
-    undo what momentum does, D has less of P in it.
+    The share of P that training follows is <P, D> / <P, P>, divided by its expectation for random gradients.
+    It is smaller where gradients counteract momentum. Those of several tensors can be added.
 
     Attributes:
         both: <P, D>.
-        own: <P, P> times what the share is in noise.
-        variance: of `both`, by what P does not explain of D.
+        own: <P, P> times the expectation for random gradients.
+        variance: variance of `both`, from the part of D that P does not explain.
     """
 
     both: float
@@ -231,10 +230,14 @@ class ProjectionStats:
         in_noise: float,
         n_free: int | None = None,
     ) -> Self:
-        """Measure P and D [n] on a sample of one tensor.
+        """Compute the inner products of P and D [n], sampled from one tensor.
 
-        P and D are of low rank, so that elements of a matrix tell no more than its rows and columns: `n_free`
-        of them, by default n.
+        Args:
+            to_come: P, the updates of the lost first moment.
+            moved: D, the weight change by training.
+            in_noise: expectation of <P, D> / <P, P> for random gradients.
+            n_free: number of independent elements; by default n. P and D have low rank, so for a matrix it is
+                the number of rows and columns.
         """
         p, d = to_come.astype(np.float64), moved.astype(np.float64)
         both, own, power = (float((a * b).sum()) for a, b in ((p, d), (p, p), (d, d)))
@@ -251,14 +254,14 @@ class ProjectionStats:
 
     @property
     def share(self) -> float:
-        """The share, 0 to 1."""
+        """The share that training follows, clipped to 0..1."""
         return min(max(self.both / self.own, 0.0), 1.0) if self.own else 0.0
 
 
 def shares_of(found: Mapping[str, ProjectionStats]) -> dict[str, float]:
-    """Return the share of each tensor; tensors that are too small get a common one.
+    """Return the share of each tensor; those with a large standard error get a common share.
 
-    They are left out where even all tensors together do not tell.
+    If even the standard error of the common share is too large, these tensors are left out.
     """
     rough = [name for name, one in found.items() if one.error > PRECISE]
     pool = total(found[name] for name in rough)
@@ -269,5 +272,5 @@ def shares_of(found: Mapping[str, ProjectionStats]) -> dict[str, float]:
 
 
 def total(products: Iterable[ProjectionStats]) -> ProjectionStats:
-    """Add up products of several tensors, or of parts of one."""
+    """Add up the inner products of several tensors, or of parts of one."""
     return sum(products, ProjectionStats(0.0, 0.0, 0.0))

@@ -1,6 +1,6 @@
-"""Side information of a checkpoint, which guides an encoder: second moments, gradients, layer inputs.
+"""Collects side information for encoders: second moments, gradients, layer inputs.
 
-Nothing of it is stored, so it may come from files that are gone when the checkpoint is restored.
+It is not stored, so the files that it comes from are not needed to restore the checkpoint.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from ckptz.foreign.inputs import Input
 
 UNCALIBRATED: Final = "no calibration given: weights rounded to nearest"
-Calibrated: TypeAlias = Path | Recordings[RecordedInputs]  # saved, or in memory
-# A head that is tied to an embedding is rounded for the head: its inputs are no one-hot vectors.
+Calibrated: TypeAlias = Path | Recordings[RecordedInputs]  # calibration file, or recordings in memory
+# In order of preference: a weight that is both embedding and head is rounded for the head's inputs.
 INPUT_KINDS: Final = ("linear", "conv", "conv1d_t", "embedding")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideInformationFiles:
-    """The files that side information is read from."""
+    """Sources of side information."""
 
     moments_from: Path | None = None  # a checkpoint with Adam's second moments
-    calibration: Calibrated | None = None  # what `ckptz.hooks.Calibration` saved, or has in memory
-    sensitivity: Path | None = None  # what `ckptz.hooks.SensitivityTracker` saved
+    calibration: Calibrated | None = None  # recordings of `ckptz.hooks.Calibration`
+    sensitivity: Path | None = None  # a file of `ckptz.hooks.SensitivityTracker`
 
 
 NO_FILES: Final = SideInformationFiles()
 
 
 def check_files(config: Method, files: SideInformationFiles) -> None:
-    """Refuse files that a method would not read.
+    """Check that a method uses all given files.
 
     Raises:
-        ConfigError: names the file and the method.
+        ConfigError: the method would ignore a file.
     """
     for name in (MOMENTS_FROM, CALIBRATION, SENSITIVITY):
         given = getattr(files, name)
@@ -70,20 +70,23 @@ def guides_of(
     tree: dict[str, Any] | None = None,
     rules: Sequence[Rule] = (),
 ) -> tuple[dict[str, SideInformation], list[str]]:
-    """Find all that is known of the weights of a checkpoint, by name, and notes for the user on it.
+    """Collect the side information for the tensors of a checkpoint.
 
     Args:
-        tensors: of the checkpoint, and those that stand beside it.
-        roles: of each of them.
-        config: the method that is guided; one that reads nothing needs nothing.
-        files: where more is known.
-        held: keeps the files open that guides read from.
-        tree: of the checkpoint, as in `Index.tree`.
-        rules: the user's rows of the table of roles.
+        tensors: tensors of the checkpoint and of its optimizer state, by name.
+        roles: role of each tensor.
+        config: the method; only the kinds of side information that it reads are collected.
+        files: further sources.
+        held: keeps these files open while side information is used.
+        tree: tree of the checkpoint, as in `Index.tree`.
+        rules: the user's additions to the table of roles.
+
+    Returns:
+        The side information by tensor name, and notes for the user.
 
     Raises:
         ConfigError: a file does not belong to this checkpoint.
-        CalibrationError: the same, of a calibration or sensitivity file.
+        CalibrationError: a calibration or sensitivity file does not belong to this checkpoint.
         FileNotFoundError: a file is missing.
     """
     check_files(config, files)
@@ -97,7 +100,7 @@ def guides_of(
     notes: list[str] = []
     moments = _own_moments(tensors, weights, roles, notes)
     if files.moments_from is not None:
-        from ckptz.foreign.inputs import open_input  # what saves and loads do without
+        from ckptz.foreign.inputs import open_input  # slow import that most saves do not need
 
         opened = held.enter_context(contextlib.closing(open_input(files.moments_from)))
         moments = _read_moments(opened, weights, roles, tree, rules, notes)
@@ -128,7 +131,7 @@ def _own_moments(
     roles: Mapping[str, Role],
     notes: list[str],
 ) -> dict[str, TensorSource]:
-    """Second moments that stand in the same file as their weights."""
+    """Return the second moments in the same file, by the names of their weights."""
     squares = {roles[n].parameter: s for n, s in tensors.items() if roles[n].role == "exp_avg_sq"}
     given = {n: squares[roles[n].parameter] for n in weights if roles[n].parameter in squares}
     fitting = {name: moments for name, moments in given.items() if _fits(moments, weights[name])}
@@ -153,7 +156,11 @@ def _read_moments(
     rules: Sequence[Rule],
     notes: list[str],
 ) -> dict[str, TensorSource]:
-    """Second moments from another checkpoint, by the parameters' names."""
+    """Return the second moments from another checkpoint, by the names of the weights.
+
+    Raises:
+        ConfigError: a second moment does not fit its weight, or there is none for any weight.
+    """
     path = opened.name
     known, reasons = roles_beside(opened.tensors, opened.tree, weights, tree, rules)
     squares = {}
@@ -166,14 +173,14 @@ def _read_moments(
         if not _fits(moments, weights[name]):
             raise ConfigError(
                 f"{path}: the second moment of {name!r} is {moments.dtype.name} {list(moments.shape)}, "
-                f"the weight has shape {list(weights[name].shape)}; give this model's optimizer, in F32, "
-                "BF16 or F16"
+                f"the weight has shape {list(weights[name].shape)}; pass the optimizer state of this model, "
+                "in F32, BF16 or F16"
             )
     if not of_weights:
         reason = "".join(f" ({note})" for note in reasons[:1])
         raise ConfigError(
-            f"{path}: holds no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; "
-            "give the optimizer of this model, or name its tensors with --set input.tensor_roles=FILE"
+            f"{path}: has no second moment (exp_avg_sq) of any of the {len(weights)} weights{reason}; pass "
+            "the optimizer state of this model, or name its tensors with --set input.tensor_roles=FILE"
         )
     without = [name for name, weight in weights.items() if name not in of_weights and len(weight.shape) > 1]
     if without:
@@ -184,7 +191,7 @@ def _read_moments(
 def _read_gradients(
     path: Path, weights: Mapping[str, TensorSource], held: contextlib.ExitStack, notes: list[str]
 ) -> dict[str, TensorSource]:
-    """Averages of gradients by the names of weights."""
+    """Return average gradients by the names of weights."""
     file = held.enter_context(SensitivityFile(path))
     matched, unmatched = file.match(_shapes(weights))
     if unmatched:
@@ -201,7 +208,7 @@ def read_inputs(
     """Read the input covariances of layers, by the names of their weights.
 
     Raises:
-        CalibrationError: it is of another model.
+        CalibrationError: it was recorded from another model.
     """
     if isinstance(calibration, Path):
         calibration = held.enter_context(CalibrationFile(calibration))
@@ -210,7 +217,7 @@ def read_inputs(
     if not matched:
         example = f", not even {unmatched[0]!r}" if unmatched else ""
         raise CalibrationError(
-            f"{where}: none of its {n} modules is in the checkpoint{example}; record this model"
+            f"{where}: none of its {n} modules is in the checkpoint{example}; record it with this model"
         )
     if unmatched:
         notes.append(

@@ -1,11 +1,10 @@
-"""Nested torch state to named tensors and a tree, and back. Implements spec/09-tree.md#storages.
+"""Converts nested torch state to named tensors and a tree, and back. Implements spec/09-tree.md#storages.
 
-Two tensors share a storage if they lie in the same torch storage. Within one, views whose bytes overlap are
-stored as one tensor, others as themselves, so that names and shapes stay those of the checkpoint wherever
-that is possible.
+Within a torch storage, views whose bytes overlap are stored as one tensor, all others as separate tensors, so
+that names and shapes of the checkpoint are kept where possible.
 
-On the way back the tensors are decoded into an unnamed file that is mapped into memory: torch can save from
-there, and the memory that the process needs of its own does not grow with the checkpoint.
+When a state is restored, its tensors are decoded into an unnamed file that is mapped into memory: torch can
+save from there, and the memory of the process does not grow with the checkpoint.
 """
 
 from __future__ import annotations
@@ -51,14 +50,14 @@ if TYPE_CHECKING:
 
 PART_ALIGNMENT: Final = 16  # normative, spec/09-tree.md#storages; the largest element is 16 bytes
 
-# Element types of torch that have a name of their own in a file; others are kept as bytes. F4 packs two
-# elements into one of torch's, whose strides would not be those of the file.
+# torch dtypes that the format has; tensors of other dtypes are stored as bytes. F4 is left out, because torch
+# packs two elements into one, so that its strides differ from those in the file.
 CODES: Final[Mapping[str, str]] = {name: code for code, name in DTYPE_NAMES.items() if code != "F4"}
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Offset, shape and strides of a tensor in its storage, all counted in elements."""
+    """Offset, shape and strides of a tensor in its storage, in elements."""
 
     dtype: str
     item_bytes: int
@@ -68,23 +67,23 @@ class Geometry:
 
     @cached_property
     def n_items(self) -> int:
-        """Elements of the tensor."""
+        """Number of elements of the tensor."""
         return math.prod(self.shape)
 
     @cached_property
     def span(self) -> int:
-        """Elements from the first to the last one in memory."""
+        """Number of elements from the first to the last one in memory."""
         steps = zip(self.shape, self.strides, strict=True)
         return sum((n - 1) * stride for n, stride in steps) + 1 if self.n_items else 0
 
     @property
     def begin(self) -> int:
-        """First byte of the tensor in its storage."""
+        """Offset of the first byte of the tensor in its storage."""
         return self.offset * self.item_bytes
 
     @property
     def end(self) -> int:
-        """Byte after the last one."""
+        """Offset after the last byte of the tensor in its storage."""
         return self.begin + self.span * self.item_bytes
 
     def _steps(self) -> list[tuple[int, int]]:
@@ -113,16 +112,16 @@ class Geometry:
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A nested state taken apart."""
+    """A nested state as named tensors and a tree."""
 
     tensors: dict[str, TensorSource]  # by name
-    tree: dict[str, Any]  # as it goes into `Index.tree`
-    outer: dict[str, TreePath]  # of each tensor, the outer part of its path that is not in its name
+    tree: dict[str, Any]  # for `Index.tree`
+    outer: dict[str, TreePath]  # by tensor, the outer levels of its path that are not in its name
 
 
 @dataclass(slots=True)
 class _Leaf:
-    """A tensor of the state; `node` is filled when it is known how it is stored."""
+    """A tensor of the state; `node` is set once its storage is decided."""
 
     path: TreePath
     tensor: Tensor
@@ -138,15 +137,15 @@ class _Leaf:
 
 
 def flatten(state: Any, n_outer: int = 0, taken: Collection[str] = ()) -> Flat:
-    """Take a nested state apart; the tensors share its memory.
+    """Convert a nested state to named tensors and a tree; the tensors share its memory.
 
     Args:
-        state: what `torch.load` gave.
-        n_outer: outer levels whose keys do not go into the tensors' names.
-        taken: names that other tensors of the file have.
+        state: nested containers, as `torch.load` returns them.
+        n_outer: number of outer levels whose keys are not part of tensor names.
+        taken: names of other tensors in the file.
 
     Raises:
-        UnsupportedError: a value that cannot be kept; the message says where and of what type.
+        UnsupportedError: a value of a type that the tree cannot represent.
     """
     leaves: list[_Leaf] = []
 
@@ -171,7 +170,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _checked_tensor(value: Any, path: TreePath) -> Tensor:
-    # Only exact types: what a subclass means is in its code.
+    # Exact types only, as subclasses may behave differently.
     if type_name(value) not in ("torch.Tensor", "torch.nn.parameter.Parameter"):
         refuse_leaf(value, path)
     tensor: Tensor = value
@@ -183,7 +182,7 @@ def _checked_tensor(value: Any, path: TreePath) -> Tensor:
         raise UnsupportedError(f"{where(path)}: a tensor on device {tensor.device}; move it to the CPU")
     if attributes := vars(tensor):
         raise UnsupportedError(f"{where(path)}: a tensor with an attribute {next(iter(attributes))!r}")
-    # These bits say "not yet computed"; other programs could not read what lies in memory.
+    # Conjugate and negative bits mean that the operation is pending; the memory has other values.
     return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
@@ -199,7 +198,7 @@ def _by_storage(leaves: Iterable[_Leaf]) -> list[list[_Leaf]]:
     groups: dict[tuple[int, int, int], list[_Leaf]] = {}
     for each in leaves:
         memory = each.tensor.untyped_storage()
-        # An empty storage has no address; it is its own.
+        # Empty storages have no address, so each is considered separate.
         place = (memory.data_ptr(), memory.nbytes(), 0)
         key = place if each.geometry.n_items else (0, 0, id(each.tensor))
         groups.setdefault(key, []).append(each)
@@ -207,7 +206,7 @@ def _by_storage(leaves: Iterable[_Leaf]) -> list[list[_Leaf]]:
 
 
 def _memory(tensor: Tensor) -> NDArray[np.uint8]:
-    # torch is loaded: somebody made a tensor. Its dtypes are not all known to numpy, bytes are.
+    # torch has been imported, as there is a tensor. numpy lacks some of its dtypes, so bytes are used.
     import torch
 
     raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -216,7 +215,7 @@ def _memory(tensor: Tensor) -> NDArray[np.uint8]:
 
 @dataclass(slots=True)
 class _SharedRun:
-    """Bytes of a storage that are stored as one tensor, because the views in it overlap."""
+    """Bytes of a storage that are stored as one tensor because views of them overlap."""
 
     begin: int
     end: int
@@ -224,7 +223,7 @@ class _SharedRun:
 
     @property
     def whole(self) -> _Leaf | None:
-        """The view that covers the whole run in C order, or None."""
+        """The view that covers all bytes in C order, or None."""
         for member in self.members:
             g = member.geometry
             if (g.begin, g.end) == (self.begin, self.end) and g.is_contiguous and g.dtype in CODES:
@@ -233,7 +232,7 @@ class _SharedRun:
 
     @property
     def dtype(self) -> DType:
-        """The type that the run is stored as where no view covers it."""
+        """The dtype in which the bytes are stored if no view covers them."""
         names = {member.geometry.dtype for member in self.members}
         return DTYPES[CODES.get(names.pop(), "U8") if len(names) == 1 else "U8"]
 
@@ -249,19 +248,19 @@ def _parts(group: Sequence[_Leaf]) -> list[_SharedRun]:
             parts.append(_SharedRun(begin, end, [each]))
     for part in parts:
         if len({each.geometry.item_bytes for each in part.members}) > 1:
-            part.begin -= part.begin % PART_ALIGNMENT  # else an element could end up unaligned
+            part.begin -= part.begin % PART_ALIGNMENT  # keeps elements aligned
     return parts
 
 
 def part_offsets(sizes: Iterable[int]) -> list[int]:
-    """Return the offsets of the parts of a storage, and its end as the last number."""
+    """Return the offsets of the parts of a storage in bytes, followed by the end of the last one."""
     aligned = (-(-size // PART_ALIGNMENT) * PART_ALIGNMENT for size in sizes)
     return [0, *itertools.accumulate(aligned)]
 
 
 @dataclass(slots=True)
 class _Storing:
-    """Decides how storages are stored, one after another."""
+    """Assigns stored tensors to the views of storages, one storage after another."""
 
     n_outer: int
     taken: Collection[str]
@@ -292,7 +291,7 @@ class _Storing:
     def _add_alone(self, group: list[_Leaf]) -> None:
         geometry, name = group[0].geometry, self._name(group[0].path)
         self.tensors[name] = _source(group[0])
-        # Gaps are not kept: nothing can be seen in them.
+        # Gaps between elements are not stored, as no view shows them.
         is_plain = geometry.is_contiguous or not geometry.is_dense
         for each in group:
             each.refer(TensorRef(name, None if is_plain else geometry.strides, *each.flags))
@@ -332,7 +331,7 @@ def _source(each: _Leaf) -> TensorSource:
 
 
 def _in_order(items: NDArray[Any], pattern_bytes: int, begin: int, end: int) -> NDArray[Any]:
-    """Read patterns begin..end of elements that do not lie in C order, one integer each."""
+    """Return patterns begin..end, in C order, of elements with other strides; one integer per element."""
     n_per_item = items.itemsize // pattern_bytes
     first, last = begin // n_per_item, -(-end // n_per_item)
     patterns = items.flat[first:last].view(PATTERN_TYPES[pattern_bytes])
@@ -340,7 +339,7 @@ def _in_order(items: NDArray[Any], pattern_bytes: int, begin: int, end: int) -> 
 
 
 def tied_names(tree: Any, tensors: Mapping[str, TensorSource]) -> dict[str, str]:
-    """Return the stored name for every other name of a whole tensor; partial views have none."""
+    """Map each further name of a complete stored tensor to its stored name; partial views are left out."""
     if tree is None:
         return {}
     parsed = parse_tree(tree)
@@ -367,7 +366,7 @@ def _leaves(node: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 def _whole(
     view: View, storages: tuple[tuple[str, ...], ...], tensors: Mapping[str, TensorSource]
 ) -> str | None:
-    """Find the stored tensor that a view shows whole and in C order."""
+    """Return the name of the stored tensor that a view covers completely in C order, or None."""
     names = storages[view.storage]
     if len(names) != 1 or names[0] not in tensors:
         return None
@@ -377,16 +376,16 @@ def _whole(
     return names[0] if (view.dtype, view.shape, view.strides, view.offset) == whole else None
 
 
-# --- back to nested state -----------------------------------------------------------------------
+# --- restoring nested state ---------------------------------------------------------------------
 
 Chunks = Callable[[Mapping[str, TensorSource]], Iterator[Patterns]]
 
-ALIGNMENT: Final = 64  # of each storage in the file, as torch aligns them in its own
+ALIGNMENT: Final = 64  # of each storage in the mapped file, as in torch files
 TORCH_NAMES: Final = {code: name for name, code in CODES.items()}
 
 
 def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Patterns]:
-    """Read the patterns of all tensors, chunk after chunk, on the caller's own thread."""
+    """Yield the patterns of all tensors chunk by chunk [at most 2^20], decoded on the caller's thread."""
     for source in tensors.values():
         for begin, end in source.chunk_bounds():
             yield source.patterns(begin, end)
@@ -395,19 +394,18 @@ def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Patterns]:
 def unflatten(
     tensors: Mapping[str, TensorSource], tree: Any, folder: Path | None, chunks: Chunks = read_chunks
 ) -> Any:
-    """Put a nested state together again; its tensors lie in an unnamed file until they are dropped.
+    """Restore a nested state; its tensors are in an unnamed file as long as they are referenced.
 
     Args:
-        tensors: by name.
+        tensors: tensors by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
-        folder: where the unnamed file goes; it takes as much room as the decoded tensors. None keeps them
-            in memory.
-        chunks: gives the patterns of all tensors in order, as `read_chunks` does.
+        folder: folder for the unnamed file, which is as large as the decoded tensors; None for memory.
+        chunks: yields the patterns of all tensors in order, as `read_chunks` does.
 
     Raises:
-        CorruptionError: the tree contradicts the grammar or the tensors.
-        UnsupportedError: an element type that this torch does not have.
-        OSError: no room in `folder`.
+        CorruptionError: the tree is invalid or does not match the tensors.
+        UnsupportedError: this version of torch lacks a dtype.
+        OSError: `folder` has not enough free space.
     """
     flat = {"storages": [], "root": {"dict": [[name, {"tensor": name}] for name in tensors]}}
     raw = flat if tree is None else tree
@@ -419,14 +417,14 @@ def unflatten(
 
 
 class _MappedStorages:
-    """The mapped file: one region for each storage."""
+    """The mapped file, with a region for each storage."""
 
     def __init__(self, tensors: Mapping[str, TensorSource], tree: Tree, folder: Path | None) -> None:
         self._tensors = tensors
         self._tree = tree
         self._strides = _strides_by_name(tree, tensors)
-        self._offsets: dict[str, int] = {}  # of each tensor
-        self._regions: dict[str | int, tuple[int, int]] = {}  # of each storage, by name or number
+        self._offsets: dict[str, int] = {}  # by tensor
+        self._regions: dict[str | int, tuple[int, int]] = {}  # by tensor name or storage number
         self._memory = _mapped_file(folder, self._place())
         self._storages: dict[str | int, UntypedStorage] = {}
         self._made: dict[TensorRef | View, Tensor] = {}
@@ -446,7 +444,7 @@ class _MappedStorages:
         return at
 
     def fill(self, chunks: Iterator[Patterns]) -> None:
-        """Put the patterns of all tensors in their places."""
+        """Copy the patterns of all tensors, in order, into the file."""
         for name, source in self._tensors.items():
             put = self._writer(name, source)
             for begin, end in source.chunk_bounds():
@@ -469,7 +467,7 @@ class _MappedStorages:
         return put
 
     def make(self, leaf: Any) -> Any:
-        """Make what stands for a leaf of the tree in torch."""
+        """Return the torch value for a leaf of the tree."""
         import torch
 
         if isinstance(leaf, Size):
@@ -512,8 +510,8 @@ class _MappedStorages:
 
         if key not in self._storages:
             at, n_bytes = self._regions[key]
-            # torch.save takes storages of one address for one. An empty region has the address of the next
-            # region, and an empty tensor of its own has none.
+            # torch.save identifies storages by address. An empty region would have the address of the next
+            # one, so a separate empty tensor, without address, is used.
             region = (
                 torch.from_numpy(self._memory[at : at + n_bytes])
                 if n_bytes
@@ -528,7 +526,7 @@ def _mapped_file(folder: Path | None, n_bytes: int) -> NDArray[np.uint8]:
         return np.zeros(n_bytes, np.uint8)
     with tempfile.TemporaryFile(dir=folder) as file:
         if hasattr(os, "posix_fallocate"):
-            # A full disk must be an error here; once mapped, it would end the process.
+            # A full disk must raise an error here; a write to the mapped file would kill the process.
             os.posix_fallocate(file.fileno(), 0, n_bytes)
         else:
             file.truncate(n_bytes)
@@ -544,7 +542,7 @@ def _strides_by_name(tree: Tree, tensors: Mapping[str, TensorSource]) -> dict[st
             source = tensors[ref.name]
             if ref.strides is not None and source.dtype.name not in TORCH_NAMES:
                 raise CorruptionError(
-                    f"tree: tensor {ref.name!r}: {source.dtype.name} has no strides in torch"
+                    f"tree: tensor {ref.name!r}: strides are not supported for {source.dtype.name}"
                 )
             check_strides(ref, tuple(source.shape))
     return {name: tensor_strides for name, tensor_strides in strides.items() if tensor_strides is not None}
@@ -567,7 +565,7 @@ def _in_torch(source: TensorSource) -> tuple[str, tuple[int, ...]]:
     if source.dtype.name == "F4" and shape and shape[-1] % 2 == 0:
         return "float4_e2m1fn_x2", (*shape[:-1], shape[-1] // 2)  # as safetensors does
     if source.dtype.name not in TORCH_NAMES:
-        raise UnsupportedError(f"torch has no element type {source.dtype.name}; restore to safetensors")
+        raise UnsupportedError(f"torch has no dtype {source.dtype.name}; restore to safetensors")
     return TORCH_NAMES[source.dtype.name], shape
 
 
@@ -576,5 +574,5 @@ def _torch_dtype(name: str) -> Any:
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise UnsupportedError(f"this torch has no element type {name!r}; install a newer one")
+        raise UnsupportedError(f"this version of torch has no dtype {name!r}; install a newer one")
     return dtype

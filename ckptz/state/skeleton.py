@@ -2,9 +2,9 @@
 
     {"root": node, "storages": [[tensor name, ...], ...]}
 
-Knows the grammar only; `flatten.py` finds out which tensors share memory. Parsing needs no torch. A file
-chooses its keys, and may choose them so that Python's hash table takes quadratic time: no key is compared
-by such a hash before it is bounded.
+This module implements the grammar; `flatten.py` determines which tensors share memory. Parsing needs no
+torch. A hostile file could choose keys with equal hashes, so that a dict takes quadratic time: the number of
+such keys is limited before they are added to one.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from ckptz.errors import ConfigError, CorruptionError, UnsupportedError
 
 MAX_KEY_INT: Final = (1 << 64) - 1  # normative
 MAX_KEY_ITEMS: Final = 4  # of a tuple; normative
-MAX_EQUAL_HASHES: Final = 256  # keys of one dictionary; more are found only where somebody chose them so
+MAX_EQUAL_HASHES: Final = 256  # keys of one dictionary with the same hash; more occur in hostile files only
 KEY_KINDS: Final = frozenset({"int", "float", "bytes", "Size", "dtype"})
 MAX_DEPTH: Final = 64  # normative, spec/09-tree.md#bounds
 MAX_NODES: Final = 1 << 21  # normative, spec/09-tree.md#bounds
-MAX_PLAIN_INT: Final = (1 << 53) - 1  # what every JSON reader keeps exactly
+MAX_PLAIN_INT: Final = (1 << 53) - 1  # exact in every JSON reader
 MAX_NUMBER: Final = (1 << 63) - 1
 TreePath = tuple[str, ...]
 Leaf = Callable[[Any, TreePath], dict[str, Any]]
 _FLAGS: Final = frozenset({"requires_grad", "parameter"})
-# Required and optional fields by kind of node. A node is of the first kind here that is one of its fields.
+# Required and optional fields by kind of node. The kind of a node is the first key here that it has as a
+# field.
 _FIELDS: Final[Mapping[str, tuple[frozenset[str], frozenset[str]]]] = {
     "view": (frozenset({"view", "dtype", "shape", "strides", "offset"}), _FLAGS),
     **{kind: (frozenset({kind}), frozenset()) for kind in (*KEY_KINDS, "tuple", "dict")},
@@ -45,7 +46,7 @@ _HEX_FLOAT: Final = re.compile(r"[0-9a-f]{16}")
 _DTYPE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
 
 
-# --- what stands at the leaves: sizes, types and tensors; spec/09-tree.md#leaves -------------------------
+# --- leaves: sizes, dtypes and tensors; spec/09-tree.md#leaves -------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class DTypeName:
-    """A `torch.dtype`, by its name in torch: "bfloat16"."""
+    """A `torch.dtype` by its name in torch, such as "bfloat16"."""
 
     name: str
 
@@ -66,10 +67,10 @@ class DTypeName:
 class TensorRef:
     """A stored tensor that shares memory with no other."""
 
-    name: str  # of the stored tensor
-    strides: tuple[int, ...] | None = None  # in elements, where they are not those of C order
+    name: str  # name of the stored tensor
+    strides: tuple[int, ...] | None = None  # in elements; None for C order
     requires_grad: bool = False  # as in torch
-    is_parameter: bool = False  # a `torch.nn.Parameter`
+    is_parameter: bool = False  # whether it is a `torch.nn.Parameter`
 
     def pack(self) -> dict[str, Any]:
         """Return the JSON node."""
@@ -79,7 +80,7 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Elements of a storage that other tensors may share; strides and offset count elements."""
+    """A view of a storage that several tensors may share; strides and offset are in elements."""
 
     storage: int
     dtype: str
@@ -105,7 +106,7 @@ def _pack_flags(ref: TensorRef | View) -> dict[str, bool]:
 
 
 def is_key(node: Any) -> bool:
-    """Return whether a node's type can be a key."""
+    """Return whether a node is of a type that can be a key."""
     if isinstance(node, dict):
         return (len(node) == 1 and not KEY_KINDS.isdisjoint(node)) or (
             set(node) == {"tuple"} and isinstance(node["tuple"], list) and all(map(is_key, node["tuple"]))
@@ -114,7 +115,7 @@ def is_key(node: Any) -> bool:
 
 
 def key_problem(node: Any) -> str:
-    """Return the bound that a key violates; empty if none."""
+    """Return a description of the limit that a key exceeds; empty if none."""
     if not isinstance(node, dict):
         return ""
     if "tuple" in node:
@@ -126,10 +127,10 @@ def key_problem(node: Any) -> str:
 
 
 class SeenKeys:
-    """The keys of one dictionary so far."""
+    """The keys of a dictionary that have been read so far."""
 
     def __init__(self) -> None:
-        self._forms: set[str | bytes] = set()  # hashed with a secret, unlike numbers and tuples of them
+        self._forms: set[str | bytes] = set()  # whose hashes are randomized, unlike those of numbers
         self._hashes: Counter[int] = Counter()
 
     def problem_with(self, key: Any, node: Any) -> str:
@@ -146,39 +147,43 @@ class SeenKeys:
 class Tree:
     """A parsed tree."""
 
-    # plain Python values, with `Size`, `DTypeName`, `TensorRef` and `View` (or what the caller made of them)
-    # at the leaves
+    # Plain Python values with leaves of type `Size`, `DTypeName`, `TensorRef` and `View`, or the caller's
+    # values for them.
     root: Any
-    storages: tuple[tuple[str, ...], ...]  # names of the stored tensors that each shared storage consists of
-    refs: tuple[TensorRef | View, ...]  # every `TensorRef` and `View`, in order
+    storages: tuple[tuple[str, ...], ...]  # names of the stored tensors of each shared storage
+    refs: tuple[TensorRef | View, ...]  # all `TensorRef` and `View`, in order
 
     def check_names(self, names: Collection[str]) -> None:
-        """Require that the tree speaks of exactly the tensors `names`."""
+        """Check that the tree refers to exactly the tensors `names`.
+
+        Raises:
+            CorruptionError: it refers to others, or not to all of them.
+        """
         used = {ref.name for ref in self.refs if isinstance(ref, TensorRef)}.union(*self.storages)
         if missing := sorted(used - set(names)):
             raise CorruptionError(f"tree: tensor {missing[0]!r} is not in the file")
         if unused := sorted(set(names) - used):
-            raise CorruptionError(f"tree: does not say where tensor {unused[0]!r} belongs")
+            raise CorruptionError(f"tree: does not refer to tensor {unused[0]!r}")
 
 
 def where(path: TreePath) -> str:
-    """Name a place in a tree, for messages."""
+    """Format a path in a tree for messages."""
     return repr(".".join(path)) if path else "the root"
 
 
 def label(key: Any) -> str:
-    """Spell a key as a part of a path and of a tensor's name."""
+    """Format a key as a component of a path or a tensor name."""
     if isinstance(key, str):
         return key
     if type(key) is int and abs(key) > MAX_PLAIN_INT:
-        return hex(key)  # Python refuses to write very long ones in decimal
+        return hex(key)  # Python limits the length of decimal conversions
     if type(key) is tuple:
         return f"({','.join(map(label, key))})"
     return str(key)
 
 
 class _Packer:
-    """Values to nodes; what is no plain Python value goes to `leaf`."""
+    """Converts values to nodes; values that are not plain Python are passed to `leaf`."""
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
@@ -221,11 +226,11 @@ class _Packer:
         return {"tuple": self.sequence(values, path)}
 
     def items(self, mapping: Mapping[Any, Any], path: TreePath) -> list[Any]:
-        # The key is checked first: to spell out one without bounds as a label could take for ever.
+        # The key is checked before it is formatted, which could take very long for a huge key.
         seen = SeenKeys()
         return [
             [self.key(key, path, seen), self.node(value, (*path, label(key)))]
-            for key, value in type(mapping).items(mapping)  # an attribute of its own may hide the method
+            for key, value in type(mapping).items(mapping)  # an instance attribute may hide the method
         ]
 
     def key(self, key: Any, path: TreePath, seen: SeenKeys) -> Any:
@@ -233,7 +238,7 @@ class _Packer:
         if not is_key(node):
             raise UnsupportedError(f"{where(path)}: a key of type {type_name(key)} cannot be kept")
         if problem := key_problem(node) or seen.problem_with(key, node):
-            raise UnsupportedError(f"{where(path)}: a key {problem}; use strings or small numbers as keys")
+            raise UnsupportedError(f"{where(path)}: a key {problem}; use strings or small integers as keys")
         return node
 
     def dict_(self, mapping: dict[Any, Any], path: TreePath) -> Any:
@@ -241,7 +246,7 @@ class _Packer:
 
     def ordered(self, mapping: OrderedDict[Any, Any], path: TreePath) -> Any:
         node: dict[str, Any] = {"OrderedDict": self.items(mapping, path)}
-        # A module's state_dict carries the versions of its modules in this attribute.
+        # In a module's state_dict, this attribute has the versions of its modules.
         attributes = dict(vars(mapping))
         if "_metadata" in attributes:
             node["_metadata"] = self.node(attributes.pop("_metadata"), (*path, "_metadata"))
@@ -275,25 +280,25 @@ def type_name(value: Any) -> str:
 
 
 def refuse_leaf(value: Any, path: TreePath) -> NoReturn:
-    """Refuse a value: the `Leaf` that knows nothing."""
+    """Raise UnsupportedError for a value; the default `leaf` function."""
     raise UnsupportedError(
-        f"{where(path)}: a value of type {type_name(value)} cannot be kept without running code; "
-        "remove it from the checkpoint or store it as plain Python values and tensors"
+        f"{where(path)}: a value of type {type_name(value)} cannot be stored without pickle; "
+        "remove it from the checkpoint or convert it to plain Python values and tensors"
     )
 
 
 def pack_node(value: Any, leaf: Leaf = refuse_leaf) -> Any:
-    """Make the JSON node of plain Python values; `leaf` makes the node of anything else, or refuses it.
+    """Convert plain Python values to a JSON node; `leaf` converts or rejects all other values.
 
     Raises:
-        UnsupportedError: a value the grammar has no place for; the message says where and of what type.
-        ConfigError: too deep or too many values.
+        UnsupportedError: a value cannot be represented; the message has its path and type.
+        ConfigError: the value is nested too deeply or has too many values.
     """
     return _Packer(leaf).node(value, ())
 
 
 class _Parser:
-    """Nodes to values; refuses whatever `_Packer` would not have written."""
+    """Converts nodes to values, and rejects everything that `_Packer` would not write."""
 
     def __init__(self, n_storages: int, make: Callable[[Any], Any]) -> None:
         self._make = make
@@ -455,7 +460,7 @@ def _shown(raw: Any) -> str:
 
 
 def is_number(raw: Any) -> TypeGuard[int]:
-    """Return whether a value is an integer from 0 up to 2^63 - 1."""
+    """Return whether a value is an integer from 0 to 2^63 - 1."""
     return type(raw) is int and 0 <= raw <= MAX_NUMBER
 
 
@@ -464,10 +469,10 @@ def parse_tree(raw: Any, make: Callable[[Any], Any] = lambda leaf: leaf) -> Tree
 
     Args:
         raw: the JSON value.
-        make: turns a `Size`, `DTypeName`, `TensorRef` or `View` into what shall stand in its place.
+        make: function that replaces a leaf of type `Size`, `DTypeName`, `TensorRef` or `View`.
 
     Raises:
-        CorruptionError: not a tree; the message says where.
+        CorruptionError: the value is not a valid tree; the message has the path.
     """
     if not isinstance(raw, dict) or set(raw) != {"root", "storages"}:
         raise CorruptionError("tree: not an object with the fields root and storages")
@@ -476,7 +481,7 @@ def parse_tree(raw: Any, make: Callable[[Any], Any] = lambda leaf: leaf) -> Tree
     root = parser.node(raw["root"], ())
     shared = {name for names in storages for name in names}
     if any(isinstance(ref, TensorRef) and ref.name in shared for ref in parser.refs):
-        raise CorruptionError("tree: a tensor of a shared storage is referred to by its name")
+        raise CorruptionError("tree: a tensor of a shared storage must not be referred to by its name")
     return Tree(root, storages, tuple(parser.refs))
 
 

@@ -1,12 +1,12 @@
-"""PyTorch tensors, index rules for slices, and plain forms of values of common types.
+"""PyTorch tensors, their index rules for slices, and plain representations of common Python types.
 
-An index of ints, slices, None and an ellipsis is put to a tensor without memory: the view that PyTorch
-makes says which patterns are meant, and what PyTorch refuses is refused by PyTorch. Any other index is
-tried on a tensor of one repeated byte; then the whole tensor is decoded and indexed.
+An index of ints, slices, None and ellipsis is applied to a meta tensor: offset and strides of the resulting
+view select the patterns, and PyTorch raises its own errors. Any other index is first tried on a tensor of one
+repeated byte; then the complete tensor is decoded and indexed.
 
-A file has places for plain values and tensors only. What frameworks put beside them, paths, sets, NumPy
-scalars, becomes a dict `{"ckptz.type": name, "value": ...}`; names lead to the table below and nowhere
-else, so no code comes from a file.
+A file stores plain values and tensors only. Values of other common types (paths, sets, NumPy scalars) are
+stored as `{"ckptz.type": name, "value": ...}`; `name` is looked up in the table below, so no code comes from
+a file.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ckptz.format.sources import PATTERN_TYPES, Patterns
 from ckptz.state.arrays import Framework, Selection, Shape, Window, patterns_per_element
 from ckptz.state.arrays import select as strict_select
 
-# numpy asks for huge pages from here on: a 90 MB tensor then loads with 1,000 page faults, not 22,000.
+# From this size on numpy uses huge pages: a 90 MB tensor loads with 1,000 page faults instead of 22,000.
 HUGE_BYTES: Final = 1 << 22
-ALIGNMENT: Final = 64  # as PyTorch's own
+ALIGNMENT: Final = 64  # as in PyTorch
 _BASIC_ITEMS = (int, np.integer, slice, NoneType, EllipsisType)
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """Return the tensor type that holds `dtype`.
+    """Return the PyTorch dtype for `dtype`.
 
     Raises:
-        DTypeError: this PyTorch has none.
+        DTypeError: this version of PyTorch has none.
     """
     native = getattr(torch, DTYPE_NAMES.get(dtype.name, ""), None)
     if not isinstance(native, torch.dtype):
@@ -49,10 +49,10 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def stored_type(name: str, tensor: torch.Tensor) -> tuple[DType, Shape]:
-    """Return the type and the shape that a tensor, called `name` in messages, has in a file.
+    """Return the dtype and shape of a tensor in a file; `name` is for messages.
 
     Raises:
-        DTypeError: the format does not know the type, or the shape with this type.
+        DTypeError: the format does not support the dtype, or not with this shape.
     """
     code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
     if code is None:
@@ -60,13 +60,13 @@ def stored_type(name: str, tensor: torch.Tensor) -> tuple[DType, Shape]:
     shape = tuple(tensor.shape)
     if code == "F4":  # PyTorch counts pairs
         if not shape:
-            raise DTypeError(f"tensor {name!r} is two numbers of {tensor.dtype} in no dimension; give it one")
+            raise DTypeError(f"tensor {name!r} of {tensor.dtype} has no dimension; reshape it to one")
         shape = (*shape[:-1], 2 * shape[-1])
     return dtype_of(code), shape
 
 
 def _empty(dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """Make a CPU tensor, whatever the default device; a large one in numpy's memory, which has huge pages."""
+    """Return an uninitialized CPU tensor, large ones in numpy's memory, which uses huge pages."""
     n_bytes = math.prod(shape) * dtype.itemsize
     if n_bytes < HUGE_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -77,11 +77,11 @@ def _empty(dtype: torch.dtype, shape: Shape) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TorchTensors(Framework):
-    """Makes PyTorch tensors.
+    """Creates PyTorch tensors.
 
     Attributes:
-        device: where they end up.
-        is_strict: whether slices follow safetensors' index rules rather than PyTorch's.
+        device: device of the returned tensors.
+        is_strict: whether slices use the index rules of safetensors rather than those of PyTorch.
     """
 
     device: str | int
@@ -99,7 +99,7 @@ class TorchTensors(Framework):
         if str(self.device).startswith("cuda") and not torch.cuda.is_available():
             raise RuntimeError(f"device {self.device}: PyTorch finds no CUDA device; load to 'cpu'")
         self._try_device()
-        # Pinned memory is what a device reads from at full speed.
+        # Devices copy from pinned memory at full speed.
         is_pinned = str(self.device).startswith("cuda")
         tensor = torch.empty(shape, dtype=native, pin_memory=True) if is_pinned else _empty(native, shape)
         return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(PATTERN_TYPES[dtype.pattern_bytes])
@@ -121,11 +121,11 @@ class TorchTensors(Framework):
 
     def _try_device(self) -> None:
         if self.device != "cpu":
-            torch.empty(0, device="cpu").to(self.device)  # refuses before anything is decoded
+            torch.empty(0, device="cpu").to(self.device)  # raises errors of the device before decoding
 
 
 def _select(index: Any, shape: Shape) -> Selection:
-    # The index is tried on tensors on the CPU, wherever the decoded tensor will be.
+    # The index is tried on CPU tensors.
     index = tuple(map(_on_cpu, index)) if isinstance(index, tuple) else _on_cpu(index)
     items = index if isinstance(index, tuple) else (index,)
     if all(isinstance(item, _BASIC_ITEMS) and not isinstance(item, bool) for item in items):
@@ -133,7 +133,7 @@ def _select(index: Any, shape: Shape) -> Selection:
         return Selection(
             Window(int(view.storage_offset()), tuple(view.shape), view.stride()), tuple(view.shape)
         )
-    # PyTorch itself refuses a wrong index here, which takes one byte for each element of the result.
+    # PyTorch raises an error for an invalid index; this takes one byte for each element of the result.
     torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
     return Selection(Window.whole(shape), shape, lambda tensor: tensor[index])
 
@@ -155,12 +155,12 @@ TensorMap: TypeAlias = Callable[[torch.Tensor, tuple[str, ...]], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """How values of some types are kept.
+    """Conversion of values of some types to plain values and back.
 
     Attributes:
         kinds: the exact types.
-        pack: to something nearer to plain values.
-        parse: inverse of it.
+        pack: converts a value to simpler values.
+        parse: inverse of `pack`.
     """
 
     kinds: tuple[type, ...]
@@ -171,7 +171,7 @@ class _Type:
 def _pack_defaultdict(value: defaultdict[Any, Any]) -> list[Any]:
     factory = value.default_factory
     name = "None" if factory is None else getattr(factory, "__name__", "")
-    # Any other factory is code; the items are what counts.
+    # Other factories are code and are dropped; the items are kept.
     return [name if _FACTORIES.get(name) is factory else "None", list(value.items())]
 
 
@@ -220,16 +220,16 @@ _NAME_OF: Final = {kind: name for name, type_ in _TYPES.items() for kind in type
 
 
 def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:
-    """Turn a value into plain Python values and tensors; what has no place stays, to be refused by name.
+    """Convert a value to plain Python values and tensors; unsupported values are kept, to be rejected later.
 
     Args:
-        value: any.
-        tensor: makes of each tensor, and of its path, the one to keep.
-        path: where the value stands.
+        value: any value.
+        tensor: function of a tensor and its path that returns the tensor to store.
+        path: path of the value.
     """
     if isinstance(value, torch.Tensor):
         return tensor(value, path)
-    # Arrays have a place if they are of numbers that PyTorch knows.
+    # Arrays are supported if PyTorch has their dtype.
     is_odd = isinstance(value, np.ndarray) and not (value.dtype.type in _SCALARS and value.dtype.isnative)
     if (name := _NAME_OF.get(type(value))) is not None and not is_odd:
         return {TYPE_KEY: name, VALUE_KEY: to_plain(_TYPES[name].pack(value), tensor, path)}
@@ -241,12 +241,12 @@ def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:
 
 
 def _dict_to_plain(value: dict[Any, Any], tensor: TensorMap, path: tuple[str, ...]) -> Any:
-    if TYPE_KEY in value:  # the user's own must not be taken for one of ours
+    if TYPE_KEY in value:  # a key of the user that could be confused with ours
         return {TYPE_KEY: "dict", VALUE_KEY: to_plain(list(value.items()), tensor, path)}
-    pairs = type(value).items(value)  # an attribute of its own may hide the method
+    pairs = type(value).items(value)  # an instance attribute may hide the method
     items = ((key, to_plain(item, tensor, (*path, str(key)))) for key, item in pairs)
     if not isinstance(value, OrderedDict):
-        return dict(items)  # subclasses such as Lightning's AttributeDict are dicts to whoever reads them
+        return dict(items)  # readers accept a dict for subclasses such as Lightning's AttributeDict
     made: OrderedDict[Any, Any] = OrderedDict(items)
     if hasattr(value, "_metadata"):  # the versions of a module's state
         vars(made)["_metadata"] = value._metadata
@@ -254,10 +254,10 @@ def _dict_to_plain(value: dict[Any, Any], tensor: TensorMap, path: tuple[str, ..
 
 
 def from_plain(value: Any) -> Any:
-    """Turn what `to_plain` gave into the values that it was made of.
+    """Convert a result of `to_plain` back to the original values.
 
     Raises:
-        CorruptionError: a type that the table does not have, or a value that it cannot take.
+        CorruptionError: an unknown type, or an invalid value for a type.
     """
     if isinstance(value, dict):
         return _dict_from_plain(value)
@@ -270,11 +270,11 @@ def _dict_from_plain(value: dict[Any, Any]) -> Any:
     if TYPE_KEY in value:
         name, raw = value[TYPE_KEY], from_plain(value.get(VALUE_KEY))
         if not isinstance(name, str) or name not in _TYPES:
-            raise CorruptionError(f"a value of type {name!r}, which ckptz does not know")
+            raise CorruptionError(f"a value of the unknown type {name!r}")
         try:
             return _TYPES[name].parse(raw)
         except (TypeError, ValueError, KeyError, IndexError, RuntimeError, AttributeError) as error:
-            raise CorruptionError(f"a value that is no {name}: {error}") from None
+            raise CorruptionError(f"an invalid value of type {name}: {error}") from None
     for key, item in value.items():
         value[key] = from_plain(item)
     return value
@@ -299,15 +299,15 @@ def _moved(value: Any, move: Mover) -> Any:
 
 
 class Mover:
-    """Brings tensors to a device; those that share memory, or are one, do so there too.
+    """Moves tensors to a device; tensors that are identical or share memory still do so afterwards.
 
     Args:
-        device: where to.
+        device: the target device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # The original is kept beside its copy, so that no other one gets its address meanwhile.
+        # Originals are kept alive, so that no other tensor can get their address.
         self._memories: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

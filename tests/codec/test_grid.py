@@ -378,7 +378,7 @@ def test_second_moments_of_another_shape_guide_nothing(tmp_path: Path) -> None:
     ("moments", "says"),
     [
         ({MOMENT: state()[MOMENT].T.copy()}, "the weight has shape [128, 96]"),
-        ({"optimizer.other.exp_avg_sq": state()[MOMENT]}, "holds no second moment"),
+        ({"optimizer.other.exp_avg_sq": state()[MOMENT]}, "has no second moment"),
     ],
 )
 def test_an_optimizer_of_another_model_is_refused(

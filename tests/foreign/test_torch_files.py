@@ -259,7 +259,7 @@ def test_a_tree_that_does_not_fit_its_tensors_is_corrupt(tmp_path: Path) -> None
             torch_files.write(tmp_path / "out.pt", tensors, tree)
     with pytest.raises(UnsupportedError, match="float77"):
         torch_files.write(tmp_path / "out.pt", tensors, view(dtype="float77"))
-    with pytest.raises(UnsupportedError, match="no element type 'nn'"):
+    with pytest.raises(UnsupportedError, match="no dtype 'nn'"):
         torch_files.write(tmp_path / "out.pt", tensors, view(dtype="nn"))
     assert os.listdir(tmp_path) == []
 

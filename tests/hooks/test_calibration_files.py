@@ -246,7 +246,7 @@ def test_newer_missing_and_cut_files_are_refused(saved: Path) -> None:
     whole = saved.read_bytes()
     for n_bytes in (0, 7, 200, len(whole) - 1):
         saved.write_bytes(whole[:n_bytes])
-        with pytest.raises(CalibrationError, match="calibration: not a whole safetensors file"):
+        with pytest.raises(CalibrationError, match="calibration: not a complete safetensors file"):
             CalibrationFile(saved)
     saved.write_bytes(whole)
     rewrite(saved, lambda _, metadata: metadata.update({KEY_VERSION: "2"}))

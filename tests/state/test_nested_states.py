@@ -119,7 +119,7 @@ class Settings:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (Settings(), r"'run\.hooks\.1': a value of type .*Settings cannot be kept without running code"),
+        (Settings(), r"'run\.hooks\.1': a value of type .*Settings cannot be stored without pickle"),
         (len, r"'run\.hooks\.1': a value of type builtin_function"),
         (np.array(["a"], dtype=object), r"'run\.hooks\.1': a value of type numpy\.ndarray"),
         (torch.ones(2).to_sparse(), r"'run\.hooks\.1': a sparse_coo tensor"),
