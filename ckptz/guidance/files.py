@@ -197,8 +197,8 @@ class Recordings(Generic[Recorded]):
             for name in present:
                 if tuple(shapes[name]) != one.shape:
                     raise CalibrationError(
-                        f"{self.where}: recorded for tensor {name!r} of shape {list(one.shape)}, which has "
-                        f"shape {list(shapes[name])} in the checkpoint; record with this model"
+                        f"{self.where}: tensor {name!r} has shape {list(shapes[name])}, but was recorded "
+                        f"with shape {list(one.shape)}; record with this model"
                     )
                 matched[name] = one
             if not present:
