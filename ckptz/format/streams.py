@@ -159,7 +159,8 @@ def encode_rans_streams(
     Returns:
         The encoded streams.
     """
-    heads = [head + lanes_byte(n) for head, n in zip(packed_tables, n_lanes.tolist(), strict=True)]
+    choices = map(LANE_CHOICES.index, n_lanes.tolist())
+    heads = [head + bytes((choice,)) for head, choice in zip(packed_tables, choices, strict=True)]
     coded, spans = cpu().rans_encode(
         symbols,
         begins,
@@ -172,11 +173,6 @@ def encode_rans_streams(
         np.cumsum([len(head) for head in heads]),
     )
     return [coded.data[i:j] for i, j in spans.tolist()]
-
-
-def lanes_byte(n_lanes: int) -> bytes:
-    """Return the first byte of a stream with this number of lanes."""
-    return bytes((LANE_CHOICES.index(n_lanes),))
 
 
 def parse_rans(source: ByteReader) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
@@ -200,14 +196,9 @@ def decode_rans(source: ByteReader, segments: Segments, out: Bytes) -> None:
         raise CorruptionError("rANS stream does not end in its start state")
 
 
-def single_segment(table: Frequencies, n: int) -> Segments:
-    """Return the segments of a stream of n codes with one table [256]."""
-    return Segments(np.array([n], np.int64), np.zeros(1, np.int64), table[None])
-
-
 def _decode_own(source: ByteReader, out: Bytes) -> None:
-    table = parse_table(source)
-    decode_rans(source, single_segment(table, len(out)), out)
+    whole = Segments(np.array([len(out)], np.int64), np.zeros(1, np.int64), parse_table(source)[None])
+    decode_rans(source, whole, out)
 
 
 # --- sparse -------------------------------------------------------------------------------------

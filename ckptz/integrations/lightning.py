@@ -144,7 +144,9 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
             if state != _state_of(place):  # of a checkpoint that had this name before
                 self._states.remove(state)
         self._chain.settle()
-        self._chain.options.prune(place.parent, {Path(name).name for name in _named_by_callbacks(checkpoint)})
+        keys = ("best_model_path", "last_model_path")  # which Lightning may load as "best" and "last"
+        named = {Path(state[key]).name for state in _monitors(checkpoint) for key in keys if state.get(key)}
+        self._chain.options.prune(place.parent, named)
 
     def _job(self, checkpoint: dict[str, Any]) -> WriteJob:
         step = _step_of(checkpoint)
@@ -231,12 +233,6 @@ def _monitors(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
         if isinstance(state, dict) and "best_model_path" in state:
             yield state
-
-
-def _named_by_callbacks(checkpoint: dict[str, Any]) -> Iterator[str]:
-    """Yield the paths that Lightning may load as "best" and "last"."""
-    for state in _monitors(checkpoint):
-        yield from (state[key] for key in ("best_model_path", "last_model_path") if state.get(key))
 
 
 def _metric_of(checkpoint: dict[str, Any]) -> dict[str, str] | None:

@@ -228,7 +228,8 @@ class Listing:
     def of(cls, names: dict[str, int]) -> Listing:
         """Parse the names and sizes of the files in a folder."""
         sizes = {file: size for name, size in names.items() if (file := StepFile.parse(name))}
-        marked = {file for name in names if (file := _marked_by(name))}
+        markers = [name for name in names if name.startswith(".") and name.endswith(_HIDDEN)]
+        marked = {file for name in markers if (file := StepFile.parse(name[1 : -len(_HIDDEN)]))}
         unfinished = [n for n in names if n.startswith(f".{OWNER}") and n.endswith(TEMPORARY_SUFFIX)]
         orphaned = [file.marker for file in sorted(marked - set(sizes))]
         alone = sorted(file for file in sizes if file.lossy not in sizes)
@@ -261,11 +262,6 @@ class Listing:
     def steps_of(self, kind: FileKind) -> tuple[int, ...]:
         """List the steps that have a file of this kind for users, ascending."""
         return self.weights_steps if kind == "weights" else self.full_steps
-
-
-def _marked_by(name: str) -> StepFile | None:
-    is_marker = name.startswith(".") and name.endswith(_HIDDEN)
-    return StepFile.parse(name[1 : -len(_HIDDEN)]) if is_marker else None
 
 
 def model_prefix(file: str, metadata: Mapping[str, str] | None, names: Iterable[str]) -> str:

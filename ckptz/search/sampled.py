@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -107,7 +107,7 @@ class Sampler:
 
     def __init__(self, ready: WriteJob, n_values: int = SAMPLE) -> None:
         self._ready = ready
-        self._rate = min(1.0, n_values / max(_n_patterns(ready.tensors.values()), 1))
+        self._rate = min(1.0, n_values / max(sum(source.n_patterns for source in ready.tensors.values()), 1))
         self._min_values = min(MIN_VALUES, n_values // 4)
         stored = (base.stored for base in ready.bases.values())
         # A delta of a lossy base keeps the base's step of each row, which blocks of the base do not contain.
@@ -207,7 +207,3 @@ def _within_chunks(begin: int, end: int) -> Iterator[tuple[int, int]]:
         after = min((begin // CHUNK_VALUES + 1) * CHUNK_VALUES, end)
         yield begin, after
         begin = after
-
-
-def _n_patterns(sources: Iterable[TensorSource]) -> int:
-    return sum(source.n_patterns for source in sources)

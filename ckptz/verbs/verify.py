@@ -92,7 +92,9 @@ def verify(
         n_bytes = sum(t.n_bytes for t in checkpoint.tensors.values())
         progress.start(checkpoint.name, n_bytes)
         n_chunks = check_stored_bytes(checkpoint, workers)
-        for done in workers.map(lambda check: check(), _checks(checkpoint, originals)):
+        for done in workers.map(
+            lambda check: check(), _checks(checkpoint.name, checkpoint.tensors, originals)
+        ):
             progress.advance(done)
         return VerifyReport(
             file=checkpoint.name,
@@ -123,7 +125,13 @@ def _verify_shards(
         files = [shard.paths[0] for shard in opened.shards]
         if against is not None:
             with contextlib.closing(open_input(path_of(against), to_paths(search_path))) as original:
-                _compare_whole(opened, original)
+                _check_same_tensors(
+                    opened.tensors, original.tensors, f"{opened.name}: differs from {original.name}"
+                )
+                with Workers(jobs) as workers:
+                    checks = _checks(opened.name, opened.tensors, original.tensors)
+                    for _ in workers.map(lambda check: check(), checks):
+                        pass
         reports = [verify(file, jobs=jobs, search_path=search_path, progress=progress) for file in files]
         return VerifyReport(
             file=str(path),
@@ -136,18 +144,6 @@ def _verify_shards(
             n_lossy=sum(report.n_lossy for report in reports),
             seconds=working_seconds() - start,
         )
-
-
-def _compare_whole(opened: Input, original: Input) -> None:
-    """Compare the merged tensors of a step of several ranks with an original."""
-    if differing := sorted(opened.tensors.keys() ^ original.tensors.keys()):
-        raise CorruptionError(f"{opened.name}: tensor {differing[0]!r} is not in both checkpoints")
-    for name, source in opened.tensors.items():
-        other = original.tensors[name]
-        is_same = (source.dtype, tuple(source.shape)) == (other.dtype, tuple(other.shape))
-        bounds = source.chunk_bounds() if is_same else ()
-        if not is_same or any((source.patterns(*b) != other.patterns(*b)).any() for b in bounds):
-            raise CorruptionError(f"{opened.name}: tensor {name!r} differs from {original.name}")
 
 
 def check_stored_bytes(checkpoint: Checkpoint, workers: Workers) -> int:
@@ -163,11 +159,11 @@ def _check_stored(frame: FrameSource) -> int:
     return n_chunks
 
 
-def _checks(checkpoint: Checkpoint, originals: Tensors) -> Iterator[Callable[[], int]]:
+def _checks(file: str, tensors: Tensors, originals: Tensors) -> Iterator[Callable[[], int]]:
     """Yield a function for each chunk that decodes and compares it and returns its bytes."""
-    for name, source in checkpoint.tensors.items():
+    for name, source in tensors.items():
         check_empty(source)
-        where = f"{checkpoint.name}: tensor {name!r}"
+        where = f"{file}: tensor {name!r}"
         for begin, end in source.chunk_bounds():
             yield partial(_decode_and_compare, where, source, originals.get(name), begin, end)
 
