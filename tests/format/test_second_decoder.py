@@ -128,7 +128,7 @@ def digests(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("first", "n_chains"), [(0, 17), pytest.param(1000, 334, marks=pytest.mark.slow)], ids=["50", "1000"]
+    ("first", "n_chains"), [(0, 8), pytest.param(1000, 334, marks=pytest.mark.slow)], ids=["few", "1000"]
 )
 def test_it_reads_random_chains_as_we_do(tmp_path: Path, first: int, n_chains: int) -> None:
     paths = [path for seed in range(first, first + n_chains) for path in random_chain(tmp_path, seed)]
