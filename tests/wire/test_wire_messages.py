@@ -284,12 +284,6 @@ def test_a_damaged_message_arrives_as_nan_and_is_named_by_the_check(policy: Link
         assert not second.state_dict()["wire/0-1/forward/0/2/rx/state"].any()
 
 
-def test_a_late_check_needs_fixed_messages_that_tell_nothing() -> None:
-    for policy, fixed in ((LinkPolicy(), False), (LinkPolicy(feedback="aqsgd"), True)):
-        with pytest.raises(ConfigError, match="verify='step' needs"):
-            Link(0, 1, policy, fixed=fixed, verify="step")
-
-
 # --- bad input ----------------------------------------------------------------------------------
 
 Q8 = LinkPolicy(forward=Uniform(8), backward=TopK(0.1))
@@ -301,85 +295,168 @@ def sent_q8(place: MessageKey = PLACE, **changes: Any) -> Any:
     return link.send(FORWARD, NORMAL, F32, SHAPE, place).message
 
 
-def refused(message: Any, match: str) -> None:
-    with pytest.raises(WireError, match=match) as caught:
-        Link(0, 1, Q8).receive(FORWARD, message, F32, SHAPE, PLACE)
-    assert str(caught.value).startswith("link 0->1 forward, step 3, microbatch 2, tensor 1: ")
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"place": MessageKey(2, 2, 1)}, "step"),
-        ({"place": MessageKey(3, 1, 1)}, "microbatch"),
-        ({"place": MessageKey(3, 2, 0)}, "tensor"),
-        ({"place": MessageKey(3, 2, 1, is_eval=True)}, "flags"),
-        ({"place": MessageKey(3, 2, 1, np.arange(5))}, "batch"),
-        ({"src": 1}, "src"),
-        ({"dst": 2}, "dst"),
-        ({"policy": LinkPolicy(forward=Uniform(4))}, "param"),
-        ({"policy": LinkPolicy(forward=TopK(0.1))}, "codec"),
-        ({"policy": dataclasses.replace(Q8, seed=1)}, "plan"),
-    ],
-)
-def test_a_message_for_another_place_is_refused_by_field(changes: Any, field: str) -> None:
-    refused(sent_q8(**changes), f": {field}: ")
-
-
-def test_a_repeated_message_is_refused() -> None:
-    pair, place = ends(Q8), MessageKey(0)
-    message, _ = across(pair, ONES, place)
-    with pytest.raises(WireError, match="state_seq"):
-        pair[1].receive(FORWARD, message, F32, SHAPE, place)
-
-
-def test_a_gradient_is_not_taken_for_an_activation() -> None:
-    sent = Link(0, 1, LinkPolicy(backward=Uniform(8))).send(BACKWARD, ONES, F32, SHAPE, PLACE)
-    refused(sent.message, ": flags: ")
+def flags_of(message: Any) -> int:
+    return LinkHeader.parse(message[:HEADER_BYTES].tobytes()).flags
 
 
 def rewritten(message: Any, **fields: int) -> Any:
     """A message whose header was changed and signed again."""
-    header = dataclasses.replace(LinkHeader.parse(message[:64].tobytes()), **fields)
-    return np.concatenate([np.frombuffer(header.pack(), np.uint8), message[64:]])
+    header = dataclasses.replace(LinkHeader.parse(message[:HEADER_BYTES].tobytes()), **fields)
+    return np.concatenate([np.frombuffer(header.pack(), np.uint8), message[HEADER_BYTES:]])
 
 
-def test_headers_that_claim_too_much_or_another_level_are_refused_before_anything_is_allocated() -> None:
-    message = sent_q8()
-    refused(rewritten(message, payload_bytes=0xFFFFFFF0), "payload_bytes: 4294967280 bytes")
-    refused(rewritten(message, n=0xFFFFFFFF), ": n: ")
-    refused(rewritten(message, flags=LinkHeader.parse(message[:64].tobytes()).flags | 8), ": flags: ")
-    refused(rewritten(message, count=0xFFFFFFFF), ": count: ")
-    refused(rewritten(message, payload_bytes=len(message) - HEADER_BYTES - 16), "payload checksum")
-
-
-def test_truncated_and_flipped_messages_are_refused() -> None:
-    message = sent_q8()
-    for n in (0, 1, 63, 64, 100, len(message) - 1):
-        refused(message[:n], "header|payload")
-    for i in (0, 2, 5, 17, 63, 64, 1000, len(message) - 1):
-        flipped = message.copy()
-        flipped[i] ^= 8
-        refused(flipped, "header|magic|checksum")
-
-
-def test_a_newer_version_asks_for_an_upgrade() -> None:
-    head = bytearray(sent_q8()[:56].tobytes())
+def of_a_newer_version(message: Any) -> Any:
+    head = bytearray(message[:56].tobytes())
     head[2] = 2
     checksum = wire_reference.checksum(np.frombuffer(head, np.uint8).copy())
-    signed = bytes(head) + checksum.to_bytes(8, "little")
-    refused(np.frombuffer(signed, np.uint8), "version 2 is unknown; upgrade")
+    return np.frombuffer(bytes(head) + checksum.to_bytes(8, "little"), np.uint8)
 
 
-def test_a_shape_that_changes_is_refused_on_both_sides() -> None:
-    pair = ends(Q8)
-    across(pair, ONES, MessageKey(0))
-    other = f32_patterns(np.ones(2 * N))
-    with pytest.raises(WireError, match=r"step 1.*shape: F32 \[10, 1111\] after F32 \[5, 1111\]"):
-        pair[0].send(FORWARD, other, F32, (10, 1111), MessageKey(1))
-    with pytest.raises(WireError, match="shape"):
-        pair[1].receive(FORWARD, sent_q8(), dtype_of("BF16"), SHAPE, MessageKey(1))
+def flipped_at(message: Any, at: int) -> Any:
+    changed = message.copy()
+    changed[at] ^= 8
+    return changed
+
+
+GRADIENT = Link(0, 1, LinkPolicy(backward=Uniform(8))).send(BACKWARD, ONES, F32, SHAPE, PLACE).message
+Q8_MESSAGE = sent_q8()
+# What one end refuses to receive, before anything is allocated: the message, and words of the WireError.
+MESSAGES: list[tuple[Any, str]] = [
+    (sent_q8(MessageKey(2, 2, 1)), ": step: "),
+    (sent_q8(MessageKey(3, 1, 1)), ": microbatch: "),
+    (sent_q8(MessageKey(3, 2, 0)), ": tensor: "),
+    (sent_q8(MessageKey(3, 2, 1, is_eval=True)), ": flags: "),
+    (sent_q8(MessageKey(3, 2, 1, np.arange(5))), ": batch: "),
+    (sent_q8(src=1), ": src: "),
+    (sent_q8(dst=2), ": dst: "),
+    (sent_q8(policy=LinkPolicy(forward=Uniform(4))), ": param: "),
+    (sent_q8(policy=LinkPolicy(forward=TopK(0.1))), ": codec: "),
+    (sent_q8(policy=dataclasses.replace(Q8, seed=1)), ": plan: "),
+    (GRADIENT, ": flags: "),
+    (rewritten(Q8_MESSAGE, payload_bytes=0xFFFFFFF0), "payload_bytes: 4294967280 bytes"),
+    (rewritten(Q8_MESSAGE, n=0xFFFFFFFF), ": n: "),
+    (rewritten(Q8_MESSAGE, flags=flags_of(Q8_MESSAGE) | 8), ": flags: "),
+    (rewritten(Q8_MESSAGE, count=0xFFFFFFFF), ": count: "),
+    (rewritten(Q8_MESSAGE, payload_bytes=len(Q8_MESSAGE) - HEADER_BYTES - 16), "payload checksum"),
+    (of_a_newer_version(Q8_MESSAGE), "version 2 is unknown; upgrade"),
+    *((Q8_MESSAGE[:n], "header|payload") for n in (0, 1, 63, 64, 100, len(Q8_MESSAGE) - 1)),
+    *(
+        (flipped_at(Q8_MESSAGE, at), "header|magic|checksum")
+        for at in (0, 2, 5, 17, 63, 64, 1000, len(Q8_MESSAGE) - 1)
+    ),
+]
+
+
+def test_a_message_that_does_not_fit_is_refused_with_link_and_place() -> None:
+    for message, words in MESSAGES:
+        with pytest.raises(WireError, match=words) as caught:
+            Link(0, 1, Q8).receive(FORWARD, message, F32, SHAPE, PLACE)
+        assert str(caught.value).startswith("link 0->1 forward, step 3, microbatch 2, tensor 1: ")
+        assert "\n" not in str(caught.value)
+
+
+# --- calls that are refused -----------------------------------------------------------------------
+
+TWICE, WIDER = f32_patterns(np.ones(2 * N)), (10, 1111)
+IDS = MessageKey(0, 0, 0, np.arange(5))
+
+
+def after(policy: LinkPolicy, *places: MessageKey, **how: Any) -> tuple[Link, Link]:
+    """Two ends that have exchanged a message of each place."""
+    pair = ends(policy, **how)
+    for place in places:
+        across(pair, ONES, place)
+    return pair
+
+
+def send(link: Link, place: MessageKey, *, back: bool = False) -> None:
+    link.send(BACKWARD if back else FORWARD, ONES, F32, SHAPE, place)
+
+
+def repeat_a_message() -> None:
+    pair, place = ends(Q8), MessageKey(0)
+    message, _ = across(pair, ONES, place)
+    pair[1].receive(FORWARD, message, F32, SHAPE, place)
+
+
+def send_samples_of_another_size() -> None:
+    link = Link(0, 1, AQSGD, same_shape=False)
+    send(link, IDS)
+    link.send(FORWARD, TWICE, F32, (5, 2222), IDS)
+
+
+def load(change: Any) -> None:
+    policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
+    Link(0, 1, policy).load_state_dict(change(after(policy, MessageKey(0))[0].state_dict()))
+
+
+AQSGD = LinkPolicy(forward=TopK(0.1), feedback="aqsgd")
+REUSE = PRESETS["paper_top10"]
+STATE = "wire/0-1/forward/0/0/tx/state"
+Refused = type[ConfigError] | type[WireError]
+CALLS: list[tuple[Any, Refused, str]] = [
+    (lambda: Link(0, 1, LinkPolicy(), verify="step"), ConfigError, "verify='step' needs"),
+    (lambda: Link(0, 1, AQSGD, fixed=True, verify="step"), ConfigError, "verify='step' needs"),
+    (repeat_a_message, WireError, "state_seq"),
+    (
+        lambda: after(Q8, MessageKey(0))[0].send(FORWARD, TWICE, F32, WIDER, MessageKey(1)),
+        WireError,
+        r"step 1.*shape: F32 \[10, 1111\] after F32 \[5, 1111\]",
+    ),
+    (
+        lambda: after(Q8, MessageKey(0))[1].receive(
+            FORWARD, Q8_MESSAGE, dtype_of("BF16"), SHAPE, MessageKey(1)
+        ),
+        WireError,
+        "shape",
+    ),
+    (
+        lambda: send(after(REUSE, MessageKey(1))[1], MessageKey(0), back=True),
+        WireError,
+        "positions: no activation of this microbatch",
+    ),
+    (
+        lambda: send(Link(0, 1, REUSE), MessageKey(0), back=True),
+        WireError,
+        "positions: no activation of this microbatch",
+    ),
+    *(
+        (
+            lambda patterns=patterns: Link(0, 1, Q8).send(FORWARD, patterns, F32, SHAPE, MessageKey(0)),
+            ConfigError,
+            r"patterns of \d+ bytes are not a tensor of F32 \[5, 1111\]",
+        )
+        for patterns in (np.zeros(N - 1, np.uint32), np.zeros(N, np.uint16))
+    ),
+    (send_samples_of_another_size, WireError, "samples: 2222 elements each, but earlier ones had 1111"),
+    (lambda: send(Link(0, 1, AQSGD), MessageKey(0)), ConfigError, "ids of 5 samples"),
+    (lambda: SampleBuffers(8, Path("unused")), ConfigError, "n_samples"),
+    (lambda: load(lambda s: {n: a for n, a in s.items() if n != STATE}), WireError, f"lacks {STATE}"),
+    (
+        lambda: load(lambda s: s | {"wire/0-1/sideways/0/0/tx/seq": s[STATE]}),
+        WireError,
+        "unknown entry",
+    ),
+    (lambda: Uniform(5), ConfigError, "."),
+    (lambda: Uniform(4, "row"), ConfigError, "."),
+    (lambda: TopK(0), ConfigError, "."),
+    (lambda: TopK(0.1, 4), ConfigError, "."),
+    *((lambda given=given: Tiled(*given), ConfigError, ".") for given in ((1.5,), (3.3,), (4, 32))),
+    (lambda: LinkPolicy(forward=RAW, backward=TopK(0.1), reuse=True), ConfigError, "."),
+    (lambda: LinkPolicy(feedback=(None, "aqsgd")), ConfigError, "."),
+    (lambda: LinkPolicy(feedback="ef22"), ConfigError, "."),
+    (lambda: LinkPolicy(min_elements=0), ConfigError, "min_elements"),
+    (lambda: Link(0, 1, "fast"), ConfigError, "."),
+    (lambda: plan_of(RAW, F32, (1 << 31,)), ConfigError, "."),
+    (lambda: LinkPolicy.from_json("{}"), ConfigError, "."),
+    (lambda: LinkPolicy.from_json("no"), ConfigError, "."),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), CALLS, ids=map(str, range(len(CALLS))))
+def test_what_a_link_cannot_do_is_refused(call: Any, error: Refused, words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
 
 
 @pytest.mark.parametrize("kernels", [wire_cpu, wire_reference, wire_torch], ids=["cpu", "numpy", "torch"])
@@ -399,22 +476,6 @@ def test_a_gradient_of_another_shape_than_its_activation_is_refused_at_both_ends
     message = right.send(BACKWARD, gradient, F32, shape, MessageKey(0)).message
     with pytest.raises(WireError, match=r"the activation \[8, 1024\]"):
         first.receive(BACKWARD, message, F32, shape, MessageKey(0))
-
-
-def test_reuse_without_an_activation_or_with_one_of_another_step_is_refused() -> None:
-    pair = ends(PRESETS["paper_top10"])
-    across(pair, ONES, MessageKey(1))
-    for link in (pair[1], Link(0, 1, PRESETS["paper_top10"])):
-        with pytest.raises(WireError, match="positions: no activation of this microbatch"):
-            link.send(BACKWARD, ONES, F32, SHAPE, MessageKey(0))
-
-
-@pytest.mark.parametrize(
-    "patterns", [np.zeros(N - 1, np.uint32), np.zeros(N, np.uint16)], ids=["few", "narrow"]
-)
-def test_patterns_that_are_not_the_tensor_are_refused(patterns: Any) -> None:
-    with pytest.raises(ConfigError, match=r"patterns of \d+ bytes are not a tensor of F32 \[5, 1111\]"):
-        Link(0, 1, Q8).send(FORWARD, patterns, F32, SHAPE, MessageKey(0))
 
 
 @pytest.mark.parametrize("codec", [c for c in CODECS if isinstance(c, TopK)] + [Uniform(4)], ids=str)
@@ -491,8 +552,6 @@ def test_a_state_that_no_link_saved_is_refused(feedback: Any, name: str, change:
     state = pair[0].state_dict()
     with pytest.raises(WireError, match=why):
         Link(0, 1, policy).load_state_dict(state | {name: change(state[name])})
-    with pytest.raises(WireError, match="unknown entry"):
-        Link(0, 1, policy).load_state_dict(state | {"wire/0-1/sideways/0/0/tx/seq": state[name]})
 
 
 def test_the_level_in_a_state_of_an_older_version_is_passed_over() -> None:
@@ -510,14 +569,6 @@ def test_ef_mixed_is_sent_by_the_study_alone(monkeypatch: pytest.MonkeyPatch) ->
     message = sender.send(FORWARD, ONES, F32, SHAPE, MessageKey(0)).message
     monkeypatch.delitem(MEMORIES, "ef-mixed")
     assert (receiver.receive(FORWARD, message, F32, SHAPE, MessageKey(0)) != 0).sum() == 5 * 111
-
-
-def test_samples_of_another_size_are_refused() -> None:
-    policy = LinkPolicy(forward=TopK(0.1), feedback="aqsgd")
-    link, place = Link(0, 1, policy, same_shape=False), MessageKey(0, 0, 0, np.arange(5))
-    link.send(FORWARD, ONES, F32, SHAPE, place)
-    with pytest.raises(WireError, match="samples: 2222 elements each, but earlier ones had 1111"):
-        link.send(FORWARD, f32_patterns(np.ones(2 * N)), F32, (5, 2222), place)
 
 
 def test_ef21_follows_a_tensor_that_stands_still() -> None:
@@ -566,16 +617,6 @@ def test_a_resumed_link_goes_on_to_the_bit(feedback: Any, tmp_path: Path) -> Non
             assert np.array_equal(*messages)
 
 
-def test_incomplete_state_is_refused_by_name() -> None:
-    policy = LinkPolicy(forward=TopK(0.1), feedback="ef21")
-    pair = ends(policy)
-    across(pair, ONES, MessageKey(0))
-    state = pair[0].state_dict()
-    del state["wire/0-1/forward/0/0/tx/state"]
-    with pytest.raises(WireError, match="lacks wire/0-1/forward/0/0/tx/state"):
-        Link(0, 1, policy).load_state_dict(state)
-
-
 def test_sample_buffers_in_a_file_are_those_in_memory(tmp_path: Path) -> None:
     policy = LinkPolicy(forward=Uniform(2), feedback="aqsgd")
     in_memory, in_file = ends(policy), ends(policy, samples=(tmp_path / "buffers", 20))
@@ -590,14 +631,6 @@ def test_sample_buffers_in_a_file_are_those_in_memory(tmp_path: Path) -> None:
         across(in_file, patterns, MessageKey(9, 0, 0, np.arange(5) + 18))
 
 
-def test_aqsgd_needs_sample_ids() -> None:
-    link = Link(0, 1, LinkPolicy(forward=Uniform(2), feedback="aqsgd"))
-    with pytest.raises(ConfigError, match="ids of 5 samples"):
-        link.send(FORWARD, ONES, F32, SHAPE, MessageKey(0))
-    with pytest.raises(ConfigError, match="n_samples"):
-        SampleBuffers(8, Path("unused"))
-
-
 def test_links_hold_as_much_as_their_page_says() -> None:
     for feedback, sender, receiver in ((None, 0, 0), ("ef", 1, 0), ("ef21", 1, 1), ("aqsgd", 1, 1)):
         pair = ends(LinkPolicy(forward=TopK(0.1), feedback=feedback))
@@ -609,20 +642,6 @@ def test_links_hold_as_much_as_their_page_says() -> None:
         assert held == [3 * N * 4 * sender, 3 * N * 4 * receiver]
 
 
-def test_codecs_and_policies_refuse_nonsense() -> None:
-    bad: list[Any] = [
-        *(lambda: Uniform(5), lambda: Uniform(4, "row"), lambda: TopK(0), lambda: Tiled(1.5)),
-        *(lambda: Tiled(3.3), lambda: Tiled(4, 32), lambda: TopK(0.1, 4)),
-        lambda: LinkPolicy(forward=RAW, backward=TopK(0.1), reuse=True),
-        *(lambda: LinkPolicy(feedback=(None, "aqsgd")), lambda: LinkPolicy(feedback="ef22")),
-        *(lambda: Link(0, 1, "fast"), lambda: plan_of(RAW, F32, (1 << 31,))),
-        *(lambda: LinkPolicy.from_json("{}"), lambda: LinkPolicy.from_json("no")),
-    ]
-    for make in bad:
-        with pytest.raises(ConfigError):
-            make()
-
-
 def test_a_policy_may_lower_the_limit_of_small_tensors_and_keeps_its_text_where_it_does_not() -> None:
     lowered, default = LinkPolicy(forward=Uniform(4), min_elements=64), LinkPolicy(forward=Uniform(4))
     assert lowered.plan(FORWARD, F32, (64,)).codec == Uniform(4)
@@ -631,5 +650,3 @@ def test_a_policy_may_lower_the_limit_of_small_tensors_and_keeps_its_text_where_
     assert "min_elements" not in default.to_json()
     assert LinkPolicy.from_json(lowered.to_json()) == lowered
     assert lowered.digest != default.digest
-    with pytest.raises(ConfigError, match="min_elements"):
-        LinkPolicy(min_elements=0)
