@@ -151,7 +151,7 @@ def test_a_load_waits_for_the_file_that_is_written(tmp_path: Path) -> None:
         loading.start()
         loading.join(0.1)
         assert loading.is_alive()
-    loading.join(10)
+    loading.join(60)
     assert not loading.is_alive()
 
 

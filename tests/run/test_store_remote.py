@@ -191,9 +191,9 @@ def test_an_upload_that_was_cut_off_is_no_step(url: str) -> None:
 def test_two_writers_are_told_apart(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "acquire", None)  # by name below, with short waits
     store = StepStore(url)
-    first = lock.Lease(store._place, beat=0.05, stale=1.0)
+    first = lock.Lease(store._place, beat=0.05, stale=60)
     with pytest.raises(ConfigError, match=r"process .* is writing here already"):
-        lock.Lease(store._place, beat=0.05, stale=1.0)
+        lock.Lease(store._place, beat=0.05, stale=60)
     first.release()
     assert lock.LEASE_NAME not in store._place.sizes()
 

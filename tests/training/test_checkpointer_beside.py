@@ -28,7 +28,7 @@ class Gate:
 
         def write(store: Any, *args: Any, **kwargs: Any) -> Any:
             self.is_reached.set()
-            self.is_open.wait(10)
+            self.is_open.wait(60)
             if self.error is not None:
                 error, self.error = self.error, None
                 raise error
@@ -46,7 +46,7 @@ def test_training_goes_on_while_a_save_is_written_and_the_next_save_waits(tmp_pa
     run = Run()
     with run.checkpointer(tmp_path) as checkpointer:
         checkpointer.save(1)
-        assert gate.is_reached.wait(10)
+        assert gate.is_reached.wait(60)
         run.losses(3)
         assert checkpointer.steps() == ()
         threading.Timer(0.2, gate.is_open.set).start()
