@@ -121,9 +121,6 @@ class ViewOf(SourceOf):
     def n_codes(self) -> int | None:
         return self.source.n_codes
 
-    def codes(self, begin: int, end: int) -> NDArray[np.uint8] | None:
-        return self.source.codes(begin, end)
-
 
 @dataclass(frozen=True, slots=True)
 class ArraySource(TensorSource):
