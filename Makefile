@@ -33,8 +33,9 @@ test-slow: $(DEV) ## the exhaustive sweeps
 	$(BIN)/python -m pytest -m slow
 
 # Tests that give the parsers every kind of bytes; compiled kernels are not counted.
-PARSER_TESTS := tests/format tests/hostile tests/api/test_together.py tests/sync/test_sync_sparse.py \
-	tests/training/test_checkpointer.py tests/codec/test_effort.py
+PARSER_TESTS := tests/format tests/hostile tests/api/test_together.py tests/api/test_groups.py \
+	tests/codec/test_effort.py tests/codec/test_low_rank.py tests/sync/test_sync_sparse.py \
+	tests/training/test_checkpointer.py tests/training/test_moves.py
 
 coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
 	$(BIN)/python -m coverage run -m pytest -m "not slow" $(PARSER_TESTS)

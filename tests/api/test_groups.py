@@ -180,3 +180,28 @@ def test_a_base_without_the_group_is_missed(chain: tuple[Path, Path, Arrays]) ->
     delta = container_of(chain[1])
     with pytest.raises(MissingBaseError, match="no such group"):
         delta.tensors["layer.2.bias"].patterns(0, 1)
+
+
+def test_a_member_reads_as_other_tensors_do(chain: tuple[Path, Path, Arrays]) -> None:
+    full, _, _ = chain
+    arrays, container = small(), container_of(full)
+    member, alone = (container.tensors[name] for name in ("layer.7.bias", "layer.0.weight"))
+    assert isinstance(member, GroupMember)
+    wanted = arrays["layer.7.bias"].view(np.uint32)
+    out = np.empty_like(wanted)
+    member.decode_chunk(0, out)
+    found, codes = member.patterns_and_codes(0, wanted.size)
+    for patterns in (out, found, member.patterns(0, wanted.size), member.chunk(0)):
+        np.testing.assert_array_equal(patterns, wanted)
+    assert codes is member.codes(0, wanted.size) is None
+    assert member.coders(0) == member.group.coders(0) != set()
+    assert member.base is member.group.base is None
+    assert member.needs(only_codes=True) == alone.needs(only_codes=True) == []
+    member.check_chunk(0)
+
+
+def test_a_delta_has_no_codes_to_need(chain: tuple[Path, Path, Arrays]) -> None:
+    _, delta, _ = chain
+    source = container_of(delta).tensors["layer.0.weight"]
+    assert source.header.plan.needs_base
+    assert source.needs(only_codes=True) == []

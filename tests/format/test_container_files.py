@@ -270,6 +270,14 @@ def test_a_lossy_delta_comes_back_within_its_record(wrap: Callable[[FrameSource]
     assert 0.005 * NEW.size < entry.lossy.n_protected <= np.count_nonzero(found == NEW.reshape(-1))
 
 
+def test_tensors_without_values_stand_beside_lossy_ones_or_alone() -> None:
+    empty = {"empty.weight": of(np.zeros((0, 100), np.float32)), "nothing": of(np.zeros((3, 0), np.float32))}
+    data, written = write({**empty, "w": of(NEW)}, config=LOSSY)
+    assert written.n_lossy == 1
+    assert opened(data).tensors["empty.weight"].shape == (0, 100)
+    assert same(opened(write(empty, config=LOSSY)[0]), empty)
+
+
 def test_broken_codes_of_a_base_are_named_by_the_chunk() -> None:
     """Its bytes are as they were written, and no stream of codes."""
     broken = replace(with_codes(1, 1, 1, 1), streams=[(CONSTANT, b"\1\1")])

@@ -132,3 +132,12 @@ def test_a_search_encodes_once_what_no_setting_changes(
     n_more = len(report.search.trials) - 1
     assert n_more >= 1
     assert len(encoded) == report.n_tensors + n_more * report.n_lossy
+
+
+def test_another_draw_of_random_rounding_copies_no_lossy_frame() -> None:
+    job = WriteJob(tensors=training_state(), config=KMeans(levels=16))
+    earlier, recipes = earlier_of(job), recipes_of(job)
+    with prepared(job) as ready:
+        same, other = (FilePlan.of(ready, earlier, draw).prepare(map) for draw in (0, 1))
+    assert {name for name in same if recipes[name].is_lossy}
+    assert {*other} == {name for name in same if not recipes[name].is_lossy}

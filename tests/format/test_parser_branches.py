@@ -126,6 +126,15 @@ def test_a_disk_that_fails_names_the_file(tmp_path: Path, monkeypatch: pytest.Mo
         source.read(0, 10)
 
 
+def test_a_system_without_reads_at_a_place_seeks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bytes"
+    path.write_bytes(b"0123456789")
+    monkeypatch.delattr(os, "preadv", raising=False)  # as on Windows
+    source = FileBytes(path)
+    assert (source.read(3, 4).tobytes(), source.read(0, 1).tobytes()) == (b"3456", b"0")
+    source.close()
+
+
 def test_large_reads_are_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "f"
     path.write_bytes(bytes(range(10)))
@@ -164,17 +173,17 @@ def test_threads_that_want_one_chunk_wait_for_one_decoding() -> None:
     def slow() -> Decoded:
         calls.append(1)
         started.set()
-        release.wait(10)
+        release.wait(60)
         return Decoded(VALUES, None)
 
     threads = [threading.Thread(target=cache.get, args=(("w", 0), slow)) for _ in range(2)]
     threads[0].start()
-    started.wait(10)
+    started.wait(60)
     threads[1].start()
     threads[1].join(0.1)  # time to come to the lock; without it the test holds too
     release.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert calls == [1]
 
 
@@ -187,6 +196,17 @@ def test_a_chunk_that_another_thread_kept_meanwhile_is_not_kept_twice() -> None:
 
     cache.get(("w", 0), decode)
     assert cache.weight == VALUES.nbytes
+
+
+def test_the_last_chunks_hold_no_more_than_they_may() -> None:
+    last, records = caches.LastChunks(lambda: 2 * VALUES.nbytes), [ChunkRecord(i, i, ()) for i in range(2)]
+    for i in range(3):
+        last.put("w", i, records[0], Decoded(VALUES, None))
+    assert [last.get("w", i, records[0]) is not None for i in range(3)] == [True, True, False]
+    assert last.get("w", 0, records[1]) is None, "of another file"
+    last.put("w", 0, records[1], Decoded(np.zeros(100, np.uint32), None))  # which replaces what fitted
+    assert last.get("w", 0, records[0]) is last.get("w", 0, records[1]) is None
+    assert last.n_bytes == VALUES.nbytes
 
 
 def test_the_header_cache_keeps_one_header_whatever_it_weighs() -> None:
@@ -328,6 +348,51 @@ def test_a_url_that_does_not_end_leaves_no_copy(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(OSError, match="sends no length and too many bytes"):
         UrlBytes(OneWay(path))
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_url_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> None:
+        raise ImportError("no module", name="upath")
+
+    monkeypatch.setattr(byte_source.lazy, "module", missing)
+    with pytest.raises(ConfigError, match=r"s3://a/b: needs a package .* pip install 'ckptz\[remote\]'"):
+        path_of("s3://a/b")
+
+
+def test_a_protocol_that_tells_nothing_of_a_file_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tells_nothing(*_: object, **__: object) -> None:
+        raise NotImplementedError
+
+    path = path_of("memory://parser/silent")
+    path.write_bytes(b"0")
+    monkeypatch.setattr(type(path.fs), "info", tells_nothing)
+    assert path_of("memory://parser/silent") == path
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = itertools.count(step=byte_source.PATIENCE)
+    monkeypatch.setattr(byte_source.time, "monotonic", lambda: next(now) * 1.01)
+    pace = byte_source.Pace("http://slow")
+    pace.add(int(2 * byte_source.LEAST_RATE * byte_source.PATIENCE))
+    with pytest.raises(OSError, match="the server is too slow"):
+        pace.add(1)
+
+
+def test_errors_of_url_libraries_name_the_url_and_others_stay() -> None:
+    class Refused(Exception):
+        """Of a library."""
+
+    @byte_source.naming_urls
+    def read(name: str, error: Exception) -> None:
+        raise error
+
+    for name, error, kind in (
+        ("s3://a/b", Refused("no access"), OSError),
+        ("plain", Refused("no access"), Refused),
+        ("s3://a/b", ConfigError("said"), ConfigError),
+    ):
+        with pytest.raises(kind, match=r"s3://a/b|no access|said"):
+            read(name, error)
 
 
 class OneWay:

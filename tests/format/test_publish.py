@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 from ckptz.errors import ConfigError
-from ckptz.format.publish import make_folder, publish, publish_together, sync_folder
+from ckptz.format import publish as publish_module
+from ckptz.format.byte_source import path_of
+from ckptz.format.publish import Publication, make_folder, publish, publish_together, sync_folder
 from ckptz.torch import load_file, save_file
 from tests.support.cli_support import Chain, a_state, ckptz, hf_folder, temporaries, write_plain
 
@@ -269,3 +271,33 @@ def test_errors_name_the_file_that_was_asked_for_not_the_temporary(tmp_path: Pat
     for caught, name in ((opening, "gone/a"), (renaming, "b")):
         assert str(caught.value).endswith(f"'{tmp_path / name}'")
     assert not temporaries(tmp_path)
+
+
+def test_a_writer_that_may_live_is_taken_for_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, f"{pid} is of another user, and takes no {number}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publish_module.os, "kill", kill)
+        assert publish_module.is_alive(1 << 20)
+    with monkeypatch.context() as patch:
+        patch.setattr(publish_module.os, "name", "nt")
+        is_alive = publish_module.is_alive(1 << 20)
+    assert is_alive, "on Windows a signal would end the process"
+    assert publish_module.abandoned(path_of("memory://publish")) == []
+
+
+def test_a_machine_that_nobody_names_is_no_one_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def readlink(_: str) -> str:
+        raise OSError(errno.ENOENT, "no /proc")
+
+    monkeypatch.setattr(publish_module.os, "readlink", readlink)
+    assert publish_module._machine.__wrapped__() == "0"
+
+
+def test_a_name_that_ends_with_a_separator_is_no_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="names a folder; name a file"),
+        Publication().file(f"{tmp_path}/a/"),
+    ):
+        pytest.fail("it was opened")
