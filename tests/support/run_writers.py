@@ -7,6 +7,7 @@ deletes.
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -100,6 +101,23 @@ class Folders(Writer):
     def read(self, step: int) -> torch.Tensor:
         found: torch.Tensor = read_newest(self.place(step) / "model.ckptz", jobs=1)["w"]
         return found
+
+
+class FoldersOfParts(Folders):
+    """Folders as accelerate leaves them, made without it: optimizer and random states, then the last file."""
+
+    name, last, is_split, has_metrics = "checkpoint_{}", COMPLETE, True, False
+    n_calls = 14
+
+    def save(self, step: int, value: int) -> None:
+        (self.place(step) / COMPLETE).unlink(missing_ok=True)
+        super().save(step, value)
+        for name in ("optimizer.bin", "random_states_0.pkl", COMPLETE):
+            (self.run / name).write_bytes(b"{}")
+            os.replace(self.run / name, self.place(step) / name)  # a call at which it may be killed
+
+    def is_whole(self, step: int) -> bool:
+        return Writer.is_whole(self, step)
 
 
 class Dcp(Writer):
@@ -240,6 +258,7 @@ def quietly(call: Any, *given: Any) -> Any:
 
 WRITERS: dict[str, type[Writer]] = {
     "folders": Folders,
+    "folders of parts": FoldersOfParts,
     "dcp": Dcp,
     "lightning": Lightning,
     "accelerate": Accelerate,
