@@ -80,8 +80,13 @@ def heading(name: str) -> str:
         "stored_bytes": "stored",
         "ratio": "times smaller",
         "drop": "of the budget",
+        "is_met": "budget kept",
+        "is_feasible": "budget kept",
+        "config": "settings",
+        "exact": "value of the exact tensors",
+        "values": "measured",
     }
-    return special.get(name) or name.removeprefix("n_").replace("_", " ")
+    return special.get(name) or name.removeprefix("n_").removeprefix("is_").replace("_", " ")
 
 
 def field_text(name: str, value: Any) -> str:
@@ -90,11 +95,12 @@ def field_text(name: str, value: Any) -> str:
         return "–" if value is None else "yes" if value else "no"
     if isinstance(value, dict):
         item_name = "share" if name == "coders" else ""
-        items = (f"{shorten(key, 40)} {field_text(item_name, item)}" for key, item in value.items() if item)
+        label = heading if name == "config" else str  # other keys are names from files
+        items = (
+            f"{shorten(label(key), 40)} {field_text(item_name, item)}" for key, item in value.items() if item
+        )
         return ", ".join(items) or "none"
     if isinstance(value, list | tuple):
-        if not all(item is None or isinstance(item, str | int | float) for item in value):
-            return f"{len(value)} items"
         return (" × " if name == "shape" else ", ").join(field_text("", item) for item in value) or "–"
     if isinstance(value, str):
         return shorten(value, 300)
@@ -120,12 +126,18 @@ def fields_of(report: Any) -> dict[str, Any]:
 
 
 def facts_of(report: Any) -> dict[str, str]:
-    """Return headings and values of the non-empty fields of a report as text."""
+    """Return headings and values of the non-empty fields of a report as text, without lists of records."""
     facts: dict[str, str] = {}
     for name, value in fields_of(report).items():
-        if value not in (None, ()):
+        if value not in (None, ()) and not _has_records(value):
             facts.setdefault(heading(name), field_text(name, value))
     return facts
+
+
+def _has_records(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not all(
+        item is None or isinstance(item, str | int | float) for item in value
+    )
 
 
 class Report:

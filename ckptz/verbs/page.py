@@ -73,8 +73,9 @@ _CONFIG: Final = {
 STEPS: Final = {"field": "step", "type": "ordinal", "sort": None}
 NAMES: Final = {"field": "name", "type": "nominal", "sort": "-x", "title": None, "axis": {"minExtent": 90}}
 LINES: Final = ("line", "point")
-BYTES: Final[Spec] = {"axis": {"format": "~s", "grid": True}}  # SI prefixes: 2k, 3M
-LOGARITHMIC: Final[Spec] = {"scale": {"type": "log"}, "axis": {"format": "~r"}}
+# SI prefixes: 2k, 3M; zero without one.
+BYTES: Final[Spec] = {"axis": {"format": "~s", "grid": True, "labelExpr": "datum.value ? datum.label : '0'"}}
+MAX_LOG_TICKS: Final = 6
 
 
 class Chart(NamedTuple):
@@ -89,6 +90,22 @@ class Chart(NamedTuple):
 def number(field: str, title: str | None = None, **how: Any) -> Spec:
     """Return the Vega-Lite encoding of a numeric field; the axis title is the field name by default."""
     return {"field": field, "type": "quantitative", "title": title or field, **how}
+
+
+def logarithmic(values: Sequence[float]) -> Spec:
+    """Return scale and axis for positive values: lines at powers of ten, with 2 and 5 between them if few."""
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values))) + 1
+    ticks = [digit * 10.0**power for power in range(low, high) for digit in (1, 2, 5)]
+    begin = max(tick for tick in ticks if tick <= min(values))
+    end = next(tick for tick in ticks if tick >= max(values) and tick > begin)
+    inside = [tick for tick in ticks if begin <= tick <= end]
+    if len(inside) > MAX_LOG_TICKS:
+        inside = [10.0**power for power in range(low, high)]
+        begin, end = min(begin, inside[0]), max(end, inside[-1])
+    return {
+        "scale": {"type": "log", "domain": [begin, end], "nice": False},
+        "axis": {"format": "~r", "values": inside},
+    }
 
 
 def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, **how: Any) -> Chart:
@@ -171,7 +188,7 @@ def heat_map(title: str, about: str, items: Values, *, is_root: bool) -> list[Ch
     y: Spec = {"field": "kind", "type": "nominal", "title": None, "sort": None}
     y["axis"] = {"minExtent": room, "labelExpr": label}
     cells = {"mark": {"type": "rect", "color": COLOURS[0]}, "width": {"step": 24}, "height": {"step": 20}}
-    cells["encoding"] = {"x": x, "y": y, "opacity": number("value", "pale to deep", **depth)}
+    cells["encoding"] = {"x": x, "y": y, "opacity": number("value", "faint to strong", **depth)}
     spec: Spec = {"spec": cells, "resolve": {"scale": {"y": "independent"}}}
     spec |= {"facet": {"row": {"field": "group", "sort": None}}}
     return [Chart(title, about, _svg(values, spec), is_wide=room + 24 * len(order) > 380)]
@@ -224,6 +241,7 @@ def _sections(report: AnyReport) -> Iterator[Section]:
 
 
 def _tile(label: str, value: str, about: str = "", is_bad: bool = False) -> Section:
+    about = about.replace(" %", "%")  # may not wrap between the two
     return {"label": label, "value": value, "about": about, "is_bad": is_bad}
 
 
@@ -244,8 +262,19 @@ def _table(caption: str, records: Sequence[Mapping[str, Any]]) -> Section:
     first = records[0] if records else ()
     names = [name for name in first if any(record[name] not in (None, "") for record in records)]
     more = f" (the first {MAX_ROWS} of {len(records)})" if len(records) > MAX_ROWS else ""
-    rows = [[(field_text(name, r[name]), r[name]) for name in names] for r in records[:MAX_ROWS]]
+    numeric = {name for name in names if any(_is_number(record[name]) for record in records)}
+    rows = [
+        [
+            (field_text(name, r[name]), r[name] if _is_number(r[name]) else None, name in numeric)
+            for name in names
+        ]
+        for r in records[:MAX_ROWS]
+    ]
     return {"caption": caption + more, "headings": list(map(heading, names)), "rows": rows}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _last(path: str) -> str:
@@ -283,10 +312,17 @@ def _run(run: LogReport, inside: Sequence[InspectReport]) -> Section:
         tiles.append(_size_tile(f"Newest step, {step}, in all", total["tensor_bytes"], total["stored_bytes"]))
     own = {f"{run.folder}/{e.file}" for e in run.entries if e.n_lossy}
     tiles += [
-        _quality_tile(_last(file.file), file, _is_exact(file, [run])) for file in inside if file.file in own
+        _quality_tile(file, _is_exact(file, [run]), f", {_last(file.file)}")
+        for file in inside
+        if file.file in own
     ]
     metrics = {step: e.metric for step, of in steps.items() for e in of if e.metric is not None}
-    totals = [{"step": step, **_total(of), "metric": metrics.get(step)} for step, of in steps.items()]
+    totals = [
+        # Files that are kept as bases only have no raw bytes of their own.
+        {"step": step, **total, "tensor_bytes": total["tensor_bytes"] or None, "metric": metrics.get(step)}
+        for step, of in steps.items()
+        for total in [_total(of)]
+    ]
     every = []
     for e in run.entries:
         own_words = {"holds": _part(e), "quality": "; ".join(map(quality_text, e.quality))}
@@ -318,7 +354,7 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
     ]
     if ratios:
         about = "Original size / stored size. A whole step includes its residual files."
-        y = number("times smaller", **LOGARITHMIC)
+        y = number("times smaller", **logarithmic([row["times smaller"] for row in ratios]))
         yield draw("How many times smaller", about, ratios, LINES, y, by="part", known=PARTS)
     measured: dict[tuple[str, str, float], list[Section]] = {}
     for step, record in ((step, record) for step, of in steps.items() for e in of for record in e.quality):
@@ -362,18 +398,23 @@ def _is_exact(file: InspectReport, runs: Sequence[LogReport]) -> bool:
     )
 
 
-def _quality_tile(name: str, file: InspectReport, is_exact: bool) -> Section:
-    """Return a tile with the typical error of a lossy file, unless residual files make its step exact."""
+def _quality_tile(file: InspectReport, is_exact: bool, of_file: str = "") -> Section:
+    """Return a tile with the typical error of a lossy file, unless residual files make its step exact.
+
+    It is a warning unless a measured budget was kept. `of_file` is appended to the label.
+    """
     n, (typical, worst) = sum(t.lossy is not None for t in file.tensors), _errors(file.tensors)
     if not n:
         return _tile("Values", "lossless", "restores bit for bit")
     if is_exact:
         about = "Residual files restore this step bit for bit until the next step is saved; "
         about += f"then the typical error is {format_percent(typical)}."
-        return _tile(f"Values, {name}", "exact", about)
+        return _tile(f"Values{of_file}", "exact", about)
     about = f"LOSSY: relative rms error of {n} of {file.n_tensors} tensors, at most {format_percent(worst)}. "
-    about += "Only an evaluation shows the effect on quality."
-    return _tile(f"Typical error, {name}", format_percent(typical), about, is_bad=True)
+    measured = "; ".join(map(quality_text, file.quality))
+    about += f"Measured: {measured}." if measured else "Only an evaluation shows the effect on quality."
+    is_kept = all(record.is_met for record in file.quality) and bool(measured)
+    return _tile(f"Typical error{of_file}", format_percent(typical), about, is_bad=not is_kept)
 
 
 def _layer_map(
@@ -406,7 +447,7 @@ def _file(file: InspectReport, is_exact: bool) -> Section:
     tensors = sorted(file.tensors, key=lambda t: roles.index(t.role) if t.role in roles else len(roles))
     tiles = [
         _size_tile("How much smaller", file.tensor_bytes, file.stored_bytes),
-        _quality_tile("all", file, is_exact),
+        _quality_tile(file, is_exact),
     ]
     chain = ", ".join(f"{m.file}{'' if m.path else ' (missing)'}" for m in file.chain[:20])
     head, every = ("name", "role", "layer_type", "tensor_bytes", "stored_bytes", "ratio"), []
@@ -459,11 +500,12 @@ def _search(searched: AnyReport) -> Section:
     rows, values = [], []
     for n, trial in enumerate(search.trials, 1):
         verdict = "chosen" if trial.config == search.config else "kept" if trial.is_feasible else "broken"
-        own = {"n_bytes": None, "stored_bytes": trial.n_bytes, "verdict": verdict}
+        own = {"n_bytes": None, "judgements": None, "stored_bytes": trial.n_bytes, "verdict": verdict}
         rows.append({"trial": n, **fields_of(trial), **own})
         if trial.drop is not None:
             used = min(100 * max(trial.drop, 0.0), 300.0)  # larger values would compress the axis
             values.append({"trial": n, "bytes": trial.n_bytes, "used": used, "verdict": verdict})
+    values.sort(key=lambda row: row["verdict"] == "chosen")  # drawn last, above an equal one
     about = "Each point is a measured file; points below the line keep the budget."
     x = number("bytes", scale={"zero": False}, axis={**BYTES["axis"], "tickCount": 4})
     y = number("used", "% of the budget used")

@@ -134,8 +134,11 @@ def pruned_text(report: PruneReport) -> str:
 
 def reported_line(report: PageReport) -> str:
     """Return the line for a written report page."""
-    counts = ((len(report.runs), "run"), (len(report.files), "file"), (len(report.searches), "search"))
-    shown = [plural(n, what) for n, what in counts if n] + (["a comparison"] if report.diff else [])
+    n_in_runs = sum(run.n_files for run in report.runs)
+    runs = [f"{plural(len(report.runs), 'run')} of {plural(n_in_runs, 'file')}"] if report.runs else []
+    files = [f"{plural(len(report.files), 'file')} in detail"] if report.files else []
+    searches = [plural(len(report.searches), "search")] if report.searches else []
+    shown = [*runs, *files, *searches, *(["a comparison"] if report.diff else [])]
     problems = f"; {plural(len(report.problems), 'problem')}" if report.problems else ""
     return f"{printable(report.output or '')}: a page of {', '.join(shown)}{problems}; open it in a browser"
 

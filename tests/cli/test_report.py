@@ -419,3 +419,31 @@ def test_a_step_that_residual_files_make_exact_shows_no_error_in_red(tmp_path: P
 def test_a_legend_shows_different_values_or_none(values: list[float], shown: list[float] | None) -> None:
     legend = page._legend(values)
     assert (legend and legend["values"]) == shown
+
+
+def test_a_searched_file_that_keeps_its_budget_raises_no_alarm_and_its_search_has_no_raw_names(
+    tmp_path: Path,
+) -> None:
+    save_file(state(200), tmp_path / "s.safetensors")
+    options = ckptz.SearchOptions(budgets=(BUDGET,), template=ckptz.KMeans(), max_evaluations=5)
+    (report,) = ckptz.compress(tmp_path / "s.safetensors", search=options)
+    assert report.n_lossy
+    (tmp_path / "search.json").write_bytes(msgspec.json.encode({"files": [report]}))
+    made = ckptz.report([tmp_path / "s.ckptz", tmp_path / "search.json"])
+    assert '<b class="bad">' not in made.html
+    text = Page.of(made.html).text
+    assert "Measured: " in text
+    assert not re.search(r"\bis (met|feasible|interrupted|dry)|min_elements|\d items", text)
+    assert "verdict: chosen" in marks(charts(made.html)["Size against quality"])[-1]  # drawn last
+
+
+def test_the_line_about_a_page_counts_all_files_of_a_run_and_those_that_it_describes(run: Path) -> None:
+    line = cli("report", run, "-o", run.parent / "line.html").stdout
+    assert "a page of 1 run of 3 files, 1 file in detail;" in line
+
+
+def test_lines_of_a_logarithmic_axis_are_few_and_enclose_the_values() -> None:
+    assert page.logarithmic([1.21, 1.24])["axis"]["values"] == [1, 2]
+    assert page.logarithmic([9.0, 60.0])["axis"]["values"] == [5, 10, 20, 50, 100]
+    assert page.logarithmic([1.2, 132.0])["axis"]["values"] == [1, 10, 100, 1000]
+    assert page.logarithmic([10.0])["scale"]["domain"] == [10, 20]
