@@ -28,6 +28,7 @@ DEFAULT_METHOD: Final = Grid
 SMALLEST, LARGEST = 2.0**-6, 2.0**6  # multipliers; at the smallest, weights take 8 bits and more
 PROTECTED_BITS: Final = 24.0  # approximate bits of a protected element of k-means
 MAX_LEVELS: Final = 255
+MAX_PROTECTED: Final = 0.9  # share of k-means; a lossless file is smaller with more
 # Settings at a position on a scale along which sizes grow, the lowest position, and the highest.
 Scale: TypeAlias = tuple[Callable[[float], Method], float, float]
 
@@ -203,15 +204,24 @@ class KMeansSpace(CubeSpace):
         )
 
     def scale(self, template: Any) -> Scale:
-        """Return a scale of increasing levels; between two numbers of levels, more elements are protected."""
+        """Return a scale of increasing levels; between two numbers of levels, more elements are protected.
+
+        Beyond the largest number of levels, up to `MAX_PROTECTED` of the elements that are not pruned are
+        protected.
+        """
+        most_pruned = max((template.prune, *(share for _, share in template.layer_prune)))
+        most_protected = max(MAX_PROTECTED * (1 - most_pruned), template.protect)
 
         def config_at(x: float) -> Method:
-            levels = math.floor(math.exp(x))
-            share = (math.exp(x) - levels) * math.log2((levels + 1) / levels) / PROTECTED_BITS
-            finer: Method = replace(template, levels=levels, protect=template.protect + share)
+            levels = min(math.floor(math.exp(x)), MAX_LEVELS)
+            if levels < MAX_LEVELS:
+                share = (math.exp(x) - levels) * math.log2((levels + 1) / levels) / PROTECTED_BITS
+            else:
+                share = (x - math.log(MAX_LEVELS)) * (most_protected - template.protect)
+            finer: Method = replace(template, levels=levels, protect=template.protect + max(share, 0.0))
             return finer
 
-        return config_at, math.log(2.0), math.log(MAX_LEVELS)
+        return config_at, math.log(2.0), math.log(MAX_LEVELS) + 1.0
 
     def finer(self, template: Any) -> Any:
         template = replace(template, prune=0.0, layer_prune=(), embedding_levels=None)
