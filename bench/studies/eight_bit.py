@@ -5,6 +5,7 @@
 A small GPT is trained with Adam8bit of bitsandbytes on the CPU. Its moments are uint8 codes of a dynamic map,
 with a scale for each block of 256. `bits` are those of an ideal coder with up to 64 tables, which count, or
 those of the file where it says *stored*. The state of step 350 is coded alone and against that of step 280.
+Of sums of outer products, which a decoder would need beside the codes, each element counts with 16 bits.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from ckptz.format.frequency import row_entropy_bits
 STEPS: Final = (280, 350)
 BLOCK: Final = 256
 N_TABLES: Final = 64
+RANKS: Final = (1, 4, 8, 16)
+FACTOR_BITS: Final = 16
+LEAST_ROOT: Final = 1e-12  # of second moments, so that they have logarithms
 SYMBOL_BITS, TABLE_BITS = 6, 64  # of a table: for each symbol, and for itself
 State = Mapping[str, NDArray[Any]]
 WRAPPER: Final = "__bnb_optimizer_quant_state__"
@@ -98,6 +102,35 @@ def _log(values: NDArray[Any]) -> NDArray[Any]:
     return np.log2(np.maximum(values, 1e-30))
 
 
+def _low_rank(values: NDArray[Any], rank: int) -> tuple[NDArray[Any], int]:
+    """Return the nearest sum of `rank` outer products, and the bits of its vectors."""
+    left, sizes, right = np.linalg.svd(values, full_matrices=False)
+    return (left[:, :rank] * sizes[:rank]) @ right[:rank], FACTOR_BITS * rank * sum(values.shape)
+
+
+def low_rank_bits(now: State) -> dict[tuple[str, str], float]:
+    """Bits of the codes of one parameter, with sums of outer products by the scale of the block as contexts."""
+    scales = {which: np.repeat(now[f"absmax{which}"], BLOCK) for which in (1, 2)}
+    first, second = now["state1"], now["state2"]
+    m, v = (
+        now[f"qmap{which}"][codes] * scales[which][: codes.size].reshape(codes.shape)
+        for which, codes in ((1, first), (2, second))
+    )
+    roots = np.log2(np.maximum(np.sqrt(v), LEAST_ROOT))
+    bits = dict[tuple[str, str], float]()
+    for rank in RANKS:
+        of_first, cost = _low_rank(m, rank)
+        by_scale = of_first.reshape(-1) / np.maximum(scales[1][: first.size], 1e-30)
+        what = f"sum of outer products, rank {rank}, by the scale of the block"
+        bits["first", what] = min(ideal_bits(first, _quantiles(by_scale, N_TABLES)) + cost, ideal_bits(first))
+        of_second, cost = _low_rank(roots, rank)
+        by_scale = 2 * of_second.reshape(-1) - _log(scales[2][: second.size])
+        bits["second", f"{what}, of logarithms"] = min(
+            ideal_bits(second, _quantiles(by_scale, N_TABLES)) + cost, ideal_bits(second)
+        )
+    return bits
+
+
 def bits_by_context(now: State, before: State) -> Counter[tuple[str, str]]:
     """Bits of the codes of one parameter, by codes and context."""
 
@@ -126,7 +159,7 @@ def bits_by_context(now: State, before: State) -> Counter[tuple[str, str]]:
         ("second", "difference to the step before"): ideal_bits(difference),
         ("second", "difference to the step before, by its code"): ideal_bits(difference, earlier),
     }
-    return Counter(bits)  # type: ignore[arg-type]
+    return Counter(bits | low_rank_bits(now))  # type: ignore[arg-type]
 
 
 def stored_bits(paths: list[Path]) -> dict[tuple[str, str], float]:
