@@ -109,7 +109,7 @@ def _low_rank(values: NDArray[Any], rank: int) -> tuple[NDArray[Any], int]:
 
 
 def low_rank_bits(now: State) -> dict[tuple[str, str], float]:
-    """Bits of the codes of one parameter, with sums of outer products by the scale of the block as contexts."""
+    """Bits of the codes of one parameter, with sums of outer products as contexts."""
     scales = {which: np.repeat(now[f"absmax{which}"], BLOCK) for which in (1, 2)}
     first, second = now["state1"], now["state2"]
     m, v = (
