@@ -29,7 +29,7 @@ from ckptz.foreign.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, r
 from ckptz.format.byte_source import is_folder, is_url, local_copy, path_of
 from ckptz.format.envelope import MAX_HEADER_BYTES
 from ckptz.format.index import Shard, Sharding
-from ckptz.format.publish import is_same, make_folder
+from ckptz.format.publish import TEMPORARY_SUFFIX, is_same, make_folder
 from ckptz.run.exact import exact_of
 from ckptz.run.names import newest_checkpoint, resolve
 from ckptz.run.step_files import StepFile
@@ -177,11 +177,12 @@ def check_carried(
 
 @contextlib.contextmanager
 def output_context(target: Path) -> Iterator[None]:
-    """Add `target` to OSErrors without a file name, such as that of a full disk."""
+    """Name `target` in OSErrors without a file name, as of a full disk, or of its temporary file."""
     try:
         yield
     except OSError as error:
-        if error.filename is None and error.errno is not None:
+        is_target = error.filename is None or str(error.filename).endswith(TEMPORARY_SUFFIX)
+        if is_target and error.errno is not None:
             raise OSError(error.errno, error.strerror, str(target)) from error
         raise
 

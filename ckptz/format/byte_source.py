@@ -68,7 +68,7 @@ def path_of(name: str | os.PathLike[str]) -> Path:
     except ImportError as error:
         raise needs_package(text, error) from None
     except ValueError as error:
-        raise ConfigError(f"{text}: cannot be read: {error}") from None
+        raise ConfigError(f"{text}: {error}; check the part before ://") from None
     except Exception as error:  # a connection error, whose class depends on the library
         raise failed(text, error) from error
 
@@ -146,6 +146,10 @@ def failed(name: str, error: Exception, done: str = "read") -> OSError:
     what = str(error) or f"{type(error).__name__} of the connection"
     if isinstance(error, TimeoutError):
         what = "the server is too slow; try again, or download it first"
+    elif type(error).__name__ == "NoCredentialsError":  # of botocore, which may be missing
+        what += "; set AWS_PROFILE, or pass --storage-options key=... and secret=..."
+    else:
+        what += "; check the URL and the network"
     return OSError(errno.EIO, f"cannot be {done}: {what}", name)
 
 

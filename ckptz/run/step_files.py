@@ -29,6 +29,8 @@ WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the we
 STATE_KEY: Final = "state"  # in the metadata of weights: name of the file with their optimizer state
 FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of frozen weights, left out
 NAMES_KEY: Final = "names"  # in the metadata of weights without the prefix "model.": "own"
+# Metadata that a Checkpointer uses itself; pages and tables leave them out.
+INTERNAL_KEYS: Final = (POSITION_KEY, WEIGHTS_KEY, STATE_KEY, FROZEN_KEY, NAMES_KEY)
 INDEX_FILE: Final = "ckptz-index.json"  # written last into the folder of a step of several ranks
 COMPLETE: Final = "ckptz-complete.json"  # written last into the folder of a step, if nothing else is
 EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file

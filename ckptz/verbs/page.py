@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 
 from ckptz._version import __version__
-from ckptz.run.step_files import FROZEN_KEY, NAMES_KEY, POSITION_KEY, STATE_KEY, WEIGHTS_KEY
+from ckptz.run.step_files import INTERNAL_KEYS
 from ckptz.verbs.quality_text import metric_name, quality_loss, quality_text
 from ckptz.words import (
     ROLES,
@@ -50,8 +50,6 @@ CODERS: Final = {
     "sparse": "positions and values of all but the most frequent code",
     "huffman": "frequent codes get short bits (Huffman, fast to decode)",
 }
-# Metadata keys that a Checkpointer uses itself.
-INTERNAL_KEYS: Final = (POSITION_KEY, WEIGHTS_KEY, STATE_KEY, FROZEN_KEY, NAMES_KEY)
 COLOURS: Final = tuple(f"var(--c{n})" for n in range(1, 7))
 MAX_KINDS, MAX_TENSORS = 80, 4000  # rows and tensors of a heat map
 MAX_LAYERS: Final = 1000  # columns of a heat map

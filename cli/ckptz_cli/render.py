@@ -25,6 +25,11 @@ def plural(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
+def all_tensors(n: int) -> str:
+    """Return words for all tensors of a checkpoint, such as "all 2 tensors"."""
+    return "its tensor" if n == 1 else f"all {n} tensors"
+
+
 def _pace(n_bytes: int, seconds: float) -> str:
     return f"{seconds:.2f} s, {n_bytes / 1e6 / max(seconds, 1e-9):.3g} MB/s"
 
@@ -36,7 +41,8 @@ def compressed_line(report: CompressReport) -> str:
     sizes = f"{format_bytes(report.tensor_bytes)} -> {format_bytes(report.stored_bytes)}"
     ratio = format_ratio(report.stored_bytes, report.tensor_bytes)
     return (
-        f"{printable(report.output)}: {sizes} ({ratio}), {report.n_tensors} tensors{against}{lossy}, "
+        f"{printable(report.output)}: {sizes} ({ratio}), "
+        f"{plural(report.n_tensors, 'tensor')}{against}{lossy}, "
         f"{_pace(report.tensor_bytes, report.seconds)}{_evaluations(report)}"
     )
 
@@ -53,7 +59,8 @@ def predicted_line(report: CompressReport) -> str:
     return (
         f"{printable(report.input)}, {report.method}: {format_bytes(report.tensor_bytes)} -> about "
         f"{format_bytes(report.stored_bytes)} ({format_ratio(report.stored_bytes, report.tensor_bytes)}), "
-        f"{report.n_tensors} tensors{against}{lossy}, about {report.seconds:.2g} s; nothing was written"
+        f"{plural(report.n_tensors, 'tensor')}{against}{lossy}, "
+        f"about {report.seconds:.2g} s; nothing was written"
     )
 
 
@@ -90,9 +97,10 @@ def restored_line(report: RestoreReport) -> str:
     chain = f" in a chain of {report.n_files} files" if report.depth else f" in {report.n_files} files"
     copied = f", {plural(report.n_copied, 'other file')} copied" if report.n_copied else ""
     return (
-        f"{printable(report.output)}: {format_bytes(report.tensor_bytes)} in {report.n_tensors} tensors from "
-        f"{format_bytes(report.stored_bytes)}{chain if report.n_files > 1 else ''}, "
-        f"all checksums match{copied}, {_pace(report.tensor_bytes, report.seconds)}"
+        f"{printable(report.output)}: {format_bytes(report.tensor_bytes)} in "
+        f"{plural(report.n_tensors, 'tensor')} from {format_bytes(report.stored_bytes)}"
+        f"{chain if report.n_files > 1 else ''}, all checksums match{copied}, "
+        f"{_pace(report.tensor_bytes, report.seconds)}"
     )
 
 
@@ -106,7 +114,7 @@ def verified_line(report: VerifyReport) -> str:
         compared += f", {report.n_lossy} within their recorded error" if report.n_lossy else ""
     return (
         f"{printable(report.file)}: ok{compared}; {report.n_chunks} "
-        f"stored chunks{chain} and all {report.n_tensors} tensors match their checksums, "
+        f"stored chunks{chain} and {all_tensors(report.n_tensors)} match their checksums, "
         f"{_pace(report.tensor_bytes, report.seconds)}"
     )
 

@@ -44,6 +44,7 @@ _REMEDIES: Final = {
     errno.EPERM: "check the permissions",
     errno.EROFS: "write elsewhere with -o",
     errno.EISDIR: "name a file in it",
+    errno.ECONNREFUSED: "check the address, and that the server runs",
 }
 
 
@@ -65,8 +66,9 @@ def failure_of(error: BaseException) -> Failure:
 def _explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, click.ClickException):
         context = getattr(error, "ctx", None)
-        where = f"; see {context.command_path} --help" if context is not None else ""
-        return USAGE, " ".join(error.format_message().split()).rstrip(".") + where
+        message = " ".join(error.format_message().split()).rstrip(".")
+        link = " See" if message.endswith("?") else "; see"
+        return USAGE, message + (f"{link} {context.command_path} --help" if context is not None else "")
     if isinstance(error, KeyboardInterrupt | click.Abort):
         return INTERRUPTED, f"interrupted after {error}" if str(error) else "interrupted"
     if isinstance(error, OSError):

@@ -17,11 +17,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ckptz.api.describe import InspectReport, TensorReport
+from ckptz.run.step_files import INTERNAL_KEYS
 from ckptz.verbs.diff import DiffReport, TensorDiff
 from ckptz.verbs.log import LogEntry, LogReport
 from ckptz.verbs.quality_text import quality_text
 from ckptz.words import ROLES, format_bytes, format_factor, format_ratio, printable, shorten
-from ckptz_cli.render import judged_text, plural
+from ckptz_cli.render import all_tensors, judged_text, plural
 from ckptz_cli.session import is_terminal
 
 if TYPE_CHECKING:
@@ -104,10 +105,8 @@ def _stacked(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
 def inspected_text(report: InspectReport, *, with_tensors: bool) -> str:
     """Return tables of the file, its metadata, its chain and methods, and optionally of every tensor."""
     parts = [facts_table(_file_facts(report))]
-    if report.metadata:
-        parts.append(
-            facts_table((f"metadata {name}", shorten(text)) for name, text in report.metadata.items())
-        )
+    if metadata := {k: v for k, v in (report.metadata or {}).items() if k not in INTERNAL_KEYS}:
+        parts.append(facts_table((f"metadata {name}", shorten(text)) for name, text in metadata.items()))
     if report.depth:
         parts.append(_chain_table(report))
     parts.append(_methods_table(report.tensors))
@@ -336,7 +335,8 @@ def _diff_total(report: DiffReport) -> str:
         suffix += f"; not compared: {', '.join(map(printable, report.not_compared))}"
     if report.is_equal:
         values = f" and {report.n_values} values" if report.n_values else ""
-        return f"{where}: all {report.n_tensors} tensors{values} are equal bit for bit{suffix}"
+        verb = "are" if report.n_tensors != 1 or values else "is"
+        return f"{where}: {all_tensors(report.n_tensors)}{values} {verb} equal bit for bit{suffix}"
     counts = (
         *((report.n_equal, "equal"), (report.n_changed, "changed")),
         *((report.n_only_a, "only in A"), (report.n_only_b, "only in B")),
@@ -352,7 +352,7 @@ def _diff_total(report: DiffReport) -> str:
         parts.append(f"{plural(n, 'value')} differ{'s' * (n == 1)}")
     if report.random_states:
         parts.append(f"random states differ: {', '.join(map(printable, report.random_states))}")
-    return f"{where}: {report.n_tensors} tensors, {', '.join(parts)}{suffix}"
+    return f"{where}: {plural(report.n_tensors, 'tensor')}, {', '.join(parts)}{suffix}"
 
 
 # --- a search -----------------------------------------------------------------------------------

@@ -13,9 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
+from ckptz.foreign.inputs import output_context
+from ckptz.numpy import save_file
 from ckptz.words import printable
 from ckptz_cli import verbs
 from ckptz_cli.session import failure_of
@@ -362,3 +365,21 @@ def test_the_leftovers_of_a_kill_are_not_taken_for_bases(chain: Chain) -> None:
     left = chain.folder / ".step-1.ckptz.0badcafe.ckptz-tmp"
     left.write_bytes(b"half")
     assert content_of(chain.delta) == content_of(chain.second)
+
+
+def test_the_error_of_a_folder_that_cannot_be_written_names_the_output(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="Read-only") as raised, output_context(tmp_path / "x.ckptz"):
+        raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".0-1.ckptz-tmp"))
+    assert raised.value.filename == str(tmp_path / "x.ckptz")
+
+
+def test_the_error_of_an_unknown_protocol_names_its_remedy() -> None:
+    run = ckptz("inspect", "foo://a/b.ckptz", fails=True)
+    assert (run.exit_code, "check the part before ://" in run.error) == (2, True)
+
+
+def test_inspect_leaves_out_what_a_checkpointer_records_for_itself(tmp_path: Path) -> None:
+    save_file({"w": np.zeros(9, np.float32)}, tmp_path / "a.ckptz", {"since_anchor": "1", "mine": "x"})
+    shown = ckptz("inspect", tmp_path / "a.ckptz").stdout
+    assert "metadata mine" in shown
+    assert "since_anchor" not in shown

@@ -186,7 +186,7 @@ def test_metadata_are_compared_apart(tmp_path: Path) -> None:
     paths = [write_plain(tmp_path / f"{i}.safetensors", state, {"step": str(i)}) for i in range(2)]
     report = diff(*paths)
     assert (report.is_equal, report.has_same_metadata) == (True, False)
-    assert "all 1 tensors are equal bit for bit, metadata differ" in ckptz("diff", *paths).stdout
+    assert "its tensor is equal bit for bit, metadata differ" in ckptz("diff", *paths).stdout
 
 
 # --- order and exit code --------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_plain_values_that_differ_are_named_with_both(tmp_path: Path) -> None:
         ["epoch", "1", "1.0"],
         ["only", "True", "-"],
     ]
-    assert "1 tensors, 1 equal, 6 values differ" in shown
+    assert "1 tensor, 1 equal, 6 values differ" in shown
     run = ckptz("diff", a, b, "--top", 1, "--json", "--exit-code", fails=True)
     assert (run.exit_code, run.json["n_values_changed"], len(run.json["values"])) == (DIFFERENT, 6, 1)
 
@@ -282,7 +282,7 @@ def test_equal_values_are_counted_and_a_file_without_any_is_compared_by_tensors(
     dcp.save(torch.load(a), checkpoint_id=tmp_path / "a-dcp", no_dist=True)
     for other in ("a.ckptz", "a-dcp"):
         said = ckptz("diff", a, tmp_path / other, "--exit-code").stdout
-        assert "all 1 tensors and 2 values are equal bit for bit" in said
+        assert "its tensor and 2 values are equal bit for bit" in said
     flat = {"model.w": ("F32", (3,), np.ones(3, "<f4").tobytes())}
     report = diff(a, write_plain(tmp_path / "flat.safetensors", flat))
     assert (report.is_equal, report.n_values) == (True, 0)
