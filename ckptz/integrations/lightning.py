@@ -211,8 +211,8 @@ _STATE_KEYS: Final = ("optimizer_states", "lr_schedulers")  # entries that only 
 
 
 def _step_of(checkpoint: dict[str, Any]) -> int | None:
-    found = checkpoint.get("global_step")
-    return found if isinstance(found, int) else None
+    step = checkpoint.get("global_step")
+    return step if isinstance(step, int) else None
 
 
 def _states_of(path: Path) -> list[Path]:

@@ -55,10 +55,10 @@ class Estimate:
 
     def __init__(self, sizes: Sizes, plain: int) -> None:
         self.plain = plain
-        alike: dict[int, list[int]] = {}
+        by_distance: dict[int, list[int]] = {}
         for distance, n_bytes in sizes:
-            alike.setdefault(distance, []).append(n_bytes)
-        largest = {distance: max(newest[-N_ALIKE:]) for distance, newest in sorted(alike.items())}
+            by_distance.setdefault(distance, []).append(n_bytes)
+        largest = {distance: max(newest[-N_ALIKE:]) for distance, newest in sorted(by_distance.items())}
         self.full = largest.pop(0, plain)
         self._deltas = largest
         self._growth = 0.0  # bytes per doubling of the distance
@@ -77,21 +77,21 @@ class Estimate:
 
 def weighed(
     rule: ChainRule,
-    held: Sequence[ChainFile[int]],
+    existing: Sequence[ChainFile[int]],
     kept: Kept,
     steps: Sequence[int],
     estimate: Estimate,
-    rest: int = 0,
+    other_bytes: int = 0,
 ) -> ChainRule:
     """Return the chain rule that takes the least disk over the next saves.
 
     Args:
         rule: the user's rule; the interval of full files never becomes longer.
-        held: existing files, bases before their deltas; the last is the newest.
+        existing: existing files, bases before their deltas; the last is the newest.
         kept: how long files are kept.
         steps: existing steps, ascending, which predict the next steps.
         estimate: predicted sizes.
-        rest: bytes of other files, which do not depend on the choice.
+        other_bytes: bytes of other files, which do not depend on the choice.
 
     Returns:
         The same rule, one with more frequent full files, or one with the full file as the base of all deltas.
@@ -99,7 +99,7 @@ def weighed(
     if kept.last is None and estimate.delta(1) < estimate.full:
         return rule  # no file is ever deleted
     n_ahead = max(N_AHEAD, rule.full_every)
-    past = _Past.of(held, n_ahead, rest)
+    past = _Past.of(existing, n_ahead, other_bytes)
     alone = ChainRule(1, rule.is_forked)
     shapes = (rule, replace(rule, is_flat=True))
     intervals = [rule.full_every, *(n for n in INTERVALS if n < rule.full_every)]
@@ -138,9 +138,9 @@ def base_of_next(
     """
     *_, newest = order = list(files)
     if kept is not None:
-        written, plain, rest = sizes
+        written, plain, other_bytes = sizes
         at = {file: i for i, file in enumerate(order)}
-        held = [
+        existing = [
             ChainFile(file.n_bytes, file.position, None if file.base is None else at[file.base], file.stays)
             for file in files.values()
         ]
@@ -149,7 +149,7 @@ def base_of_next(
             for file in files.values()
             if file.base is not None or not file.position
         ]
-        rule = weighed(rule, held, kept, steps, Estimate((*known, *written), plain), rest)
+        rule = weighed(rule, existing, kept, steps, Estimate((*known, *written), plain), other_bytes)
     wanted = rule.base_of(files[newest].position + 1)
     if wanted is None:
         return None
@@ -192,23 +192,23 @@ class _Past:
     plain: tuple[int, ...]  # change of the number of kept files at each save
 
     @classmethod
-    def of(cls, held: Sequence[ChainFile[int]], n_saves: int, rest: int) -> _Past:
+    def of(cls, existing: Sequence[ChainFile[int]], n_saves: int, other_bytes: int) -> _Past:
         taken, plain = [0.0] * (n_saves + 1), [0] * (n_saves + 1)
-        taken[0] = rest
-        gone = [file.stays for file in held]
-        for i in reversed(range(len(held))):
-            base = held[i].base
+        taken[0] = other_bytes
+        gone = [file.stays for file in existing]
+        for i in reversed(range(len(existing))):
+            base = existing[i].base
             if base is not None:
                 gone[base] = max(gone[base], gone[i])
-        chain, newest = [], len(held) - 1 if held else None
+        chain, newest = [], len(existing) - 1 if existing else None
         while newest is not None:
             chain.append(newest)
-            newest = held[newest].base
-        for i, file in enumerate(held):
+            newest = existing[newest].base
+        for i, file in enumerate(existing):
             _add(plain, 0, file.stays, 1)
             if i not in chain:
                 _add(taken, 0, gone[i], file.n_bytes)
-        of_chain = tuple((held[i].n_bytes, held[i].position, gone[i]) for i in reversed(chain))
+        of_chain = tuple((existing[i].n_bytes, existing[i].position, gone[i]) for i in reversed(chain))
         return cls(of_chain, tuple(taken), tuple(plain))
 
 

@@ -331,9 +331,9 @@ class StepStore:
         return write_against(find, attempt, notes, f"{kind}: {UNREAD}")
 
     def open_base(
-        self, kind: FileKind, rule: ChainRule, held: contextlib.ExitStack
+        self, kind: FileKind, rule: ChainRule, stack: contextlib.ExitStack
     ) -> tuple[Checkpoint, int] | None:
-        """Open the base of the next file of a kind; `held` closes it.
+        """Open the base of the next file of a kind; `stack` closes it.
 
         Returns:
             The base and the position of the next file in its chain, 0 for a delta to the pretrained weights.
@@ -344,12 +344,12 @@ class StepStore:
         """
         base_file, position = self._base_file(kind, rule)
         if base_file is not None:
-            base = held.enter_context(self.opened(base_file))
+            base = stack.enter_context(self.opened(base_file))
             base.share_decoded(self.last)
             return base, position
         if self._origin is not None and kind == "weights":
             origin = self._origin.open_in(self.local_folder)
-            return held.enter_context(contextlib.closing(origin)), 0
+            return stack.enter_context(contextlib.closing(origin)), 0
         return None
 
     def next_is_full(self, kind: FileKind, rule: ChainRule) -> bool:

@@ -101,13 +101,13 @@ class LinkedFiles:
                 self.notes.append(f"files to delete are still there: {error}")
 
     def open_base(
-        self, path: Path, held: contextlib.ExitStack
+        self, path: Path, stack: contextlib.ExitStack
     ) -> tuple[Checkpoint, str, Inode | None] | None:
         """Open the base of the next file, and link it into the folder of that file.
 
         Args:
             path: path of the next file.
-            held: closes the base.
+            stack: closes the base.
 
         Returns:
             The base, its name in the folder, and its inode, None for the pretrained weights. None for a full
@@ -117,7 +117,7 @@ class LinkedFiles:
             FormatError, MissingBaseError: the newest file or one of its bases is damaged or missing.
             OSError: a file has been deleted or cannot be read.
         """
-        if (chosen := self._chosen(path.absolute(), held)) is not None:
+        if (chosen := self._chosen(path.absolute(), stack)) is not None:
             base, inode = chosen
             if names := link_chain(base, path.parent):
                 return base, names[0], inode
@@ -125,20 +125,20 @@ class LinkedFiles:
             self.notes.append(what)
         if self._origin is None:
             return None
-        opened = held.enter_context(contextlib.closing(self._origin.open_in(path.parent)))
+        opened = stack.enter_context(contextlib.closing(self._origin.open_in(path.parent)))
         return opened, opened.paths[0].name, None
 
-    def _chosen(self, path: Path, held: contextlib.ExitStack) -> tuple[Checkpoint, Inode] | None:
+    def _chosen(self, path: Path, stack: contextlib.ExitStack) -> tuple[Checkpoint, Inode] | None:
         """Open the base of the next file; None for a full file."""
         for candidate in reversed(self._saved):
             with contextlib.suppress(FileNotFoundError):  # the framework deleted it
                 if candidate != path:  # which is about to be replaced
-                    newest = held.enter_context(contextlib.closing(open_checkpoint(candidate)))
+                    newest = stack.enter_context(contextlib.closing(open_checkpoint(candidate)))
                     break
         else:
             return None
         chain = self._learn(newest)
-        files, kept, steps = self._there(path, chain[0])
+        files, kept, steps = self._existing_files(path, chain[0])
         plain = sum(source.n_bytes for source in newest.tensors.values())
         rule = ChainRule(self._full_every, is_forked=False)
         inode = base_of_next(files, rule, kept, steps, (self._sizes, plain, 0))
@@ -147,7 +147,7 @@ class LinkedFiles:
         if inode == chain[0]:
             return newest, inode
         name = newest.files[chain.index(inode)].name
-        return held.enter_context(contextlib.closing(open_checkpoint(name))), inode
+        return stack.enter_context(contextlib.closing(open_checkpoint(name))), inode
 
     def add(self, path: Path, written: Written, base: Inode | None) -> None:
         """Record a new file and the inode of its base, None for a full file."""
@@ -176,14 +176,14 @@ class LinkedFiles:
                 self._files[chain[i]] = ChainFile(paths[i].stat().st_size, position, base, 0)
         return chain
 
-    def _there(
+    def _existing_files(
         self, path: Path, newest: Inode
     ) -> tuple[dict[Inode, ChainFile[Inode]], Kept, tuple[int, ...]]:
         """Return the existing files except `path`, `newest` last, how long they are kept, and their steps."""
-        there = {place: file for place, file in self._saved.items() if _is_there(place, file)}
-        self._is_any_gone |= len(there) < len(self._saved)
-        self._saved = there
-        seen = [file for place, file in there.items() if place != path and file != newest] + [newest]
+        existing = {place: file for place, file in self._saved.items() if _is_there(place, file)}
+        self._is_any_gone |= len(existing) < len(self._saved)
+        self._saved = existing
+        seen = [file for place, file in existing.items() if place != path and file != newest] + [newest]
         kept = self._kept or Kept(last=len(seen) if self._is_any_gone else None)
         needed = set(seen)
         for inode in reversed(self._files):

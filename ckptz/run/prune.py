@@ -131,12 +131,12 @@ def decide(
         ConfigError: no readable step would be left before those after `after`.
     """
     later = {u for u in items if after is not None and u.step is not None and u.step > after}
-    rest = [u for u in items if u not in later]
-    seen = [u for u in rest if not (u.is_residual or u.is_auxiliary or u.is_unfinished)]
+    remaining = [u for u in items if u not in later]
+    seen = [u for u in remaining if not (u.is_residual or u.is_auxiliary or u.is_unfinished)]
     weights_steps = {u.step for u in seen if u.kind != "state" and u.step is not None}
     full_steps = weights_steps & {u.step for u in seen if u.kind != "weights"}
     if later:
-        _check_goes_back(name, rest, weights_steps)
+        _check_goes_back(name, remaining, weights_steps)
     metrics = {u.step: u.metric for u in seen if u.step is not None and u.metric is not None}
     full = policy.kept(full_steps, metrics)
     # Without rules for weights, weights after the newest whole step are steps of their own: a folder without
@@ -147,16 +147,16 @@ def decide(
     heads = policy.heads(full if full and policy.exact is not None else weights)
     kept = {
         u
-        for u in rest
+        for u in remaining
         if not (u.is_auxiliary or u.is_unfinished)
         and (u.step is None or u.step in (heads if u.is_residual else full if u.kind == "state" else weights))
     }
     kept.update(u for u in seen if policy.keeps_all or u.name in spared)
     stays = retention_of(
         items,
-        {*kept, *(u for u in rest if u.error and not u.is_residual)},  # residuals are deleted unread
+        {*kept, *(u for u in remaining if u.error and not u.is_residual)},  # residuals are deleted unread
         _Bases(items).of,
-        lambda item: _may_need(item, rest),
+        lambda item: _may_need(item, remaining),
     )
     kept |= {u for u in stays.doubtful if not u.is_auxiliary}
 
@@ -172,19 +172,19 @@ def decide(
     return kept, needed, sorted(stays.may_go, key=order), stays.notes
 
 
-def _may_need(item: PruneItem, rest: PruneItems) -> PruneItems:
+def _may_need(item: PruneItem, remaining: PruneItems) -> PruneItems:
     """Return the possible bases of an unreadable item: its metric and base are unknown."""
     if item.is_linked:  # unfinished files have no places
-        return [u for u in rest if u.places]
-    return [u for u in rest if (u.step or 0) <= (item.step or 0)]
+        return [u for u in remaining if u.places]
+    return [u for u in remaining if (u.step or 0) <= (item.step or 0)]
 
 
-def _check_goes_back(name: str, rest: Collection[PruneItem], steps: Collection[int]) -> None:
+def _check_goes_back(name: str, remaining: Collection[PruneItem], steps: Collection[int]) -> None:
     """Refuse to delete later steps unless a readable step is left."""
     if not steps:
         raise ConfigError(f"{name}: no step would be left to go on from; name one that is there")
     newest = max(steps)
-    for item in rest:
+    for item in remaining:
         if item.error is not None and item.step == newest and not item.is_residual:
             raise ConfigError(
                 f"{name}: {item.name} cannot be read, so the steps after {newest} stay; try again, or go "
@@ -254,10 +254,10 @@ def _carry_out(
         for item in reversed(needed):
             if not item.is_auxiliary:
                 hide(item)
-    there = [(u, u.step) for u in kept if u.step is not None and not u.is_unfinished]
-    exact = {step for u, step in there if u.is_residual}
+    with_step = [(u, u.step) for u in kept if u.step is not None and not u.is_unfinished]
+    exact = {step for u, step in with_step if u.is_residual}
     states, weights = (
-        {step for u, step in there if u.kind in (kind, None) and not u.is_residual}
+        {step for u, step in with_step if u.kind in (kind, None) and not u.is_residual}
         for kind in ("state", "weights")
     )
     stays = {file: n for u in (*kept, *needed) for file, n in u.sizes.items()}
@@ -412,8 +412,8 @@ def _items_in(folder: Path, *, is_split: bool) -> list[PruneItem]:
     files: dict[Path, list[Path]] = {}
     for path in run_files(folder, with_links=True):
         files.setdefault(path if path.parent == folder else path.parent, []).append(path)
-    items = [_item_at(path, found) for path, found in files.items()]
-    steps = {path.name: path for path, found in files.items() if path != found[0]}
+    items = [_item_at(path, inside) for path, inside in files.items()]
+    steps = {path.name: path for path, inside in files.items() if path != inside[0]}
     unfinished = _unfinished(steps)
     # An unfinished folder is not a step, and its bases are unknown.
     items = [
@@ -423,7 +423,7 @@ def _items_in(folder: Path, *, is_split: bool) -> list[PruneItem]:
         for item in items
     ]
     has_state = {
-        name: any(is_of_state(path.name) for path in found.iterdir()) for name, found in steps.items()
+        name: any(is_of_state(path.name) for path in folder.iterdir()) for name, folder in steps.items()
     }
     if is_split:
         items = [part for item in items for part in _parts_of(item, folder / item.name)]
@@ -555,7 +555,7 @@ def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
     steps = {file.name: step_of(file, fact.step, fact.metadata) for file, fact in own}
     if is_folder:
         _check_steps_agree(path, {name: step for name, step in steps.items() if step is not None})
-    is_split = any(STATE_KEY in found.metadata for _, found in own)
+    is_split = any(STATE_KEY in fact.metadata for _, fact in own)
     return replace(
         item,
         kind="state" if is_of_state(path.name) else "weights" if is_split else None,

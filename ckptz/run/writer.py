@@ -18,13 +18,13 @@ UNREAD: Final = "stored as a full file, because the base cannot be read"
 
 def found_base(
     find: Callable[[contextlib.ExitStack], B | None],
-    held: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     notes: list[str],
     why: str = UNREAD,
 ) -> B | None:
-    """Open a base, which `held` closes; if that fails, return None and add a note that begins with `why`."""
+    """Open a base, which `stack` closes; if that fails, return None and add a note that begins with `why`."""
     try:
-        return find(held)
+        return find(stack)
     except Exception as error:  # stores behind URLs have errors of their own
         notes.append(f"{why}: {error}")
         return None
@@ -49,8 +49,8 @@ def write_against(
     Raises:
         CkptzError, OSError: the file cannot be written without a base either.
     """
-    with contextlib.ExitStack() as held:
-        base = found_base(find, held, notes, why)
+    with contextlib.ExitStack() as stack:
+        base = found_base(find, stack, notes, why)
         try:
             return write(base)
         except of_base as error:

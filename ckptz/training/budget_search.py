@@ -76,8 +76,8 @@ def check_fits(calibration: Calibrated | None, shapes: Shapes) -> None:
         FileNotFoundError: no such file.
     """
     if calibration is not None:
-        with contextlib.ExitStack() as held:
-            read_inputs(calibration, shapes, held, [])
+        with contextlib.ExitStack() as stack:
+            read_inputs(calibration, shapes, stack, [])
 
 
 class BudgetSearch:
@@ -137,9 +137,9 @@ class BudgetSearch:
         Raises:
             ConfigError: an evaluation fails, or returns no valid value for the exact tensors.
         """
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             opened = {
-                kind: found_base(partial(store.open_base, kind, rule), held, []) for kind in self._kinds
+                kind: found_base(partial(store.open_base, kind, rule), stack, []) for kind in self._kinds
             }
             bases = {kind: None if one is None else one[0] for kind, one in opened.items()}
             target = store.local_folder / file.name

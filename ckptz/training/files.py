@@ -265,11 +265,11 @@ class StepWriter:
             if not (self._method.config.is_lossy or self._state.hold.has_weights):
                 self._state.hold.release()  # lossy weights and residuals read optimizer state again
             state_path = Path(state_sink.name)
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as stack:
                 restored = None
                 if state.n_lossy:
                     restored = open_checkpoint(state_path, last=store.last)
-                    held.callback(restored.close)
+                    stack.callback(restored.close)
                 write_weights = functools.partial(self._write_weights, sink, restored)
                 weights = store.write_against_base("weights", sink, write_weights, rule, notes)
             sink.flush()
@@ -310,14 +310,14 @@ class StepWriter:
         method = self._against("state", base)
         quality = method.quality if method.config.loses_state else ()
         job = self._state.job(self._state.rest, method)
-        with contextlib.ExitStack() as held:
-            guides = {**self._guides(), **self._guides_of_copies(method, held)}
+        with contextlib.ExitStack() as stack:
+            guides = {**self._guides(), **self._guides_of_copies(method, stack)}
             metadata = {POSITION_KEY: str(position)}
             job = replace(job, guides=guides, beside={}, quality=quality, metadata=metadata)
             return self._write("state", sink, against(job, base))
 
     def _guides_of_copies(
-        self, method: LossSettings, held: contextlib.ExitStack
+        self, method: LossSettings, stack: contextlib.ExitStack
     ) -> dict[str, SideInformation]:
         """Return the side information of copies of weights, which is that of the weights."""
         state = self._state
@@ -326,7 +326,7 @@ class StepWriter:
         files = SideInformationFiles(calibration=method.calibration)
         live = {**state.weights.tensors, **state.optimizer}
         roles = {name: state.roles.get(name) or role_of(name, one.shape, False) for name, one in live.items()}
-        guides, _ = guides_of(live, roles, method.config, files, held)
+        guides, _ = guides_of(live, roles, method.config, files, stack)
         owned = {name: guides.get(f"{state.prefix}{parameter}") for name, parameter in state.copies.items()}
         return {name: guide for name, guide in owned.items() if guide is not None}
 
@@ -482,7 +482,7 @@ class StepReader:
         )
 
     def load(self, jobs: int) -> dict[str, Any]:
-        """Read the nested state, every chunk held against its checksum.
+        """Read the nested state, every chunk stack against its checksum.
 
         Raises:
             LimitError: it does not fit into memory.

@@ -35,11 +35,11 @@ def origin_of(base: Path_, model: Mapping[str, Any]) -> Path:
                 f"{path}: is a delta, and base= needs a full checkpoint; restore it to a "
                 f"{PLAIN_SUFFIX} file and name that"
             )
-        there = {(n, torch_dtype(s.dtype), tuple(s.shape)) for n, s in opened.tensors.items()}
+        stored = {(n, torch_dtype(s.dtype), tuple(s.shape)) for n, s in opened.tensors.items()}
     tensors = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.dim() > 1} or tensors
     wanted = {(f"{p}{n}", t.dtype, tuple(t.shape)) for n, t in tensors.items() for p in ("", f"{MODEL}.")}
-    if there.isdisjoint(wanted):
+    if stored.isdisjoint(wanted):
         such = next((f", such as {n!r} as {t.dtype} {list(t.shape)}" for n, t in tensors.items()), "")
         raise ConfigError(
             f"{path}: has none of the model's tensors{such}; name the weights that training began from"

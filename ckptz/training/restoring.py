@@ -48,14 +48,14 @@ def check_there(store: StepStore, step: int, weights_only: bool) -> None:
         ConfigError: the step does not exist, or it has no state and `weights_only` is False.
     """
     listing = store.listing()
-    there = listing.weights_steps if weights_only else listing.full_steps
-    if step in there:
+    steps = listing.weights_steps if weights_only else listing.full_steps
+    if step in steps:
         return
     if step in listing.weights_steps:
         raise ConfigError(
             f"{store.name}: step {step} has only its weights left; restore them with weights_only=True"
         )
-    newest = f"the newest is {there[-1]}" if there else "there is none"
+    newest = f"the newest is {steps[-1]}" if steps else "there is none"
     raise ConfigError(f"{store.name}: step {step} is not there; {newest}, steps() lists all")
 
 
@@ -98,8 +98,8 @@ def read_step(
 @contextlib.contextmanager
 def _opened(store: StepStore, files: Sequence[StepFile]) -> Iterator[list[StepReader]]:
     """Open the weights file and, if requested, the state file; check that they belong together."""
-    with contextlib.ExitStack() as held:
-        readers = [StepReader(held.enter_context(store.opened(file))) for file in files]
+    with contextlib.ExitStack() as stack:
+        readers = [StepReader(stack.enter_context(store.opened(file))) for file in files]
         for file, reader in zip(files, readers, strict=True):
             if file.is_exact and reader.step != file.step:
                 raise CorruptionError(f"{reader.name}: holds step {reader.step}; it was renamed")
