@@ -77,7 +77,7 @@ class Estimate:
 
 def weighed(
     rule: ChainRule,
-    existing: Sequence[ChainFile[int]],
+    existing: Mapping[K, ChainFile[K]],
     kept: Kept,
     steps: Sequence[int],
     estimate: Estimate,
@@ -136,20 +136,15 @@ def base_of_next(
     Returns:
         The newest file or one of its bases; None for a full file.
     """
-    *_, newest = order = list(files)
+    *_, newest = files
     if kept is not None:
         written, plain, other_bytes = sizes
-        at = {file: i for i, file in enumerate(order)}
-        existing = [
-            ChainFile(file.n_bytes, file.position, None if file.base is None else at[file.base], file.stays)
-            for file in files.values()
-        ]
         known = [
             (0 if file.base is None else file.position - files[file.base].position, file.n_bytes)
             for file in files.values()
             if file.base is not None or not file.position
         ]
-        rule = weighed(rule, existing, kept, steps, Estimate((*known, *written), plain), other_bytes)
+        rule = weighed(rule, files, kept, steps, Estimate((*known, *written), plain), other_bytes)
     wanted = rule.base_of(files[newest].position + 1)
     if wanted is None:
         return None
@@ -192,23 +187,23 @@ class _Past:
     plain: tuple[int, ...]  # change of the number of kept files at each save
 
     @classmethod
-    def of(cls, existing: Sequence[ChainFile[int]], n_saves: int, other_bytes: int) -> _Past:
+    def of(cls, existing: Mapping[K, ChainFile[K]], n_saves: int, other_bytes: int) -> _Past:
         taken, plain = [0.0] * (n_saves + 1), [0] * (n_saves + 1)
         taken[0] = other_bytes
-        gone = [file.stays for file in existing]
-        for i in reversed(range(len(existing))):
-            base = existing[i].base
-            if base is not None:
-                gone[base] = max(gone[base], gone[i])
-        chain, newest = [], len(existing) - 1 if existing else None
-        while newest is not None:
-            chain.append(newest)
-            newest = existing[newest].base
-        for i, file in enumerate(existing):
+        gone = {key: file.stays for key, file in existing.items()}
+        for key in reversed(gone):
+            if (base := existing[key].base) is not None:
+                gone[base] = max(gone[base], gone[key])
+        chain: dict[K, ChainFile[K]] = {}
+        key_of_chain = next(reversed(gone), None)
+        while key_of_chain is not None:
+            chain[key_of_chain] = existing[key_of_chain]
+            key_of_chain = existing[key_of_chain].base
+        for key, file in existing.items():
             _add(plain, 0, file.stays, 1)
-            if i not in chain:
-                _add(taken, 0, gone[i], file.n_bytes)
-        of_chain = tuple((existing[i].n_bytes, existing[i].position, gone[i]) for i in reversed(chain))
+            if key not in chain:
+                _add(taken, 0, gone[key], file.n_bytes)
+        of_chain = tuple((one.n_bytes, one.position, gone[key]) for key, one in reversed(chain.items()))
         return cls(of_chain, tuple(taken), tuple(plain))
 
 

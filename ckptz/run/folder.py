@@ -369,8 +369,7 @@ class StepStore:
         newest = StepFile(steps[-1], kind)
         plain = self.facts(newest, listing.sizes[newest]).tensor_bytes
         kept = Kept() if rule.kept is None else rule.kept[kind]
-        facts = {f: fact for f, fact in self.read_facts(listing.sizes).items() if isinstance(fact, FileFacts)}
-        files = files_of_kind(kind, kept, listing, facts)
+        files = files_of_kind(kind, kept, listing, self.read_facts(listing.sizes))
         rest = sum(n for file, n in listing.sizes.items() if file.kind == kind and file.is_exact)
         sizes = self._written[kind], plain, rest
         base = base_of_next(files, rule, None if rule.kept is None else kept, steps, sizes)

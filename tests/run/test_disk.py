@@ -52,7 +52,7 @@ def state(last: int | None, delta: int, n: int, position: int = 0) -> list[Chain
 def test_a_delta_is_written_where_it_pays(last: int | None, delta: int, wanted: int | None) -> None:
     rule = ChainRule(16, is_forked=False)
     estimate = Estimate([(0, 8000), (1, delta)], PLAIN)
-    chosen = weighed(rule, state(last, delta, 1), Kept(last=last), (10, 20), estimate)
+    chosen = weighed(rule, dict(enumerate(state(last, delta, 1))), Kept(last=last), (10, 20), estimate)
     assert chosen.base_of(2) == wanted
 
 
