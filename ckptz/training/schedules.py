@@ -108,8 +108,8 @@ class Schedule:
 
 
 def _schedulers(extra: Iterable[object], optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
-    found = [one for one in extra if isinstance(one, LRScheduler)]
-    return [one for one in found if any(one.optimizer is own for own in optimizers)]
+    schedulers = [one for one in extra if isinstance(one, LRScheduler)]
+    return [one for one in schedulers if any(one.optimizer is own for own in optimizers)]
 
 
 def _n_updates(optimizers: Sequence[Optimizer], group: Mapping[str, Any], step: int) -> float:
