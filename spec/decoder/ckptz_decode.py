@@ -2,7 +2,7 @@
 """A decoder of .ckptz files that implements the pages of the folder above, and nothing else.
 
 This file is about files, the pages 06 and 07; `ckptz_frame.py` is about the tensors in them. The sections
-follow the pages, and what stands in "double quotes" behind `page#anchor:` is a sentence of that page, or a
+follow the pages, and text in "double quotes" after `page#anchor:` is a sentence of that page, or a
 part of one. Made for clarity, not for speed, with the standard library only; coder zstd needs the package
 `zstandard`.
 
@@ -127,7 +127,7 @@ def check_version(metadata: dict[str, str]) -> list[str]:
 
 
 def inflate(data: bytes) -> bytes:
-    """06-container#index: "0, as it is; 1, as one zlib stream (RFC 1950) that ends with the region"."""
+    """06-container#index: "0, uncompressed; 1, one zlib stream (RFC 1950) that ends with the region"."""
     need(data[:1] in (b"\0", b"\1") and len(data) <= MAX_INDEX + 1, "C12")
     if data[0] == 0:
         return data[1:]
@@ -234,7 +234,7 @@ class File:
             for j, (name, tensor) in enumerate(member.items()):
                 if tensor.group is not None:
                     if tensor.group.members[0] is not tensor:
-                        continue  # "Its place among the regions is that of the first member."
+                        continue  # "Its position among the regions is that of the first member."
                     name = tensor.group.name
                 name = f"__ckptz__.inline.{level}.{j}" if level else name
                 expected.append((name, tensor.begin, tensor.end))
@@ -287,7 +287,7 @@ class Tensor:
 
     @functools.cached_property
     def checksum(self) -> int:
-        """07-chain#content-id: "made of its bytes in chunks as a frame would have them"."""
+        """07-chain#content-id: "computed from its bytes, divided into chunks as in a frame"."""
         step = CHUNK * self.dtype.size
         starts = range(0, self.n_bytes, step)
         return checksum_of(xxh64(self.read(at, min(at + step, self.n_bytes))) for at in starts)
@@ -318,7 +318,7 @@ class Tensor:
         return found
 
     def named(self, depth: int = 0) -> list[Tensor]:
-        """03-transforms#contexts: "if A names B and B names C, then C must name none"."""
+        """03-transforms#contexts: "if A names B and B names C, then C must not name a tensor"."""
         names = [] if self.file.plain else [rule.source for rule in self.plan.rules if rule.source]
         found = [self.file.members[self.level].get(name) for name in names]
         for other in found:
@@ -328,7 +328,7 @@ class Tensor:
         return found
 
     def chunk(self, j: int, done: dict[Tensor, Chunk]) -> Chunk:
-        """03-transforms#contexts: "decode each chunk of each file of a chain once"."""
+        """03-transforms#contexts: "decode each chunk of each file of a chain only once"."""
         if self not in done:
             done[self] = self.decode(j, done)
         return done[self]
@@ -354,7 +354,7 @@ class Tensor:
 
 
 class Group(Tensor):
-    """06-container#groups: the one frame of "a number of tensors, its *members*"."""
+    """06-container#groups: the one frame of "several tensors, its *members*"."""
 
     def __init__(self, first: Tensor, number: int) -> None:
         name, at = f"__ckptz__.group.{number}", (first.begin, first.end)
@@ -367,14 +367,14 @@ class Group(Tensor):
         need(own == shared, "C26")
         member.group, member.first = self, self.patterns
         self.members.append(member)
-        self.shape = [self.shape[0] + math.prod(member.shape)]  # "the elements of all of them together"
+        self.shape = [self.shape[0] + math.prod(member.shape)]  # "the total number of their elements"
         self.patterns += member.patterns
         self.n_bytes += member.n_bytes
         need(self.patterns <= MAX_GROUP, "C26")
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of the frame: "of the domain `planes`, and no context rule of it names a tensor"."""
+        """The plan of the frame: "has the domain `planes`, and none of its context rules names a tensor"."""
         plan = Plan(self.read(0, self.end - self.begin), self.file.shelf.limit)
         need((plan.dtype, plan.shape) == (self.dtype, self.shape), "C15")
         need(not plan.has_huffman or "huffman" in self.file.features, "C20")
@@ -390,7 +390,7 @@ class Group(Tensor):
         found = [tensors.get(member.name) for member in self.members]
         fits = zip(found, self.members, strict=True)
         need(all(f and (f.dtype, f.shape) == (m.dtype, m.shape) for f, m in fits), rule)
-        if found[0].file.plain:  # "the patterns of the tensors of these names, shapes and this dtype"
+        if found[0].file.plain:  # "the patterns of the tensors with these names, shapes and this dtype"
             return Joined(found)
         group = found[0].group
         need(group is not None and group.members == found, rule)
@@ -399,7 +399,7 @@ class Group(Tensor):
     def part(self, member: Tensor, done: dict[Tensor, Chunk]) -> Chunk:
         """The patterns of a member: "those of the members, one after another"."""
         patterns = self.chunk(0, done).patterns[member.first : member.first + member.patterns]
-        # "made of the patterns of that member alone, as if it had a frame of its own"
+        # "computed from the patterns of that member only"
         need(checksum_of([xxh64(pack(self.dtype.size, patterns))]) == member.checksum, "C28")
         return Chunk(self.dtype, patterns)
 
@@ -432,14 +432,14 @@ class Shelf:
         self.base_of = functools.cache(self.find_base)
 
     def find_base(self, delta: File) -> File:
-        """07-chain#resolution: "a checkpoint with the content id that its reference gives"."""
+        """07-chain#resolution: "a checkpoint with the content id of the base reference"."""
         folder, reference = delta.path.parent, delta.base
         others = (path for suffix in ("ckptz", "safetensors") for path in sorted(folder.glob(f"*.{suffix}")))
         for path in filter(Path.is_file, itertools.chain([folder / reference["file"]], others)):
             with contextlib.suppress(Refusal, OSError):
                 found = self.open(path)
                 same = found.content_id == reference["content_id"]
-                if same and found.depth < reference["depth"]:  # "and a depth below the one given"
+                if same and found.depth < reference["depth"]:  # "and a lower depth than the one given there"
                     return found
         raise Refusal("H3", f"base {reference['file']!r} of {delta.path.name} is not found")
 

@@ -1,7 +1,7 @@
 """One tensor of the format: streams, transforms, quantization maps, frames.
 
 Implements the pages 00 to 05 of the folder above and the registry, and nothing else; `ckptz_decode.py` goes
-on with files. The sections follow the pages, and what stands in "double quotes" behind `page#anchor:` is a
+on with files. The sections follow the pages, and text in "double quotes" after `page#anchor:` is a
 sentence of that page, or a part of one. Made for clarity, not for speed, with the standard library only;
 coder zstd needs the package `zstandard`.
 """
@@ -78,7 +78,7 @@ FLAG_ZERO, FLAG_ESCAPE = 1, 2  # registry#frame-flags
 RAW, ROTATED, XOR, DIFFERENCE = range(4)  # registry#plane-modes
 MAGNITUDE, ROW, BLOCK, BASE_CODE = range(1, 5)  # registry#context-rules
 EXPLICIT, EXPANDED = range(2)  # registry#table-kinds
-CHUNK = 2**20  # 05-frame#chunks: "A chunk is 1,048,576 = 2^20 patterns"
+CHUNK = 2**20  # 05-frame#chunks: "A chunk has 1,048,576 = 2^20 patterns"
 
 # --- 01-integers ----------------------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class Cursor:
         return self.data[self.at - n : self.at]
 
     def many(self, n: int, letter: str) -> tuple[Any, ...]:
-        """00-conventions#notation: "n of them in succession"; B, I, Q, d: u8, u32, u64, f64."""
+        """00-conventions#notation: "are n consecutive u32"; B, I, Q, d: u8, u32, u64, f64."""
         return struct.unpack(f"<{n}{letter}", self.take(n * struct.calcsize("<" + letter)))
 
     def one(self, letter: str = "B") -> Any:
@@ -121,19 +121,19 @@ class Cursor:
         return self.many(1, letter)[0]
 
     def varint(self) -> int:
-        """01-integers#varint: "groups of seven bits, the least significant group first"."""
+        """01-integers#varint: "groups of seven, the least significant group first"."""
         value = 0
         for i in range(10):
             byte = self.one()
             value |= (byte & 127) << (7 * i)
-            if byte < 128:  # "The top bit of a byte says that another follows."
+            if byte < 128:  # "The top bit of a byte is set if another byte follows."
                 need(byte or i == 0, "I2")
                 need(value < 2**64, "I3")
                 return value
         raise Refusal("I3")
 
     def text(self) -> str:
-        """01-integers#text: "The number of bytes as a varint, then so many bytes of UTF-8."."""
+        """01-integers#text: "its number of bytes as a varint, followed by these bytes in UTF-8."."""
         try:
             return self.take(self.varint()).decode("utf-8")
         except UnicodeDecodeError:
@@ -151,7 +151,7 @@ class Cursor:
             need(one >= 0 and m <= 16 and at <= len(bits), "I5")
             values.append(2**m + int(bits[one + 1 : at][::-1] or "0", 2) - 2**order)  # "v = 2^m + x - 2^k"
             need(values[-1] <= 65535, "I5")
-        end = -(-at // 8)  # "after the last one the rest of the byte is zero bits"
+        end = -(-at // 8)  # "the remaining bits of the last byte are 0"
         need("1" not in bits[at : 8 * end], "I6")
         self.at += end
         return values
@@ -163,7 +163,7 @@ P4, P5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
 
 
 def rotl(x: int, n: int) -> int:
-    """01-integers#xxh64: "rotates 64 bits to the left"."""
+    """01-integers#xxh64: "rotates the 64 bits of x left by n"."""
     return ((x & M64) << n | (x & M64) >> (64 - n)) & M64
 
 
@@ -213,7 +213,7 @@ class Table:
 
 
 def read_runs(cursor: Cursor, contexts: int, bound: int) -> list[int]:
-    """02-entropy#runs: "Runs give each context, 0 and up, a number below a bound"."""
+    """02-entropy#runs: "Runs assign to each context, starting with 0, a number below a bound"."""
     numbers: list[int] = []
     while len(numbers) < contexts:
         run, number = cursor.varint(), cursor.varint()
@@ -224,12 +224,12 @@ def read_runs(cursor: Cursor, contexts: int, bound: int) -> list[int]:
 
 
 class Stream(Cursor):
-    """02-entropy#streams: "A stream is n codes in some bytes."."""
+    """02-entropy#streams: "A stream is a sequence of n encoded codes."."""
 
     def decode(self, coder: int, n: int, tables: list[Table] | None = None, contexts: Any = ()) -> bytes:
         """Its codes; `tables` by context and `contexts` by pattern are for rans-shared."""
         need(coder in CODERS, "E1", f"coder {coder}")
-        if n == 0:  # "A stream of no codes is `stored` and has no bytes."
+        if n == 0:  # "A stream without codes has the coder `stored` and no bytes."
             need(coder == STORED and not self.left, "E4")
         need(coder != RANS_SHARED or tables is not None, "E2")
         codes = b""
@@ -247,7 +247,7 @@ class Stream(Cursor):
             codes = self.huffman(n)
         else:
             codes = self.rans_shared(tables or [], contexts)
-        need(self.left == 0, "E3")  # "The bytes must be used up exactly."
+        need(self.left == 0, "E3")  # "All bytes must be used."
         return codes
 
     def zstd(self, n: int) -> bytes:
@@ -261,7 +261,7 @@ class Stream(Cursor):
             frame = zstandard.get_frame_parameters(data)
             need(data[:4] == b"\x28\xb5\x2f\xfd" and frame.content_size == n and frame.dict_id == 0, "E5")
             need(frame.window_size <= max(n, 2**23), "E5")  # "at most 8 MiB = 8,388,608 bytes, or n"
-            # "No other frame, also no skippable one, stands before or behind it."
+            # "No other frame, not even a skippable one, precedes or follows it."
             codes = zstandard.ZstdDecompressor().decompress(data, max_output_size=n, allow_extra_data=False)
         except zstandard.ZstdError:
             raise Refusal("E5") from None
@@ -299,10 +299,10 @@ class Stream(Cursor):
         x = list(self.many(lanes, "I"))
         need(min(x) >= 2**16, "E10")
         need(self.left % 2 == 0, "E11")
-        words = iter(unpack(2, self.take(self.left)))  # "all bytes that are left"
+        words = iter(unpack(2, self.take(self.left)))  # "all remaining bytes"
         codes = bytearray()
         for i, table in enumerate(itertools.islice(tables, n)):
-            lane = i % lanes  # "Code number i of the stream order belongs to lane i mod lanes."
+            lane = i % lanes  # "Code number i in stream order belongs to lane i mod lanes."
             slot = x[lane] % 4096
             s = table.code_of_slot[slot]  # "The code is the s with start(s) <= slot < start(s) + f(s)."
             x[lane] = table.frequency[s] * (x[lane] // 4096) + slot - table.start[s]
@@ -316,7 +316,7 @@ class Stream(Cursor):
         return bytes(codes)
 
     def rans_shared(self, tables: list[Table], contexts: list[int]) -> bytes:
-        """02-entropy#lanes: "sorted by their" context, "and codes of the same context stay in the order"."""
+        """02-entropy#lanes: "sorted by their" context, "codes of the same context remain in the order"."""
         order = sorted(range(len(contexts)), key=contexts.__getitem__)  # Python's sort is stable
         codes = self.rans((tables[contexts[i]] for i in order), len(order))
         return bytes(code for _, code in sorted(zip(order, codes, strict=True)))
@@ -326,7 +326,7 @@ class Stream(Cursor):
         code_of, codes, q = code_words(self), bytearray(), -(-n // 4)  # "Let q be n / 4, rounded up."
         sizes = self.many(3, "I")
         need(sum(sizes) <= self.left, "E17")
-        for j in range(4):  # "the last part has all bytes that are left"
+        for j in range(4):  # "the last part has all remaining bytes"
             part = self.take(sizes[j] if j < 3 else self.left)
             bits = iter("".join(f"{byte:08b}"[::-1] for byte in part))
             for _ in range(min(j * q, n), min((j + 1) * q, n)):
@@ -336,7 +336,7 @@ class Stream(Cursor):
                     need(bit is not None, "E18")
                     word += bit or ""
                 codes.append(code_of[word])
-            behind = "".join(bits)  # "bits behind the last code word are 0"
+            behind = "".join(bits)  # "bits after the last code word are 0"
             need(len(behind) < 8 and "1" not in behind, "E18")
         return bytes(codes)
 
@@ -351,7 +351,7 @@ def code_words(cursor: Cursor) -> dict[str, int]:
     need(max(lengths) <= 11, "E15")  # "A code length is at most 11."
     need(sum(2 ** (11 - length) for length in lengths if length) == 2**11, "E16")
     words, word, before = {}, 0, 0
-    # "by their code lengths, the shortest first, and codes of one length by their value."
+    # "by code length, the shortest first, and codes of the same length by value."
     for length, code in sorted((length, code) for code, length in enumerate(lengths, first) if length):
         word, before = word << (length - before), length
         words[f"{word:0{length}b}"] = code
@@ -360,7 +360,7 @@ def code_words(cursor: Cursor) -> dict[str, int]:
 
 
 def embedded(cursor: Cursor, n: int, nested: bool = False) -> bytes:
-    """02-entropy#embedded-streams: "A stream that stands in another structure", of n codes."""
+    """02-entropy#embedded-streams: "A stream inside another structure", of n codes."""
     coder = cursor.one()
     need(not nested or coder not in (RANS_SHARED, SPARSE), "E13")
     need(coder != HUFFMAN, "E2")  # "The coder is neither rans-shared nor huffman."
@@ -381,7 +381,7 @@ def unorder(o: int, w: int) -> int:
 
 
 def join(streams: list[bytes]) -> tuple[int, ...]:
-    """03-transforms#planes: "code stream j holds byte j of the result z, 0 the least significant"."""
+    """03-transforms#planes: "code stream j contains byte j of the result z"."""
     data = bytearray(len(streams) * len(streams[0]))
     for j, stream in enumerate(streams):
         data[j :: len(streams)] = stream
@@ -434,7 +434,7 @@ def widen(u: int, name: str) -> int:
 
 
 def cast(p: int, name: str) -> int:
-    """04-quantization#cast: "F32 to the dtype of the tensor"."""
+    """04-quantization#cast: "converts an F32 pattern p to the dtype of the tensor"."""
     if name == "F32":
         return p
     if p & 0x7FFFFFFF > 0x7F800000:  # "A NaN becomes (p >> 16) | 0x40 in BF16 and s | 0x7e00 in F16."
@@ -456,7 +456,7 @@ class Map:
         else:  # in the domain `bits` "u32 for F32, u16 for BF16 and F16"
             letter = "I" if plan.domain == LINEAR else LETTER[plan.dtype.size]
             self.table = [list(cursor.many(self.codes, letter)) for _ in range(rows)]
-        # "only if R > 1; else every context has row 0"
+        # "only if R > 1; otherwise every context has row 0"
         self.row_of_context = read_runs(cursor, plan.contexts, rows) if rows > 1 else [0] * plan.contexts
         self.zero_code = cursor.one() if plan.flags & FLAG_ZERO else None
         need((self.zero_code or 0) < self.codes, "Q4")
@@ -468,7 +468,7 @@ class Map:
         scale, level, offset = (cursor.many(n, "d") for n in (rows, self.codes, rows))
         for x in (*scale, *level, *offset):  # "must be finite, and each must be zero or normal in binary64"
             need(x == 0 or (math.isfinite(x) and abs(x) >= sys.float_info.min), "Q5")
-        # "three roundings, each to nearest, ties to even", two of them by Python
+        # "rounded three times, each time to nearest, ties to even", two of them by Python
         return [[nearest(scale[r] * x + offset[r]) for x in level] for r in range(rows)]
 
 
@@ -486,7 +486,7 @@ class Rule:
         else:
             self.radix = cursor.varint()
             need(1 <= self.radix <= 256, "T3")
-        if self.kind == ROW:  # "as many labels as the first dimension is large"
+        if self.kind == ROW:  # "one label for each index of the first dimension"
             rows = math.prod(plan.shape[:1]) or 1
             need(plan.patterns % rows == 0, "T4")
             self.size = plan.patterns // rows or 1
@@ -512,7 +512,7 @@ class Plan:
     def __init__(self, frame: bytes, limit: int) -> None:
         length = unpack(4, frame[:4])[0] if len(frame) >= 12 else 0
         need(12 <= length <= len(frame), "F1")
-        # "Check the header checksum before anything else of the header is believed."
+        # "Check the header checksum before any other field of the header is used."
         need(xxh64(frame[: length - 8]) == unpack(8, frame[length - 8 : length])[0], "F2")
         cursor = Cursor(frame[4 : length - 8])
         self.read_plan(cursor, limit)
@@ -521,7 +521,7 @@ class Plan:
         self.records = list(self.read_records(cursor))
         lengths = (sum(n for _, n in streams) for *_, streams in self.records)
         self.offsets = list(itertools.accumulate(lengths, initial=length))  # of the chunks
-        # "The length of the header and of all streams must be the length of the frame."
+        # "The lengths of the header and of all streams must add up to the length of the frame."
         need(self.offsets[-1] == len(frame), "F11")
 
     def read_plan(self, cursor: Cursor, limit: int) -> None:
@@ -542,7 +542,7 @@ class Plan:
         need(self.patterns * self.dtype.size <= limit, "limit")
         self.mode = cursor.one() if self.domain == PLANES else RAW
         need(self.mode <= DIFFERENCE, "T1", f"plane mode {self.mode}")
-        # "The predictor is `base` if and only if the plane mode is `xor` or `difference`"
+        # "the predictor is `base` if the plane mode is `xor` or `difference`"
         right = BASE if self.mode in (XOR, DIFFERENCE) else ZERO
         need(self.domain != PLANES or self.predictor == right, "F9")
 
@@ -577,7 +577,7 @@ class Plan:
         scales = cursor.many(rank, "I")
         need(all(finite(s, "F32") and abs(number(s)) <= 2.0**100 for s in scales), "Q11")
         codes = iter(embedded(cursor, rank * (n + m)))
-        for s in scales:  # "A code c stands for the *level* c, or c - 256 if c is over 127."
+        for s in scales:  # "A code c represents the *level* c, or c - 256 if c is over 127."
             a, b = ([float(c - 256 if c > 127 else c) for c in itertools.islice(codes, k)] for k in (n, m))
             yield [nearest(number(s) * x) for x in a], [nearest(x) for x in b]
 
@@ -592,7 +592,7 @@ class Plan:
         """05-frame#chunk-records: checksums: stored, decoded, of base codes; coder and length of streams."""
         n_streams = self.code_streams + bool(self.flags & FLAG_ESCAPE) * self.dtype.size
         chunks, sums = -(-self.patterns // CHUNK), 2 + self.reads_base_codes
-        # "The bytes that remain for them must be exactly what the number of chunks calls for."
+        # "The remaining bytes must be exactly those of the records of all chunks."
         need(cursor.left == chunks * (8 * sums + 5 * n_streams), "F10")
         for _ in range(chunks):
             stored, decoded, base_codes = (*cursor.many(sums, "Q"), 0)[:3]
@@ -624,7 +624,7 @@ class Decoding(Cursor):
         self.stored, self.decoded, self.base_codes, self.streams = *record[:3], iter(record[3])
 
     def run(self) -> Chunk:
-        """05-frame#decoding: "If a step fails while it is wrong, the bytes were damaged"."""
+        """05-frame#decoding: "If a step fails and the stored checksum is wrong, the bytes are damaged"."""
         try:
             return self.steps()
         except Refusal as fault:
@@ -634,7 +634,7 @@ class Decoding(Cursor):
     def steps(self) -> Chunk:
         """05-frame#decoding, the five steps of a chunk."""
         plan, size, base = self.plan, self.plan.dtype.size, self.base
-        if plan.reads_base_codes:  # "0 if the base has none"
+        if plan.reads_base_codes:  # "0 if the base has no codes"
             need(self.base_codes == (0 if base.codes is None else xxh64(base.codes)), "T10")
         self.contexts = self.context_of_patterns()
         codes = [self.next_stream(self.n, t) for t in plan.tables or [None] * plan.code_streams]
@@ -646,7 +646,7 @@ class Decoding(Cursor):
         return Chunk(plan.dtype, patterns, codes[0] if plan.map else None)
 
     def next_stream(self, n: int, tables: list[Table] | None = None) -> bytes:
-        """05-frame#chunks: "The bytes of a chunk are its streams one after another"."""
+        """05-frame#chunks: "The bytes of a chunk are its streams, one after another"."""
         coder, length = next(self.streams)
         return Stream(self.take(length)).decode(coder, n, tables, self.contexts)
 
@@ -658,7 +658,7 @@ class Decoding(Cursor):
         """03-transforms#contexts: "the mixed-radix number of the labels, the first rule most significant"."""
         contexts = [0] * self.n
         for rule in self.plan.rules:
-            if rule.kind == MAGNITUDE:  # "(u >> (w - 9)) mod 256"; "If u has 8 bits, its low seven"
+            if rule.kind == MAGNITUDE:  # "(u >> (w - 9)) mod 256"; "If u has 8 bits, the label is u mod 128"
                 other = self.named[rule.source] if rule.source else self.base
                 w = other.dtype.size * 8
                 labels = [(u >> (w - 9)) % 256 if w > 8 else u % 128 for u in other.patterns]
@@ -697,7 +697,7 @@ class Decoding(Cursor):
         w, name = self.plan.dtype.size * 8, self.plan.dtype.name
         if self.plan.domain == BITS:  # "unorder( (order(P) + T[r][c]) mod 2^w )"
             pattern = unorder((order(p, w) + entry) % 2**w, w)
-        else:  # "the sum may be made in binary64 and rounded once more"; it "must be finite too"
+        else:  # "the sum may be computed in binary64 and then rounded again"; it "must also be finite"
             total = nearest(number(p) + number(entry))
             pattern = cast(total, name) if finite(total, "F32") else EXPONENT[name]
         need(finite(pattern, name), "Q7")

@@ -2,7 +2,7 @@
 """A receiver of messages on a link that implements the page 08-wire, and nothing else.
 
 It reads the sessions of a manifest of vectors and prints a line of JSON for each: the SHA-256 of every
-tensor, or the row of the page by which a message is refused. What stands in "double quotes" behind
+tensor, or the row of the page by which a message is refused. Text in "double quotes" after
 `page#anchor:` is a sentence of the page, or a part of one. It knows no AQ-SGD, no EF mixed and no levels.
 
     python ckptz_wire.py MANIFEST
