@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -155,17 +154,8 @@ def _plain(value: Any) -> Any:
 
 def _plain_group(group: Mapping[str, Any], name_of: Mapping[Any, str]) -> dict[str, Any]:
     """Return a parameter group in plain values, with names for numbers."""
-    options = {key: _option(value) for key, value in group.items()}
+    options = {key: _plain(value) for key, value in group.items()}
     return options | {PARAMS: [name_of[number] for number in group[PARAMS]]}
-
-
-def _option(value: Any) -> Any:
-    """Return an option of a group with NumPy's numbers as Python's, as schedulers leave them there."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) in (list, tuple):
-        return type(value)(map(_option, value))
-    return _plain(value)
 
 
 def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, torch.Tensor]]:

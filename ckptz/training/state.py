@@ -22,7 +22,7 @@ from ckptz.guidance.momentum import stride_of
 from ckptz.guidance.optimizer_layout import OptimizerEntry, ParamState, entries_in
 from ckptz.state.modules import names_without_wrappers
 from ckptz.state.skeleton import TensorRef
-from ckptz.state.torch import from_plain, to_plain
+from ckptz.state.torch import TYPE_KEY, from_plain, to_plain
 from ckptz.torch import nothing_matches, source_of
 from ckptz.training.snapshot import check_dense
 
@@ -313,9 +313,11 @@ def sampled_weights(model: Mapping[str, Any]) -> dict[str, TensorSource]:
 
 
 def as_number(value: Any) -> Any:
-    """Convert a scalar tensor to a number; return other values unchanged."""
+    """Convert a scalar tensor or a NumPy scalar, also a packed one, to a number; return others unchanged."""
+    is_scalar = isinstance(value, dict) and value.get(TYPE_KEY) == "scalar"
+    value = from_plain(value) if is_scalar else value
     is_number = isinstance(value, torch.Tensor) and value.ndim == 0 and value.device.type != "meta"
-    return value.item() if is_number else value
+    return value.item() if is_number or isinstance(value, np.number) else value
 
 
 def reference(name: str, value: Any) -> Any:

@@ -15,6 +15,8 @@ from torch import nn
 
 from ckptz import Checkpointer
 from ckptz.errors import ConfigError
+from ckptz.training.optimizers import optimizer_state
+from ckptz.training.state import model_state, sampled_weights, trained_weights
 from tests.support.resumed_runs import GROUPINGS, KINDS, VARIANTS, Impossible, Run, check_resume
 
 CLASSES = [
@@ -193,6 +195,23 @@ def test_several_optimizers_keep_their_own_keys_and_empty_groups(tmp_path: Path)
     assert others[0].n_steps == 1
     assert others[0].state["global"]["total"].item() == 1.0
     assert [group["lr"] for group in others[1].param_groups] == [0.125, 1e-3]
+
+
+def test_options_that_are_numbers_of_numpy_keep_their_type(tmp_path: Path) -> None:
+    """An optimizer rounds what it computes from float32 to float32."""
+
+    def new() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        betas = (np.float64(0.5), np.float64(0.75))
+        return model, torch.optim.AdamW(model.parameters(), lr=np.float32(0.1), betas=betas)
+
+    model, optimizer = restored = new()
+    save_and_restore(tmp_path, new(), restored)
+    [group] = optimizer.param_groups
+    assert type(group["lr"]) is np.float32
+    assert [type(beta) for beta in group["betas"]] == [np.float64, np.float64]
+    trained = trained_weights(optimizer_state(model, [optimizer]), sampled_weights(model_state(model)))
+    assert trained["weight"].rate == float(np.float32(0.1))
 
 
 class Casting(torch.optim.SGD):
