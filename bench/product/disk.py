@@ -3,10 +3,12 @@
     python -m bench.product.disk [--saves N]
 
 A GPT of 0.9 M parameters is trained with AdamW, a save at every step: by the Hugging Face Trainer with
-`save_total_limit=2`, by Lightning with `save_top_k=1`, and with the `Checkpointer` and `last=5` or `last=1`,
-without loss, and with grids and the newest step exact. *Most* is the largest sum of all files at any moment,
-unfinished ones included, looked at every 10 ms; *end* is what is there after the last save. Hard links
-count once. Lightning's names tell the step, so that each save deletes the file before.
+`save_total_limit=2`, by Lightning with `save_top_k=1` or the five of least loss, by accelerate with
+`total_limit=2`, and with the `Checkpointer` and `last=5` or `last=1`, without loss, and with grids and the
+newest step exact. *Most* is the largest sum of all files at any moment, unfinished ones included, looked at
+every 10 ms; *end* is what is there after the last save, and so between any two. Hard links count once.
+Lightning's names tell the step, so that with `save_top_k=1` each save deletes the file before. accelerate
+writes optimizers itself, in full.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
+import accelerate
 import lightning
 import torch
 import transformers
+from accelerate.utils import ProjectConfiguration
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from bench.core.measure import Row, machine, parser_of, save_rows, verdict
 from bench.core.report import finish
 from bench.core.tiny_gpt import GPTConfig, TinyGPT, batches, loss_of, read_corpus
 from ckptz import Checkpointer, Grid, KeepPolicy
+from ckptz.integrations.accelerate import register
 from ckptz.integrations.lightning import CkptzIO
 from ckptz.integrations.trainer import ChainOptions, CkptzTrainerMixin
 
@@ -78,26 +83,52 @@ class Module(lightning.LightningModule):  # type: ignore[misc]
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         """Loss of a batch."""
-        return loss_of(self.model, batch)
+        loss = loss_of(self.model, batch)
+        self.log("loss", loss)
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """AdamW."""
         return torch.optim.AdamW(self.parameters(), 1e-3)
 
 
-def with_lightning(folder: Path, n_saves: int, full_every: int | None) -> None:
-    """Lightning, one checkpoint kept."""
-    data = read_corpus()[0][: 1024 * LENGTH].long().view(-1, LENGTH)
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        max_steps=n_saves,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        plugins=[] if full_every is None else [CkptzIO(full_every=full_every)],
-        callbacks=[ModelCheckpoint(folder, save_top_k=1, every_n_train_steps=1)],
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader(data, BATCH))
+def with_lightning(**kept: Any) -> Run:
+    """Lightning, with what `ModelCheckpoint` takes."""
+
+    def run(folder: Path, n_saves: int, full_every: int | None) -> None:
+        data = read_corpus()[0][: 1024 * LENGTH].long().view(-1, LENGTH)
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_steps=n_saves,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[] if full_every is None else [CkptzIO(full_every=full_every)],
+            callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, **kept)],
+        )
+        trainer.fit(Module(), torch.utils.data.DataLoader(data, BATCH))
+
+    return run
+
+
+def with_accelerate(**options: Any) -> Run:
+    """accelerate, the newest two folders kept."""
+
+    def run(folder: Path, n_saves: int, full_every: int | None) -> None:
+        project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
+        accelerator = accelerate.Accelerator(cpu=True, project_config=project)
+        model = accelerator.prepare(TinyGPT(SHAPE))
+        optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), 1e-3))
+        if full_every is not None:
+            register(accelerator, ChainOptions(full_every=full_every, **options))
+        data = batches(read_corpus()[0], batch=BATCH, context=LENGTH, seed=0)
+        for _, batch in zip(range(n_saves), data, strict=False):
+            optimizer.zero_grad()
+            accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            accelerator.save_state()
+
+    return run
 
 
 def with_checkpointer(last: int, **options: Any) -> Run:
@@ -133,7 +164,10 @@ def with_checkpointer(last: int, **options: Any) -> Run:
 
 RUNS: Final[dict[str, Run]] = {
     "Trainer, save_total_limit=2": with_trainer,
-    "Lightning, save_top_k=1": with_lightning,
+    "Lightning, save_top_k=1": with_lightning(save_top_k=1),
+    "Lightning, save_top_k=5": with_lightning(save_top_k=5, monitor="loss"),
+    "accelerate, total_limit=2": with_accelerate(),
+    "accelerate, total_limit=2, Grid(), newest exact": with_accelerate(config=Grid()),
     "Checkpointer, last=5": with_checkpointer(5),
     "Checkpointer, last=1": with_checkpointer(1),
     "Checkpointer, last=1, Grid(), newest exact": with_checkpointer(1, config=Grid()),
