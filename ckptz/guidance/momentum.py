@@ -1,11 +1,11 @@
-"""Momentum correction: what lossy first moments lose of a weight's update is applied before encoding.
+"""Momentum correction: weights are corrected before encoding for the updates that lossy first moments lose.
 
-A first moment that is restored with errors updates its weight less than the exact one would have. How much
-less cannot be computed from it alone, because later gradients undo a part. So the update P that the lost
-momentum would still cause is compared with the update D that training has made since the last save or
-restore; a sample of the weights at that time is kept in memory. Weights are moved by <P, D> / <P, P> of P
-(`ckptz.guidance.momentum_decay`). On three runs (bench/studies/momentum.py) this ends nearer to the
-uninterrupted run than moves by all of P or by none.
+A first moment restored with errors updates its weight less than the exact one. How much less cannot be
+computed from it alone, because later gradients counteract a part. The update P of the lost momentum is
+therefore compared with the update D of training since the last save or restore, for which a sample of the
+weights is kept in memory. Weights are corrected by the share <P, D> / <P, P> of P
+(`ckptz.guidance.momentum_decay`). On three runs (bench/studies/momentum.py) the result is nearer to the
+uninterrupted run than with all of P or none of it.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from ckptz.kernels import cpu
 from ckptz.kernels.floats import Patterns
 from ckptz.state.roles import Role
 
-SAMPLED: Final = 1 << 16  # elements of a weight, at most
-UNKNOWN_SHARE: Final = 2.0  # of the moves to come, that training is taken to have made where it is unknown
+SAMPLED: Final = 1 << 16  # maximum number of sampled elements of a weight
+UNKNOWN_SHARE: Final = 2.0  # assumed update between two saves / future update of a moment, if it is unknown
 Sample = NDArray[np.float32]
 Pool: TypeAlias = Callable[[dict[str, ProjectionStats]], dict[str, ProjectionStats]]
-# Of lost momentum, assumed where it is not known how much of it training follows: that was 0.9 to 1.0 in all
-# runs measured but one of 0.6, and the first restart of a fine-tune that lost all of it cost 0.35 %.
+# Assumed share of lost updates that training follows, if it is unknown. All measured runs had 0.9 to 1.0,
+# except for one with 0.6; without correction, the first restart of a fine-tune cost 0.35 %.
 USUAL_SHARE: Final = 0.9
 UNKNOWN: Final = (
     f"moved by the usual share, {USUAL_SHARE}, of the momentum that is lost: "
     "how much of it training follows is not known"
 )
-# The settings of its optimizer are missing, or they are of one whose moves are not those of its momentum.
+# Settings of the optimizer are missing, or its updates are not computed from momentum in a known way.
 UNKNOWN_DECAY: Final = "not moved by the momentum that is lost: how far that would move it is not known"
 SECOND_MOMENT: Final = "exp_avg_sq"
 FIRST_MOMENTS: Final = frozenset(("exp_avg", "momentum_buffer"))  # in the state of torch's optimizers
 
 
 def _lost(one: ParamState, before: tuple[float, float] | None) -> LostMomentum | None:
-    """Return a weight's whole first moment as lost; None if its updates or the weight's values are unknown.
+    """Return the complete first moment of a weight as lost; None if its updates or values are unknown.
 
     Args:
         one: the weight.
-        before: its rate before and the updates since, where they are known.
+        before: (learning rate, number of updates since) of an earlier step, if known.
     """
     decay = decay_of(one.settings, one.state, is_adamw=one.is_adamw, before=before)
     if decay is None or not can_move(one.weight):
@@ -72,12 +72,12 @@ class _WeightSnapshot:
     """Sample of a weight when it was saved or restored.
 
     Attributes:
-        sample: of its values.
-        updates: that it had had, or None where the optimizer does not count them.
-        step: of the save, or None where it is not known.
-        rate: of the next update.
-        is_restored: whether it was restored.
-        has_lost: whether its momentum was restored with a loss.
+        sample: sample of its values.
+        updates: number of its updates, or None if the optimizer does not count them.
+        step: step of the save, or None if unknown.
+        rate: learning rate of the next update.
+        is_restored: whether the weight was restored.
+        has_lost: whether its momentum was restored with errors.
     """
 
     sample: Sample
@@ -90,14 +90,14 @@ class _WeightSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class LostMomentum:
-    """Momentum of one weight that is lost in a file.
+    """The part of a weight's first moment that a file loses.
 
     Attributes:
-        decay: of the first moment without gradients.
-        moment: as it is.
-        restored: as the file restores it; None where all of it is lost.
-        second: the second moment, if moves depend on it.
-        restored_second: as a file restores it; None where that is not known, or exact.
+        decay: decay of the first moment.
+        moment: the exact first moment.
+        restored: the restored first moment; None if all of it is lost.
+        second: the second moment, if updates depend on it.
+        restored_second: the restored second moment; None if it is unknown or exact.
     """
 
     decay: MomentumDecay
@@ -108,12 +108,12 @@ class LostMomentum:
 
     @property
     def bound(self) -> SideInformation:
-        """Side information of the first moment: how large it may be restored."""
+        """Side information with the bound of the first moment."""
         is_other = self.decay.second != SECOND_MOMENT
         return SideInformation(bound=self.decay.bound, divisor=self.second if is_other else None)
 
     def moves(self, begin: int, end: int) -> Sample:
-        """Compute the moves that it would still have caused, float32 [end - begin]."""
+        """Compute the lost updates of elements begin..end, float32 [end - begin]."""
         squares = None if self.second is None else _values(self.second, begin, end)
         moves = self.decay.moves(_values(self.moment, begin, end), squares)
         if self.restored is None:
@@ -123,11 +123,11 @@ class LostMomentum:
         return moves - self.decay.moves(_values(self.restored, begin, end), squares)
 
     def sample(self) -> Sample:
-        """Compute the moves at the elements that `UpdateTracker` samples, float32 [n]."""
+        """Compute the lost updates of the elements that `UpdateTracker` samples, float32 [n]."""
         return _at_samples(self.moment, self.moves)
 
     def moved(self, weight: TensorSource, share: float) -> LazySource:
-        """Return a weight after a share of its lost updates; elements that would overflow stay."""
+        """Return a weight plus a share of its lost updates; elements that would overflow are unchanged."""
         kind = KINDS[weight.dtype.name]
 
         def moved_patterns(begin: int, end: int) -> Patterns:
@@ -141,12 +141,12 @@ class LostMomentum:
 
 
 class UpdateTracker:
-    """Samples the weights of a run at each save and restore, to measure what training updates between."""
+    """Samples the weights of a run at each save and restore, to measure the updates between them."""
 
     def __init__(self) -> None:
         self._snapshots: dict[str, _WeightSnapshot] = {}
-        self.has_snapshot = False  # whether there has been a save, a restore or a first step
-        self._shares: dict[str, float] = {}  # that were measured last
+        self.has_snapshot = False  # whether there was a save, a restore or a first step
+        self._shares: dict[str, float] = {}  # last measured shares
 
     def snapshot(
         self,
@@ -156,13 +156,13 @@ class UpdateTracker:
         is_restored: bool,
         has_lost: bool = False,
     ) -> None:
-        """Sample the weights, by parameter, after a save or a restore.
+        """Sample the weights after a save or a restore.
 
         Args:
-            trained: by parameter. Samples of the weights, as `stride_of` has them, may stand for these.
-            step: of the run; None where it is not known.
-            is_restored: whether a restore has left them.
-            has_lost: whether that was one of files that lose momentum.
+            trained: weights by parameter; instead of a weight, its sample by `stride_of` is accepted.
+            step: step of the run, or None if unknown.
+            is_restored: whether they were restored.
+            has_lost: whether they were restored from files with lossy momentum.
         """
         self._snapshots, self.has_snapshot = {}, True
         for parameter, one in trained.items():
@@ -171,9 +171,9 @@ class UpdateTracker:
                 self._snapshots[parameter] = _WeightSnapshot(sample, *known, is_restored, has_lost)
 
     def lost(self, trained: Mapping[str, ParamState], step: int | None) -> dict[str, LostMomentum]:
-        """Return the first moments of all weights that can be corrected as lost, by parameter.
+        """Return the first moments of all weights that can be corrected, as completely lost, by parameter.
 
-        Their rates go on in the line that they have been on since the snapshot.
+        Their learning rates are extrapolated linearly from the snapshot.
         """
         found = {}
         for parameter, one in trained.items():
@@ -184,9 +184,9 @@ class UpdateTracker:
         return found
 
     def guides(self, trained: Mapping[str, ParamState], step: int | None) -> dict[str, SideInformation]:
-        """Return the side information of first moments by their names: update scale, and bound.
+        """Return the side information of first moments, update scale and bound, by their names.
 
-        Where training has moved less, as between frequent saves, they do not count for more than that.
+        The update scale is limited by the update that training has made since the snapshot.
         """
         found = {}
         for parameter, lost in self.lost(trained, step).items():
@@ -201,9 +201,9 @@ class UpdateTracker:
     def _moved(
         self, parameter: str, one: ParamState, step: int | None, decay: MomentumDecay
     ) -> tuple[Sample | None, float]:
-        """Measure what training has moved a weight's sample since the snapshot, and in how many updates.
+        """Return the update of a weight's sample since the snapshot, and the number of updates.
 
-        None where there is no snapshot; no updates where it has not moved.
+        The update is None without a snapshot; the number is 0 if the weight has not changed.
         """
         last, now = self._snapshots.get(parameter), _sampled(one.weight)
         if last is None or now.shape != last.sample.shape:
@@ -220,10 +220,10 @@ class UpdateTracker:
         lost: Mapping[str, LostMomentum],
         pool: Pool = dict,
     ) -> dict[str, float]:
-        """Measure by which share of its moves each weight is to be moved, by parameter.
+        """Measure the share of its lost updates that is applied to each weight, by parameter.
 
-        A share that cannot be measured now is the one that was measured last; without one it is left out.
-        Where a process has parts of weights, `pool` adds up the products of all processes.
+        If a share cannot be measured now, the last measured one is used; without one it is left out. If a
+        process has parts of weights only, `pool` adds up the inner products of all processes.
         """
         found, known = {}, dict[str, float]()
         for parameter, one in lost.items():
@@ -236,7 +236,7 @@ class UpdateTracker:
                 has_lost = self._snapshots[parameter].has_lost
                 in_noise = one.decay.in_noise(n_updates, from_zero=has_lost)
                 found[parameter] = ProjectionStats.of(one.sample(), moved, in_noise, n_free)
-            elif self._snapshots[parameter].is_restored:  # what the file loses was lost before
+            elif self._snapshots[parameter].is_restored:  # the lost part was already lost in the restore
                 known[parameter] = 0.0
         self._shares |= shares_of(pool(found))
         return {name: self._shares[name] for name in lost if name in self._shares} | known
@@ -247,11 +247,11 @@ class Momentum:
     """Momentum correction of the weights of a file.
 
     Attributes:
-        tracker: of the run.
-        step: of the file; None where it is not known.
+        tracker: the update tracker of the run.
+        step: step of the file, or None if unknown.
         trained: weights with optimizer state, by parameter; None to find them in the file, see `known`.
-        restored: first moments as another file restores them, by their names there; None where they stand
-            in the same file.
+        restored: first moments restored from another file, by their names there; None if they are in the
+            same file.
         pool: see `UpdateTracker.shares`.
     """
 
@@ -264,17 +264,17 @@ class Momentum:
     def known(
         self, tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
     ) -> Momentum:
-        """Find the weights in a file, where they are not known, by the state of its optimizers."""
+        """Return the correction with the weights of a file, if needed found by its optimizer state."""
         return (
             self if self.trained is not None else replace(self, trained=param_states_in(tensors, tree, roles))
         )
 
     def snapshot(self, *, is_restored: bool) -> None:
-        """Record the weights as those that a save has taken, or that a restore has left."""
+        """Record the weights as the snapshot of a save or a restore."""
         self.tracker.snapshot(self.trained or {}, self.step, is_restored=is_restored)
 
     def guides(self) -> dict[str, SideInformation]:
-        """Return side information of first moments in the same file, by name."""
+        """Return the side information of first moments in the same file, by name."""
         return {} if self.restored is not None else self.tracker.guides(self.trained or {}, self.step)
 
     def moves(self) -> Moves:
@@ -290,7 +290,7 @@ class Momentum:
     def _moved(
         self, trained: Mapping[str, ParamState], restored: Mapping[str, TensorSource]
     ) -> tuple[dict[str, MovedSource], dict[str, str]]:
-        """Move weights by what is lost of their first moments; give them, and notes on others, by name."""
+        """Return weights with correction, and notes about weights without, by name."""
         known = self.tracker.lost(trained, self.step)
         lost = {}
         for parameter, one in known.items():
@@ -324,18 +324,18 @@ class Momentum:
 
 
 def bounds_of(trained: Mapping[str, ParamState]) -> dict[str, SideInformation]:
-    """Return how large first moments may be restored, by their names; nothing of what has no known bound."""
+    """Return side information with the bounds of first moments by their names, where bounds are known."""
     lost = ((one, _lost(one, None)) for one in trained.values())
     return {one.names[own.decay.moment]: own.bound for one, own in lost if own is not None}
 
 
 def _rounded_from(weight: TensorSource, master: TensorSource) -> LazySource:
-    """Return a weight of 16 bits, rounded from its master."""
+    """Return a 16-bit weight, rounded from its fp32 master."""
     return LazySource.of(weight, lambda begin, end: rounded(master.patterns(begin, end), weight))
 
 
 def _n_updates(last: _WeightSnapshot, one: ParamState, step: int | None) -> float:
-    """Count the updates of a parameter since its snapshot; 0 where they are not counted."""
+    """Return the number of updates of a parameter since its snapshot; 0 if unknown."""
     if one.updates is not None:
         return one.updates - (last.updates or 0.0)
     return 0.0 if step is None or last.step is None else step - last.step
@@ -351,7 +351,7 @@ def _sampled(source: TensorSource) -> Sample:
 
 
 def _at_samples(source: TensorSource, values: Callable[[int, int], Sample]) -> Sample:
-    """Take the sampled elements of values that are computed chunk by chunk."""
+    """Return the sampled elements of values that are computed chunk by chunk, float32 [n]."""
     stride = stride_of(source.n_patterns)
     return np.concatenate([values(b, e)[-b % stride :: stride] for b, e in source.chunk_bounds()])
 

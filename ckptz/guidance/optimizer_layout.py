@@ -1,10 +1,9 @@
-"""The layout of optimizer state: which parameter each of its numbers stands for.
+"""Identifies the parameters of numbered optimizer state.
 
-torch's optimizers number their state by the order of their parameter groups. The parameter of a number is
-found by the names that the user or newer groups give, by the order of the model where that is a torch state
-too, by a shape that nothing else has, or by the order of the model that a config.json describes. Where none
-of this decides, and where a moment belongs to no weight of the checkpoint at all, the state stays lossless
-and a note names it: nothing is guessed.
+torch's optimizers number their parameters in the order of the parameter groups. The parameter of a number is
+identified by names from the user or from newer groups, by the order of the model if it is a torch state too,
+by a unique shape, or by the order of the model that a config.json describes. If none of these decides, or a
+moment belongs to no weight of the checkpoint, the state stays lossless, with a note.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from ckptz.kernels.floats import Patterns
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import TensorRef, parse_tree
 
-# Weights of a state_dict that no optimizer knows: statistics of batch normalisation.
+# Tensors of a state_dict that no optimizer has: statistics of batch normalisation.
 BUFFERS: Final = re.compile(r"(^|\.)running_(mean|var)$")
-# States that have the shape of their parameter.
+# Kinds of state with the shape of their parameter.
 WHOLE_STATES: Final = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "variance")
 Known = tuple[dict[str, Role], list[str]]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamState:
-    """A weight, with the state and the settings that its optimizer keeps for it.
+    """A weight with its optimizer state and settings.
 
     Attributes:
-        name: of the weight in its file.
+        name: name of the weight in its file.
         weight: its values.
-        settings: of its parameter group, plain values.
-        state: of the parameter: tensors, and numbers, by what the optimizer calls them.
-        names: of these tensors in their file.
-        is_adamw: whether the optimizer is an AdamW, which older versions of torch do not tell from Adam.
-        rounded: name of the weight of 16 bits that this one is the master of, with its values; or None.
+        settings: settings of its parameter group, as plain values.
+        state: tensors and numbers of its optimizer state, by the optimizer's keys.
+        names: names of these tensors in their file, by key.
+        is_adamw: whether the optimizer is AdamW, which older versions of torch do not record.
+        rounded: name and values of the 16-bit weight that this weight is the fp32 master of, or None.
     """
 
     name: str
@@ -60,27 +59,27 @@ class ParamState:
 
     @property
     def rate(self) -> float | None:
-        """Rate of the next update; None if it is not known."""
+        """Learning rate of the next update; None if unknown."""
         found = self.settings.get("lr")
         return found if isinstance(found, int | float) else None
 
     @property
     def updates(self) -> float | None:
-        """Updates that it has had; None where its optimizer does not count them."""
+        """Number of its updates; None if its optimizer does not count them."""
         found = self.state.get("step")
         return float(found) if isinstance(found, int | float) else None
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerEntry:
-    """State and settings that an optimizer keeps for one parameter, as in `ParamState`."""
+    """State and settings of an optimizer for one parameter, as in `ParamState`."""
 
     key: Any  # number or name in the optimizer's state
     group: int  # position of its parameter group
     settings: Mapping[str, Any]
     state: Mapping[str, Any]
     names: Mapping[str, str]
-    label: str | None  # name of the parameter, if the group or the key tells it
+    label: str | None  # name of the parameter, if the group or the key contains it
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -111,21 +110,21 @@ def known_roles(
     model_tree: Any = None,
     names: ParameterNames = NO_NAMES,
 ) -> Known:
-    """Find the parameters of numbered optimizer state, and say what stays unknown.
+    """Determine the roles of numbered optimizer state.
 
     Args:
-        tensors: of the checkpoint.
-        tree: as in `Index.tree`, or None.
-        rules: the user's rows of the table of roles, which nothing here overrules.
-        own: names of tensors that come from a file of optimizer state.
-        model_tree: the tree of the weights, if that is another one.
-        names: where names of numbered parameters may come from.
+        tensors: tensors of the checkpoint.
+        tree: tree of the checkpoint as in `Index.tree`, or None.
+        rules: the user's additions to the table of roles, which have priority.
+        own: names of tensors from a file of optimizer state.
+        model_tree: the tree of the weights, if it is another one.
+        names: sources of the names of numbered parameters.
 
     Returns:
-        The roles of tensors where names alone do not say them, and notes for the user.
+        The roles of tensors that do not follow from their names, and notes about unknown ones for the user.
 
     Raises:
-        ConfigError: the names that the user gives are not those of this checkpoint.
+        ConfigError: the names from the user do not match this checkpoint.
     """
     owned: dict[str, Role] = {}
     notes: list[str] = []
@@ -153,9 +152,9 @@ def roles_beside(
     model_tree: Any,
     rules: Sequence[Rule] = (),
 ) -> Known:
-    """Find the roles of tensors that are `read` from a checkpoint beside the weights of another one.
+    """Determine the roles of tensors that are `read` from another checkpoint than the weights.
 
-    A file that holds weights itself says whose moments it has; of optimizer state alone, the model decides.
+    If that checkpoint has weights, they identify its moments; if not, the weights of the model do.
     """
     alone = known_roles(read, tree, rules)
     for name, source in read.items():
@@ -166,7 +165,7 @@ def roles_beside(
 
 
 def optimizers_in(node: Any) -> Iterator[Mapping[Any, Any]]:
-    """Find the states of torch optimizers anywhere in the root of a tree."""
+    """Yield the states of all torch optimizers in a tree, at any level."""
     is_mapping = isinstance(node, Mapping)
     if is_mapping and isinstance(node.get("state"), Mapping) and isinstance(node.get("param_groups"), list):
         yield node
@@ -178,14 +177,14 @@ def optimizers_in(node: Any) -> Iterator[Mapping[Any, Any]]:
 def param_states_in(
     tensors: Mapping[str, TensorSource], tree: dict[str, Any] | None, roles: Mapping[str, Role]
 ) -> dict[str, ParamState]:
-    """Find the weights of a file that torch optimizers in it train, by parameter.
+    """Return the weights in a file with torch optimizer state in the same file, by parameter.
 
-    Where the file has the fp32 master of a weight of 16 bits, that is what is trained.
+    If the file has the fp32 master of a 16-bit weight, the master is returned.
 
     Args:
-        tensors: of the file.
-        tree: of the file, as in `Index.tree`.
-        roles: what its tensors are; those of numbered states have the names of their parameters.
+        tensors: tensors of the file.
+        tree: tree of the file, as in `Index.tree`.
+        roles: roles of the tensors, which name the parameters of numbered states.
     """
     found: dict[str, ParamState] = {}
     weights = {roles[name].parameter: name for name in tensors if roles[name].role == "weight"}
@@ -212,10 +211,10 @@ def _master_of(
     tensors: Mapping[str, TensorSource],
     roles: Mapping[str, Role],
 ) -> str | None:
-    """Find the fp32 tensor that a weight of 16 bits is rounded from, by its name and its values; or None."""
+    """Find the fp32 tensor that a 16-bit weight is rounded from, by name and values; or None."""
     if not can_move(weight) or weight.dtype.name == "F32":
         return None
-    own = parameter.partition(".")[2] or parameter  # behind what parts of a state are called by
+    own = parameter.partition(".")[2] or parameter  # without the name of the part of a state
     for name, source in tensors.items():
         is_like = source.shape == weight.shape and source.dtype.name == "F32" and can_move(source)
         if not (is_like and roles[name].role == "weight" and roles[name].parameter.endswith(f".{own}")):
@@ -227,7 +226,7 @@ def _master_of(
 
 
 def can_move(weight: TensorSource) -> bool:
-    """Return whether a weight has values that momentum correction can change."""
+    """Return whether the dtype of a weight allows momentum correction."""
     return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_patterns > 0
 
 
@@ -261,7 +260,7 @@ def _children(node: Any) -> Iterable[Any]:
 
 
 def entries_in(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) -> Iterator[OptimizerEntry]:
-    """Yield what an optimizer keeps for each parameter, in the order of its groups.
+    """Yield the state of an optimizer for each parameter, in the order of its groups.
 
     Args:
         state: the optimizer's state_dict, with a TensorRef for each stored tensor.
@@ -287,10 +286,10 @@ def entries_in(state: Mapping[Any, Any], tensors: Mapping[str, TensorSource]) ->
 
 
 def unflattened(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the optimizers in a state whose names torch.distributed.checkpoint has made flat.
+    """Yield the optimizers in a state that torch.distributed.checkpoint has flattened.
 
-    Names are "optimizer.state.layer.weight.exp_avg", beside "optimizer.param_groups.0.lr", or
-    "optimizer.param_groups.layer.weight.lr" where the state was flat before.
+    Names are "optimizer.state.layer.weight.exp_avg" and "optimizer.param_groups.0.lr", or
+    "optimizer.param_groups.layer.weight.lr" if the state was already flat.
     """
     for begin in {n[: f".{n}".find(".param_groups.")] for n in state if ".param_groups." in f".{n}"}:
         groups: dict[str, dict[str, Any]] = {}
@@ -312,7 +311,7 @@ def unflattened(state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def weights_of(names: Iterable[str], parameters: Collection[str]) -> dict[str, str]:
-    """Find the weight of each parameter: the first tensor whose name ends with the parameter's."""
+    """Return the weight of each parameter: the first tensor whose name ends with the parameter's."""
     weights: dict[str, str] = {}
     for name in names:
         parts = name.split(".")
@@ -329,7 +328,7 @@ def _labelled(
     listed, n = names.listed(), sum(map(len, optimizers))
     if names.listed_in is not None and len(listed) != n:
         raise ConfigError(
-            f"{names.listed_in}: holds {len(listed)} names, and the optimizer numbers {n} parameters; give "
+            f"{names.listed_in}: has {len(listed)} names, and the optimizer numbers {n} parameters; list "
             "one on each line, in the order of the numbers"
         )
     labels = iter(listed)
@@ -347,10 +346,10 @@ def _join(
     notes: list[str],
     names: ParameterNames,
 ) -> dict[str, Role]:
-    """Find the roles of one optimizer's state by the names of its parameters.
+    """Determine the roles of one optimizer's state by the names of its parameters.
 
-    A state may hold a model and averages of it. So where its weights together do not fit the optimizer, the
-    first of its parts that does is the model.
+    A state may contain a model and averages of it: if all of its weights together do not match the optimizer,
+    the first part that does is used as the model.
     """
     if not any(entry.names for entry in entries):
         return {}
@@ -359,7 +358,7 @@ def _join(
         for name, source in tensors.items()
         if roles[name].role == "weight" and name not in inside and not BUFFERS.search(name)
     }
-    # A safetensors file has its tensors in an order of its own.
+    # The order of tensors in a safetensors file is not that of the model.
     parameters, fault = _parameters(entries, list(weights.values()), ordered >= set(weights), names)
     for part in parts if fault else ():
         own = {name: weight for name, weight in weights.items() if name in part}
@@ -381,7 +380,7 @@ def _join(
 def _parameters(
     entries: Sequence[OptimizerEntry], weights: Weights, is_ordered: bool, names: ParameterNames
 ) -> tuple[dict[Any, str], str]:
-    """Find the parameter of each key; the text says why some were not found, or is empty."""
+    """Return the parameter of each key, and the reason why some were not found, or an empty string."""
     if names.listed_in is not None:
         _check_listed(entries, weights, names.listed_in)
     parameters, fault = _match(entries, weights, is_ordered=is_ordered)
@@ -397,14 +396,14 @@ def _check_listed(entries: Sequence[OptimizerEntry], weights: Weights, listed_in
         if entry.names and entry.shape not in (None, shapes[label]):
             raise ConfigError(
                 f"{listed_in}: {entry.label!r} has shape {list(shapes[label])}, and parameter {entry.key} of "
-                f"the optimizer {list(entry.shape or ())}; give the names in the order of the numbers"
+                f"the optimizer {list(entry.shape or ())}; list the names in the order of the numbers"
             )
 
 
 def _match(
     entries: Sequence[OptimizerEntry], weights: Weights, *, is_ordered: bool
 ) -> tuple[dict[Any, str], str]:
-    """Find the parameter of each key by labels, order or shapes in the checkpoint, or say what is wrong."""
+    """Return the parameter of each key by labels, order or shapes in the checkpoint, and a fault or ""."""
     shapes = dict(weights)
     labels = {entry.key: (entry.label or "").removeprefix("model.") for entry in entries}
     if all(label in shapes for label in labels.values()):
@@ -421,7 +420,7 @@ def _match(
 def _match_by_model(
     entries: Sequence[OptimizerEntry], weights: Weights, names: ParameterNames
 ) -> tuple[dict[Any, str], str] | None:
-    """Find parameters in the order of the model that a folder describes; None if no order fits, or two do."""
+    """Return parameters in the order of the model that a folder describes; None if no or two orders match."""
     shapes = dict(weights)
     ways = []
     for order in names.orders():
@@ -462,7 +461,7 @@ def _lossless_states(
 ) -> dict[str, Role]:
     """Assign the role "other", which stays lossless, to state with unknown keys or unknown weights.
 
-    `inside` are names of optimizer state, `given` those whose role the user has given; they keep it.
+    `inside` are names of optimizer state, `given` those whose role the user has set, which is kept.
     """
     free = {name: source for name, source in tensors.items() if name not in given}
     unknown = [name for name in free if name in inside and roles[name].role == "weight"]
@@ -480,7 +479,7 @@ def _lossless_states(
     weights = [name for name in tensors if roles[name].role == "weight" and name not in inside]
     parameters = {roles[name].parameter for name in weights}
     alone = [n for n in free if roles[n].role in MOMENT_ROLES and roles[n].parameter not in parameters]
-    # A checkpoint without a model has moments alone, whatever numbers stand beside them.
+    # Without a large weight the checkpoint has no model, only counters; its moments then keep their roles.
     if alone and any(_is_large(tensors[name]) for name in weights):
         states |= {name: replace(roles[name], role="other") for name in alone}
         notes.append(

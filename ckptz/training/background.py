@@ -1,4 +1,4 @@
-"""One job at a time on a thread of its own; its error surfaces at the next call.
+"""Runs one job at a time on a separate thread; its error is raised by the next call.
 
 The thread is never joined: on Python 3.11, a `Thread.join` that Ctrl-C interrupts takes a running thread for
 an ended one, and memory that the job still reads would be overwritten. The job is a `Task`, which is waited

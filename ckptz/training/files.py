@@ -464,7 +464,7 @@ class StepReader:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the file holds every value as it was saved."""
+        """Return whether no tensor of the file is lossy."""
         return not self.lossy
 
     @property

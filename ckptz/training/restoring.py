@@ -1,4 +1,4 @@
-"""The files of a step, opened to be restored, and the parts of the run that they hold.
+"""Opens and reads the files of a step for a restore.
 
 What a residual makes exact comes back so. A step is exact as a whole or not at all: what training goes on
 from is one of the two that were measured, never a mixture.

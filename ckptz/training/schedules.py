@@ -62,7 +62,7 @@ class Schedule:
         return self._last is not None and self._last[0] < self.largest
 
     def restore(self, optimizers: Sequence[Optimizer], step: int, largest: object) -> None:
-        """Note the rates of a restore; `largest` is what the saved state says of the largest one."""
+        """Record the learning rates at a restore; `largest` is the largest one in the saved state."""
         self.largest = _rate(largest) or 0.0
         self.mark(optimizers, step)
 
@@ -143,7 +143,7 @@ def _main_group(optimizers: Sequence[Optimizer]) -> dict[str, Any] | None:
 
 
 def rate_of(group: Mapping[str, Any], key: str = "lr") -> float | None:
-    """Read a rate of a parameter group; None if it is no such number."""
+    """Return a rate of a parameter group; None if it is not a finite number of at least 0."""
     return _rate(group.get(key))
 
 
@@ -211,7 +211,7 @@ def _stepped(scheduler: LRScheduler, group: Mapping[str, Any]) -> Iterator[float
 
 
 def _copied(scheduler: LRScheduler, optimizer: Optimizer) -> LRScheduler:
-    """Copy a scheduler, and those that it is made of, for another optimizer."""
+    """Copy a scheduler, including nested schedulers, for another optimizer."""
     own = copy.copy(scheduler)
     own.__dict__ = {
         key: copy.copy(value) if isinstance(value, list | dict) else value

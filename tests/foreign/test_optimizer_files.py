@@ -278,8 +278,8 @@ def test_names_of_a_file_say_whose_moments_they_are(tmp_path: Path) -> None:
     assert all(not torch.equal(restored[f"state.{i}.exp_avg"], exact[i]["exp_avg"]) for i in (0, 4, 6))
 
     for lines, said in (
-        (names[:-1], r"names\.txt: holds 7 names, and the optimizer numbers 8 parameters"),
-        ([*names, "more"], "holds 9 names, and the optimizer numbers 8"),
+        (names[:-1], r"names\.txt: has 7 names, and the optimizer numbers 8 parameters"),
+        ([*names, "more"], "has 9 names, and the optimizer numbers 8"),
         ([*names[:-1], "out.scale"], r"no weight of the checkpoint is called 'out\.scale'"),
         ([names[1], names[0], *names[2:]], r"'up\.bias' has shape \[96\], and parameter 0 .*\[96, 48\]"),
         ([*names[:-1], names[0]], "names a parameter twice"),
