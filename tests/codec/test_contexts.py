@@ -58,8 +58,16 @@ def test_flat_tensors_have_runs_too(tmp_path: Path, n_rest: int) -> None:
     np.testing.assert_array_equal(load_file(path)["w"], values)
 
 
-@pytest.mark.parametrize("n", [(1 << 18) + 32, (1 << 19) + 100, (1 << 20) + 64, (1 << 20) + 512 * 3 + 256])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize(
+    ("n", "dtype"),
+    [
+        ((1 << 18) + 32, np.float32),
+        ((1 << 19) + 100, np.float16),
+        ((1 << 20) + 64, np.float32),
+        ((1 << 20) + 512 * 3 + 256, np.float16),
+        ((1 << 18) + 32, np.float64),
+    ],
+)
 def test_lengths_that_no_run_divides_come_back(tmp_path: Path, n: int, dtype: Any) -> None:
     values = (np.random.default_rng(n).standard_normal(n) * np.repeat([1, 64], [n // 3, n - n // 3])).astype(
         dtype

@@ -49,14 +49,13 @@ def coded(tensor: torch.Tensor, config: KMeans) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "config",
+    ("dtype", "config"),
     [
-        KMeans(levels=16),
-        KMeans(levels=5, prune=0.3, protect=0.02, protect_as="bf16"),
-        KMeans(levels=2, protect=0),
-        KMeans(levels=255, protect=0.001),
+        (torch.float32, KMeans(levels=16)),
+        *((dtype, KMeans(levels=5, prune=0.3, protect=0.02, protect_as="bf16")) for dtype in DTYPES),
+        (torch.bfloat16, KMeans(levels=2, protect=0)),
+        (torch.float16, KMeans(levels=255, protect=0.001)),
     ],
 )
 def test_codes_are_those_of_the_cpu_kernels(device: str, dtype: torch.dtype, config: KMeans) -> None:

@@ -223,9 +223,12 @@ def envelope_of(path: Path) -> bytes:
     return path.read_bytes()[:4000]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "make", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr=10 * lr, momentum=0.9)]
+    ("dtype", "make"),
+    [
+        (torch.float32, torch.optim.AdamW),
+        (torch.bfloat16, lambda p, lr: torch.optim.SGD(p, lr=10 * lr, momentum=0.9)),
+    ],
 )
 def test_a_state_keeps_the_directions_of_its_first_moments(
     tmp_path: Path, dtype: torch.dtype, make: Any

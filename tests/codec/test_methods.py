@@ -1,7 +1,5 @@
 """A method is one file and one row: one that is registered from outside works in every door."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from ckptz.format.plan import Domain, ExplicitTable, Plan, QuantizationMap
 from ckptz.numpy import load_file, save_file
 from ckptz.search.spaces import SPACES, CubeSpace, MultiplierSpace
 from ckptz.state.roles import Role
+from tests.support.cli_support import ckptz as command
 
 torch = pytest.importorskip("torch")
 
@@ -196,15 +195,10 @@ def test_a_search_goes_along_its_axes(state: dict[str, Any], tmp_path: Path) -> 
         assert trial.predicted_bytes == pytest.approx(trial.n_bytes, rel=0.1), trial.config
 
 
-def test_the_command_line_shows_its_options(tmp_path: Path) -> None:
-    code = (
-        "import ckptz, tests.codec.test_methods as t;"
-        "ckptz.register(t.Sign); from ckptz_cli.main import main; main(['compress', '--help-methods'])"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
-    assert "--set gain=... (default 1.0)" in done.stdout, done.stderr
-    assert "multiple of the mean magnitude." in done.stdout
+def test_the_command_line_shows_its_options(sign: type[Sign]) -> None:
+    shown = command("compress", "--help-methods").stdout
+    assert "--set gain=... (default 1.0)" in shown
+    assert "multiple of the mean magnitude." in shown
 
 
 def test_the_command_line_takes_it(sign: type[Sign], state: dict[str, Any], tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 import argparse
 import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 import zipfile
@@ -17,10 +19,12 @@ torch = pytest.importorskip("torch")
 
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError  # noqa: E402
 from ckptz.foreign import torch_files  # noqa: E402
-from ckptz.format.publish import TEMPORARY_SUFFIX  # noqa: E402
+from ckptz.format.publish import TEMPORARY_SUFFIX, publish  # noqa: E402
 from ckptz.format.sources import chunk_bounds  # noqa: E402  # torch is optional
+from ckptz.state import flatten as spool  # noqa: E402
 from ckptz.state.flatten import Flat, flatten  # noqa: E402
 from ckptz.torch import load_state, save_state  # noqa: E402
+from tests.support.checkpointer_support import in_child  # noqa: E402
 from tests.support.cli_support import ckptz  # noqa: E402
 
 
@@ -329,37 +333,27 @@ def test_two_records_of_one_name_are_refused(small_file: Path) -> None:
         torch_files.read(small_file)
 
 
-FULL_DISK = """
-import os, resource, signal, sys
-from pathlib import Path
-import torch
-from ckptz.state import flatten as spool  # noqa: E402
-from ckptz.format.publish import publish
-from ckptz.foreign import torch_files  # noqa: E402
-from ckptz.state.flatten import flatten
-folder = Path(sys.argv[1])
-flat = flatten({"w": torch.zeros(1 << 20)})
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-if sys.argv[2] == "save":
-    state = spool.unflatten(flat.tensors, flat.tree, folder)
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-try:
-    if sys.argv[2] == "save":
-        with publish(folder / "out.pt") as file:
-            torch_files.dump_state(file, state, folder / "out.pt")
-    else:
-        torch_files.write(folder / "out.pt", flat.tensors, flat.tree)
-except OSError as error:
-    sys.exit(0 if error.errno and not os.listdir(folder) else 3)
-sys.exit(4)
-"""
+def write_to_a_full_disk(folder: Path, stage: str) -> None:
+    flat = flatten({"w": torch.zeros(1 << 20)})
+    state = spool.unflatten(flat.tensors, flat.tree, folder) if stage == "save" else None
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+    number = None
+    try:
+        if stage == "save":
+            with publish(folder / "out.pt") as file:
+                torch_files.dump_state(file, state, folder / "out.pt")
+        else:
+            torch_files.write(folder / "out.pt", flat.tensors, flat.tree)
+    except OSError as error:
+        number = error.errno
+    assert number, "the disk takes all, or nobody knows why it does not"
+    assert not os.listdir(folder)
 
 
 @pytest.mark.parametrize("stage", ["spool", "save"])
 def test_a_full_disk_is_an_os_error_that_leaves_nothing(stage: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FULL_DISK, str(tmp_path), stage]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert in_child(lambda: write_to_a_full_disk(tmp_path, stage)) == 0
 
 
 def test_a_failing_source_leaves_the_old_file(tmp_path: Path) -> None:

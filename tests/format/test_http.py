@@ -122,7 +122,7 @@ BEHAVIOURS: dict[str, Callable[[Handler, bytes], None]] = {
 WORK = {"good", "good, whole", "gzip", "chunks", "no HEAD", "another range", "all to each range"}
 WORK |= {"a huge length to ranges"}
 # Only these never end by themselves: on a machine that has much else to do, others may take their time.
-SLOW = {"stalled", "stalled at once", "trickling", "trickling ranges"}
+SLOW = {"stalled", "stalled at once", "trickling", "trickling ranges", "another range"}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def served(request: pytest.FixtureRequest, data: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param in SLOW:
         monkeypatch.setattr(byte_source, "PATIENCE", 0.5)
+    if request.param.startswith("trickling"):
         monkeypatch.setattr(byte_source, "LEAST_RATE", 1 << 24)
     monkeypatch.setattr(byte_source, "MAX_UNKNOWN", 1 << 23)
     behave = BEHAVIOURS[request.param]
