@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from ckptz import Checkpointer, KeepPolicy
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest
-from ckptz.run.step_files import COMPLETE, INDEX_FILE, METRIC_KEY
+from ckptz.run.step_files import COMPLETE, INDEX_FILE, METRIC_KEY, Listing, StepFile
 
 SIZE = 600
 
@@ -45,6 +46,7 @@ class Writer(ABC):
     last: str | None = None  # the file that is written last into a folder
     has_metrics = False  # whether files record one
     is_split = False  # whether the optimizer state is in files of its own
+    goes_forward = False  # whether it saves no step that is there, and none before others
     n_calls = 10  # of the system that change the folder, in a save
 
     def __init__(self, run: Path, full_every: int, step: int | None) -> None:
@@ -118,6 +120,46 @@ class FoldersOfParts(Folders):
 
     def is_whole(self, step: int) -> bool:
         return Writer.is_whole(self, step)
+
+
+class Checkpoints(Writer):
+    """The Checkpointer, opened anew for each save; it goes on from an earlier step without the later ones."""
+
+    name, has_metrics, goes_forward = "step-{:08}.ckptz", True, True
+    n_calls = 14
+
+    @classmethod
+    def steps(cls, run: Path) -> set[int]:
+        listing = Listing.of(dict.fromkeys(os.listdir(run), 1))
+        return {file.step for file in listing.sizes.keys() - listing.hidden}
+
+    def opened(self) -> tuple[torch.nn.Module, Checkpointer]:
+        model, keep = torch.nn.Linear(SIZE, 1, bias=False), KeepPolicy(last=None)
+        how: dict[str, Any] = {"full_every": self.options.full_every, "background": False, "jobs": 1}
+        return model, Checkpointer(self.run, model, keep=keep, **how)
+
+    def begin(self, path: Path | None) -> None:
+        file = None if path is None else StepFile.parse(path.name)
+        self.step = None if file is None else file.step
+        if self.step is not None:
+            with self.opened()[1] as checkpointer:
+                checkpointer.discard_after(self.step)
+
+    def save(self, step: int, value: int) -> None:
+        model, checkpointer = self.opened()
+        with checkpointer:
+            if self.step is not None:
+                checkpointer.restore(self.step)
+            with torch.no_grad():
+                model.weight.copy_(weights_of(value)[None])
+            checkpointer.save(step, metric=metric(value))
+        self.step = step
+
+    def read(self, step: int) -> torch.Tensor:
+        model, checkpointer = self.opened()
+        with checkpointer:
+            checkpointer.restore(step)
+        return model.weight[0].detach()
 
 
 class Dcp(Writer):
@@ -259,6 +301,7 @@ def quietly(call: Any, *given: Any) -> Any:
 WRITERS: dict[str, type[Writer]] = {
     "folders": Folders,
     "folders of parts": FoldersOfParts,
+    "checkpointer": Checkpoints,
     "dcp": Dcp,
     "lightning": Lightning,
     "accelerate": Accelerate,
