@@ -251,7 +251,7 @@ def test_a_tree_that_does_not_fit_its_tensors_is_corrupt(tmp_path: Path) -> None
             "different strides",
         ),
         ({"root": {"tensor": "x"}, "storages": []}, "'x' is not in the file"),
-        ({"root": None, "storages": []}, "where tensor 'w' belongs"),
+        ({"root": None, "storages": []}, "does not refer to tensor 'w'"),
         (view(offset=1), "beyond its storage"),
         (view(shape=[7]), "beyond its storage"),
         (view(shape=[(1 << 63) - 1]), "beyond its storage"),

@@ -335,7 +335,7 @@ def test_a_tree_must_name_the_tensors_of_its_file() -> None:
     tree.check_names(["a", "b", "c", "x"])
     with pytest.raises(CorruptionError, match="'c' is not in the file"):
         tree.check_names(["a", "b", "x"])
-    with pytest.raises(CorruptionError, match="where tensor 'y' belongs"):
+    with pytest.raises(CorruptionError, match="does not refer to tensor 'y'"):
         tree.check_names(["a", "b", "c", "x", "y"])
 
 
