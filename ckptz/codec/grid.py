@@ -308,7 +308,7 @@ class Grid(Method):
             return Method.recipes(weights, tensors, roles)
         return state_recipes(tensors, roles, trained, self.moments, weights, self.step)
 
-    def for_restarts(self, n: int, *, is_guided: bool = True, healing: float = 1.0) -> Self:
+    def for_restarts(self, n: int, *, is_guided: bool = True, late_factor: float = 1.0) -> Self:
         """Return finer steps for more restarts, since each restart adds a loss that grows with the step.
 
         Full files get still finer steps, because the error of the first one remains through all restarts.
@@ -316,9 +316,9 @@ class Grid(Method):
         """
         share = RESTART_SHARE * min(max(USUAL_RESTORES / n, 1 / 16), 1.0)
         step = self.step * share * (1.0 if is_guided else UNGUIDED_SHARE)
-        finer = self._with_step(step * healing, share)
-        full_step = self.full_step or step * min(FULL_SHARE, healing)
-        return replace(finer, full_step=full_step, most_moves=self.most_moves * healing)
+        finer = self._with_step(step * late_factor, share)
+        full_step = self.full_step or step * min(FULL_SHARE, late_factor)
+        return replace(finer, full_step=full_step, most_moves=self.most_moves * late_factor)
 
     def scaled(self, multiplier: float) -> Self:
         """Return the settings with all steps multiplied; the steps of moments have a maximum."""

@@ -133,16 +133,16 @@ class Method:
         """Number of elements below which a tensor stays lossless."""
         return 0
 
-    def for_restarts(self, n: int, *, is_guided: bool = True, healing: float = 1.0) -> Self:
+    def for_restarts(self, n: int, *, is_guided: bool = True, late_factor: float = 1.0) -> Self:
         """Return the settings for a run that restarts `n` times (at least 1) from its lossy files.
 
         Args:
             n: the expected number of restarts.
             is_guided: whether the optimizer has second moments, which measure sensitivity.
-            healing: factor of the steps of weights, below 1 near the end of training, when little training is
-                left to correct errors.
+            late_factor: factor of the steps of weights, below 1 near the end of training, when little
+                training is left to correct errors.
         """
-        del n, is_guided, healing
+        del n, is_guided, late_factor
         return self
 
     def for_shards(self) -> Self:

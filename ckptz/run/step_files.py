@@ -41,7 +41,7 @@ ENDLESS: Final = 1 << 30  # number of saves for a file that is never deleted
 _NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact(?:-[0-9a-f]{16})?)?\.ckptz")
 _HIDDEN: Final = ".hidden"
 ALL_EXACT: Final = (
-    "all steps that stay are kept exact, so files that may lose something take more room than without loss: "
+    "all kept steps are exact, so lossy files with their residual files take more disk than lossless ones: "
     "keep more steps, or exact=0"
 )
 

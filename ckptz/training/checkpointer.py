@@ -441,8 +441,8 @@ class Checkpointer:
         expected *= 2**self._curve.n_finer
         states = (own for one in self._optimizers for own in one.state.values())
         is_guided = not self._optimizers or any(SECOND_MOMENTS & {*own} for own in states)
-        healing, notes = self._schedule.share_of_step(self._optimizers, self.extra.values(), step)
-        return self._config.for_restarts(expected, is_guided=is_guided, healing=healing), notes
+        late_factor, notes = self._schedule.share_of_step(self._optimizers, self.extra.values(), step)
+        return self._config.for_restarts(expected, is_guided=is_guided, late_factor=late_factor), notes
 
     def _searched(
         self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int
@@ -760,15 +760,15 @@ def _comparable(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dic
 def _about(error: BaseException, what: str) -> BaseException:
     """Return an error of the same kind that names the lost step."""
     if isinstance(error, OSError):
-        remedy = "the steps before it are whole; repair the disk, and save again"
+        remedy = "earlier steps are intact; repair the disk, and save again"
         if isinstance(error, FileNotFoundError):
-            remedy = "a file or the whole folder was removed meanwhile; see what is there, and save again"
+            remedy = "a file or the folder was removed during the save; check the folder, and save again"
         elif error.errno in _FULL:
-            remedy = "the steps before it are whole; make room, and save again"
+            remedy = "earlier steps are intact; free disk space, and save again"
         elif error.errno in NOT_ALLOWED:
-            remedy = "the steps before it are whole; check the folder's owner and permissions, and save again"
-        elif isinstance(error, WriteError):  # which has a remedy
-            remedy = "the steps before it are whole"
+            remedy = "earlier steps are intact; check the folder's owner and permissions, and save again"
+        elif isinstance(error, WriteError):  # its message has a remedy
+            remedy = "earlier steps are intact"
         return WriteError(error.errno, f"{what}: {error.strerror or error}; {remedy}")
     if isinstance(error, CkptzError):
         return with_context(error, what)

@@ -95,7 +95,7 @@ def test_a_folder_keeps_its_time_when_residuals_go(tmp_path: Path) -> None:
 
 
 def test_who_keeps_no_more_steps_than_stay_exact_is_told() -> None:
-    with pytest.warns(RuntimeWarning, match="more room than without loss"):
+    with pytest.warns(RuntimeWarning, match="more disk than lossless ones"):
         CkptzStorageWriter(options=OPTIONS, keep_last=1)
     CkptzStorageWriter(options=OPTIONS, keep_last=2)
     CkptzStorageWriter(options=ChainOptions(jobs=1), keep_last=1)

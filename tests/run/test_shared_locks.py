@@ -167,8 +167,8 @@ def test_a_folder_that_may_only_be_read_is_one_clear_error(shared: Path, has_loc
     [
         (errno.EACCES, "check the folder's owner and permissions"),
         (errno.EROFS, "check the folder's owner and permissions"),
-        (errno.ENOSPC, "make room"),
-        (errno.EDQUOT, "make room"),
+        (errno.ENOSPC, "free disk space"),
+        (errno.EDQUOT, "free disk space"),
         (errno.EIO, "repair the disk"),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_save_that_fails_says_what_helps(
         monkeypatch.setattr("ckptz.run.folder.publish_together", refuse)
         with pytest.raises(WriteError) as caught:
             checkpointer.save(2)
-    remedies = ("check the folder's owner and permissions", "make room", "repair the disk")
+    remedies = ("check the folder's owner and permissions", "free disk space", "repair the disk")
     assert [one for one in remedies if one in str(caught.value)] == [remedy]
 
 

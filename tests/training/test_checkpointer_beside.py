@@ -74,7 +74,7 @@ def test_an_error_in_the_background_surfaces_once_at_the_next_call(
     checkpointer.save(2)
     arguments = (3,) if then == "save" else ()
     with pytest.raises(
-        WriteError, match=r"step 2 was not saved: .*quota.*the steps before it are whole"
+        WriteError, match=r"step 2 was not saved: .*quota.*earlier steps are intact"
     ) as caught:
         getattr(checkpointer, then)(*arguments)
     assert caught.value.errno == errno.EDQUOT
@@ -100,7 +100,7 @@ def test_a_folder_that_was_removed_is_said_to_be(tmp_path: Path, gate: Gate) -> 
         gate.error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         checkpointer.save(1)
         with pytest.raises(
-            WriteError, match=r"step 1 was not saved: .* the whole folder was removed meanwhile"
+            WriteError, match=r"step 1 was not saved: .* the folder was removed during the save"
         ):
             checkpointer.wait()
 
