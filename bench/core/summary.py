@@ -48,7 +48,7 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
     lossless, grid = (
         next(r for r in demo if r["method"] == f"ckptz {name}") for name in ("lossless", "grid")
     )
-    (ratio, end), (tuned_ratio, tuned_end) = (_restarted(task) for task in ("language", "fine-tune"))
+    what, ratio, later = _restarted()
     return [
         _row("the demo: training states, 6 steps", "without loss", _ratio(lossless)),
         _row("22.7 M weights of a sentence encoder, fp32", "without loss", 1 / float(encoder["of raw"])),
@@ -60,13 +60,7 @@ def readme_rows(demo: list[Mapping[str, object]]) -> list[Mapping[str, object]]:
             str(grid["loss at once"]),
             f"{grid['loss resumed']}, one restart",
         ),
-        _row(
-            "training states, 14 steps, restarted from the lossy files only",
-            "lossy: the grid method",
-            ratio,
-            "",
-            f"{end}; a fine-tune {tuned_end} ({tuned_ratio:.3g}x)",
-        ),
+        _row(what, "lossy: the grid method", ratio, "", later),
     ]
 
 
@@ -74,14 +68,18 @@ def _ratio(row: Mapping[str, object]) -> float:
     return float(str(row["ratio, weights and both moments"]).rstrip("x"))
 
 
-def _restarted(task: str) -> tuple[float, str]:
-    """Return the ratio and the end of runs that restart, as means over their seeds."""
-    rows = [r for r in read_rows("restarts") if (r["task"], r["arm"]) == (task, "grid, default")]
-    ratio, change = (
-        statistics.fmean(float(r[column]) for r in rows)
-        for column in ("state_ratio_with_full", "loss_change_percent, held out")
+def _restarted() -> tuple[str, float, str]:
+    """Describe all runs that restart and that no default was chosen on: what, median ratio, end."""
+    rows = [r for r in read_rows("user_runs") if (r["used"], r["arm"]) == ("to report", "grid, default")]
+    ends, ratios, restarts = (
+        [float(r[column].rstrip("x")) for r in rows] for column in ("end, %", "smaller", "restarts")
     )
-    return ratio, f"{change:+.2f} % after {rows[0]['n_restarts']} restarts"
+    return (
+        f"training states of {len(rows)} runs, each restarted {min(restarts):.0f} to "
+        f"{max(restarts):.0f} times from the lossy files only",
+        statistics.median(ratios),
+        f"median {statistics.median(ends):+.2f} %, worst {max(ends):+.2f} %",
+    )
 
 
 def _row(

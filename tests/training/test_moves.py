@@ -19,7 +19,7 @@ from ckptz.codec.grid import FULL_SHARE
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
-from ckptz.guidance.momentum import USUAL_SHARE, LostMomentum, UpdateTracker
+from ckptz.guidance.momentum import UNKNOWN_SHARE, UNSCALED_WORTH, USUAL_SHARE, LostMomentum, UpdateTracker
 from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, decay_of, shares_of
 from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.torch import load_file
@@ -548,6 +548,22 @@ def test_numbers_of_optimizers_are_one_tensor_of_a_lossy_file_and_come_back_apar
     assert all(count.untyped_storage().nbytes() == 4 for count in counts)
     run.train(1)
     assert [count.item() for count in counts] == [66.0, 66.0]
+
+
+def test_momentum_without_second_moments_is_worth_more_bits() -> None:
+    found = dict[str, float]()
+    for name in ("RMSprop", "SGD", "AdamW"):
+        run = Run(OPTIMIZERS[name], size=128)
+        run.train(20)
+        tracker = UpdateTracker()
+        tracker.snapshot(run.trained(), 20, is_restored=False)
+        guides = tracker.guides(run.trained(), 20)
+        guide = guides[run.trained()["weight"].names[decays(run)["weight"].moment]]
+        decay = decays(run)["weight"]
+        own = lost_of(run, decay).sample()
+        usual = decay.total / decay.root / (UNKNOWN_SHARE * np.sqrt(np.square(own).mean()))
+        found[name] = guide.update_scale / usual
+    assert found == pytest.approx({"RMSprop": UNSCALED_WORTH, "SGD": UNSCALED_WORTH, "AdamW": 1.0}, rel=1e-3)
 
 
 class SignOfMomentum(torch.optim.Optimizer):
