@@ -285,6 +285,8 @@ def _path(name: str, arm: str, seed: int) -> Path:
 def _restarted(plan: Plan, arm: str, seed: int) -> dict[str, Any]:
     trainer, folder = Trainer(plan.task, plan.first(seed)), Path(tempfile.mkdtemp(prefix="ckptz-user-runs-"))
     found: dict[str, Any] = {"sizes": [], "encode_cpu_s": [], "training_cpu_s": [], "beyond": [], "notes": []}
+    for group in trainer.optimizer.param_groups:  # as a scheduler of torch leaves it
+        group["initial_lr"] = max(map(plan.task.rate, range(trainer.step + 1)))
     saver: Checkpointer = saver_of(folder, trainer, ARMS[arm], plan)
     try:
         for index in range(plan.n_checkpoints):

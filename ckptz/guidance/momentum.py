@@ -32,9 +32,9 @@ from ckptz.kernels.floats import Patterns
 from ckptz.state.roles import Role
 
 SAMPLED: Final = 1 << 16  # maximum number of sampled elements of a weight
-# Worth of future updates that no second moment scales, as those of SGD. Where the loss is steep, an update along
-# momentum goes too far, so lost momentum costs more. On the image network of bench/studies/user_runs, ten
-# restarts at deltas of 41x cost 4.7 %; at 4 times the worth 27x, 1.6 %; at 10 times 21x, 1.2 %.
+# Worth of future updates that no second moment scales, as those of SGD. Where the loss is steep, an update
+# along momentum goes too far, so lost momentum costs more. On the image network of bench/studies/user_runs
+# ten restarts at deltas of 41x cost 4.7 %; at 4 times the worth 27x, 1.6 %; at 10 times 21x, 1.2 %.
 UNSCALED_WORTH: Final = 10.0
 UNKNOWN_SHARE: Final = 2.0  # assumed update between two saves / future update of a moment, if it is unknown
 Sample = NDArray[np.float32]

@@ -66,7 +66,7 @@ from ckptz.training.optimizers import (
 )
 from ckptz.training.origin import origin_of
 from ckptz.training.restoring import Restored, check_there, model_of, read_step, rest_of
-from ckptz.training.schedules import Schedule
+from ckptz.training.schedules import Schedule, is_end
 from ckptz.training.snapshot import MODEL, Snapshot
 from ckptz.training.state import (
     Extra,
@@ -425,24 +425,26 @@ class Checkpointer:
             live = model_state(self.model).items()
             shapes = {name: tuple(value.shape) for name, value in live if isinstance(value, torch.Tensor)}
             check_fits(calibration, shapes)
-        config, notes = self._config_at(step)
-        return LossSettings(config=config, calibration=calibration), notes
+        config, is_last, notes = self._config_at(step)
+        return LossSettings(config=config, calibration=calibration, is_last=is_last), notes
 
-    def _config_at(self, step: int) -> tuple[Method, tuple[str, ...]]:
+    def _config_at(self, step: int) -> tuple[Method, bool, tuple[str, ...]]:
         """Return the method for the expected number of restarts, doubled whenever these are used up.
 
-        Near the end of the run the steps are finer; notes name a schedule whose end is unknown.
+        Near the end of the run the steps are finer. Also return whether this is the end; notes name a
+        schedule whose end is unknown.
         """
         expected = self._expected
         if not expected or self._search is not None:
-            return self._config, ()
+            return self._config, False, ()
         while expected < self._n_restores:
             expected *= 2
         expected *= 2**self._curve.n_finer
         states = (own for one in self._optimizers for own in one.state.values())
         is_guided = not self._optimizers or any(SECOND_MOMENTS & {*own} for own in states)
         late_factor, notes = self._schedule.share_of_step(self._optimizers, self.extra.values(), step)
-        return self._config.for_restarts(expected, is_guided=is_guided, late_factor=late_factor), notes
+        config = self._config.for_restarts(expected, is_guided=is_guided, late_factor=late_factor)
+        return config, is_end(late_factor), notes
 
     def _searched(
         self, search: BudgetSearch, taken: StepState, method: LossSettings, step: int

@@ -74,12 +74,14 @@ class LossSettings:
         quality: quality records of files with these settings and `bases`.
         bases: content ids of the bases of the measured files, None for a full file. With any other base the
             tensors would differ, so the file is written without loss.
+        is_last: whether no training follows, so that weights are not moved by the momentum that is lost.
     """
 
     config: Method
     calibration: Calibrated | None = None
     quality: tuple[QualityRecord, ...] = ()
     bases: Mapping[FileKind, str | None] = field(default_factory=dict)
+    is_last: bool = False
 
     def against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
         """Return the loss settings of a file with this base."""
@@ -301,7 +303,7 @@ class StepWriter:
             metadata[METRIC_KEY] = repr(self._metric)
         method = self._against("weights", base)
         job = replace(state.job(state.weights, method), quality=method.quality, metadata=metadata)
-        if self._tracker is not None:
+        if self._tracker is not None and not method.is_last:
             momentum = Momentum(self._tracker, self._step, state.with_optimizers, lossy_tensors(restored))
             job = replace(job, momentum=momentum)
         return self._write("weights", sink, against(job, base))

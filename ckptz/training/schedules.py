@@ -7,7 +7,7 @@ Rates to come are those that a torch scheduler in `extra` gives a copy of its op
 last one that differs. Where none can be read, they follow from how far rates have fallen: after updates at
 rates that add up to S, and with a rate of the share f of the largest one, about S f^2 / (1 - f^2) are left.
 That is exact for a line to zero, and within a quarter of the truth for the last half of a cosine to a tenth.
-A tenth of the largest rate counts as the end: most cosines end there, and the rates before do not tell.
+A tenth of the largest rate counts as the end if rates have just fallen to it: most cosines end there.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ckptz.codec.method import USUAL_RESTORES
 
 ENOUGH: Final = 4.0  # intervals to come, like the last one, at which steps are as usual
-# Intervals that errors count for at the very end. With it, steps at the end are a fifth of the usual one:
+# Intervals that errors count for at the very end. With it, steps at the end are a tenth of the usual one:
 # noise counts by the share 1 / (1 + intervals to come) that is left of it, and is cheapest if steps follow
-# the root of that.
-AT_THE_END: Final = 0.16
+# the root of that. With 0.16 the last file of a language model, 90 updates behind its base, was 0.17 % worse
+# than its weights, with 0.04 0.08 %.
+AT_THE_END: Final = 0.04
 USUAL_END: Final = 0.1  # of the largest rate, where most cosines end
 MOST_STEPS: Final = 1 << 16  # of a scheduler that are tried
 LARGEST_RATE: Final = 1e100  # sums and squares of such stay finite
@@ -94,7 +95,7 @@ class Schedule:
             return 1.0, ()
         share, notes = 1.0, list[str]()
         schedulers = _schedulers(extra, optimizers)
-        left = so_far * _left_of_fall(rate / largest, is_by_hand=not schedulers)
+        left = so_far * _left_of_fall(rate / largest, may_end=has_fallen and not schedulers)
         for one in schedulers:
             last = getattr(one, "last_epoch", 0)
             updates = max(n_updates / last, 1.0) if last > 0 else 1.0  # of a step of the scheduler
@@ -105,6 +106,11 @@ class Schedule:
             elif known < math.inf:
                 left = known * updates
         return min(share, _share(left / interval)), tuple(notes)
+
+
+def is_end(share: float) -> bool:
+    """Return whether a share of the usual step is that of a file behind which no training comes."""
+    return share <= _share(0.0)
 
 
 def _schedulers(extra: Iterable[object], optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
@@ -122,11 +128,11 @@ def _n_updates(optimizers: Sequence[Optimizer], group: Mapping[str, Any], step: 
     return float(step)
 
 
-def _left_of_fall(fallen: float, *, is_by_hand: bool) -> float:
+def _left_of_fall(fallen: float, *, may_end: bool) -> float:
     """Return what is left to come of rates so far, by the share of the largest rate that the last one is."""
     if fallen >= 1:
         return math.inf
-    is_end = is_by_hand and math.isclose(fallen, USUAL_END, rel_tol=0.05)
+    is_end = may_end and math.isclose(fallen, USUAL_END, rel_tol=0.05)
     return 0.0 if is_end else fallen**2 / (1 - fallen**2)
 
 
