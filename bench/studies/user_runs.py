@@ -385,7 +385,7 @@ def wanted_rows(rows: Sequence[Row]) -> Iterator[Row]:
         "images, SGD": [row for row in runs if str(row["run"]).endswith("SGD")],
     }
     disturbed = (row for row in rows if row["arm"] == DISTURBED and str(row["run"]).endswith("SGD"))
-    chance = max(abs(number(row, END)) for row in disturbed)
+    chance = max((abs(number(row, END)) for row in disturbed), default=0.0)
     goals = {"fine-tunes": (180, 0.2), "language from scratch": (110, 0.3), "images, SGD": (40, 0.5 + chance)}
     bound = max(number(row, BOUND) for row in rows if row[BOUND])
     yield _wanted("largest restored first moment, of its bound", "<= 1", f"{bound:.2f}", bound <= 1.005)
