@@ -180,7 +180,7 @@ def _check_fit(container: Container, live: Mapping[str, LiveTensor]) -> None:
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ConfigError(
-            f"{container.name}: tensor {missing[0]!r}{more} is not in the state; pass the same model"
+            f"{container.name}: the state lacks tensor {missing[0]!r}{more}; pass the state of the same model"
         )
     for name, source in container.tensors.items():
         live_type = live[name].dtype.name, list(live[name].shape)

@@ -418,7 +418,7 @@ class OneWay:
 def test_paths_of_urls() -> None:
     assert path_of("file:///tmp/x") == path_of("/tmp/x") == Path("/tmp/x")
     assert path_of(Path("a")) == Path("a")
-    with pytest.raises(ConfigError, match="nothing://x: cannot be read"):
+    with pytest.raises(ConfigError, match="nothing://x: Unsupported filesystem: 'nothing'"):
         path_of("nothing://x")
 
 

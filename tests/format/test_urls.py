@@ -154,7 +154,7 @@ def test_a_server_without_ranges_is_read_whole(served: str, folder: Path, tmp_pa
 
 
 def test_a_url_that_nothing_reads_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"^nothing://run/x\.ckptz: cannot be read"):
+    with pytest.raises(ConfigError, match=r"^nothing://run/x\.ckptz: Unsupported filesystem"):
         inspect("nothing://run/x.ckptz")
 
 

@@ -242,7 +242,7 @@ def test_a_delta_of_tensors_stored_whole_applied_twice(tmp_path: Path) -> None:
 def test_a_tensor_of_another_dtype_or_shape(tmp_path: Path, replacement: torch.Tensor, found: str) -> None:
     live, _, delta = a_pair(tmp_path)
     live["bfloat16"] = replacement
-    with untouched(live), refused(ConfigError, rf"'bfloat16' is BF16 \[300, 10\], .*{found}; give"):
+    with untouched(live), refused(ConfigError, rf"'bfloat16' is BF16 \[300, 10\], .*{found}; convert"):
         apply_(live, delta)
 
 
