@@ -129,7 +129,7 @@ class UniformGrid(Recipe):
         if base is None:
             return None
         begin, end = _middle(source)
-        statistics = TensorStatistics.of(source, base, guide, (begin, end))
+        statistics = tensor.statistics((begin, end))
         if (
             statistics.fault(source.dtype)
             or not statistics.power
@@ -150,7 +150,7 @@ class UniformGrid(Recipe):
     def plan(self, tensor: TensorToEncode) -> TensorPlan:
         """Plan a weight; steps and rounding depend on its base and side information."""
         source, base, guide, run = tensor.source, tensor.base, tensor.guide, tensor.run
-        statistics = TensorStatistics.whole(source, base, guide, run)
+        statistics = summed(run, tensor.statistics, source)
         fault = statistics.fault(source.dtype)
         if fault or not statistics.power:
             return replace(plan_lossless(source, base, run, tensor.effort), note=fault)

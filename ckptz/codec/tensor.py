@@ -11,7 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 import numpy as np
@@ -118,6 +118,13 @@ class TensorToEncode:
     effort: Effort = DEFAULT
     seed: int = 0  # 32-bit dither seed, a hash of the base's content id and the tensor's name
     movement: float | None = None  # mean of `Recipe.movement` over the file; None if unknown
+    measured: dict[Bounds, TensorStatistics] = field(default_factory=dict)  # by chunk, shared by its users
+
+    def statistics(self, bounds: Bounds) -> TensorStatistics:
+        """Measure a chunk (begin, end) once, and return its statistics."""
+        if bounds not in self.measured:
+            self.measured[bounds] = TensorStatistics.of(self.source, self.base, self.guide, bounds)
+        return self.measured[bounds]
 
 
 def summed(run: MapFunction, measure: Callable[[tuple[int, int]], T], source: TensorSource) -> T:

@@ -17,7 +17,7 @@ from ckptz.codec.effort import Effort, effort_of
 from ckptz.codec.method import Recipe, Setting
 from ckptz.codec.moved import MovedSource, Moves
 from ckptz.codec.restored import HELD_BYTES, CachedTensor, TensorPlans, restored_source
-from ckptz.codec.tensor import NO_SIDE_INFORMATION, MapFunction, TensorToEncode
+from ckptz.codec.tensor import NO_SIDE_INFORMATION, Bounds, MapFunction, TensorStatistics, TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.bits import xxh64
 from ckptz.format.caches import CachedChunks
@@ -105,6 +105,7 @@ class FilePlan:
     # Plans of first moments, which the momentum correction needs: small, as they are few vectors.
     _preplanned: dict[str, TensorPlan] = field(default_factory=dict, init=False)
     _movement: float | None = field(default=None, init=False)  # mean over all tensors with joint recipes
+    _measured: dict[str, dict[Bounds, TensorStatistics]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.tensors, self.effort = dict(self.job.tensors), effort_of(self.job.effort)
@@ -212,6 +213,7 @@ class FilePlan:
             effort=self.effort,
             seed=seed,
             movement=self._movement,
+            measured=self._measured.setdefault(name, {}),
         )
 
     def context_tensors(self, name: str, run: MapFunction = map) -> ContextTensors:
