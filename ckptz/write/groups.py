@@ -18,7 +18,7 @@ from ckptz.format.sources import JoinedSource, TensorSource
 from ckptz.write.frame_writer import FilePlan
 
 MOST_VALUES: Final = 1024  # elements of a tensor in a group
-LEAST_TENSORS: Final = 64  # small tensors of one dtype from which on they are grouped
+LEAST_TENSORS: Final = 32  # small tensors of one dtype from which on they are grouped
 
 
 @dataclass(frozen=True, slots=True)
