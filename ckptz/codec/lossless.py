@@ -39,6 +39,7 @@ from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, Tens
 from ckptz.format.streams import are_random
 from ckptz.format.values import KINDS
 from ckptz.kernels import cpu, planning
+from ckptz.kernels.floats import Reals
 from ckptz.state.roles import Role
 
 SAMPLE_VALUES: Final = 1 << 13  # larger samples led to the same choice on all benchmark pairs
@@ -46,6 +47,7 @@ MIN_CONTEXT_VALUES: Final = 1 << 11  # in smaller tensors, tables by context cos
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
 UNSURE_SHARE: Final = 0.95  # of the size of plain planes, above which contexts are tried
 PLAIN_BIAS: Final = 0.995  # of the size of plain planes that a delta may have, as a base costs decoding time
+MIN_BITS_ABOVE: Final = 4  # mean bits of a code of the plane above random ones
 # Plane mode, whether it has contexts, and the number of low planes that look random.
 _Choice = tuple[PlaneMode, bool, int]
 
@@ -246,14 +248,24 @@ def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Ch
     is_long = np.array(n_patterns) >= MIN_CONTEXT_VALUES if effort.has_delta_contexts else np.False_
     has_contexts = ~is_plain & is_long & ((np.array(n_patterns) > SAMPLE_VALUES) | (least > 0))
     mode_of = np.where(is_plain, len(modes) - 1, own)
-    chosen = by_plane[mode_of, :, np.arange(len(n_patterns))]
-    is_random = are_random(chosen, SAMPLE_VALUES) & (np.array(n_patterns) >= SAMPLE_VALUES)[:, None]
-    n_lower = np.logical_and.accumulate(is_random, axis=1).sum(axis=1)
-    n_random = [size - next(width for width in PATTERN_TYPES if width >= size - n) for n in n_lower.tolist()]
+    n_random = [
+        _n_random(by_plane[j, :, k]) if n >= SAMPLE_VALUES else 0
+        for k, (j, n) in enumerate(zip(mode_of.tolist(), n_patterns, strict=True))
+    ]
     return [
         (modes[j], by_context, n)
         for j, by_context, n in zip(mode_of.tolist(), has_contexts.tolist(), n_random, strict=True)
     ]
+
+
+def _n_random(bits: Reals) -> int:
+    """Count the lowest planes that contexts tell nothing of, from the bits [n_planes] of samples.
+
+    Where the plane above them says little, they may be random only in the mean of all contexts.
+    """
+    size, is_random = len(bits), are_random(bits, SAMPLE_VALUES)
+    lowest = (size - width for width in PATTERN_TYPES if width < size)
+    return next((n for n in lowest if is_random[:n].all() and bits[n] >= MIN_BITS_ABOVE * SAMPLE_VALUES), 0)
 
 
 # --- functions for planners of lossy tensors ----------------------------------------------------
