@@ -164,7 +164,7 @@ def _source(name: str, array: NDArray[Any]) -> ArraySource:
         raise DTypeError(
             f"tensor {name!r} has dtype {array.dtype}, which the format does not have; convert it"
         )
-    little = np.asarray(array).astype(layout, order="C", copy=False)
+    little = np.ascontiguousarray(array, layout)
     patterns = little.reshape(-1).view(PATTERN_TYPES[dtype.pattern_bytes])
     if not patterns.flags.aligned:
         patterns = patterns.copy()

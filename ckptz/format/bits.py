@@ -37,6 +37,11 @@ def combine(checksums: Iterable[int]) -> int:
     return xxh64(b"".join([value.to_bytes(8, "little") for value in checksums]))
 
 
+def checksum_of_chunk(patterns: Buffer) -> int:
+    """Compute the checksum of a tensor of one chunk of patterns [n]."""
+    return xxh64(xxh64(patterns).to_bytes(8, "little"))
+
+
 class ByteReader:
     """A cursor over a buffer; all integers are little-endian."""
 

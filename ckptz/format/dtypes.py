@@ -7,6 +7,7 @@ types are the bytes that elements are packed into.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,6 +40,14 @@ def _product_of_many(shape: Sequence[int]) -> int:
     return n
 
 
+@functools.lru_cache(1 << 10)  # small tensors of a file have few shapes, and each is asked for many times
+def _n_bytes(name: str, bits: int, shape: Sequence[int]) -> int:
+    n_bits = n_elements(shape) * bits
+    if n_bits % 8:
+        raise CorruptionError(f"{name} tensor of shape {list(shape)} does not fill whole bytes")
+    return n_bits // 8
+
+
 @dataclass(frozen=True, slots=True)
 class DType:
     """One row of spec/registry.md#dtypes.
@@ -59,10 +68,9 @@ class DType:
 
     def n_bytes(self, shape: Sequence[int]) -> int:
         """Return the size of a tensor in bytes; sub-byte tensors must fill whole bytes, as in safetensors."""
-        n_bits = n_elements(shape) * self.bits
-        if n_bits % 8:
-            raise CorruptionError(f"{self.name} tensor of shape {list(shape)} does not fill whole bytes")
-        return n_bits // 8
+        if len(shape) <= FEW_DIMENSIONS:
+            return _n_bytes(self.name, self.bits, tuple(shape))
+        return _n_bytes.__wrapped__(self.name, self.bits, shape)
 
     def n_patterns(self, shape: Sequence[int]) -> int:
         """Count the patterns of a dense tensor."""

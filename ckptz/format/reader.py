@@ -22,7 +22,7 @@ from ckptz.errors import (
     UnsupportedError,
     error_context,
 )
-from ckptz.format.bits import combine, xxh64
+from ckptz.format.bits import checksum_of_chunk, xxh64
 from ckptz.format.byte_source import ByteSource
 from ckptz.format.caches import (
     MAX_FRAMES,
@@ -497,7 +497,7 @@ class GroupMember(FrameSource):
 
     def holds(self, index: int, patterns: Patterns) -> bool:
         """Return whether patterns have the tensor's checksum."""
-        return combine((xxh64(patterns),)) == self._checksum
+        return checksum_of_chunk(patterns) == self._checksum
 
     def coders(self, index: int) -> set[int]:
         """Return the coders of the streams of the group."""

@@ -135,6 +135,10 @@ class ArraySource(TensorSource):
         """Wrap a contiguous buffer of the tensor's bytes without copying it."""
         return cls(dtype, tuple(shape), np.frombuffer(buffer, PATTERN_TYPES[dtype.pattern_bytes]))
 
+    @property
+    def n_patterns(self) -> int:
+        return len(self.flat)
+
     def patterns(self, begin: int, end: int) -> Patterns:
         return self.flat[begin:end]
 

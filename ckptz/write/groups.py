@@ -6,12 +6,12 @@ and shapes, so that a delta has the same groups as its base.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from ckptz.codec.method import Recipe
-from ckptz.format.bits import combine, xxh64
+from ckptz.format.bits import checksum_of_chunk
 from ckptz.format.index import MAX_GROUP, TensorEntry, group_name
 from ckptz.format.reader import group_base
 from ckptz.format.sources import JoinedSource, TensorSource
@@ -42,7 +42,7 @@ class Groups:
                 found.append(by_name[name])
                 continue
             frame, shape = shared[number], tuple(source.shape)
-            checksum = f"{combine((xxh64(source.patterns(0, source.n_patterns)),)):016x}"
+            checksum = f"{checksum_of_chunk(source.patterns(0, source.n_patterns)):016x}"
             where = frame.dtype, shape, frame.offset, frame.n_bytes
             found.append(TensorEntry(name, *where, checksum, None, number))
         return found
@@ -54,12 +54,8 @@ class Groups:
 
     def count(self, frames: Sequence[str]) -> int:
         """Count the tensors in the frames of the given names."""
-        names = set(frames)
-        return sum(
-            (name if number is None else group_name(number)) in names
-            for name in self.tensors
-            for number in [self.group_of.get(name)]
-        )
+        sizes = {group_name(number): n for number, n in Counter(self.group_of.values()).items()}
+        return sum(sizes.get(name, 1) for name in frames)
 
 
 def grouped(plan: FilePlan, apart: Collection[str] = ()) -> tuple[FilePlan, Groups]:
@@ -92,11 +88,12 @@ def grouped(plan: FilePlan, apart: Collection[str] = ()) -> tuple[FilePlan, Grou
 
 def _groups_of(plan: FilePlan, apart: Collection[str]) -> list[list[str]]:
     """Choose the tensors of each group; groups are ordered by their first tensor."""
-    small: dict[tuple[str, Recipe], list[tuple[str, int]]] = {}  # names and numbers of patterns
+    small: dict[tuple[str, int], list[tuple[str, int]]] = {}  # names and numbers of patterns
     for name, source in plan.tensors.items():
         recipe, n_patterns = plan.recipes[name], source.n_patterns
-        if recipe.is_batched and 0 < n_patterns <= MOST_VALUES and name not in apart:
-            small.setdefault((source.dtype.name, recipe), []).append((name, n_patterns))
+        if 0 < n_patterns <= MOST_VALUES and recipe.is_batched and name not in apart:
+            # Methods give equal recipes as one object, and hashing one takes longer than all else here.
+            small.setdefault((source.dtype.name, id(recipe)), []).append((name, n_patterns))
     groups: list[list[str]] = []
     for found in small.values():
         left = 0

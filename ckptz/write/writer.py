@@ -56,13 +56,13 @@ def _lines(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _check_shapes(tensors: Mapping[str, TensorSource]) -> None:
-    for name, source in tensors.items():
-        if len(source.shape) > MAX_DIMS:
+    for shape, name in {tuple(source.shape): name for name, source in tensors.items()}.items():
+        if len(shape) > MAX_DIMS:
             raise UnsupportedError(
-                f"tensor {name!r} has {len(source.shape)} dimensions, a frame at most {MAX_DIMS}; reshape it"
+                f"tensor {name!r} has {len(shape)} dimensions, a frame at most {MAX_DIMS}; reshape it"
             )
-        if math.prod(max(n, 1) for n in source.shape) > MAX_ELEMENTS:
-            raise UnsupportedError(f"tensor {name!r} has shape {list(source.shape)}, beyond 2^48 elements")
+        if math.prod(max(n, 1) for n in shape) > MAX_ELEMENTS:
+            raise UnsupportedError(f"tensor {name!r} has shape {list(shape)}, beyond 2^48 elements")
 
 
 def write(sink: BinaryIO, job: WriteJob, workers: Workers, progress: Progress | None = None) -> Written:
