@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,10 @@ from numpy.typing import NDArray
 
 from bench.core.measure import BENCH, CACHE
 
-PINS: Final = ("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0", "bigsmall==4.0.0", "lmzip==1.3.0")
+PINS: Final = (
+    *("zipnn==0.5.4", "z4ai==0.2.0", "openzl==0.3.0", "bigsmall==4.0.0", "lmzip==1.3.0"),
+    "moonclip==0.3.1",
+)
 # What BigSmall imports and the caller's environment lacks.
 OTHERS: Final = (
     *("blosc2==4.14.1", "constriction==0.5.0", "ndindex==1.10.1", "msgpack==1.2.4", "numexpr==2.14.2"),
@@ -114,6 +118,13 @@ class Peers:
     def lmzip(self, source: Path) -> tuple[float, float, int]:
         """CPU seconds in which lmzip packs and unpacks a safetensors file on one thread, and its bytes."""
         return tuple(self.ask("lmzip", source=str(source)))  # type: ignore[return-value]
+
+    def moonclip(self, before: Path, after: Path) -> list[tuple[float, float, int]]:
+        """CPU seconds in which moonclip saves and loads two states on one thread, and their bytes.
+
+        The states are the tensors of safetensors files; the second is saved against the first.
+        """
+        return [tuple(one) for one in self.ask("moonclip", before=str(before), after=str(after))]
 
     def pack_file(self, source: Path, target: Path) -> None:
         """Compress a safetensors file the way ZipNN's own script does, tensor by tensor."""
@@ -285,6 +296,28 @@ def _lmzip(source: str) -> tuple[float, float, int]:
         return middle - begin, end - middle, packed.stat().st_size
 
 
+def _moonclip(before: str, after: str) -> list[tuple[float, float, int]]:
+    os.environ |= {"MOONCLIP_THREADS": "1", "MOONCLIP_FSYNC": "0"}
+    import moonclip  # only installed in the peers' environment
+    from safetensors.torch import load_file
+
+    found: list[tuple[float, float, int]] = []
+    with tempfile.TemporaryDirectory(prefix="ckptz-peers-", dir=Path(before).parent) as folder:
+        manager = moonclip.CheckpointManager(folder, async_save=False)
+        for step, path in enumerate((before, after), 1):
+            state = load_file(path)
+            begin = time.process_time()
+            snapshot = manager.save(step=step, extra={"state": state})
+            middle = time.process_time()
+            loaded = moonclip.CheckpointManager(folder, async_save=False).load(snapshot)["extra/state"]
+            end = time.process_time()
+            if not all(loaded[name].equal(tensor) for name, tensor in state.items()):
+                raise AssertionError(f"moonclip does not restore {path}")
+            n_bytes = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
+            found.append((middle - begin, end - middle, n_bytes - sum(n for *_, n in found)))
+    return found
+
+
 def _pack_file(source: str, target: str) -> None:
     import zipnn  # only installed in the peers' environment
     from safetensors import safe_open
@@ -344,6 +377,7 @@ _METHODS: Final[dict[str, Callable[..., object]]] = {
     "decompress": _decompress,
     "bigsmall_bytes": _bigsmall_bytes,
     "lmzip": _lmzip,
+    "moonclip": _moonclip,
     "pack_file": _pack_file,
     "load_file": _load_file,
 }

@@ -1,33 +1,43 @@
-"""Lossless files of weights beside tools that take a file, and OpenZL for each tensor: sizes and CPU seconds.
+"""Lossless files beside tools that take a file or a state, and OpenZL for each tensor: sizes and CPU seconds.
 
-    python -m bench.product.others [--model FILE] [--rounds N]
+    python -m bench.product.others [--model FILE] [--rounds N] [--ptwm PYTHON]
 
-The weights of `bench.product.lossless`, fp32 and as bf16. ckptz and lmzip write and read files in a folder in
-memory, one thread each; OpenZL has no files, so its blobs stay in memory. All run in turn, and speeds are raw
-MB for each CPU second, which other programs on the machine change less than the clock. ptwm 1.1.0 needs
-Python 3.12, and is not among them.
+The weights of `bench.product.lossless`, fp32 and as bf16, and the training state of the demo's shapes from
+`bench.product.tensor_sizes`, as a full file and as a delta a while later. ckptz, lmzip and moonclip write and
+read files in a folder in memory, one thread each; ZipNN, OpenZL and ptwm compress in memory. All run in turn,
+and speeds are raw MB for each CPU second, which other programs on the machine change less than the clock.
+
+ptwm 1.1.0 needs Python 3.12 and torch: it is measured with the Python of an environment that has both.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from safetensors.torch import save_file as save_plain
 
-from bench.core.measure import Row, cpu_seconds, machine, parser_of, save_rows
+from bench.core.measure import BENCH, Row, cpu_seconds, machine, parser_of, save_rows
 from bench.core.peers import Peers
 from bench.core.report import finish
 from bench.core.sources import Tensors, as_bf16, concatenated, model_path, n_bytes, read_tensors
+from bench.core.tiny_gpt import TinyGPT
+from bench.product.whole_state import states
 from ckptz.torch import load_file, save_file
 
 KINDS: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TITLES: Final = {"openzl": "OpenZL 0.3.0, one blob", "openzl each": "OpenZL 0.3.0, each tensor"}
+TITLES: Final = {
+    "zipnn": "ZipNN 0.5.4, one blob",
+    "openzl": "OpenZL 0.3.0, one blob",
+    "openzl each": "OpenZL 0.3.0, each tensor",
+}
 Measured = tuple[float, float, int]  # CPU seconds to compress and to decompress, and bytes
 
 
@@ -40,23 +50,58 @@ def as_torch(tensors: Tensors, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: of(tensor.flat, tensor.shape) for name, tensor in tensors.items()}
 
 
-def once(kind: str, tensors: Tensors, folder: Path, peers: Peers) -> Mapping[str, Measured]:
-    """Measure every tool once."""
-    given, plain, path = as_torch(tensors, KINDS[kind]), folder / f"{kind}.safetensors", folder / "own.ckptz"
-    save_plain(given, plain)
+def own_files(
+    tensors: Mapping[str, torch.Tensor], path: Path, base: Path | None = None
+) -> dict[str, Measured]:
+    """Measure ckptz once, with its two quicker efforts."""
     measured: dict[str, Measured] = {}
     for effort in ("fast", "default"):
-        _, save = cpu_seconds(lambda effort=effort: save_file(given, path, effort=effort, jobs=1))
+        _, save = cpu_seconds(
+            lambda effort=effort: save_file(tensors, path, base=base, effort=effort, jobs=1)
+        )
         loaded, load = cpu_seconds(lambda: load_file(path, jobs=1))
-        assert all(torch.equal(loaded[name], tensor) for name, tensor in given.items())
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
         measured[f"ckptz, {effort}"] = save, load, path.stat().st_size
+    return measured
+
+
+def once(
+    kind: str, tensors: Tensors, folder: Path, peers: Peers, ptwm: Path | None
+) -> Mapping[str, Measured]:
+    """Measure every tool that takes weights once."""
+    given, plain = as_torch(tensors, KINDS[kind]), folder / f"{kind}.safetensors"
+    save_plain(given, plain)
+    measured = own_files(given, folder / "own.ckptz")
     ends = np.cumsum([len(tensor.flat) for tensor in tensors.values()]).tolist()
     dtype = str(KINDS[kind]).removeprefix("torch.")
-    for tool, options in (("openzl", {}), ("openzl each", {"ends": ends})):
+    for tool, options in (("zipnn", {"threads": 1}), ("openzl", {}), ("openzl each", {"ends": ends})):
         seconds, size = peers.compress(tool, kind, dtype=dtype, **options)
         measured[TITLES[tool]] = seconds, peers.decompress(tool, kind), size
     measured["lmzip 1.3.0"] = peers.lmzip(plain)
+    if ptwm is not None:
+        command = [ptwm, BENCH / "core" / "ptwm_worker.py", plain]
+        answer = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        measured["ptwm 1.1.0, each tensor"] = tuple(json.loads(answer))
     return measured
+
+
+def flat(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state by name, for tools that have no nested ones."""
+    moments = state["optimizer"]["state"].items()
+    return state["model"] | {f"{i}.{key}": value for i, own in moments for key, value in own.items()}
+
+
+def of_states(
+    pair: Sequence[Mapping[str, torch.Tensor]], folder: Path, peers: Peers
+) -> list[Mapping[str, Measured]]:
+    """Measure the tools that take training states once, with a full file and a delta."""
+    plain, base = [folder / "before.safetensors", folder / "after.safetensors"], folder / "before.ckptz"
+    for tensors, path in zip(pair, plain, strict=True):
+        save_plain(dict(tensors), path)
+    full = own_files(pair[0], base)
+    delta = own_files(pair[1], folder / "after.ckptz", base)
+    peer = peers.moonclip(*plain)
+    return [own | {"moonclip 0.3.1": found} for own, found in zip((full, delta), peer, strict=True)]
 
 
 def rows_of(kind: str, raw: int, rounds: Sequence[Mapping[str, Measured]]) -> list[Row]:
@@ -69,7 +114,7 @@ def rows_of(kind: str, raw: int, rounds: Sequence[Mapping[str, Measured]]) -> li
         ]
         rows.append(
             {
-                "weights": kind,
+                "tensors": kind,
                 "tool": tool,
                 "of raw": f"{rounds[0][tool][2] / raw:.4f}",
                 "compress MB a CPU s": f"{raw / best[0] / 1e6:.0f}",
@@ -86,16 +131,24 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="safetensors file with fp32 weights")
     parser.add_argument("--rounds", type=int, default=3, help="timed rounds (default 3)")
+    parser.add_argument("--ptwm", type=Path, help="Python 3.12 of an environment that has ptwm 1.1.0")
     options = parser.parse_args()
     torch.set_num_threads(1)
     fp32 = read_tensors(options.model or model_path(), "F32")
+    pair = [flat(state) for state in states({n: tuple(p.shape) for n, p in TinyGPT().named_parameters()})]
     rows: list[Row] = []
-    with Peers() as peers, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+    with Peers() as peers, tempfile.TemporaryDirectory(dir="/dev/shm") as place:
+        folder = Path(place)
         for kind, tensors in (("fp32", fp32), ("bf16", as_bf16(fp32))):
             peers.load(kind, concatenated(tensors))
-            once(kind, tensors, Path(folder), peers)  # compiles, and warms up
-            rounds = [once(kind, tensors, Path(folder), peers) for _ in range(options.rounds)]
+            once(kind, tensors, folder, peers, None)  # compiles, and warms up
+            rounds = [once(kind, tensors, folder, peers, options.ptwm) for _ in range(options.rounds)]
             rows += rows_of(kind, n_bytes(tensors), rounds)
+        of_states(pair, folder, peers)
+        raw = sum(tensor.nbytes for tensor in pair[1].values())
+        both = zip(*[of_states(pair, folder, peers) for _ in range(options.rounds)], strict=True)
+        for what, measured in zip(("state, full", "state, delta"), both, strict=True):
+            rows += rows_of(what, raw, measured)
         facts = machine(**peers.versions())
     save_rows("others", rows)
     finish("others", facts, rows)
