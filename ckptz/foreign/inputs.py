@@ -30,7 +30,7 @@ from ckptz.format.byte_source import is_folder, is_url, local_copy, path_of
 from ckptz.format.envelope import MAX_HEADER_BYTES
 from ckptz.format.index import Shard, Sharding
 from ckptz.format.publish import TEMPORARY_SUFFIX, is_same, make_folder
-from ckptz.run.exact import exact_of
+from ckptz.run.exact import residual_or_file
 from ckptz.run.names import newest_checkpoint, resolve
 from ckptz.run.step_files import StepFile
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, folders_beside, open_checkpoint
@@ -303,7 +303,7 @@ def open_all(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStac
             weights = newest_checkpoint(path) if is_folder(path) else None
             if weights is None:
                 raise
-    return [open_file(exact_of(file)) for file in (weights, *other_files_of_step(weights))]
+    return [open_file(residual_or_file(file)) for file in (weights, *other_files_of_step(weights))]
 
 
 def other_files_of_step(weights: Path) -> list[Path]:

@@ -18,7 +18,7 @@ from ckptz.foreign.dcp_index import FolderIndex, Piece, WholeTensor, read_index,
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
 from ckptz.parallel import LRUCache
-from ckptz.run.exact import exact_of
+from ckptz.run.exact import residual_or_file
 from ckptz.run.step_files import INDEX_FILE
 from ckptz.state.skeleton import TensorRef, pack_node, parse_tree
 from ckptz.store.resolve import Checkpoint, open_checkpoint
@@ -59,7 +59,7 @@ def open_shards(
     index = read_index(folder)
     paths = [shard_path(folder, index, number) for number in range(len(index.files))]
     files = tuple(
-        stack.enter_context(contextlib.closing(open_checkpoint(exact_of(path), search_path)))
+        stack.enter_context(contextlib.closing(open_checkpoint(residual_or_file(path), search_path)))
         for path in paths
     )
     cache: LRUCache[Patterns] = LRUCache(CACHED_TENSORS, lambda _: 1)

@@ -29,7 +29,7 @@ from ckptz.foreign.torch_files import dump_state
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import publish_together
 from ckptz.format.sources import TensorSource
-from ckptz.run.exact import exact_of
+from ckptz.run.exact import residual_or_file
 from ckptz.run.step_files import FROZEN_KEY
 from ckptz.state.flatten import Chunks, tied_names, unflatten
 from ckptz.state.skeleton import parse_tree
@@ -125,7 +125,7 @@ def open_trainer_folder(
     """
 
     def open_file(path: Path) -> Input:
-        return stack.enter_context(contextlib.closing(open_input(exact_of(path), search_path)))
+        return stack.enter_context(contextlib.closing(open_input(residual_or_file(path), search_path)))
 
     paths = (folder / WEIGHTS, folder / STATE, *sorted(folder.glob(f"rng-*{SUFFIX}")))
     weights, state, *rngs = map(open_file, paths)

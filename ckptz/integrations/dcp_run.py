@@ -17,7 +17,8 @@ from ckptz.foreign.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.run.deletion import finish_removals, remove_residuals, remove_step
 from ckptz.run.keep import KeepPolicy, retention_of
-from ckptz.run.names import EXACT, step_of_folder
+from ckptz.run.names import step_of_folder
+from ckptz.run.step_files import EXACT
 from ckptz.store.resolve import SUFFIX
 
 

@@ -56,8 +56,8 @@ from ckptz.integrations.linked import (
     warn_of_no_gain,
 )
 from ckptz.run.deletion import drop_unneeded
-from ckptz.run.names import EXACT, step_of_folder
-from ckptz.run.step_files import Kept
+from ckptz.run.names import step_of_folder
+from ckptz.run.step_files import EXACT, Kept
 from ckptz.store.resolve import SUFFIX
 
 SHARD_PREFIX: Final = "shard-"

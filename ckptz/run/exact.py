@@ -17,8 +17,7 @@ from typing import TypeVar
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
 from ckptz.run.links import digest_of
-from ckptz.run.names import EXACT
-from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
+from ckptz.run.step_files import EXACT, EXACT_OF_KEY, FileFacts, StepFile
 from ckptz.store.resolve import SUFFIX
 
 T = TypeVar("T")
@@ -41,7 +40,7 @@ def residuals_of(path: Path) -> list[Path]:
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
 
 
-def existing_residual_of(file: Path) -> Path | None:
+def find_residual(file: Path) -> Path | None:
     """Return the residual of a lossy file, or None if there is none.
 
     The residual of a symbolic link may be beside the link or beside its target.
@@ -58,14 +57,14 @@ def existing_residual_of(file: Path) -> Path | None:
     return None
 
 
-def exact_of(file: Path) -> Path:
+def residual_or_file(file: Path) -> Path:
     """Return the residual of a lossy file, or the file itself if it has none.
 
     Raises:
         CorruptionError: the residual belongs to other values.
         FormatError: a file is damaged.
     """
-    exact = existing_residual_of(file)
+    exact = find_residual(file)
     if exact is None:
         return file
     lossy, residual = FileFacts.read(open_bytes(file)), FileFacts.read(open_bytes(exact))
@@ -76,12 +75,12 @@ def exact_of(file: Path) -> Path:
 
 
 def read_exact_or_lossy(path: Path, read: Callable[[Path], T]) -> T:
-    """Read a file exactly if it has a readable residual, else as it is; see `exactly`."""
-    residual = existing_residual_of(path)
-    return read(path) if residual is None else exactly(residual, path, read, f"{path}: is")[0]
+    """Read a file exactly if it has a readable residual, else as it is; see `with_fallback`."""
+    residual = find_residual(path)
+    return read(path) if residual is None else with_fallback(residual, path, read, f"{path}: is")[0]
 
 
-def exactly(exact: F, lossy: F, read: Callable[[F], T], what: str) -> tuple[T, str | None]:
+def with_fallback(exact: F, lossy: F, read: Callable[[F], T], what: str) -> tuple[T, str | None]:
     """Read residual files; if one is damaged, warn and read the lossy files instead.
 
     Args:

@@ -21,11 +21,10 @@ from typing import Final
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.byte_source import is_folder, is_url, path_of
 from ckptz.format.reader import Container
-from ckptz.run.step_files import INDEX_FILE, StepFile
+from ckptz.run.step_files import EXACT, INDEX_FILE, StepFile
 from ckptz.store.resolve import SUFFIX, open_file
 
 Inode = tuple[int | str, int]
-EXACT: Final = ".exact-"  # in the name of a residual file, before a digest
 LIGHTNING_SUFFIX: Final = ".ckpt"  # of torch files, too
 STEP_KEYS: Final = ("step", "global_step")  # of the step in metadata of compressed files
 _STEP: Final = r"(?:global_?)?(?:step|checkpoint|iter|iteration)[-_=]?(\d{1,18})"
@@ -37,7 +36,7 @@ _WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*|.+\.s
 # Files of the Trainer, accelerate and Lightning that only a resume needs; registered objects may be weights.
 _OF_STATE: Final = re.compile(
     r"(state|optimizer|scheduler|sampler|scaler|rng|rng_state|random_states)([-_]\d+)?"
-    r"(\.exact-[0-9a-f]{16})?\.(ckptz|pt|pth|bin|pkl)|.+\.state-[0-9a-f]{16}\.ckptz"
+    rf"({re.escape(EXACT)}[0-9a-f]{{16}})?\.(ckptz|pt|pth|bin|pkl)|.+\.state-[0-9a-f]{16}\.ckptz"
 )
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 

@@ -33,7 +33,6 @@ from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, retention_of
 from ckptz.run.links import BASE_PREFIX
 from ckptz.run.names import (
-    EXACT,
     Inode,
     inode_of,
     is_base_name,
@@ -42,7 +41,16 @@ from ckptz.run.names import (
     step_of,
     step_of_folder,
 )
-from ckptz.run.step_files import COMPLETE, INDEX_FILE, STATE_KEY, FileFacts, FileKind, Listing, StepFile
+from ckptz.run.step_files import (
+    COMPLETE,
+    EXACT,
+    INDEX_FILE,
+    STATE_KEY,
+    FileFacts,
+    FileKind,
+    Listing,
+    StepFile,
+)
 from ckptz.store.resolve import SUFFIX, Path_
 from ckptz.words import Report
 

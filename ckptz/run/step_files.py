@@ -37,8 +37,10 @@ EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of 
 MODEL_PREFIX: Final = "model."  # of weight names in files of a Checkpointer
 MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # number of saves for a file that is never deleted
+EXACT: Final = ".exact-"  # in the name of a residual file, before 16 hexadecimal digits of a digest
 # Residuals of earlier versions are called step-N.exact.ckptz, without a digest.
-_NAME: Final = re.compile(r"step-(\d{8,})(\.state)?(\.exact(?:-[0-9a-f]{16})?)?\.ckptz")
+_RESIDUAL: Final = rf"{re.escape(EXACT)}[0-9a-f]{{16}}|\.exact"
+_NAME: Final = re.compile(rf"step-(\d{{8,}})(\.state)?({_RESIDUAL})?\.ckptz")
 _HIDDEN: Final = ".hidden"
 ALL_EXACT: Final = (
     "all kept steps are exact, so lossy files with their residual files take more disk than lossless ones: "

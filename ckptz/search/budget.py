@@ -43,7 +43,7 @@ from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, space_of
 from ckptz.words import Report, finite_or_none
 
 SMALLEST_RELATIVE: Final = 1e-3  # a relative change of a smaller mean means nothing
-_IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
+IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
 EXAMPLE_FACTOR: Final = 2.0  # per-example limit over the budget; a choice, see docs/search.md
 MAX_ERROR: Final = 0.5  # of the budget: with a larger standard error the mean is decided by chance
 # At most this many restarts share the per-example limit: training undoes most of a loss (docs/search.md).
@@ -348,14 +348,14 @@ class Budget:
 
     def _check_plain_metric(self) -> None:
         """Refuse a metric, such as a misspelt one, that values without a key cannot have."""
-        if self.metric is not None and self.metric not in (*_IS_LOWER_BETTER, self.name):
+        if self.metric is not None and self.metric not in (*IS_LOWER_BETTER, self.name):
             raise ConfigError(
                 f"{self.name} returned values without a name, but the budget is for {self.metric!r}; write "
                 f"'loss' or 'accuracy' (as in --budget 'loss<=1%'), or return a dict with {self.metric!r}"
             )
 
     def _is_lower_better(self, metric: str) -> bool:
-        return _IS_LOWER_BETTER.get(metric, self.lower_is_better)
+        return IS_LOWER_BETTER.get(metric, self.lower_is_better)
 
     def check_exact(self, exact: Measurement) -> None:
         """Require values of the exact state that changes can be measured from.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
-from ckptz.run.exact import exactly
+from ckptz.run.exact import with_fallback
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import WEIGHTS_KEY, FileKind, StepFile
 from ckptz.training.files import StepReader
@@ -91,7 +91,7 @@ def read_step(
     if exact == lossy:
         (parts, is_exact), note = read_all(lossy), None
     else:
-        (parts, is_exact), note = exactly(exact, lossy, read_all, f"{store.name}: step {step} is")
+        (parts, is_exact), note = with_fallback(exact, lossy, read_all, f"{store.name}: step {step} is")
     return parts, Restored(step=step, is_exact=is_exact, notes=() if note is None else (note,))
 
 

@@ -23,7 +23,7 @@ from ckptz.kernels.blas import product
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
-from ckptz.run.names import EXACT
+from ckptz.run.step_files import EXACT
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
 from ckptz.words import Report, finite_or_none

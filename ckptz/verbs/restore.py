@@ -37,7 +37,7 @@ from ckptz.format.publish import make_folder, publish, scratch_folder
 from ckptz.format.sources import tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
-from ckptz.run.exact import exact_of
+from ckptz.run.exact import residual_or_file
 from ckptz.run.names import Located, newest_checkpoint, resolve
 from ckptz.run.step_files import StepFile
 from ckptz.state.flatten import Chunks, tied_names
@@ -213,7 +213,7 @@ def _of_input(
                 f"or a file, such as {newest}"
             )
         path = packed or path
-    read, named = (path, path) if weights is None else (exact_of(weights), weights)
+    read, named = (path, path) if weights is None else (residual_or_file(weights), weights)
     opened = stack.enter_context(contextlib.closing(open_input(read, search_path)))
     if not opened.shards and (opened.kind != "ckptz" or opened.checkpoint is None):
         what = "contains no .ckptz file" if path.is_dir() else "is not a .ckptz file"

@@ -22,7 +22,7 @@ from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
-from ckptz.run.exact import exact_of
+from ckptz.run.exact import residual_or_file
 from ckptz.run.names import resolve
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 from ckptz.words import Report
@@ -76,7 +76,7 @@ def verify(
     start, located = working_seconds(), resolve(path)
     if located.shards is not None:
         return _verify_shards(path, located.shards, against, jobs, search_path, progress)
-    file = check_not_torch(located.path) if located.weights is None else exact_of(located.weights)
+    file = check_not_torch(located.path) if located.weights is None else residual_or_file(located.weights)
     with contextlib.ExitStack() as opened, Workers(jobs) as workers:
         checkpoint = opened.enter_context(contextlib.closing(open_checkpoint(file, to_paths(search_path))))
         if checkpoint.container is None and against is None:

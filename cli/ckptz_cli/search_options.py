@@ -35,10 +35,6 @@ if TYPE_CHECKING:
 
 KINDS: Final = ("quality", "logits", "resume")
 KIND_OF: Final[Mapping[str, str]] = {"kl": "logits", "top1": "logits", "resume": "resume"}  # of a metric
-SIGNS: Final[Mapping[str, str]] = {
-    **{"loss": "<=", "kl": "<=", "resume": "<="},
-    **{"accuracy": ">=", "top1": ">="},
-}
 BUDGET: Final = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(<=|>=)\s*(\S+?)\s*(steps)?\s*")
 EXAMPLES: Final = (
     "'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%' or 'resume<=20 steps'"
@@ -77,8 +73,11 @@ def parse_budget(text: str) -> dict[str, Any]:
     if match is None:
         raise click.BadParameter(f"{text!r} is not a budget; write {EXAMPLES}")
     metric, sign, written, steps = match.groups()
-    if SIGNS.get(metric, sign) != sign:
-        better = "lower" if sign == ">=" else "higher"
+    from ckptz.search.budget import IS_LOWER_BETTER
+
+    is_lower_better = True if metric == "resume" else IS_LOWER_BETTER.get(metric, sign == "<=")
+    if is_lower_better != (sign == "<="):
+        better = "lower" if is_lower_better else "higher"
         raise click.BadParameter(f"{text!r}: {metric} is better when {better}; write {EXAMPLES}")
     number, is_relative = amount_of(written)
     if steps and (metric != "resume" or is_relative):
