@@ -38,6 +38,12 @@ def test_every_link_has_its_place(page: Path) -> None:
         assert not place or place in map(slug, headings), target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_of_this_repository_that_a_page_names_exists(page: Path) -> None:
+    paths = re.findall(r"`((?:ckptz|cli|tests|spec|bench|examples|docs)/[\w./-]+\.\w+)`", page.read_text("utf-8"))
+    assert not [path for path in paths if not (ROOT / path).exists()]
+
+
 def test_contributing_lists_every_room_as_the_room_says_itself() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     rooms = sorted((ROOT / "ckptz").glob("*/__init__.py"))
