@@ -33,6 +33,7 @@ FOREIGN = ("optimizer.bin", "random_states_0.pkl", "scheduler.bin", ".ckptz-lock
 LOCAL = re.compile("grid|proxy|^trainer/")
 CHECKSUM = re.compile(r',"checksum":"[0-9a-f]{16}"')  # of an index of shards, of the tokens too
 DATE, TOKEN = re.compile(rb'"date":"[^"]+"'), re.compile(r"(shard-\d{5}-)[0-9a-f]{8}(?=\.ckptz)")
+RESIDUAL = re.compile(r"\.exact-[0-9a-f]{16}(?=\.ckptz)")  # its digest depends on dates in the index
 
 Key = tuple[str, str]
 Facts = tuple[str, str]
@@ -64,7 +65,8 @@ def facts_of(path: Path) -> Facts:
 def files_in(folder: Path, name: str) -> Iterator[tuple[Key, Facts]]:
     """Rows of a case."""
     for path in sorted(p for p in (folder / name).rglob("*") if p.is_file() and p.name not in FOREIGN):
-        yield (name, TOKEN.sub(r"\1", path.relative_to(folder / name).as_posix())), facts_of(path)
+        relative = RESIDUAL.sub(".exact", TOKEN.sub(r"\1", path.relative_to(folder / name).as_posix()))
+        yield (name, relative), facts_of(path)
 
 
 def written(names: list[str]) -> dict[Key, Facts]:

@@ -145,10 +145,10 @@ def weights_after(n_steps: int) -> dict[str, Any]:
 
 def test_a_deleted_step_disappears_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options, rmtree = ChainOptions(keep=KeepPolicy(last=1), jobs=1), shutil.rmtree
-    monkeypatch.setattr("ckptz.run.prune.shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr("ckptz.run.deletion.shutil.rmtree", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         trainer(tmp_path, options=options, save_total_limit=None).train()
-    monkeypatch.setattr("ckptz.run.prune.shutil.rmtree", rmtree)
+    monkeypatch.setattr("ckptz.run.deletion.shutil.rmtree", rmtree)
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2"]
     trainer(tmp_path, options=options, save_total_limit=None).train(resume_from_checkpoint=True)
     assert [path.name for path in tmp_path.iterdir()] == [f"checkpoint-{N_SAVES}"]

@@ -40,7 +40,9 @@ def test_every_link_has_its_place(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_of_this_repository_that_a_page_names_exists(page: Path) -> None:
-    paths = re.findall(r"`((?:ckptz|cli|tests|spec|bench|examples|docs)/[\w./-]+\.\w+)`", page.read_text("utf-8"))
+    paths = re.findall(
+        r"`((?:ckptz|cli|tests|spec|bench|examples|docs)/[\w./-]+\.\w+)`", page.read_text("utf-8")
+    )
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
