@@ -162,7 +162,7 @@ def _tuned(base: Text, text: Text, interval: int) -> Task:
 
 @functools.cache
 def _state_at(text: Text, step: int) -> Mapping[str, Tensor]:
-    """Give a state of the uninterrupted run from scratch."""
+    """Return a state of the uninterrupted run from scratch."""
     return _trained(_on_words(text, 30), step)
 
 
@@ -203,7 +203,7 @@ def greek() -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def digits() -> tuple[Tensor, Tensor]:
-    """Take handwritten digits, of each the first 120 to train on and the next 50 to evaluate."""
+    """Return handwritten digits: the first 120 of each digit for training and the next 50 for evaluation."""
     from sklearn.datasets import load_digits  # only these runs need it
 
     found = load_digits()

@@ -106,7 +106,7 @@ class RankPool:
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
-        """Take part at the end of the block at the latest, so that no rank waits for this one."""
+        """Join the collective when the block ends, even after an error, so that no other rank waits."""
         try:
             yield
         except BaseException:

@@ -1,4 +1,4 @@
-"""What any door writes, every door reads: dtype x shape x method x base x effort x door.
+"""Every writing function against every reading one: dtype x shape x method x base x effort.
 
 A tensor without a record of loss is the original, bit for bit; one with a record is within it, and the same
 through every door.
