@@ -36,7 +36,8 @@ _WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*|.+\.s
 # Files of the Trainer, accelerate and Lightning that only a resume needs; registered objects may be weights.
 _OF_STATE: Final = re.compile(
     r"(state|optimizer|scheduler|sampler|scaler|rng|rng_state|random_states)([-_]\d+)?"
-    rf"({re.escape(EXACT)}[0-9a-f]{{16}})?\.(ckptz|pt|pth|bin|pkl)|.+\.state-[0-9a-f]{16}\.ckptz"
+    rf"({re.escape(EXACT)}[0-9a-f]{{16}})?\.(ckptz|pt|pth|bin|pkl)"
+    r"|.+\.state-[0-9a-f]{16}\.ckptz"
 )
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
