@@ -75,13 +75,26 @@ class EncodedChunk:
         return b"".join(self.streams)
 
 
+def _split_random(codes: Patterns, n_random: int) -> tuple[Bytes, Patterns]:
+    """Split codes [n] into their lowest `n_random` byte planes [n_random, n] and the upper bytes [n]."""
+    if not n_random:
+        return np.empty((0, len(codes)), np.uint8), codes
+    n_parts = codes.itemsize // (codes.itemsize - n_random)
+    upper = codes.view(PATTERN_TYPES[codes.itemsize // n_parts])[n_parts - 1 :: n_parts].copy()
+    return cpu().split_planes(codes, codes, RAW)[:n_random], upper
+
+
 def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) -> list[Stream]:
     """Encode each byte plane of codes [n], with contexts `labels` [n] if given, by the tables of the plan."""
     margin = encoding.huffman_margin
     if labels is None:
         return encode_streams(cpu().split_planes(codes, codes, RAW), huffman_margin=margin)
     contexts = Contexts(labels, np.array([len(labels)]), encoding.plan.n_contexts)
-    return contexts.sort(codes, encoding.counted).encode_by(encoding.plan.tables, margin)
+    low, upper = _split_random(codes, encoding.n_random)
+    streams = encode_streams([*low], huffman_margin=margin)
+    return streams + contexts.sort(upper, encoding.counted).encode_by(
+        encoding.plan.tables[len(low) :], margin
+    )
 
 
 def encode_values(patterns: Patterns) -> list[Stream]:
@@ -327,16 +340,12 @@ def encode_by_contexts(
 
     The lowest `n_random` planes look random, so they are encoded without contexts.
     """
-    codes, low = batch.transformed(mode), list[list[Stream]]()
-    if n_random:
-        low = batch.streams_of(cpu().split_planes(codes, codes, RAW)[:n_random], huffman_margin)
-        n_parts = codes.itemsize // (codes.itemsize - n_random)
-        codes = codes.view(PATTERN_TYPES[codes.itemsize // n_parts])[n_parts - 1 :: n_parts].copy()
-    tables, streams = batch.by_magnitude.sort(codes).encode(huffman_margin)
+    planes, upper = _split_random(batch.transformed(mode), n_random)
+    low = batch.streams_of(planes, huffman_margin) if n_random else [[]] * len(batch.patterns)
+    tables, streams = batch.by_magnitude.sort(upper).encode(huffman_margin)
     encoded = list[Encoded]()
     for k, own in enumerate(batch.patterns):
         own_tables = *[NO_TABLES] * n_random, *tables[k]
-        own_streams = [*(low[k] if low else ()), *streams[k]]
         plan = planes_plan(mode, (Magnitude(),), own_tables)
-        encoded.append((TensorPlan(plan), encoded_chunk(own_streams, own)))
+        encoded.append((TensorPlan(plan), encoded_chunk([*low[k], *streams[k]], own)))
     return encoded

@@ -22,6 +22,7 @@ from ckptz.codec.chunk import (
     encode_chunk,
     encode_planes,
 )
+from ckptz.codec.contexts import NO_TABLES
 from ckptz.codec.effort import DEFAULT, Effort
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.method import Method, Recipe, Setting, register
@@ -155,19 +156,20 @@ def plan_lossless(
         n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
     )  # of a chunk, so that a base decodes one for the sample
     sample = begin, min(begin + SAMPLE_VALUES, n_patterns)
-    [(mode, has_contexts, _)] = _choose(
+    [(mode, has_contexts, n_random)] = _choose(
         Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns], effort
     )
     if not has_contexts:
         return TensorPlan(planes_plan(mode))
-    per_chunk = run(lambda bounds: plane_counts(source, base, mode, bounds), source.chunk_bounds())
+    per_chunk = run(lambda bounds: plane_counts(source, base, mode, n_random, bounds), source.chunk_bounds())
     total = functools.reduce(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], per_chunk)
-    tables = tuple(stream_tables(plane, N_MAGNITUDE_CONTEXTS) for plane in total)
+    tables = *[NO_TABLES] * n_random, *(stream_tables(plane, N_MAGNITUDE_CONTEXTS) for plane in total)
     plan = planes_plan(mode, (Magnitude(),), tables)
     if source.dtype.pattern_bytes == 1 and (fewer := _without_contexts(source, total[0], plan, run)):
         return TensorPlan(fewer)
     # The counts of a tensor with one chunk are reused for its encoding.
-    return TensorPlan(plan, counted=tuple(total) if n_patterns <= CHUNK_VALUES else ())
+    counted = tuple(total) if n_patterns <= CHUNK_VALUES else ()
+    return TensorPlan(plan, counted=counted, n_random=n_random)
 
 
 def _without_contexts(

@@ -72,13 +72,13 @@ class ContextCounts:
 
 
 def plane_counts(
-    source: TensorSource, base: TensorSource, mode: PlaneMode, bounds: tuple[int, int]
+    source: TensorSource, base: TensorSource, mode: PlaneMode, n_random: int, bounds: tuple[int, int]
 ) -> list[ContextCounts]:
-    """Count the codes of each byte plane of a chunk (begin, end) by the magnitude of the base."""
+    """Count the codes of a chunk (begin, end), in planes from `n_random` on, by the magnitude of the base."""
     patterns, base_patterns = source.patterns(*bounds), base.patterns(*bounds)
     labels = cpu().magnitudes(base_patterns)
     planes = cpu().split_planes(patterns, base_patterns, kernel_mode(mode, source.dtype))
-    return [ContextCounts.of(labels, plane, N_MAGNITUDE_CONTEXTS) for plane in planes]
+    return [ContextCounts.of(labels, plane, N_MAGNITUDE_CONTEXTS) for plane in planes[n_random:]]
 
 
 def share_tables(
@@ -129,6 +129,7 @@ class TensorPlan:
     # With contexts by run: counts of codes by table for each chunk and stream, of runs that begin in the
     # chunk.
     by_table: tuple[tuple[NDArray[np.int64], ...], ...] = ()
+    n_random: int = 0  # lowest planes that look random, so are encoded without contexts
     huffman_margin: float | None = None  # see `Effort`
     is_sparse: bool = False  # encode the positions of changes in chunks where few patterns changed
     # Settings that planning chose, added to those of the recipe in the file's record.

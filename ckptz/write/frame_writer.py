@@ -160,7 +160,8 @@ class FilePlan:
         """Return the base of a tensor, with a cache if it is read several times."""
         base = matching_base(self.tensors[name], self.job.bases.get(name))
         recipe = self.recipes[name]
-        if base is None or recipe.is_batched or (base.n_patterns > CHUNK_VALUES and not recipe.is_lossy):
+        is_read_once = recipe.is_batched and base is not None and base.n_patterns <= CHUNK_VALUES
+        if base is None or is_read_once or (not recipe.is_lossy and base.n_bytes > HELD_BYTES // 2):
             return base
         return CachedTensor(base, f"base of {name}", self._chunks)
 
