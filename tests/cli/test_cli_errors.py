@@ -69,38 +69,6 @@ def test_a_path_of_bytes_and_what_does_not_print_are_shown() -> None:
     assert printable("a\tb\u202e\x9bü") == "a\\tb\\u202e\\x9bü"
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["compress"], ["compress", "--jobs", "0", "a"], ["compress", "--unknown", "a"]),
-        *(["restore", "a", "--to", "pickle"], ["fly"], ["--json"]),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(arguments: list[str]) -> None:
-    run = ckptz(*arguments, fails=True)
-    assert run.exit_code == 2
-    assert "--help" in run.error
-
-
-def test_a_word_for_restoring_names_the_verb() -> None:
-    run = ckptz("decompress", "model.ckptz", fails=True)
-    assert (run.exit_code, "Did you mean 'restore'?" in run.error) == (2, True)
-
-
-def test_a_folder_of_bases_that_is_not_there_is_named(chain: Chain) -> None:
-    run = ckptz("inspect", chain.delta, "--search-path", chain.folder / "nowhere", fails=True)
-    assert (run.exit_code, "nowhere: no such folder" in run.error) == (2, True)
-
-
-@pytest.mark.parametrize("verb", ["inspect", "verify", "rebase", "compress"])
-def test_a_torch_file_where_one_of_ours_is_needed_is_said_to_be_none(verb: str, chain: Chain) -> None:
-    torch_file = chain.folder / "model.pt"
-    torch_file.write_bytes(b"PK\x03\x04\x00\x00\x08\x08" + bytes(60))
-    words = ["--base", torch_file, "-o", chain.folder / "new.ckptz"] if verb == "compress" else []
-    run = ckptz(verb, chain.second if words else torch_file, *words, fails=True)
-    assert (run.exit_code, "model.pt: is a torch file, not a .ckptz file" in run.error) == (2, True)
-
-
 def test_no_arguments_show_the_help() -> None:
     run = ckptz(fails=True)
     assert (run.exit_code, run.stdout, run.stderr) == (2, ckptz("--help").stdout, "")
@@ -116,10 +84,6 @@ def test_the_package_is_the_program(
         runpy.run_module("ckptz", run_name="__main__")
     assert ended.value.code == 0
     assert capsys.readouterr().out.split() == ckptz("log", "--help").stdout.split()
-
-
-def test_a_folder_in_the_place_of_a_file_is_told_as_one(tmp_path: Path) -> None:
-    assert ckptz("rebase", tmp_path, fails=True).error.endswith("Is a directory; name a file in it")
 
 
 def test_a_traceback_is_shown_if_asked_for_before_or_after_the_verb(tmp_path: Path) -> None:
@@ -158,16 +122,6 @@ def test_what_was_done_before_an_error_is_in_the_json(tmp_path: Path) -> None:
 # --- outputs that are refused ---------------------------------------------------------------------
 
 
-def test_an_existing_output_is_kept_unless_forced(chain: Chain) -> None:
-    for verb, source, target in (("compress", chain.first, chain.full), ("restore", chain.full, chain.first)):
-        old = target.read_bytes()
-        run = ckptz(verb, source, fails=True)
-        assert run.exit_code == 2
-        assert "or give --force" in run.error
-        assert target.read_bytes() == old
-        ckptz(verb, source, "--force")
-
-
 @pytest.mark.parametrize("link", [None, os.symlink, os.link])
 def test_an_output_that_is_read_is_refused(link: Callable[..., None] | None, chain: Chain) -> None:
     target = chain.folder / "same"
@@ -185,35 +139,6 @@ def test_an_output_that_is_read_is_refused(link: Callable[..., None] | None, cha
             assert run.exit_code == 2
             assert file.read_bytes() == old
             target.unlink(missing_ok=True)
-
-
-def test_a_folder_that_does_not_exist_is_named(chain: Chain) -> None:
-    run = ckptz("compress", chain.first, "-o", chain.folder / "no" / "x.ckptz", fails=True)
-    assert run.exit_code == 2
-    assert "does not exist" in run.error
-
-
-def test_a_folder_in_the_place_of_the_output_is_refused(chain: Chain) -> None:
-    (chain.folder / "new.ckptz").mkdir()
-    write_plain(chain.folder / "new.safetensors", a_state())
-    assert ckptz("compress", chain.folder / "new.safetensors", "--force", fails=True).exit_code == 2
-
-
-def test_two_inputs_for_one_output_are_refused_before_anything_is_written(tmp_path: Path) -> None:
-    paths = [tmp_path / name for name in ("a/m.safetensors", "b/a/m.safetensors")]
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_plain(path, a_state())
-    run = ckptz("compress", *paths, "-o", tmp_path / "out", fails=True)
-    assert run.exit_code == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_step_belongs_to_one_input(chain: Chain) -> None:
-    assert (
-        ckptz("compress", chain.first, chain.second, "--set", "input.step=1", "--force", fails=True).exit_code
-        == 2
-    )
 
 
 def test_an_input_that_changes_while_it_is_read_is_refused(
@@ -371,11 +296,6 @@ def test_the_error_of_a_folder_that_cannot_be_written_names_the_output(tmp_path:
     with pytest.raises(OSError, match="Read-only") as raised, output_context(tmp_path / "x.ckptz"):
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / ".0-1.ckptz-tmp"))
     assert raised.value.filename == str(tmp_path / "x.ckptz")
-
-
-def test_the_error_of_an_unknown_protocol_names_its_remedy() -> None:
-    run = ckptz("inspect", "foo://a/b.ckptz", fails=True)
-    assert (run.exit_code, "check the part before ://" in run.error) == (2, True)
 
 
 def test_inspect_leaves_out_what_a_checkpointer_records_for_itself(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from ckptz.write.groups import LEAST_TENSORS
 from ckptz_cli.main import main
 from tests.support.cli_support import (
     Chain,
-    a_state,
     ckptz,
     content_of,
     forked,
@@ -134,15 +133,6 @@ def test_shells_complete_verbs_options_and_values() -> None:
     assert complete("ckptz", "restore", "mod") == ["mod"]  # of the type "file", which the shell lists itself
 
 
-def test_roles_that_are_no_text_are_one_line(chain: Chain) -> None:
-    roles = chain.folder / "roles.toml"
-    for content in (b"\xff\xfe\x00", b"a = [", b"[[rule]]\nnothing = 1"):
-        roles.write_bytes(content)
-        run = ckptz("compress", chain.first, "--set", f"input.tensor_roles={roles}", "--force", fails=True)
-        assert run.exit_code == 2
-        assert str(roles) in run.error
-
-
 def test_the_original_has_a_chain_too(chain: Chain) -> None:
     elsewhere = chain.folder / "deltas"
     elsewhere.mkdir()
@@ -151,34 +141,6 @@ def test_the_original_has_a_chain_too(chain: Chain) -> None:
     assert run.exit_code == 5
     ckptz("compress", chain.second, "-o", chain.folder / "alone.ckptz")
     ckptz("verify", chain.folder / "alone.ckptz", "--against", moved, "--search-path", chain.folder)
-
-
-def test_a_folder_of_steps_is_a_usage_error(tmp_path: Path) -> None:
-    for i in (1, 2):
-        write_plain(tmp_path / f"step-{i}.safetensors", a_state(seed=i, n=200))
-    run = ckptz("compress", tmp_path, fails=True)
-    assert run.exit_code == 2
-    assert "holds several checkpoints" in run.error
-    assert "name the files" in run.error
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        *(["inspect", ""], ["compress", ""], ["compress", "FILE", ""], ["compress", "FILE", "-o", ""]),
-        *(["compress", "FILE", "--base", ""], ["restore", "FILE", "-o", ""]),
-        *(["verify", "FILE", "--against", ""], ["verify", "FILE", "--search-path", ""]),
-    ],
-)
-def test_an_empty_path_is_not_the_working_folder(
-    arguments: list[str], chain: Chain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(chain.folder)
-    before = sorted(os.listdir())
-    run = ckptz(*(str(chain.full) if word == "FILE" else word for word in arguments), fails=True)
-    assert run.exit_code == 2
-    assert "empty" in run.error
-    assert sorted(os.listdir()) == before
 
 
 def test_inspect_parses_each_header_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,13 +236,6 @@ def test_a_plain_base_is_named_without_being_read(chain: Chain) -> None:
     assert [type(problem) for problem in logged(chain.folder)[1]] == [MissingBaseError]
 
 
-@pytest.mark.parametrize(("name", "exit_code"), [("nowhere", 5), ("run/z.ckptz", 2)])
-def test_what_is_no_folder_is_refused(run: Path, name: str, exit_code: int) -> None:
-    failed = ckptz("log", run.parent / name, fails=True)
-    assert failed.exit_code == exit_code
-    assert name in failed.error
-
-
 def test_an_empty_folder_and_other_things_in_it_are_no_error(tmp_path: Path) -> None:
     (tmp_path / "folder.ckptz").mkdir()
     os.mkfifo(tmp_path / "pipe.ckptz")

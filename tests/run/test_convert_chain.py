@@ -112,11 +112,6 @@ def test_a_base_in_another_folder_is_noted_and_found_by_the_search_path(chain: C
     assert ckptz("inspect", out, "--search-path", chain.folder, "--json").json["broken"] is None
 
 
-def test_a_folder_is_no_base(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a base must be a file"):
-        compress([tmp_path / "none.safetensors"], base=tmp_path)
-
-
 def test_a_packed_file_can_be_packed_again_against_another_base(chain: Chain) -> None:
     out = chain.folder / "again.ckptz"
     ckptz("compress", chain.delta, "-o", out)
@@ -168,21 +163,6 @@ def test_a_chain_of_one_goes_into_a_folder_where_others_follow(tmp_path: Path) -
     for inputs in ([first], [first, second]):
         with pytest.raises(ConfigError, match="a chain needs a folder"):
             compress(inputs, tmp_path / "run.ckptz", chain=True)
-
-
-def test_nothing_is_written_where_one_of_several_outputs_exists(tmp_path: Path) -> None:
-    inputs = steps(tmp_path, 3)
-    compress(inputs[-1])
-    with pytest.raises(ConfigError, match=r"step-02\.ckptz: exists already"):
-        compress(inputs)
-    assert [path.name for path in tmp_path.glob("*.ckptz")] == ["step-02.ckptz"]
-
-
-def test_several_inputs_do_not_go_to_a_file(chain: Chain) -> None:
-    with pytest.raises(ConfigError, match="folder"):
-        output_paths([chain.first, chain.second], chain.full, ".ckptz")
-    with pytest.raises(ConfigError, match="2 inputs"):
-        output_paths([chain.first, chain.first], None, ".ckptz")
 
 
 # --- folders --------------------------------------------------------------------------------------

@@ -281,21 +281,6 @@ def test_what_stands_alone_is_left_as_it_is(chain: Chain) -> None:
         assert path.read_bytes() == before
 
 
-def test_a_plain_file_is_refused(chain: Chain) -> None:
-    run = ckptz("rebase", chain.first, fails=True)
-    assert run.exit_code == 2
-    assert "plain safetensors file" in run.error
-
-
-def test_an_output_is_not_replaced_unless_forced(chain: Chain) -> None:
-    for target in (chain.second, chain.full, chain.delta):
-        before = target.read_bytes()
-        assert ckptz("rebase", chain.delta, "-o", target, fails=True).exit_code == 2
-        assert target.read_bytes() == before
-    ckptz("rebase", chain.delta, "-o", chain.second, "--force")
-    ckptz("rebase", chain.delta, "-o", chain.full, "--force", fails=True)  # it is read
-
-
 def damaged(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     payload = regions_of(bytes(raw))["payload"]

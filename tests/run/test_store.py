@@ -27,7 +27,7 @@ from ckptz.run.step_files import KINDS, ChainRule, FileFacts, Listing, StepFile
 from ckptz.store.lock import FileLock, Holder, Lease, Spool
 from ckptz.store.storage import LocalFolder
 from ckptz.sync import Publisher
-from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, loss_after, names_in, saved_run
+from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, names_in, saved_run
 from tests.support.cli_support import ckptz
 
 # --- names --------------------------------------------------------------------------------------
@@ -140,21 +140,6 @@ def test_a_base_is_the_file_before_or_one_that_it_is_stored_against(full_every: 
         chains.append([position, *chains[base]])
     assert rule.base_of(0) is rule.base_of(full_every) is None
     assert max(len(chain) for chain in chains) - 1 <= n_hidden(rule)
-
-
-def test_the_best_and_every_kth_step_stay_with_their_bases(tmp_path: Path) -> None:
-    run = Run()
-    policy = KeepPolicy(last=1, every=7, best=1)
-    with run.checkpointer(tmp_path, background=False, keep=policy, full_every=4) as ck:
-        for step in range(1, 20):
-            run.step()
-            ck.save(step, metric=abs(step - 11.2))
-        assert ck.steps() == (7, 11, 14, 19)
-        for step in ck.steps():
-            ck.restore(step)
-    listing = Listing.of(dict.fromkeys(names_in(tmp_path), 1))
-    n_states = sum(file.kind == "state" for file in listing.sizes)
-    assert n_states <= files_bound(1, ChainRule(4, True), n_others=3)
 
 
 @pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
@@ -280,30 +265,6 @@ def test_a_hidden_base_goes_with_the_last_that_needs_it(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {".ckptz-lock"} | {
         f"step-0000000{step}{suffix}" for step in (5, 6) for suffix in (".ckptz", ".state.ckptz")
     }
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.data())
-def test_whatever_is_saved_and_pruned_every_visible_step_resumes(data: st.DataObject) -> None:
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as name:
-        folder, run, losses = Path(name), Run(), [0.0]
-        with run.checkpointer(folder, background=False, full_every=3, keep=KeepPolicy(last=None)) as ck:
-            for step in range(1, data.draw(st.integers(2, 7)) + 1):
-                losses.append(run.step())
-                ck.save(step)
-        losses.append(run.step())
-        for _ in range(data.draw(st.integers(1, 3))):
-            rules = KeepPolicy(
-                last=data.draw(st.integers(1, 4)), every=data.draw(st.sampled_from([None, 2, 3]))
-            )
-            report = prune_folder(folder, rules)
-            listing = Listing.of(dict.fromkeys(names_in(folder), 1))
-            assert report.steps == listing.full_steps
-            assert {file.name for file in listing.hidden} == set(report.hidden)
-            for step in listing.full_steps:
-                assert loss_after(folder, step) == (step, losses[step + 1])
 
 
 # --- who may write ------------------------------------------------------------------------------
@@ -513,10 +474,3 @@ def test_verify_checks_every_file_of_a_folder_and_that_pairs_match(tmp_path: Pat
     failed = ckptz("verify", tmp_path, fails=True)
     assert failed.exit_code == 3
     assert "belongs to other weights than step-00000003.ckptz holds" in failed.stderr
-
-
-def test_a_folder_without_checkpoints_is_said_to_be_one(tmp_path: Path) -> None:
-    for verb, message in (("verify", "contains no .ckptz files"), ("prune", "holds no steps")):
-        failed = ckptz(verb, tmp_path, fails=True)
-        assert (failed.exit_code, message in failed.stderr) == (2, True)
-        assert ckptz(verb, tmp_path / "missing", fails=True).exit_code in (2, 5)

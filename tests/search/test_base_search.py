@@ -50,15 +50,6 @@ def test_a_pipe_in_the_folder_is_no_candidate(name: str, chain: Chain) -> None:
         ckptz("verify", chain.delta)
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify", "restore", "compress"])
-def test_a_pipe_is_refused_without_waiting(verb: str, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.ckptz")
-    with patience():
-        run = ckptz(verb, tmp_path / "pipe.ckptz", fails=True)
-    assert run.exit_code == 2
-    assert "not a regular file" in run.error
-
-
 def test_a_pipe_or_device_has_no_bytes_by_position(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):

@@ -260,22 +260,6 @@ def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:
     assert f"tried step {found['search']['config']['step']:g}" in line
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--method", "grid", "--set", "step=2"), "the search chooses this value"),
-        (("--set", "protect_as=exact"), "method grid has no such setting"),
-        (("--method", "kmeans", "--set", "dead_zone=0.1"), "method kmeans has no such setting"),
-        (("--set", "search.max_evaluations=0"), "needs settings from a base or --config"),
-    ],
-)
-def test_options_of_another_method_exit_with_2(folder: Path, options: tuple[object, ...], said: str) -> None:
-    words = ("--eval", f"{folder}/evaluate.py:loss", "--budget", "1%", *options)
-    run = ckptz("compress", folder / "exact.safetensors", "-o", folder / "o.ckptz", *words, fails=True)
-    assert run.exit_code == 2
-    assert said in run.stderr
-
-
 def test_a_search_begins_at_settings_of_its_own_method(folder: Path) -> None:
     options = SearchOptions(budgets=(Budget(lambda state: 2.0),))
     with pytest.raises(ConfigError, match="cannot begin at settings of kmeans"):
