@@ -23,6 +23,7 @@ from ckptz.api.apply import apply_
 from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, open_whole
 from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
 from ckptz.errors import CkptzError, ConfigError, FormatError, with_context
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, Patterns, TensorSource, tensor_bytes
 from ckptz.kernels.torch import bytes_of, is_on_device
 from ckptz.parallel import Workers
@@ -30,7 +31,7 @@ from ckptz.run.step_files import model_prefix
 from ckptz.state.flatten import flatten, geometry_of, unflatten
 from ckptz.state.modules import names_in_model
 from ckptz.state.torch import Mover, from_plain, on_device, stored_type, to_plain
-from ckptz.store.resolve import SUFFIX, open_checkpoint
+from ckptz.store.resolve import open_checkpoint
 from ckptz.wire.policy import LinkPolicy, check_policy
 
 if TYPE_CHECKING:
@@ -403,8 +404,8 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
 def _overlapping(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     groups: list[list[str]] = []
     end = 0
-    places = ((tensors[name].data_ptr(), geometry_of(tensors[name]), name) for name in names)
-    for begin, stop, name in sorted((at, at + g.span * g.item_bytes, name) for at, g, name in places):
+    extents = ((tensors[name].data_ptr(), geometry_of(tensors[name]), name) for name in names)
+    for begin, stop, name in sorted((at, at + g.span * g.item_bytes, name) for at, g, name in extents):
         if groups and begin < end:
             groups[-1].append(name)
         else:

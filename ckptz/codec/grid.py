@@ -33,7 +33,6 @@ from ckptz.codec.method import (
     MOMENT_ROLES,
     MOMENTS_FROM,
     SENSITIVITY,
-    THRESHOLD_KEY,
     USUAL_RESTORES,
     Method,
     Recipe,
@@ -42,8 +41,8 @@ from ckptz.codec.method import (
     register,
 )
 from ckptz.codec.moments import MOMENTS, Moments, state_recipes
-from ckptz.codec.quantizer import key_of, sampled
-from ckptz.codec.rounding import ColumnGrid, Feedback, Targets
+from ckptz.codec.quantizer import RoundingRule, choose_rounding, sampled
+from ckptz.codec.rounding import ColumnGrid, ColumnRounding, Targets
 from ckptz.codec.tensor import (
     Bounds,
     MapFunction,
@@ -72,7 +71,7 @@ from ckptz.format.frequency import entropy_bits, write_tables
 from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
 from ckptz.kernels import rounding
-from ckptz.kernels.floats import MAX_MAGNITUDE, NEAREST
+from ckptz.kernels.floats import MAX_MAGNITUDE
 from ckptz.state.roles import Role
 
 # For full files and deltas, measured on the run of the demo: 4 to 9 % fewer bits without measurable loss.
@@ -101,7 +100,7 @@ FULL_SHARE: Final = 0.35  # of the step of deltas, for full files of runs that r
 # Steps around zero that the choice of a dither seed ignores: one cell, or three with dead zone and centroids.
 PEAK, PEAK_TO_SHIP = 0.5, 1.5
 MIN_DECIDING: Final = 256  # elements that decide on the dither seed at least
-MOST_MOVES: Final = 16.0  # largest step of a delta, in mean movements; see `_GridTensor.choose_dither`
+MOST_MOVES: Final = 16.0  # largest step of a delta, in mean movements; see `_GridTensor.choose_rounding`
 FINEST: Final = 1 / 64  # smallest factor by which steps are reduced
 SUITS: Final = 2.0  # greatest ratio of the base's steps and newly chosen ones at which the base's are kept
 
@@ -179,13 +178,11 @@ class UniformGrid(Recipe):
         stored = None if base is None else base.stored
         kept = _steps_of(stored, rows, self.step)
         rows = kept or rows
-        is_own = stored is not None and stored.method == self.name
-        key = stored.settings.get(THRESHOLD_KEY) if stored is not None and is_own else None
-        key = key if isinstance(key, int) else NEAREST
-        grid = _GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, key)
+        rule = RoundingRule.of_record(stored, self.name)
+        grid = _GridTensor(tensor.source, base, rows, self.dead_zone or 0.0, rule)
         if base is not None:
             moves = None if tensor.movement is None else tensor.movement * self.most_moves
-            grid = grid.choose_dither(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
+            grid = grid.choose_rounding(tensor.seed, PEAK if kept else PEAK_TO_SHIP, moves)
         counted = grid.counted(tensor.run)
         most = largest_magnitude(counted.codes.total)
         if base is None and (layer := _Layer.of(grid, tensor.guide)) is not None:
@@ -194,7 +191,9 @@ class UniformGrid(Recipe):
             most = largest_magnitude(counted.codes.total)
         encoding = _encoding_of(grid, counted, most, bare_levels(grid.rows.steps, most))
         share = grid.rows.steps[0] / rows.steps[0]
-        recorded = {} if grid.key == NEAREST else {THRESHOLD_KEY: grid.key, "step": float(self.step * share)}
+        recorded = grid.rounding_rule.record()
+        if recorded:
+            recorded["step"] = float(self.step * share)
         return replace(encoding, recorded=recorded)
 
     def _plan_ship(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
@@ -409,8 +408,8 @@ class _GridTensor(OnGrid):
             return OnGrid.codes(self, begin, end, patterns)
         return np.minimum(self.rounded[begin:end], np.uint8(2 * self.most + 1))
 
-    def choose_dither(self, new: int, peak: float, most: float | None) -> _GridTensor:
-        """Choose the dither seed, and finer steps for stochastic rounding, from the middle chunk.
+    def choose_rounding(self, new_seed: int, peak: float, most: float | None) -> _GridTensor:
+        """Choose the rounding rule, and finer steps for stochastic rounding, from the middle chunk.
 
         Residuals of elements whose base is within `peak` steps of zero are ignored: weights have a peak at
         zero, so many of these residuals are small with and without a restore.
@@ -420,7 +419,7 @@ class _GridTensor(OnGrid):
         ratio of bits and errors is the same in each.
 
         Args:
-            new: unused seed; `self.key` is the seed of the base's file.
+            new_seed: unused dither seed; `self.rounding_rule` is the rule of the base's file.
             peak: steps around zero to ignore.
             most: largest factor of the steps with stochastic rounding; None for no change.
         """
@@ -428,14 +427,15 @@ class _GridTensor(OnGrid):
         values, base, steps, labels, row_patterns = self.inputs(*bounds, self.source.patterns(*bounds))
         at = sampled(*bounds)
         of_rows, base = steps[labels[at // row_patterns]], base[at - bounds[0]]
-        places = (values[at - bounds[0]].astype(np.float64) - base) / of_rows
+        movements = (values[at - bounds[0]].astype(np.float64) - base) / of_rows
         is_far = np.abs(base) > peak * of_rows
         if np.count_nonzero(is_far) < MIN_DECIDING:
             is_far[:] = True
-        thresholds = rounding().thresholds(self.key, bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
-        key = key_of(np.where(is_far, places, np.nan), thresholds, self.key, new)
-        share = 1.0 if key == NEAREST or not most else min(max(most, FINEST), 1.0)
-        return replace(self, key=key, rows=replace(self.rows, steps=self.rows.steps * share))
+        old = self.rounding_rule
+        thresholds = old.thresholds(bounds[0], bounds[1] - bounds[0])[at - bounds[0]]
+        rule = choose_rounding(np.where(is_far, movements, np.nan), thresholds, old, new_seed)
+        share = min(max(most, FINEST), 1.0) if most and rule.is_stochastic else 1.0
+        return replace(self, rounding_rule=rule, rows=replace(self.rows, steps=self.rows.steps * share))
 
     def fit(self, counted: _Counted) -> tuple[int, LinearTable]:
         """Fit the largest magnitude that has codes, and the levels of the codes."""
@@ -480,13 +480,13 @@ class _Layer:
         grid: the grid of the tensor.
         residual: the difference to the base [n_rows, elements of a row].
         is_transposed: whether the first dimension of the weight is the input dimension.
-        feedbacks: factors of the input covariance of each group.
+        roundings: factors of the input covariance of each group.
     """
 
     grid: _GridTensor
     residual: NDArray[np.float32]
     is_transposed: bool
-    feedbacks: tuple[Feedback, ...]
+    roundings: tuple[ColumnRounding, ...]
 
     @classmethod
     def of(cls, grid: _GridTensor, guide: SideInformation) -> _Layer | None:
@@ -495,8 +495,8 @@ class _Layer:
         if guide.inputs is None or moments is None or moments.ndim < 2:
             return None
         groups = moments.reshape(-1, *moments.shape[-2:])
-        feedbacks = tuple(map(Feedback.of, groups))
-        return cls(grid, grid.whole_residual(), guide.inputs.axis == 0, feedbacks)
+        roundings = tuple(map(ColumnRounding.of, groups))
+        return cls(grid, grid.whole_residual(), guide.inputs.axis == 0, roundings)
 
     def fit(self) -> tuple[int, LinearTable]:
         """Fit the largest magnitude that has codes, and the levels, to a sample of the outputs.
@@ -509,8 +509,8 @@ class _Layer:
         most, levels = MAX_MAGNITUDE, bare_levels(rows.steps)
         for _ in range(N_FITS):
             targets, n_patterns = Targets.none(rows.n_contexts), 0
-            for feedback, columns, part in self._parts(SAMPLE_OUTPUTS):
-                targets.add(feedback, columns, self._columns(part, most, levels))
+            for group_rounding, columns, part in self._parts(SAMPLE_OUTPUTS):
+                targets.add(group_rounding, columns, self._columns(part, most, levels))
                 n_patterns += columns.size
             most = largest_magnitude(targets.counts.sum(axis=0) * (self.residual.size / n_patterns))
             levels = fit_levels(rows.steps, targets.weights, targets.sums, most)
@@ -520,18 +520,20 @@ class _Layer:
         """Return the codes of the complete tensor, uint8 [n_patterns]."""
         codes = np.empty(self.residual.shape, np.uint8)
         by_output = codes.T if self.is_transposed else codes
-        for feedback, columns, part in self._parts():
-            by_output[part] = feedback.round(columns, self._columns(part, most, levels)).T
+        for group_rounding, columns, part in self._parts():
+            by_output[part] = group_rounding.round(columns, self._columns(part, most, levels)).T
         return codes.reshape(-1)
 
-    def _parts(self, most: int | None = None) -> Iterator[tuple[Feedback, NDArray[np.float32], Outputs]]:
+    def _parts(
+        self, most: int | None = None
+    ) -> Iterator[tuple[ColumnRounding, NDArray[np.float32], Outputs]]:
         """Yield the columns [n, n_outputs] of each group and the indices of their outputs, at most `most`."""
         by_output = self.residual.T if self.is_transposed else self.residual
-        size = len(by_output) // len(self.feedbacks)
-        for i, feedback in enumerate(self.feedbacks):
+        size = len(by_output) // len(self.roundings)
+        for i, group_rounding in enumerate(self.roundings):
             n = min(size, most or size)
             part = i * size + np.arange(n) * size // n
-            yield feedback, np.ascontiguousarray(by_output[part].T), part
+            yield group_rounding, np.ascontiguousarray(by_output[part].T), part
 
     def _columns(self, part: Outputs, most: int, levels: LinearTable) -> ColumnGrid:
         rows = self.grid.rows

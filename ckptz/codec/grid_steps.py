@@ -15,14 +15,14 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.quantizer import TO_NEAREST, Quantizer, RoundingRule
 from ckptz.codec.sensitivity import floats_of
 from ckptz.format.plan import LinearTable
 from ckptz.format.sources import Patterns, TensorSource
 from ckptz.format.values import KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.blas import product
-from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, NEAREST, Counts, Reals
+from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, Counts, Reals
 
 Labels = NDArray[np.uint8]
 Codes = NDArray[np.uint8]
@@ -91,7 +91,7 @@ class OnGrid(Quantizer):
         base: the base that is subtracted, or None.
         rows: steps of the rows.
         dead_zone: additional share of a step that becomes zero.
-        key: dither seed of stochastic rounding, or NEAREST.
+        rounding_rule: to the nearest level, or stochastic.
         most: largest magnitude that has codes; larger ones escape.
     """
 
@@ -99,13 +99,14 @@ class OnGrid(Quantizer):
     base: TensorSource | None
     rows: RowSteps
     dead_zone: float
-    key: int = NEAREST
+    rounding_rule: RoundingRule = TO_NEAREST
     most: int = MAX_MAGNITUDE
 
     def codes(self, begin: int, end: int, patterns: Patterns) -> Codes:
         """Return the codes of patterns begin..end, uint8 [end - begin]; the last code is the escape code."""
         codes = np.empty(end - begin, np.uint8)
-        rounding().residual_codes(*self.inputs(begin, end, patterns), self.dead_zone, self.key, begin, codes)
+        seed, inputs = self.rounding_rule.seed, self.inputs(begin, end, patterns)
+        rounding().residual_codes(*inputs, self.dead_zone, seed, begin, codes)
         return np.minimum(codes, np.uint8(2 * self.most + 1))
 
     def inputs(self, begin: int, end: int, patterns: Patterns) -> tuple[Any, ...]:

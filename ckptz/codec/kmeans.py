@@ -16,7 +16,6 @@ from ckptz.codec.method import (
     MIN_ELEMENTS,
     MOMENTS_FROM,
     SENSITIVITY,
-    THRESHOLD_KEY,
     Method,
     Recipe,
     Setting,
@@ -24,7 +23,15 @@ from ckptz.codec.method import (
     register,
 )
 from ckptz.codec.partitions import Cut, Partitions, fit_partitions
-from ckptz.codec.quantizer import LEAST_OF_CLUSTERS, Quantizer, key_of, sampled
+from ckptz.codec.quantizer import (
+    LEAST_OF_CLUSTERS,
+    SEED_KEY,
+    TO_NEAREST,
+    Quantizer,
+    RoundingRule,
+    choose_rounding,
+    sampled,
+)
 from ckptz.codec.sensitivity import SensitivityHistogram, floats_of
 from ckptz.codec.tensor import (
     GuidedSensitivities,
@@ -42,8 +49,7 @@ from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Domain, Plan, QuantizationMap
 from ckptz.format.sources import Patterns, TensorSource
 from ckptz.format.values import KINDS
-from ckptz.kernels import rounding
-from ckptz.kernels.floats import F32, NEAREST
+from ckptz.kernels.floats import F32
 from ckptz.state.roles import Role
 
 NO_GRADIENT: Final = "has no average of gradients; ranked by magnitude"
@@ -114,7 +120,7 @@ class Clusters(Recipe):
         stored, source = None if tensor.base is None else tensor.base.stored, tensor.source
         if stored is None or stored.method != self.name or stored.plan.quant_map is None:
             return None
-        asked = {name: value for name, value in stored.settings.items() if name != THRESHOLD_KEY}
+        asked = {name: value for name, value in stored.settings.items() if name != SEED_KEY}
         old = stored.plan.quant_map
         if (
             asked != self.settings()
@@ -129,22 +135,21 @@ class Clusters(Recipe):
         quantizer = LevelQuantizer(
             levels,
             KINDS[source.dtype.name],
-            NEAREST,
+            TO_NEAREST,
             old.escape_code,
             float(ceiling),
             self.wanted.protect_as_bf16,
         )
-        before = stored.settings.get(THRESHOLD_KEY)
-        old_key = before if isinstance(before, int) else NEAREST
         assert tensor.base is not None
-        key = quantizer.key_after(source, tensor.base, old_key, tensor.seed)
-        if key == NEAREST:
+        old_rule = RoundingRule.of_record(stored, self.name)
+        rule = quantizer.choose_rounding(source, tensor.base, old_rule, tensor.seed)
+        if not rule.is_stochastic:
             return None
         plan = Plan(
             quant_map=QuantizationMap(old.table, np.zeros(1, np.int64), escape_code=old.escape_code),
             domain=Domain.LINEAR,
         )
-        return TensorPlan(plan, replace(quantizer, key=key), recorded={THRESHOLD_KEY: key})
+        return TensorPlan(plan, replace(quantizer, rounding_rule=rule), recorded=rule.record())
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +159,7 @@ class LevelQuantizer(Quantizer):
     Attributes:
         levels: ascending levels, float32 [n_levels], at least two.
         kind: float type of the patterns.
-        key: dither seed.
+        rounding_rule: the rule; stochastic in a plan.
         escape_code: code of values that are kept exactly, or None.
         ceiling: magnitude above which values escape.
         keep_as_bf16: whether escaped values are rounded to BF16, stochastically as well.
@@ -162,7 +167,7 @@ class LevelQuantizer(Quantizer):
 
     levels: NDArray[np.float32]
     kind: int
-    key: int
+    rounding_rule: RoundingRule
     escape_code: int | None
     ceiling: float
     keep_as_bf16: bool
@@ -170,7 +175,8 @@ class LevelQuantizer(Quantizer):
     def kept(self, begin: int, patterns: Patterns) -> Patterns:
         if not self.keep_as_bf16 or self.kind != F32:
             return patterns
-        low = (rounding().thresholds(self.key, begin, len(patterns)) * np.float32(1 << 16)).astype(np.uint32)
+        thresholds = self.rounding_rule.thresholds(begin, len(patterns))
+        low = (thresholds * np.float32(1 << 16)).astype(np.uint32)
         rounded = (patterns + low) & np.uint32(0xFFFF0000)
         is_infinite = (rounded & np.uint32(0x7FFFFFFF)) == np.uint32(0x7F800000)
         return np.where(is_infinite, patterns, rounded)
@@ -178,7 +184,7 @@ class LevelQuantizer(Quantizer):
     def codes(self, begin: int, end: int, patterns: Patterns) -> NDArray[np.uint8]:
         values = floats_of(patterns, self.kind)
         below, share = self._places(values)
-        upper = rounding().thresholds(self.key, begin, end - begin) >= np.float32(1) - share
+        upper = self.rounding_rule.thresholds(begin, end - begin) >= np.float32(1) - share
         codes = (below + upper).astype(np.uint8)
         if self.escape_code is not None:
             codes[np.abs(values) > self.ceiling] = self.escape_code
@@ -190,17 +196,19 @@ class LevelQuantizer(Quantizer):
         low, high = self.levels[below], self.levels[below + 1]
         return below, np.clip((values - low) / (high - low), np.float32(0), np.float32(1))
 
-    def key_after(self, source: TensorSource, base: TensorSource, old: int, new: int) -> int:
-        """Choose the dither seed from one chunk; `old` is the seed of the base's file."""
+    def choose_rounding(
+        self, source: TensorSource, base: TensorSource, old: RoundingRule, new_seed: int
+    ) -> RoundingRule:
+        """Choose the rounding rule from one chunk; `old` is the rule of the base's file."""
         bounds = list(source.chunk_bounds())
         begin, end = bounds[len(bounds) // 2]
         at = sampled(begin, end) - begin
         values, decoded = (floats_of(one.patterns(begin, end)[at], self.kind) for one in (source, base))
         below, share = self._places(values)
         gaps = (self.levels[1:] - self.levels[:-1]).astype(np.float64)[below]
-        places = np.where((share > 0) & (share < 1), (values.astype(np.float64) - decoded) / gaps, np.nan)
-        thresholds = rounding().thresholds(old, begin, end - begin)[at]
-        return key_of(places, thresholds, old, new, LEAST_OF_CLUSTERS)
+        movements = np.where((share > 0) & (share < 1), (values.astype(np.float64) - decoded) / gaps, np.nan)
+        thresholds = old.thresholds(begin, end - begin)[at]
+        return choose_rounding(movements, thresholds, old, new_seed, LEAST_OF_CLUSTERS)
 
 
 @register

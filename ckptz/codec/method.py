@@ -156,7 +156,6 @@ class Method:
 
 M = TypeVar("M", bound=Method)
 USUAL_RESTORES: Final = 10  # number of restarts from lossy files that the default steps are chosen for
-THRESHOLD_KEY: Final = "drawn"  # key of the dither seed in records
 MIN_ELEMENTS: Final = 4096  # smaller tensors stay lossless: map and tables would take more than they save
 
 

@@ -66,7 +66,7 @@ from ckptz.codec.moment_maps import (
     row_labels,
     second_map,
 )
-from ckptz.codec.quantizer import Quantizer, key_of
+from ckptz.codec.quantizer import TO_NEAREST, Quantizer, RoundingRule, choose_rounding
 from ckptz.codec.tensor import MapFunction, TensorStatistics, TensorToEncode, reals, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.errors import ConfigError, coerce_numeric_fields
@@ -76,9 +76,9 @@ from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Domain, ExplicitTable, LowRank, Outer, Plan, Predictor, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, n_rows_of
 from ckptz.format.values import KINDS
-from ckptz.kernels import cpu, floats, moments, rounding
+from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.blas import product
-from ckptz.kernels.floats import NEAREST, Patterns, Reals
+from ckptz.kernels.floats import Patterns, Reals
 from ckptz.state.roles import Role
 
 Bounds = tuple[int, int]
@@ -491,13 +491,13 @@ class FineRounding(Recipe):
             `size`; twice that with stochastic rounding, which preserves movement since a restore on average.
         step: multiple of the grid step of a large weight; None to use `bits` only.
         size: power of two of which elements become multiples; 0 if unknown.
-        key: dither seed of stochastic rounding, or NEAREST.
+        rounding_rule: to the nearest value, or stochastic.
     """
 
     bits: int = 10
     step: float | None = None
     size: float = 0.0
-    key: int = NEAREST
+    rounding_rule: RoundingRule = TO_NEAREST
     name: ClassVar[str] = "rounding"
 
     def settings(self) -> dict[str, Setting]:
@@ -509,9 +509,9 @@ class FineRounding(Recipe):
         if n_dropped <= 0:
             return patterns
         mask = patterns.dtype.type((1 << n_dropped) - 1)
-        thresholds: Any = np.float32(0.5)
-        if self.key != NEAREST:
-            thresholds = rounding().thresholds(self.key, begin, len(patterns))
+        thresholds: Any = np.float32(0.5)  # a scalar needs no array of thresholds
+        if self.rounding_rule.is_stochastic:
+            thresholds = self.rounding_rule.thresholds(begin, len(patterns))
         rounded = (patterns + (thresholds * np.float32(1 << n_dropped)).astype(patterns.dtype)) & ~mask
         exponents = patterns.dtype.type(exponent_mask(kind))
         is_kept = ((rounded & exponents) == exponents) | ((patterns & exponents) == 0)
@@ -534,7 +534,7 @@ class FineRounding(Recipe):
             return exact_with_note(tensor, "holds NaN or infinity")
         chosen = replace(self, size=self._size_for(tensor))
         if tensor.base is not None:
-            chosen = replace(chosen, key=chosen._key_after(source, tensor.seed))
+            chosen = replace(chosen, rounding_rule=chosen._rounding_of_delta(source, tensor.seed))
         kind = KINDS[source.dtype.name]
         restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
@@ -558,16 +558,16 @@ class FineRounding(Recipe):
         step = min(step, MOST_OF_SPREAD * math.sqrt(max(statistics.spread**2 - mean**2, 0.0)))
         return 2.0 ** math.floor(math.log2(step)) if step > LEAST_SIZE else 0.0
 
-    def _key_after(self, source: TensorSource, new: int) -> int:
-        """Choose the dither seed from the first chunk; the base's file does not record its own."""
+    def _rounding_of_delta(self, source: TensorSource, new_seed: int) -> RoundingRule:
+        """Choose the rounding rule from the first chunk; the base's file does not record its own."""
         n_dropped = self._n_dropped(KINDS[source.dtype.name])
         if n_dropped <= 0:
-            return NEAREST
+            return TO_NEAREST
         patterns = source.patterns(0, min(CHUNK_VALUES, source.n_patterns))
         low = (patterns & patterns.dtype.type((1 << n_dropped) - 1)).astype(np.float64) / (1 << n_dropped)
         if self.size:
             low = np.modf(patterns.view(np.float32).astype(np.float64) / self.size)[0]
-        return key_of(low, None, NEAREST, new)
+        return choose_rounding(low, None, TO_NEAREST, new_seed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,19 +76,19 @@ class Targets:
         """Return sums of zero."""
         return cls(*(np.zeros((n_contexts, 256)) for _ in range(3)))
 
-    def add(self, feedback: Feedback, columns: Floats, grid: ColumnGrid) -> None:
+    def add(self, group_rounding: ColumnRounding, columns: Floats, grid: ColumnGrid) -> None:
         """Round columns [n, n_rows] and add their targets."""
         targets = np.empty_like(columns)
-        codes = feedback.round(columns, grid, targets)
+        codes = group_rounding.round(columns, grid, targets)
         cells = (grid.labels.astype(np.intp) * 256 + codes).reshape(-1)
-        costs = np.broadcast_to(feedback.costs[:, None], columns.shape).reshape(-1)
+        costs = np.broadcast_to(group_rounding.costs[:, None], columns.shape).reshape(-1)
         parts = (None, costs, costs * np.abs(targets).reshape(-1))
         for total, part in zip((self.counts, self.weights, self.sums), parts, strict=True):
             total += np.bincount(cells, part, total.size).reshape(total.shape)
 
 
 @dataclass(frozen=True, slots=True)
-class Feedback:
+class ColumnRounding:
     """The factors of H, which determine how errors of columns are compensated."""
 
     # Order of rounding: columns with large inputs first, while most others can still compensate their errors.
@@ -98,7 +98,7 @@ class Feedback:
     costs: Floats  # D, the cost of an error in each column, in the original order, float32 [n]
 
     @classmethod
-    def of(cls, moments: Matrix) -> Feedback:
+    def of(cls, moments: Matrix) -> ColumnRounding:
         """Factor the second moments of n inputs, a finite symmetric matrix [n, n]."""
         order = np.argsort(-np.diagonal(moments), kind="stable")
         upper, in_order = factors(moments[np.ix_(order, order)])

@@ -31,25 +31,26 @@ from ckptz.errors import (
 )
 from ckptz.foreign.torch_files import dump_state, is_torch_file, load_state
 from ckptz.format.envelope import MAX_HEADER_BYTES, plain_regions, strict_json, write_plain
-from ckptz.format.index import Shard, Sharding
-from ckptz.format.publish import (
+from ckptz.format.file_kinds import (
+    INDEX_SUFFIX,
+    INDEX_SUFFIXES,
+    PLAIN_SUFFIX,
+    SHARD_SUFFIXES,
+    STATE_SUFFIXES,
+    SUFFIX,
     TEMPORARY_SUFFIX,
-    Publication,
-    is_same,
-    make_folder,
-    publish_together,
-    scratch_folder,
+    TORCH_SHARD_SUFFIX,
 )
+from ckptz.format.index import Shard, Sharding
+from ckptz.format.publish import Publication, is_same, make_folder, publish_together, scratch_folder
 from ckptz.format.sources import TensorSource
 from ckptz.run.names import is_base_name
 from ckptz.state.flatten import Chunks, flatten, read_chunks, unflatten
 from ckptz.state.skeleton import parse_tree
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, Checkpoint, open_checkpoint
+from ckptz.store.resolve import Checkpoint, open_checkpoint
 
 MAX_NAME_BYTES: Final = 255  # of most file systems
 MAX_DEPTH: Final = 32  # components of a relative path
-SHARD_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".pth")
-INDEX_SUFFIXES: Final = (".safetensors.index.json", ".bin.index.json")
 
 Carried = tuple[str, Path]  # relative path with slashes, and path of the file
 
@@ -220,9 +221,6 @@ def stage_carried(files: Publication, carried: Sequence[Carried], folder: Path) 
 
 
 InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
-INDEX_SUFFIX: Final = ".index.json"
-TORCH_SUFFIX: Final = ".bin"
-STATE_SUFFIXES: Final = (".pt", ".pth", TORCH_SUFFIX)
 NOTED_BYTES: Final = 1 << 20  # a carried state of this size affects the ratio, and gets a note
 _NUMBERED: Final = re.compile(r"(.+)-\d+-of-\d+")
 
@@ -320,7 +318,8 @@ def packed_in(folder: Path, *, with_plain: bool = False) -> Path | None:
     names = [name for name in names if not is_base_name(folder / name)]
     packed = [name for name in names if name.endswith(SUFFIX)]
     is_plain = not with_plain and any(
-        name.endswith(PLAIN_SUFFIX) or (name.endswith(TORCH_SUFFIX) and is_model_file(name)) for name in names
+        name.endswith(PLAIN_SUFFIX) or (name.endswith(TORCH_SHARD_SUFFIX) and is_model_file(name))
+        for name in names
     )
     return folder / packed[0] if len(packed) == 1 and not is_plain else None
 
@@ -360,8 +359,8 @@ def _find_layout(folder: Path) -> _Layout:
     names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
     plain = [name for name in names if name.endswith(PLAIN_SUFFIX) and not is_base_name(folder / name)]
     # Trainers write other pickles, such as training_args.bin, which are not shards.
-    torch = [name for name in names if name.endswith(TORCH_SUFFIX) and is_model_file(name)]
-    for suffix, files in ((PLAIN_SUFFIX, plain), (TORCH_SUFFIX, torch)):
+    torch = [name for name in names if name.endswith(TORCH_SHARD_SUFFIX) and is_model_file(name)]
+    for suffix, files in ((PLAIN_SUFFIX, plain), (TORCH_SHARD_SUFFIX, torch)):
         indexes = [name for name in names if name.endswith(suffix + INDEX_SUFFIX)]
         if len(indexes) > 1:
             raise ConfigError(
@@ -374,8 +373,8 @@ def _find_layout(folder: Path) -> _Layout:
     if packed := [name for name in names if name.endswith(SUFFIX)]:
         raise ConfigError(f"{folder}: a folder of {SUFFIX} files; name one of them, such as {packed[0]}")
     raise ConfigError(
-        f"{folder}: no tensors in this folder: no *{PLAIN_SUFFIX}, no *model*{TORCH_SUFFIX}, no index of "
-        "such files; name the files themselves, or their folder"
+        f"{folder}: no tensors in this folder: no *{PLAIN_SUFFIX}, no *model*{TORCH_SHARD_SUFFIX}, no index "
+        "of such files; name the files themselves, or their folder"
     )
 
 

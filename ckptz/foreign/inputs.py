@@ -11,33 +11,33 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from errno import ENOENT
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, with_context
 from ckptz.foreign.dcp import is_dcp, open_dcp
-from ckptz.foreign.folders import (
-    SHARD_SUFFIXES,
-    check_sharding,
-    is_shard_name,
-    is_within,
-    open_folder,
-    packed_in,
-)
 from ckptz.foreign.folders import Input as Input
+from ckptz.foreign.folders import check_sharding, is_shard_name, is_within, open_folder, packed_in
 from ckptz.foreign.shards import open_shards
-from ckptz.foreign.torch_files import LEGACY_MAGIC, TORCH_SUFFIXES, ZIP_MAGIC, read
+from ckptz.foreign.torch_files import LEGACY_MAGIC, ZIP_MAGIC, read
 from ckptz.format.byte_source import is_folder, is_url, local_copy, path_of
 from ckptz.format.envelope import MAX_HEADER_BYTES
+from ckptz.format.file_kinds import (
+    FOREIGN_SUFFIXES,
+    PLAIN_SUFFIX,
+    SHARD_SUFFIXES,
+    SUFFIX,
+    TEMPORARY_SUFFIX,
+    TORCH_SUFFIXES,
+)
 from ckptz.format.index import Shard, Sharding
-from ckptz.format.publish import TEMPORARY_SUFFIX, is_same, make_folder
+from ckptz.format.publish import is_same, make_folder
 from ckptz.run.exact import residual_or_file
 from ckptz.run.names import newest_checkpoint, resolve
 from ckptz.run.step_files import StepFile
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX, folders_beside, open_checkpoint
+from ckptz.store.resolve import folders_beside, open_checkpoint
 
 PathLike: TypeAlias = str | os.PathLike[str]
 FORCE: Final = "give --force (force=True) to replace it"
-INPUT_SUFFIXES: Final = (".safetensors", ".ckptz", ".pt", ".pth", ".bin", ".ckpt")
 
 
 def to_paths(names: Iterable[PathLike]) -> list[Path]:
@@ -49,7 +49,8 @@ def stem_of(path: Path) -> str:
     """Return the file name without the suffix of a checkpoint; other suffixes stay."""
     # "." and paths that end with a slash have no name.
     name = path.name if is_url(path) else Path(os.path.abspath(path)).name
-    return name.removesuffix(Path(name).suffix) if Path(name).suffix in INPUT_SUFFIXES else name
+    suffix = Path(name).suffix
+    return name.removesuffix(suffix) if suffix in (SUFFIX, *FOREIGN_SUFFIXES) else name
 
 
 def output_folder(path: Path) -> Path:
@@ -256,7 +257,7 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
     if not path.is_file():
         raise ConfigError(f"{path}: not a regular file; give {ACCEPTED}")
-    if not _is_torch_file(path):
+    if _file_kind(path) != "torch":
         return _open_checkpoint(path, search_path)
     if is_url(path):
         with local_copy(path) as copy:
@@ -328,21 +329,26 @@ def check_not_torch(path: Path) -> Path:
     Raises:
         ConfigError: a torch file, or not a checkpoint.
     """
-    if not is_url(path) and path.is_file() and _is_torch_file(path):
+    if not is_url(path) and path.is_file() and _file_kind(path) == "torch":
         raise ConfigError(f"{path}: is a torch file, not a .ckptz file; convert it with ckptz compress")
     return path
 
 
-def _is_torch_file(path: Path) -> bool:
+def _file_kind(path: Path) -> Literal["safetensors", "torch"]:
+    """Recognise a file by its suffix or its first bytes; `.ckptz` files are safetensors files.
+
+    Raises:
+        ConfigError: neither.
+    """
     if path.suffix in (PLAIN_SUFFIX, SUFFIX):
-        return False
+        return "safetensors"
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     # A safetensors file with another suffix; no torch file has this character there.
     if head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES:
-        return False
+        return "safetensors"
     if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)) or path.suffix in TORCH_SUFFIXES:
-        return True
+        return "torch"
     raise ConfigError(f"{path}: not a checkpoint that ckptz knows; give {ACCEPTED}")
 
 

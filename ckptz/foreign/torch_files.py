@@ -37,7 +37,6 @@ from ckptz.format.sources import TensorSource
 from ckptz.state.flatten import Chunks, Flat, Geometry, flatten, read_chunks, unflatten
 from ckptz.state.skeleton import MAX_NUMBER, is_number
 
-TORCH_SUFFIXES: Final = (".pt", ".pth", ".bin", ".ckpt")
 ZIP_MAGIC: Final = b"PK\x03\x04"
 LEGACY_MAGIC: Final = b"\x80\x02\x8a\x0a"  # a pickled long, at the beginning of files before torch 1.6
 LEGACY_NUMBER: Final = 0x1950A86A20F9469CFC6C

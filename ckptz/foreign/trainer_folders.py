@@ -27,13 +27,13 @@ from ckptz.foreign.folders import Carried, Input, carried_in, stage_carried
 from ckptz.foreign.inputs import STATE, WEIGHTS, open_input
 from ckptz.foreign.torch_files import dump_state
 from ckptz.format.envelope import plain_regions, write_plain
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import publish_together
 from ckptz.format.sources import TensorSource
 from ckptz.run.exact import residual_or_file
 from ckptz.run.step_files import FROZEN_KEY
 from ckptz.state.flatten import Chunks, tied_names, unflatten
 from ckptz.state.skeleton import parse_tree
-from ckptz.store.resolve import SUFFIX
 
 # Plain files from which the Trainer and PEFT load state.
 _PLAIN_STATE: Final = re.compile(

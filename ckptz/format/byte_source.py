@@ -17,10 +17,10 @@ import numpy as np
 
 from ckptz import lazy
 from ckptz.errors import ConfigError, TruncatedError
+from ckptz.format.file_kinds import FILE_SUFFIXES
 from ckptz.kernels.floats import Bytes
 
 FILE_URL: Final = "file://"
-FILE_SUFFIXES: Final = (".ckptz", ".safetensors", ".pt", ".pth", ".bin")
 PATIENCE: Final = 20.0  # seconds without data after which a request fails
 LEAST_RATE: Final = 1 << 16  # bytes per second; a slower server fails
 MAX_UNKNOWN: Final = 4 << 30  # largest file of a server that does not send its length, in bytes

@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, Final
 
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import is_url, path_of
+from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.format.uploads import upload
 
-TEMPORARY_SUFFIX: Final = ".ckptz-tmp"
 EAGER_BYTES: Final = 1 << 26  # small compared to the page cache, large enough for any disk
 _TEMPORARY: Final = re.compile(rf"([0-9a-f]{{8}})-(\d{{1,10}})-[0-9a-f]{{16}}{re.escape(TEMPORARY_SUFFIX)}$")
 PRIVATE: Final = 0o600

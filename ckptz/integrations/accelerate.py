@@ -30,6 +30,7 @@ from accelerate.utils import DistributedType, load
 from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
 
 from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import publish
 from ckptz.integrations.linked import (
     DEFAULTS,
@@ -44,7 +45,6 @@ from ckptz.integrations.versions import warn_untested
 from ckptz.run.names import step_of_folder
 from ckptz.run.step_files import COMPLETE, Kept
 from ckptz.state.modules import names_in_model
-from ckptz.store.resolve import SUFFIX
 from ckptz.torch import nothing_matches
 from ckptz.training.compare import differences, fingerprint
 

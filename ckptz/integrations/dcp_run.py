@@ -14,12 +14,11 @@ from pathlib import Path
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError
 from ckptz.foreign.dcp_index import INDEX_FILE, read_index, shard_path
-from ckptz.format.publish import TEMPORARY_SUFFIX
+from ckptz.format.file_kinds import SUFFIX, TEMPORARY_SUFFIX
 from ckptz.run.deletion import finish_removals, remove_residuals, remove_step
 from ckptz.run.keep import KeepPolicy, retention_of
 from ckptz.run.names import step_of_folder
-from ckptz.run.step_files import EXACT
-from ckptz.store.resolve import SUFFIX
+from ckptz.run.step_files import RESIDUAL_MARK
 
 
 def latest(run: PathLike) -> Path | None:
@@ -78,7 +77,7 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         steps = rules.kept({step for step, _ in whole}, {})
         kept = [(step, path) for step, path in whole if step in steps]
         for path in (path for step, path in kept if step not in rules.heads(steps)):
-            remove_residuals(path.glob(f"*{EXACT}*{SUFFIX}"))
+            remove_residuals(path.glob(f"*{RESIDUAL_MARK}*{SUFFIX}"))
         older = folders[: folders.index(kept[-1][1])] if kept else []
         stays = retention_of(
             older, [path for _, path in kept], _checked, lambda path: folders[: folders.index(path)]

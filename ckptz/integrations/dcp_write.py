@@ -32,6 +32,7 @@ from ckptz.foreign.dcp_index import (
     read_index,
     write_index,
 )
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import make_folder
 from ckptz.format.values import KINDS
 from ckptz.guidance.momentum import Momentum, UpdateTracker
@@ -57,8 +58,7 @@ from ckptz.integrations.linked import (
 )
 from ckptz.run.deletion import drop_unneeded
 from ckptz.run.names import step_of_folder
-from ckptz.run.step_files import EXACT, Kept
-from ckptz.store.resolve import SUFFIX
+from ckptz.run.step_files import RESIDUAL_MARK, Kept
 
 SHARD_PREFIX: Final = "shard-"
 
@@ -233,7 +233,7 @@ def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
     """Delete the shards of an earlier checkpoint in the folder of the complete new one; return notes."""
     try:
         for name in os.listdir(folder):
-            own = name.partition(EXACT)[0].removesuffix(SUFFIX) + SUFFIX  # the file of a residual
+            own = name.partition(RESIDUAL_MARK)[0].removesuffix(SUFFIX) + SUFFIX  # the file of a residual
             if name.startswith(SHARD_PREFIX) and name.endswith(SUFFIX) and own not in listed:
                 (folder / name).unlink(missing_ok=True)
         return drop_unneeded(folder)

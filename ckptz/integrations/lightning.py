@@ -30,6 +30,7 @@ from ckptz.codec.effort import EffortName
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest, warn_of_differences
 from ckptz.integrations.versions import warn_untested
@@ -38,7 +39,7 @@ from ckptz.run.links import N_DIGITS
 from ckptz.run.names import is_of_state, step_of
 from ckptz.run.step_files import METRIC_KEY, STATE_KEY
 from ckptz.state.torch import on_device
-from ckptz.store.resolve import SUFFIX, open_checkpoint
+from ckptz.store.resolve import open_checkpoint
 from ckptz.training.compare import differences, fingerprint
 from ckptz.write.job import WriteJob, mark_restored
 

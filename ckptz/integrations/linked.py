@@ -105,10 +105,10 @@ class ChainOptions:
             raise ConfigError(f"{setting} and keep both delete checkpoints; leave out {setting}")
         return self.keep.by_kind
 
-    def prune(self, folder: Path, spared: Collection[str] = ()) -> None:
+    def prune(self, folder: Path, always_kept: Collection[str] = ()) -> None:
         """Delete the steps that `keep` does not select; called when the newest step is complete."""
         if self.keep is not None:
-            for note in prune_saved(folder, self.keep, spared):
+            for note in prune_saved(folder, self.keep, always_kept):
                 warnings.warn(f"{folder}: {note}", RuntimeWarning, stacklevel=3)
 
 

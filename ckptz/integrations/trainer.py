@@ -32,6 +32,7 @@ from ckptz.codec.method import MOMENT_ROLES
 from ckptz.codec.tensor import SideInformation, mean_sensitivity_of
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.foreign.adapters import STORED_PREFIX
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import make_folder
 from ckptz.format.sources import TensorSource
 from ckptz.format.values import KINDS
@@ -51,7 +52,7 @@ from ckptz.run.step_files import FROZEN_KEY, METRIC_KEY, Kept
 from ckptz.state.modules import name_without_wrappers, names_in_model, names_without_wrappers
 from ckptz.state.roles import Rule
 from ckptz.state.torch import to_plain
-from ckptz.store.resolve import SUFFIX, open_checkpoint
+from ckptz.store.resolve import open_checkpoint
 from ckptz.torch import load_state
 from ckptz.training.compare import differences, fingerprint
 from ckptz.training.files import lossy_tensors, moment_roles
@@ -190,8 +191,8 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
             chain.settle()
         if self.args.should_save:
             best = self.state.best_model_checkpoint if self.args.load_best_model_at_end else None
-            spared = () if best is None else (Path(best).name,)
-            self._ckptz.prune(Path(self._get_output_dir(trial=trial)), spared)
+            always_kept = () if best is None else (Path(best).name,)
+            self._ckptz.prune(Path(self._get_output_dir(trial=trial)), always_kept)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.args.should_save and self._ckptz_tracker is None:  # else it was written before the weights

@@ -23,6 +23,7 @@ from transformers.utils import is_peft_available
 
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.integrations.model_files import (
     Reader,
     first_float,
@@ -31,7 +32,7 @@ from ckptz.integrations.model_files import (
     nothing_found,
     weight_files,
 )
-from ckptz.store.resolve import SUFFIX, open_checkpoint
+from ckptz.store.resolve import open_checkpoint
 
 __all__ = ["from_pretrained", "push_to_hub"]
 

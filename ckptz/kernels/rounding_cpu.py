@@ -1,6 +1,6 @@
 """Rounding to grids on the CPU: to nearest, or stochastically with reproducible thresholds.
 
-The threshold of an element is a hash of a dither seed (`key`) and the element's index, computed in integers
+The threshold of an element is a hash of a dither seed and the element's index, computed in integers
 modulo 2^32, so it is the same on every machine, for any split into chunks, and in every run.
 """
 
@@ -27,10 +27,10 @@ def _mixed(x: Any) -> Any:
 
 
 @inlined
-def _seeded(key: Any, index: Any) -> Any:
+def _seeded(seed: Any, index: Any) -> Any:
     """Return the seed for the thresholds of all indices with the same upper 32 bits."""
     high = uint32(uint64(index) >> uint64(32))
-    return _mixed(uint32(high * uint32(GOLDEN) + uint32(key)))
+    return _mixed(uint32(high * uint32(GOLDEN) + uint32(seed)))
 
 
 @inlined
@@ -40,16 +40,16 @@ def _threshold(seeded: Any, low: Any) -> Any:
 
 
 @kernel
-def _thresholds(key: int, begin: int, out: Any) -> None:
+def _thresholds(seed: int, begin: int, out: Any) -> None:
     for i in range(len(out)):
         low = uint32(uint64(begin + i) & uint64(0xFFFFFFFF))
-        out[i] = float32(0.5) if key == NEAREST else _threshold(_seeded(key, begin + i), low)
+        out[i] = float32(0.5) if seed == NEAREST else _threshold(_seeded(seed, begin + i), low)
 
 
-def thresholds(key: int, begin: int, n: int) -> Floats:
+def thresholds(seed: int, begin: int, n: int) -> Floats:
     """Compute the thresholds [n], uniform in [0, 1), of elements begin..begin+n; one half for NEAREST."""
     out: Floats = np.empty(n, np.float32)
-    _thresholds(key, begin, out)
+    _thresholds(seed, begin, out)
     return out
 
 
@@ -116,7 +116,7 @@ def _stochastic_codes(
     steps: Any,
     labels: Any,
     row_patterns: int,
-    key: int,
+    seed: int,
     begin: int,
     out: Any,
 ) -> None:
@@ -130,7 +130,7 @@ def _stochastic_codes(
             end = until
         if end > n:
             end = n
-        step, seeded = steps[labels[at // row_patterns]], _seeded(key, at)
+        step, seeded = steps[labels[at // row_patterns]], _seeded(seed, at)
         _stochastic(values[done:end], base[done:end], has_base, step, seeded, uint32(low), out[done:end])
         done = end
 
@@ -142,7 +142,7 @@ def residual_codes(
     labels: Bytes,
     row_patterns: int,
     dead_zone: float,
-    key: int,
+    seed: int,
     begin: int,
     out: Bytes,
 ) -> None:
@@ -155,15 +155,15 @@ def residual_codes(
         labels: label of each row of the tensor.
         row_patterns: number of elements in a row.
         dead_zone: half width, in steps, that is added to the range that becomes zero.
-        key: dither seed of stochastic rounding, or NEAREST.
+        seed: dither seed of stochastic rounding, or NEAREST.
         begin: index of the first value in the tensor.
         out: the codes [n].
     """
     inputs = values, values if base is None else base, base is not None, steps, labels, row_patterns
-    if key == NEAREST:
+    if seed == NEAREST:
         _nearest_codes(*inputs, np.float32(0.5 + dead_zone), begin, out)
     else:
-        _stochastic_codes(*inputs, key, begin, out)
+        _stochastic_codes(*inputs, seed, begin, out)
 
 
 @kernel

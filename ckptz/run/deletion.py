@@ -17,13 +17,11 @@ from typing import Final
 from ckptz.errors import CkptzError, ConfigError, MissingBaseError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.envelope import LENGTH_BYTES
-from ckptz.format.publish import TEMPORARY_SUFFIX
+from ckptz.format.file_kinds import LIGHTNING_SUFFIX, SUFFIX, TEMPORARY_SUFFIX
 from ckptz.run.exact import residuals_of
 from ckptz.run.keep import retention_of
 from ckptz.run.links import BASE_PREFIX
-from ckptz.run.names import LIGHTNING_SUFFIX
 from ckptz.run.step_files import ABANDONED_SECONDS, FileFacts
-from ckptz.store.resolve import SUFFIX
 
 TORCH_MAGIC: Final = b"PK\x03\x04"  # begins files of torch
 _DELETED: Final = ".ckptz-deleted"  # ends the name of a step's folder while it is deleted

@@ -16,9 +16,9 @@ from typing import TypeVar
 
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
-from ckptz.run.links import digest_of
-from ckptz.run.step_files import EXACT, EXACT_OF_KEY, FileFacts, StepFile
-from ckptz.store.resolve import SUFFIX
+from ckptz.format.file_kinds import SUFFIX
+from ckptz.run.links import index_digest
+from ckptz.run.step_files import EXACT_OF_KEY, RESIDUAL_MARK, FileFacts, StepFile
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -32,12 +32,12 @@ def residual_of(path: Path, named: Path | None = None) -> Path:
         named: its future path, if it is a temporary file now.
     """
     named = path if named is None else named
-    return named.with_name(f"{named.stem}{EXACT}{digest_of(path)}{SUFFIX}")
+    return named.with_name(f"{named.stem}{RESIDUAL_MARK}{index_digest(path)}{SUFFIX}")
 
 
 def residuals_of(path: Path) -> list[Path]:
     """List the residuals of a file, and those of earlier files of the same name."""
-    return sorted(path.parent.glob(f"{glob.escape(path.stem)}{EXACT}*{SUFFIX}"))
+    return sorted(path.parent.glob(f"{glob.escape(path.stem)}{RESIDUAL_MARK}*{SUFFIX}"))
 
 
 def find_residual(file: Path) -> Path | None:

@@ -36,13 +36,8 @@ from ckptz.errors import (
     WriteError,
 )
 from ckptz.format.caches import LastChunks
-from ckptz.format.publish import (
-    TEMPORARY_SUFFIX,
-    Publication,
-    abandoned,
-    make_folder,
-    publish_together,
-)
+from ckptz.format.file_kinds import TEMPORARY_SUFFIX
+from ckptz.format.publish import Publication, abandoned, make_folder, publish_together
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.links import Origin

@@ -232,15 +232,15 @@ class LinkedFiles:
         if threading.get_ident() == self._writer:
             self._tidy()
         else:  # the next file may not have been begun
-            self._tidy(spared=[*self._saved][-1:])
+            self._tidy(always_kept=[*self._saved][-1:])
 
-    def _tidy(self, spared: Sequence[Path] = ()) -> None:
+    def _tidy(self, always_kept: Sequence[Path] = ()) -> None:
         """Delete the requested files and their unneeded bases, unless a file is being written."""
         with self._tidying:
             if self._is_writing:
                 return
-            gone = [path for path in self._unwanted if path not in spared]
-            self._unwanted = [path for path in self._unwanted if path in spared]
+            gone = [path for path in self._unwanted if path not in always_kept]
+            self._unwanted = [path for path in self._unwanted if path in always_kept]
             self.notes += remove_checkpoints(gone)
 
 

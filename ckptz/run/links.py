@@ -12,10 +12,11 @@ from typing import Final
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.envelope import read_envelope
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.index import KEY_DIGEST
 from ckptz.format.reader import Container
 from ckptz.run.names import is_base_name
-from ckptz.store.resolve import SUFFIX, Checkpoint, base_file_name, open_checkpoint
+from ckptz.store.resolve import Checkpoint, base_file_name, open_checkpoint
 
 BASE_PREFIX: Final = "base-"  # prefix of the names of links to bases
 N_DIGITS: Final = 16  # digits of the index's digest in such a name
@@ -54,7 +55,7 @@ class Origin:
         return open_checkpoint(linked)
 
 
-def digest_of(path: Path) -> str:
+def index_digest(path: Path) -> str:
     """Return the digest of a file's index, which differs for equal values in other codes."""
     with contextlib.closing(open_bytes(path)) as source:
         digest = (read_envelope(source).metadata or {}).get(KEY_DIGEST) or secrets.token_hex(N_DIGITS)
@@ -80,7 +81,7 @@ def link_chain(base: Checkpoint, folder: Path) -> tuple[str, ...]:
     Raises:
         OSError: a file of the chain has been deleted.
     """
-    digest = digest_of(Path(base.files[0].name))
+    digest = index_digest(Path(base.files[0].name))
     refs = [file.index.base for file in base.files if isinstance(file, Container)]
     names = (f"{BASE_PREFIX}{digest}{SUFFIX}", *(ref.file for ref in refs if ref is not None))
     for file, name in zip(base.files, names, strict=True):

@@ -20,12 +20,12 @@ from typing import Final
 
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.byte_source import is_folder, is_url, path_of
+from ckptz.format.file_kinds import LIGHTNING_SUFFIX, SUFFIX
 from ckptz.format.reader import Container
-from ckptz.run.step_files import EXACT, INDEX_FILE, StepFile
-from ckptz.store.resolve import SUFFIX, open_file
+from ckptz.run.step_files import INDEX_FILE, RESIDUAL_MARK, StepFile
+from ckptz.store.resolve import open_file
 
 Inode = tuple[int | str, int]
-LIGHTNING_SUFFIX: Final = ".ckpt"  # of torch files, too
 STEP_KEYS: Final = ("step", "global_step")  # of the step in metadata of compressed files
 _STEP: Final = r"(?:global_?)?(?:step|checkpoint|iter|iteration)[-_=]?(\d{1,18})"
 _IN_NAME: Final = re.compile(rf"(?<![a-z]){_STEP}(?!\d)", re.IGNORECASE)
@@ -36,7 +36,7 @@ _WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*|.+\.s
 # Files of the Trainer, accelerate and Lightning that only a resume needs; registered objects may be weights.
 _OF_STATE: Final = re.compile(
     r"(state|optimizer|scheduler|sampler|scaler|rng|rng_state|random_states)([-_]\d+)?"
-    rf"({re.escape(EXACT)}[0-9a-f]{{16}})?\.(ckptz|pt|pth|bin|pkl)"
+    rf"({re.escape(RESIDUAL_MARK)}[0-9a-f]{{16}})?\.(ckptz|pt|pth|bin|pkl)"
     r"|.+\.state-[0-9a-f]{16}\.ckptz"
 )
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
@@ -190,5 +190,5 @@ def is_of_state(name: str) -> bool:
 def is_auxiliary(path: Path) -> bool:
     """Return whether a file, by its name, has no weights or is only a base or a residual."""
     file = StepFile.parse(path.name)
-    is_exact = EXACT in path.name if file is None else file.is_exact
+    is_exact = RESIDUAL_MARK in path.name if file is None else file.is_exact
     return is_exact or is_base_name(path) or holds_state(path)

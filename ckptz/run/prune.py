@@ -26,6 +26,7 @@ from typing import Any, Final
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned
 from ckptz.run.deletion import drop_unneeded, finish_removals, remove_step
@@ -43,15 +44,15 @@ from ckptz.run.names import (
 )
 from ckptz.run.step_files import (
     COMPLETE,
-    EXACT,
     INDEX_FILE,
+    RESIDUAL_MARK,
     STATE_KEY,
     FileFacts,
     FileKind,
     Listing,
     StepFile,
 )
-from ckptz.store.resolve import SUFFIX, Path_
+from ckptz.store.resolve import Path_
 from ckptz.words import Report
 
 TRAINER_STATE: Final = "trainer_state.json"
@@ -106,7 +107,7 @@ class PruneItem:
     sizes: Mapping[Any, int] = field(default_factory=dict)  # size of each file, by its identity
     ids: frozenset[str] = frozenset()  # content ids of its files
     bases: tuple[BaseRef, ...] = ()  # references to bases that it does not contain
-    places: frozenset[Path] = frozenset()  # resolved paths of its files
+    paths: frozenset[Path] = frozenset()  # resolved paths of its files
     metric: float | None = None  # recorded metric, or None
     error: Exception | None = None  # the reason if it is unreadable, or None
     is_unfinished: bool = False  # being written, or interrupted while it was written: not a step
@@ -119,8 +120,8 @@ def decide(
     name: str,
     items: PruneItems,
     policy: KeepPolicy,
-    after: int | None = None,
-    spared: Collection[str] = (),
+    last_step: int | None = None,
+    always_kept: Collection[str] = (),
 ) -> tuple[set[PruneItem], PruneItems, PruneItems, tuple[str, ...]]:
     """Decide which items of a run are kept.
 
@@ -128,63 +129,83 @@ def decide(
         name: name of the folder, for messages.
         items: all items.
         policy: the keep rules.
-        after: delete all steps after this one.
-        spared: names of items that are always kept.
+        last_step: delete all steps after this one.
+        always_kept: names of items that are kept whatever the rules say.
 
     Returns:
         The items that the rules keep; those kept only as bases, by step; those to delete, in this order; and
         notes on unreadable items.
 
     Raises:
-        ConfigError: no readable step would be left before those after `after`.
+        ConfigError: no readable step would be left up to `last_step`.
     """
-    later = {u for u in items if after is not None and u.step is not None and u.step > after}
-    remaining = [u for u in items if u not in later]
-    seen = [u for u in remaining if not (u.is_residual or u.is_auxiliary or u.is_unfinished)]
-    weights_steps = {u.step for u in seen if u.kind != "state" and u.step is not None}
-    full_steps = weights_steps & {u.step for u in seen if u.kind != "weights"}
+    later = {
+        item for item in items if last_step is not None and item.step is not None and item.step > last_step
+    }
+    remaining = [item for item in items if item not in later]
+    checkpoints = [
+        item for item in remaining if not (item.is_residual or item.is_auxiliary or item.is_unfinished)
+    ]
+    state_steps = {item.step for item in checkpoints if item.kind != "weights"}
+    weights_steps = {item.step for item in checkpoints if item.kind != "state" and item.step is not None}
     if later:
         _check_goes_back(name, remaining, weights_steps)
-    metrics = {u.step: u.metric for u in seen if u.step is not None and u.metric is not None}
+    kept_weights, kept_states, exact = _steps_to_keep(policy, checkpoints, weights_steps, state_steps)
+
+    def is_kept(item: PruneItem) -> bool:
+        if item.is_auxiliary or item.is_unfinished:
+            return False
+        steps = exact if item.is_residual else kept_states if item.kind == "state" else kept_weights
+        return item.step is None or item.step in steps
+
+    kept = set(filter(is_kept, remaining))
+    kept.update(item for item in checkpoints if policy.keeps_all or item.name in always_kept)
+    retention = retention_of(
+        items,
+        # Residuals are deleted unread, so an unreadable one keeps nothing else.
+        {*kept, *(item for item in remaining if item.error and not item.is_residual)},
+        _Bases(items).of,
+        lambda item: _possible_bases(item, remaining),
+    )
+    kept |= {item for item in retention.doubtful if not item.is_auxiliary}
+
+    def deletion_order(item: PruneItem) -> tuple[bool, bool, int, bool, bool, bool, str]:
+        # Steps after `last_step` are deleted whole, newest first, so that the newest remaining step is always
+        # exact. Of each step the weights are deleted first, because the state alone is not a step. By rules,
+        # residuals are deleted before all other files.
+        is_later, step = item in later, item.step or 0
+        by_step = -step, item.is_residual, item.kind != "weights", item.is_auxiliary, item.name
+        return not is_later, not is_later and not item.is_residual, *by_step
+
+    needed = {*items} - kept - retention.may_go
+    return (
+        kept,
+        sorted(needed, key=lambda item: (item.step or 0, item.kind or "", item.name)),
+        sorted(retention.may_go, key=deletion_order),
+        retention.notes,
+    )
+
+
+def _steps_to_keep(
+    policy: KeepPolicy, checkpoints: PruneItems, weights_steps: set[int], state_steps: set[int | None]
+) -> tuple[set[int], set[int], set[int]]:
+    """Return the steps whose weights, whose states and whose residual files the rules keep."""
+    metrics = {c.step: c.metric for c in checkpoints if c.step is not None and c.metric is not None}
+    full_steps = weights_steps & state_steps
     full = policy.kept(full_steps, metrics)
     # Without rules for weights, weights after the newest whole step are steps of their own: a folder without
     # any state, files that `compress` added to a run, or half of a killed save.
     newest = -1 if policy.weights is not None or policy.keeps_all else max(full_steps, default=-1)
-    alone = (step for step in weights_steps if step > newest)
-    weights = full | (policy.weights or policy).kept(alone, metrics)
-    heads = policy.heads(full if full and policy.exact is not None else weights)
-    kept = {
-        u
-        for u in remaining
-        if not (u.is_auxiliary or u.is_unfinished)
-        and (u.step is None or u.step in (heads if u.is_residual else full if u.kind == "state" else weights))
-    }
-    kept.update(u for u in seen if policy.keeps_all or u.name in spared)
-    stays = retention_of(
-        items,
-        {*kept, *(u for u in remaining if u.error and not u.is_residual)},  # residuals are deleted unread
-        _Bases(items).of,
-        lambda item: _may_need(item, remaining),
-    )
-    kept |= {u for u in stays.doubtful if not u.is_auxiliary}
-
-    def order(u: PruneItem) -> tuple[bool, bool, int, bool, bool, bool, str]:
-        # Steps after `after` are deleted whole, newest first, so that the newest remaining step is always
-        # exact. Of each step the weights are deleted first, because the state alone is not a step. By rules,
-        # residuals are deleted before all other files.
-        is_later, step = u in later, u.step or 0
-        by_step = -step, u.is_residual, u.kind != "weights", u.is_auxiliary, u.name
-        return not is_later, not is_later and not u.is_residual, *by_step
-
-    needed = sorted({*items} - kept - stays.may_go, key=lambda u: (u.step or 0, u.kind or "", u.name))
-    return kept, needed, sorted(stays.may_go, key=order), stays.notes
+    weights_alone = (step for step in weights_steps if step > newest)
+    weights = full | (policy.weights or policy).kept(weights_alone, metrics)
+    return weights, full, policy.heads(full if full and policy.exact is not None else weights)
 
 
-def _may_need(item: PruneItem, remaining: PruneItems) -> PruneItems:
+def _possible_bases(item: PruneItem, remaining: PruneItems) -> PruneItems:
     """Return the possible bases of an unreadable item: its metric and base are unknown."""
-    if item.is_linked:  # unfinished files have no places
-        return [u for u in remaining if u.places]
-    return [u for u in remaining if (u.step or 0) <= (item.step or 0)]
+    if item.is_linked:  # unfinished files have no paths
+        return [other for other in remaining if other.paths]
+    return [other for other in remaining if (other.step or 0) <= (item.step or 0)]
 
 
 def _check_goes_back(name: str, remaining: Collection[PruneItem], steps: Collection[int]) -> None:
@@ -207,12 +228,12 @@ class _Bases:
         self._names = {item.name: item for item in items}
         self._is_any_unread = any(item.error for item in items)
         self._holders: dict[str, list[PruneItem]] = {}
-        self._at: dict[Path, list[PruneItem]] = {}
+        self._at_path: dict[Path, list[PruneItem]] = {}
         for item in items:
             for content_id in item.ids:
                 self._holders.setdefault(content_id, []).append(item)
-            for place in item.places:
-                self._at.setdefault(place, []).append(item)
+            for path in item.paths:
+                self._at_path.setdefault(path, []).append(item)
 
     def of(self, item: PruneItem) -> list[PruneItem]:
         """Return the items that share a file with an item, and those that hold the values of its bases.
@@ -221,7 +242,7 @@ class _Bases:
         """
         if item.error is not None:
             raise item.error
-        needed = [other for place in item.places for other in self._at[place]]
+        needed = [other for path in item.paths for other in self._at_path[path]]
         for base in item.bases:
             named = self._names.get(base.file)
             # Like readers: first by name, then by content id under any name.
@@ -248,37 +269,37 @@ def _carry_out(
     name: str,
     items: PruneItems,
     policy: KeepPolicy,
-    after: int | None,
+    last_step: int | None,
     remove: Callable[[PruneItem], None] | None,
     hide: Callable[[PruneItem], None] = lambda item: None,
-    spared: Collection[str] = (),
+    always_kept: Collection[str] = (),
 ) -> PruneReport:
     """Delete and hide the items that a policy does not keep, unless `remove` is None; return the report."""
     start = time.perf_counter()
-    kept, needed, removed, notes = decide(name, items, policy, after, spared)
+    kept, needed, removed, notes = decide(name, items, policy, last_step, always_kept)
     if remove is not None:
         for item in removed:
             remove(item)
         for item in reversed(needed):
             if not item.is_auxiliary:
                 hide(item)
-    with_step = [(u, u.step) for u in kept if u.step is not None and not u.is_unfinished]
-    exact = {step for u, step in with_step if u.is_residual}
+    with_step = [(item, item.step) for item in kept if item.step is not None and not item.is_unfinished]
+    exact = {step for item, step in with_step if item.is_residual}
     states, weights = (
-        {step for u, step in with_step if u.kind in (kind, None) and not u.is_residual}
+        {step for item, step in with_step if item.kind in (kind, None) and not item.is_residual}
         for kind in ("state", "weights")
     )
-    stays = {file: n for u in (*kept, *needed) for file, n in u.sizes.items()}
-    goes = {file: n for u in removed for file, n in u.sizes.items() if file not in stays}
+    kept_sizes = {file: n for item in (*kept, *needed) for file, n in item.sizes.items()}
+    removed_sizes = {file: n for item in removed for file, n in item.sizes.items() if file not in kept_sizes}
     return PruneReport(
         folder=name,
         steps=tuple(sorted(weights & states)),
         weights_only=tuple(sorted(weights - states)),
         exact=tuple(sorted(exact & weights & states)),
-        hidden=tuple(u.name for u in needed),
-        removed=tuple(u.name for u in removed),
-        kept_bytes=sum(stays.values()),
-        removed_bytes=sum(goes.values()),
+        hidden=tuple(item.name for item in needed),
+        removed=tuple(item.name for item in removed),
+        kept_bytes=sum(kept_sizes.values()),
+        removed_bytes=sum(removed_sizes.values()),
         dry_run=remove is None,
         seconds=time.perf_counter() - start,
         notes=notes,
@@ -289,39 +310,41 @@ def _carry_out(
 
 
 def prune(
-    store: StepStore, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
+    store: StepStore, policy: KeepPolicy, *, last_step: int | None = None, dry_run: bool = False
 ) -> PruneReport:
     """Delete and hide the files of a Checkpointer that a policy does not keep.
 
     Args:
         store: the folder, locked by the caller except for a dry run.
         policy: the keep rules.
-        after: delete all steps after this one.
+        last_step: delete all steps after this one.
         dry_run: only report what would be deleted.
 
     Raises:
-        ConfigError: no readable step would be left before those after `after`.
+        ConfigError: no readable step would be left before those after `last_step`.
         OSError: the folder cannot be listed, or a file cannot be deleted; older files are unchanged.
     """
     listing = store.listing()
     files = {file.name: file for file in listing.sizes}
-    items = _items_of(store, listing, after)
+    items = _items_of(store, listing, last_step)
     if dry_run:
-        return _carry_out(store.name, items, policy, after, None)
+        return _carry_out(store.name, items, policy, last_step, None)
     store.check_lock()
     return _carry_out(
         store.name,
         items,
         policy,
-        after,
+        last_step,
         remove=lambda item: store.remove(files[item.name]),
         hide=lambda item: store.hide(files[item.name]),
     )
 
 
-def _items_of(store: StepStore, listing: Listing, after: int | None) -> list[PruneItem]:
+def _items_of(store: StepStore, listing: Listing, last_step: int | None) -> list[PruneItem]:
     """Describe each file by its facts or the error of reading them; files of later steps are not read."""
-    results = store.read_facts({f: n for f, n in listing.sizes.items() if after is None or f.step <= after})
+    results = store.read_facts(
+        {f: n for f, n in listing.sizes.items() if last_step is None or f.step <= last_step}
+    )
     return [
         item_of(file, n_bytes, results.get(file), is_hidden=file in listing.hidden)
         for file, n_bytes in sorted(listing.sizes.items())
@@ -349,7 +372,7 @@ def item_of(
 
 
 def prune_folder(
-    folder_or_url: Path_, policy: KeepPolicy, *, after: int | None = None, dry_run: bool = False
+    folder_or_url: Path_, policy: KeepPolicy, *, last_step: int | None = None, dry_run: bool = False
 ) -> PruneReport:
     """Apply a policy to the folder of a Checkpointer that no process writes to; see `prune`.
 
@@ -363,13 +386,13 @@ def prune_folder(
         if not dry_run:
             store.lock()
         _check_best(store.name, policy, _items_of(store, listing, None))
-        return prune(store, policy, after=after, dry_run=dry_run)
+        return prune(store, policy, last_step=last_step, dry_run=dry_run)
 
 
 # --- runs of frameworks, and of `compress` ------------------------------------------------------
 
 
-def prune_run(folder: Path, policy: KeepPolicy, *, after: int | None, dry_run: bool) -> PruneReport:
+def prune_run(folder: Path, policy: KeepPolicy, *, last_step: int | None, dry_run: bool) -> PruneReport:
     """Apply a policy to a run of the Trainer, Lightning or accelerate, or to files of `ckptz compress`.
 
     Raises:
@@ -377,22 +400,25 @@ def prune_run(folder: Path, policy: KeepPolicy, *, after: int | None, dry_run: b
             policy has rules for weights and no step has its optimizer state in a separate file.
     """
     items = _items_in(folder, is_split=policy.weights is not None)
-    if policy.weights is not None and not any(u.kind == "state" for u in items):
+    if policy.weights is not None and not any(item.kind == "state" for item in items):
         raise ConfigError(f"{folder}: its files are whole checkpoints; leave out the rules for weights alone")
-    if not any(u.step is not None and not u.is_residual and not u.is_auxiliary for u in items):
+    if not any(item.step is not None and not item.is_residual and not item.is_auxiliary for item in items):
         raise ConfigError(f"{folder}: holds no steps; name the run's own folder")
-    _check_best(str(folder), policy, [u for u in items if after is None or (u.step or 0) <= after])
+    _check_best(
+        str(folder), policy, [item for item in items if last_step is None or (item.step or 0) <= last_step]
+    )
     remove = None if dry_run else functools.partial(_remove, folder)
-    return _carry_out(str(folder), items, policy, after, remove)
+    return _carry_out(str(folder), items, policy, last_step, remove)
 
 
-def prune_saved(folder: Path, policy: KeepPolicy, spared: Collection[str] = ()) -> tuple[str, ...]:
+def prune_saved(folder: Path, policy: KeepPolicy, always_kept: Collection[str] = ()) -> tuple[str, ...]:
     """Apply a policy to a framework's run whose newest step is complete.
 
     Args:
         folder: folder of the run.
         policy: the keep rules.
-        spared: names of files and of folders of steps that are always kept; of such a folder, the weights.
+        always_kept: names of files and of folders of steps that are kept whatever the rules say; of a folder,
+            its weights.
 
     Returns:
         Notes on unreadable files.
@@ -404,7 +430,7 @@ def prune_saved(folder: Path, policy: KeepPolicy, spared: Collection[str] = ()) 
     finish_removals(folder)
     items = _items_in(folder, is_split=policy.weights is not None)
     return _carry_out(
-        str(folder), items, policy, None, functools.partial(_remove, folder), spared=spared
+        str(folder), items, policy, None, functools.partial(_remove, folder), always_kept=always_kept
     ).notes
 
 
@@ -449,13 +475,13 @@ def _parts_of(item: PruneItem, path: Path) -> list[PruneItem]:
     if item.error is not None or not path.is_dir():
         return [item]
     states = [file for file in sorted(path.iterdir()) if is_of_state(file.name)]
-    sizes, places = _sizes(states), frozenset(file.resolve() for file in states)
+    sizes, paths = _sizes(states), frozenset(file.resolve() for file in states)
     return [
         replace(
             item,
             kind="weights",
             sizes={file: n for file, n in item.sizes.items() if file not in sizes},
-            places=item.places - places,
+            paths=item.paths - paths,
         ),
         *(
             PruneItem(
@@ -502,7 +528,7 @@ def _unfinished(steps: Mapping[str, Path]) -> dict[str, str]:
 def _own_names(folder: Path) -> set[str]:
     """Return the names of a step's own files: no bases of other steps, residuals or temporary files."""
     files = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    names = {path.name for path in files if not (is_base_name(path) or EXACT in path.name)}
+    names = {path.name for path in files if not (is_base_name(path) or RESIDUAL_MARK in path.name)}
     return names if any(Path(name).suffix == SUFFIX for name in names) else set()
 
 
@@ -549,10 +575,10 @@ def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
         name=path.name,
         step=step_of_folder(path) if is_folder else step_of(path),
         is_linked=True,
-        is_residual=EXACT in path.name,
+        is_residual=RESIDUAL_MARK in path.name,
         is_auxiliary=is_base_name(path),
         sizes=_sizes(files),
-        places=frozenset(file.resolve() for file in files),
+        paths=frozenset(file.resolve() for file in files),
     )
     try:
         facts = [(file, fact) for file in files if (fact := FileFacts.read(open_bytes(file))) is not None]

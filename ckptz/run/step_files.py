@@ -14,8 +14,8 @@ from typing import Final, Literal, SupportsIndex
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import ByteSource
 from ckptz.format.dtypes import dtype_of
+from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.format.index import BaseRef
-from ckptz.format.publish import TEMPORARY_SUFFIX
 from ckptz.format.reader import Container
 from ckptz.store.resolve import open_file
 
@@ -37,9 +37,9 @@ EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of 
 MODEL_PREFIX: Final = "model."  # of weight names in files of a Checkpointer
 MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # number of saves for a file that is never deleted
-EXACT: Final = ".exact-"  # in the name of a residual file, before 16 hexadecimal digits of a digest
+RESIDUAL_MARK: Final = ".exact-"  # in the name of a residual file, before 16 hexadecimal digits of a digest
 # Residuals of earlier versions are called step-N.exact.ckptz, without a digest.
-_RESIDUAL: Final = rf"{re.escape(EXACT)}[0-9a-f]{{16}}|\.exact"
+_RESIDUAL: Final = rf"{re.escape(RESIDUAL_MARK)}[0-9a-f]{{16}}|\.exact"
 _NAME: Final = re.compile(rf"step-(\d{{8,}})(\.state)?({_RESIDUAL})?\.ckptz")
 _HIDDEN: Final = ".hidden"
 ALL_EXACT: Final = (

@@ -38,7 +38,15 @@ from ckptz.format.index import QualityRecord
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
-from ckptz.search.measures import ANSWER, ComparingQuality, Quality, digest_of, name_of, parse_values, unit_of
+from ckptz.search.measures import (
+    ANSWER,
+    ComparingQuality,
+    Quality,
+    function_digest,
+    name_of,
+    parse_values,
+    unit_of,
+)
 from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, space_of
 from ckptz.words import Report, finite_or_none
 
@@ -305,7 +313,7 @@ class Budget:
     @property
     def data_digest(self) -> str | None:
         """A digest of the data that the quality is measured on."""
-        return digest_of(self.quality)
+        return function_digest(self.quality)
 
     @property
     def name(self) -> str:

@@ -143,7 +143,7 @@ def unit_of(function: Any) -> str:
     return str(getattr(function, "unit", None) or ANSWER)
 
 
-def digest_of(function: Any) -> str | None:
+def function_digest(function: Any) -> str | None:
     """Return the digest of a quality's data: its `data_digest`, a string or a callable, or None."""
     digest = getattr(function, "data_digest", None)
     digest = digest() if callable(digest) else digest
@@ -183,7 +183,7 @@ class Agreement:
     @property
     def data_digest(self) -> str | None:
         """The digest of the data that `logits` has as an attribute, or None."""
-        return digest_of(self.logits)
+        return function_digest(self.logits)
 
     def against(self, exact: ExactState) -> Baseline:
         """Compute the logits of the exact state, which trials are compared with."""
@@ -310,7 +310,7 @@ class ResumeProbe:
     @property
     def data_digest(self) -> str | None:
         """The digest of the data that `resume` has as an attribute, or None."""
-        return digest_of(self.resume)
+        return function_digest(self.resume)
 
     def against(self, exact: ExactState) -> Baseline:
         """Measure the exact state, the noise floor and the gain of a training step."""

@@ -722,7 +722,7 @@ class Checkpointer:
         self._wait()
         self._store.lock()
         self._at, self._unreadable = None, frozenset()
-        prune(self._store, KEEP_ALL, after=step)
+        prune(self._store, KEEP_ALL, last_step=step)
 
     def close(self) -> None:
         """Wait for a running save, and release the lock of the folder.

@@ -31,11 +31,11 @@ def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
         if not parameter.requires_grad
     }
     # State-dict hooks may have renamed an entry: its memory identifies it.
-    places = {parameter.data_ptr() for parameter in frozen.values() if parameter.numel()}
+    addresses = {parameter.data_ptr() for parameter in frozen.values() if parameter.numel()}
     return {
         name: tensor
         for name, tensor in model_state(model).items()
-        if name in frozen or (isinstance(tensor, torch.Tensor) and tensor.data_ptr() in places)
+        if name in frozen or (isinstance(tensor, torch.Tensor) and tensor.data_ptr() in addresses)
     }
 
 

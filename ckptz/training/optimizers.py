@@ -317,8 +317,8 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Ma
         }
         optimizer.load_state_dict({STATE: passed, GROUPS: groups, **other})
         for name, parameter in zip(own_names, _parameters(optimizer), strict=True):
-            places = saved.get(DEVICES, {}).get(name, {})
-            _put_back(optimizer.state, parameter, states.get(number_of[name]), places)
+            devices = saved.get(DEVICES, {}).get(name, {})
+            _put_back(optimizer.state, parameter, states.get(number_of[name]), devices)
 
 
 def bound_first_moments(saved: Mapping[str, Any], lossy: Collection[str]) -> list[str]:
@@ -391,14 +391,14 @@ def _held_back(value: Any) -> Any:
     return _HELD if is_rebuilt else value
 
 
-def _put_back(state: Any, parameter: torch.Tensor, saved: Any, places: Mapping[str, str]) -> None:
+def _put_back(state: Any, parameter: torch.Tensor, saved: Any, devices: Mapping[str, str]) -> None:
     """Replace the tensors that `load_state_dict` has cast by those that were saved, and what was held back.
 
     Args:
         state: `optimizer.state`.
         parameter: whose state.
         saved: its saved state, or None.
-        places: device types by path, of tensors that were not on the parameter's device.
+        devices: device types by path, of tensors that were not on the parameter's device.
     """
     live = state.get(parameter) if isinstance(state, Mapping) else None
     if not isinstance(live, dict) or not isinstance(saved, dict):
@@ -407,7 +407,7 @@ def _put_back(state: Any, parameter: torch.Tensor, saved: Any, places: Mapping[s
     def placed(value: Any, now: Any, path: tuple[str, ...]) -> Any:
         # A tensor subclass is a form of the optimizer's own, such as codes of 8 bits.
         if isinstance(value, torch.Tensor) and type(now) in (torch.Tensor, nn.Parameter):
-            return value.to("cpu" if places.get(".".join(path)) == "cpu" else now.device)
+            return value.to("cpu" if devices.get(".".join(path)) == "cpu" else now.device)
         if now is _HELD:
             return on_device(value, parameter.device)
         if isinstance(value, dict) and isinstance(now, dict):

@@ -124,13 +124,13 @@ def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
     Each step count as a tensor of its own would take about 200 bytes in a file.
     """
     optimizer = {parameter: dict(own) for parameter, own in state["optimizer"].items()}
-    places: dict[torch.dtype, list[tuple[dict[str, Any], str]]] = {}
+    slots: dict[torch.dtype, list[tuple[dict[str, Any], str]]] = {}
     for own in optimizer.values():
         for key, value in own.items():
             if isinstance(value, torch.Tensor) and not value.ndim:
-                places.setdefault(value.dtype, []).append((own, key))
+                slots.setdefault(value.dtype, []).append((own, key))
     together = {}
-    for dtype, keys in places.items():
+    for dtype, keys in slots.items():
         if len(keys) > 1:
             numbers = torch.stack([own[key] for own, key in keys])
             together[str(dtype).removeprefix("torch.")] = numbers

@@ -32,8 +32,8 @@ from ckptz.foreign.inputs import (
     stem_of,
     to_paths,
 )
-from ckptz.foreign.torch_files import TORCH_SUFFIXES
 from ckptz.format.byte_source import is_url, path_of
+from ckptz.format.file_kinds import FOREIGN_SUFFIXES, SUFFIX
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned, is_same, make_folder, publish
 from ckptz.format.sources import TensorSource, tensor_bytes
@@ -52,8 +52,6 @@ from ckptz.search.spaces import DEFAULT_METHOD
 from ckptz.state.roles import Rule
 from ckptz.state.skeleton import parse_tree
 from ckptz.store.resolve import (
-    PLAIN_SUFFIX,
-    SUFFIX,
     base_file_name,
     base_metadata,
     base_ref,
@@ -65,7 +63,6 @@ from ckptz.words import Report
 from ckptz.write.job import WriteJob
 from ckptz.write.writer import write
 
-OTHER_SUFFIXES: Final = (PLAIN_SUFFIX, *TORCH_SUFFIXES)
 UNITS: Final = {
     "B": 1,
     **{f"{letter}B": 1000**i for i, letter in enumerate("kMGT", 1)},
@@ -374,12 +371,12 @@ def _parse_size(text: str, n_bytes: int) -> int:
     return int(n_bytes / number if match[2] == "x" else number * UNITS[match[2]])
 
 
-def _check_suffixes(places: Iterable[Path]) -> None:
+def _check_suffixes(outputs: Iterable[Path]) -> None:
     """Refuse output names with the suffix of another format."""
-    for place in places:
-        if place.suffix in OTHER_SUFFIXES and not place.is_dir():
-            right = place.with_suffix(SUFFIX)
-            raise ConfigError(f"{place}: compressed files end with {SUFFIX}; write to {right}")
+    for output in outputs:
+        if output.suffix in FOREIGN_SUFFIXES and not output.is_dir():
+            right = output.with_suffix(SUFFIX)
+            raise ConfigError(f"{output}: compressed files end with {SUFFIX}; write to {right}")
 
 
 def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
@@ -389,10 +386,10 @@ def _check_unchanged(stamps: Mapping[Path, Stamp]) -> None:
             raise OSError(f"{path}: changed while it was read; compress it again")
 
 
-def _is_copied(carried: Carried, place: Path) -> bool:
-    """Return whether `place` already has an equal copy of a file."""
+def _is_copied(carried: Carried, output: Path) -> bool:
+    """Return whether `output` already has an equal copy of a file."""
     name, source = carried
-    copy = place / name
+    copy = output / name
     if is_url(copy):
         return copy.is_file() and copy.read_bytes() == source.read_bytes()
     return copy.is_file() and not copy.is_symlink() and filecmp.cmp(source, copy, shallow=False)
@@ -475,18 +472,17 @@ class _Compression:
     def all(self, output: PathLike | None, base_path: Path | None) -> Iterator[CompressReport]:
         """Compress the inputs in turn; yield each report when its file is published."""
         sources = self.sources
-        # places_for creates a folder for several outputs, which a prediction must not.
-        place = None if self.is_prediction else output
-        places = output_paths(sources, place, SUFFIX, is_chain=self.chain)
-        _check_suffixes(place for source, place in zip(sources, places, strict=True) if not source.is_dir())
+        # `output_paths` creates a folder for several outputs, which a prediction must not.
+        outputs = output_paths(sources, None if self.is_prediction else output, SUFFIX, is_chain=self.chain)
+        _check_suffixes(path for source, path in zip(sources, outputs, strict=True) if not source.is_dir())
         if len(sources) > 1 and not self.resume:  # refuse existing outputs before the first write
-            for source, place in zip(sources, places, strict=True):
+            for source, path in zip(sources, outputs, strict=True):
                 if not source.is_dir():
-                    check_target(place, [source], force=self.force or self.is_dry, remedy=RESUME)
+                    check_target(path, [source], force=self.force or self.is_dry, remedy=RESUME)
         base = None if base_path is None else _open_base(base_path, self.search_path)
         try:
-            for source, place in zip(sources, places, strict=True):
-                report, base = self._compress_one(source, place, base)
+            for source, path in zip(sources, outputs, strict=True):
+                report, base = self._compress_one(source, path, base)
                 if report is None:
                     continue
                 yield report
@@ -497,7 +493,7 @@ class _Compression:
                 base.close()
 
     def _compress_one(
-        self, source: Path, place: Path, base: _Base | None
+        self, source: Path, output: Path, base: _Base | None
     ) -> tuple[CompressReport | None, _Base | None]:
         """Write one output.
 
@@ -514,16 +510,16 @@ class _Compression:
                 opened = join(opened, state)
             _check_restorable(opened)
             input_stamps = _stamps(sources)
-            is_inside = source.is_dir() and place.suffix != SUFFIX  # a folder is compressed to a folder
-            target = place / f"{opened.stem}{SUFFIX}" if is_inside else place
-            self._remove_abandoned(target, place, opened)
+            is_inside = source.is_dir() and output.suffix != SUFFIX  # a folder is compressed to a folder
+            target = output / f"{opened.stem}{SUFFIX}" if is_inside else output
+            self._remove_abandoned(target, output, opened)
             if self.resume and target.exists():
                 _check_made_from(opened, target, input_stamps)
                 if base is not None and self.chain:
                     base.close()
                 return None, _open_base(target, self.search_path) if self.chain else base
-            notes = self._prepare(opened, target, place, [*input_stamps, *(base.files if base else ())])
-            usable = _usable(base, target, notes, is_folder=target != place)
+            notes = self._prepare(opened, target, output, [*input_stamps, *(base.files if base else ())])
+            usable = _usable(base, target, notes, is_folder=target != output)
             report = self._write(opened, target, usable, notes, input_stamps)
             if not self.chain:
                 return report, base
@@ -536,14 +532,14 @@ class _Compression:
             ref = BaseRef(content_id=report.content_id, file=file, depth=depth)
             return report, _Base(ref, target.parent, opened.tensors, input_stamps, stack.pop_all().close)
 
-    def _remove_abandoned(self, target: Path, place: Path, opened: Input) -> None:
+    def _remove_abandoned(self, target: Path, output: Path, opened: Input) -> None:
         """Delete temporary files of a killed process."""
-        copies = {(place / name).parent for name, _ in opened.carried} if target != place else set()
+        copies = {(output / name).parent for name, _ in opened.carried} if target != output else set()
         for folder in (target.parent, *(copies - {target.parent})) if self.resume else ():
             for file in abandoned(folder):
                 file.unlink(missing_ok=True)
 
-    def _prepare(self, opened: Input, target: Path, place: Path, read: Iterable[Path]) -> list[str]:
+    def _prepare(self, opened: Input, target: Path, output: Path, read: Iterable[Path]) -> list[str]:
         """Check the target, copy the files beside a folder's shards, and return notes for the user."""
         notes, force = list(opened.notes), self.force or self.is_dry
         sources = self.sources
@@ -553,21 +549,21 @@ class _Compression:
             notes.append(f"chained in the order of the arguments, as not all names have a step: {names}")
         if opened.left_out:
             notes.append(f"not copied: {', '.join(opened.left_out)}")
-        if target != place:
-            make_folder(place, parents=False)
+        if target != output:
+            make_folder(output, parents=False)
             check_target(target, read, force=force, remedy=RESUME)
             carried, remedy = opened.carried, RESUME
             if self.resume:  # side files are copied before the target is written
-                carried = tuple(file for file in carried if not _is_copied(file, place))
+                carried = tuple(file for file in carried if not _is_copied(file, output))
                 remedy = "remove it"
-            check_carried(carried, place, force=force, remedy=remedy)
+            check_carried(carried, output, force=force, remedy=remedy)
             if not self.is_dry:
-                copy_carried(carried, place)
+                copy_carried(carried, output)
             return notes
-        check_target(place, read, force=force, remedy=RESUME)
+        check_target(output, read, force=force, remedy=RESUME)
         if opened.carried:
             notes.append(
-                f"{len(opened.carried)} other files were not copied to {place.parent}; -o FOLDER copies them"
+                f"{len(opened.carried)} other files were not copied to {output.parent}; -o FOLDER copies them"
             )
         return notes
 

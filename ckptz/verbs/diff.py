@@ -17,21 +17,20 @@ from ckptz.errors import check_int
 from ckptz.foreign.inputs import MODEL, Input, PathLike, open_all, to_paths
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
+from ckptz.format.file_kinds import PLAIN_SUFFIX, SUFFIX
 from ckptz.format.reader import FrameSource, check_empty, has_own_frame
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
 from ckptz.kernels.blas import product
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
-from ckptz.run.step_files import EXACT
+from ckptz.run.step_files import RESIDUAL_MARK
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
-from ckptz.store.resolve import PLAIN_SUFFIX, SUFFIX
 from ckptz.words import Report, finite_or_none
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]
 Tensors = Mapping[str, TensorSource]
 MAX_SHOWN: Final = 80  # characters shown of a plain value
-_OURS: Final = (SUFFIX, PLAIN_SUFFIX)
 MARGIN: Final = 20  # characters shown before the first difference
 # The state of a random number generator, as a Checkpointer and the Trainer's adapter name it.
 _RANDOM: Final = re.compile(r"((?:rng-\d+\.)?rng\.[^.]+).*", re.DOTALL)
@@ -170,7 +169,7 @@ def _side(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) 
         plain_values = {} if opened.tree is None else dict(_values(parse_tree(opened.tree).root))
         is_used = not (tensors.keys().isdisjoint(opened.tensors) and values.keys().isdisjoint(plain_values))
         prefix = (
-            f"{opened.stem.partition(EXACT)[0]}." if is_used else ""
+            f"{opened.stem.partition(RESIDUAL_MARK)[0]}." if is_used else ""
         )  # each rank has a generator state of the same name
         tensors |= {f"{prefix}{name}": source for name, source in opened.tensors.items()}
         values |= {f"{prefix}{name}": value for name, value in plain_values.items()}
@@ -187,9 +186,13 @@ def _not_read(path: Path, inputs: Sequence[Input]) -> Iterator[str]:
     """Yield the names of files in the folder of a checkpoint that are not compared."""
     for opened in inputs:
         yield from (*dict(opened.carried), *opened.left_out)
-    if inputs[0].name != str(path) and inputs[0].stem.partition(EXACT)[0] == MODEL:  # the folder of one step
+    if (
+        inputs[0].name != str(path) and inputs[0].stem.partition(RESIDUAL_MARK)[0] == MODEL
+    ):  # the folder of one step
         names = (file.name for file in path_of(inputs[0].name).parent.iterdir() if file.is_file())
-        yield from (name for name in names if not name.startswith(".") and not name.endswith(_OURS))
+        yield from (
+            name for name in names if not name.startswith(".") and not name.endswith((SUFFIX, PLAIN_SUFFIX))
+        )
 
 
 def _values(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from ckptz.errors import CkptzError, ConfigError
 from ckptz.foreign.inputs import PathLike, check_not_torch, to_paths
 from ckptz.format.byte_source import is_folder, naming_urls, path_of
 from ckptz.format.envelope import PlainFile
+from ckptz.format.file_kinds import PLAIN_SUFFIX, SUFFIX
 from ckptz.format.index import BaseRef, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import tensor_bytes
@@ -22,8 +23,6 @@ from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
 from ckptz.run.versions import Version, versions_in
 from ckptz.state.roles import role_of
 from ckptz.store.resolve import (
-    PLAIN_SUFFIX,
-    SUFFIX,
     check_reference,
     fits,
     folders_beside,

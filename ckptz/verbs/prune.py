@@ -50,5 +50,5 @@ def prune(
         local.stat()  # raises FileNotFoundError if nothing exists
         raise ConfigError(f"{folder}: is a file; name the folder of a run")
     if local is None or any(StepFile.parse(path.name) for path in local.iterdir()):
-        return prune_folder(str(folder), keep, after=after, dry_run=dry_run)
-    return prune_run(local, keep, after=after, dry_run=dry_run)
+        return prune_folder(str(folder), keep, last_step=after, dry_run=dry_run)
+    return prune_run(local, keep, last_step=after, dry_run=dry_run)

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from ckptz.api.describe import InspectReport
 from ckptz.errors import CkptzError, ConfigError, FormatError
 from ckptz.foreign.inputs import PathLike, check_target, file_path, open_input, output_context, to_paths
+from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import SILENT, Progress
 from ckptz.search.budget import SearchReport
-from ckptz.store.resolve import SUFFIX
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
 from ckptz.verbs.log import LogReport, inspect, log
 from ckptz.verbs.page import MARK, page

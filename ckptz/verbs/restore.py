@@ -33,6 +33,7 @@ from ckptz.foreign.inputs import (
 from ckptz.foreign.trainer_folders import open_trainer_folder, plain_state_in, write_plain_trainer
 from ckptz.format.byte_source import is_url, naming_urls, path_of
 from ckptz.format.envelope import plain_regions, write_plain
+from ckptz.format.file_kinds import FOREIGN_SUFFIXES, PLAIN_SUFFIX
 from ckptz.format.publish import make_folder, publish, scratch_folder
 from ckptz.format.sources import tensor_bytes
 from ckptz.kernels.clock import working_seconds
@@ -42,7 +43,6 @@ from ckptz.run.names import Located, newest_checkpoint, resolve
 from ckptz.run.step_files import StepFile
 from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
-from ckptz.store.resolve import PLAIN_SUFFIX
 from ckptz.words import Report
 
 OutputKind = Literal["safetensors", "pt", "dcp"]
@@ -234,7 +234,7 @@ def _kind_of(opened: Input, asked: OutputKind | None, output: PathLike | None) -
     if opened.sharding is not None:
         return "folder"
     suffix = "" if output is None else PurePath(str(output)).suffix
-    if suffix in (PLAIN_SUFFIX, *torch_files.TORCH_SUFFIXES):
+    if suffix in FOREIGN_SUFFIXES:
         return "safetensors" if suffix == PLAIN_SUFFIX else "pt"
     return "pt" if opened.tree is not None else "safetensors"
 

@@ -28,6 +28,7 @@ from ckptz.codec.moment_maps import (
     row_labels,
 )
 from ckptz.codec.moments import FineRounding, Moments, SecondMoment
+from ckptz.codec.quantizer import RoundingRule
 from ckptz.codec.restored import MAX_PLANS, CachedTensor, TensorPlans
 from ckptz.codec.tensor import TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
@@ -366,7 +367,11 @@ def test_small_weights_are_as_fine_as_their_second_moments_ask(
 def test_small_weights_keep_what_training_moves_on_average(size: float) -> None:
     values = np.full(1 << 16, 0.7, np.float32)
     moved = values + np.float32(1e-4)
-    rounded = FineRounding(size=size, key=11).rounded(moved.view(np.uint32), floats.F32, 0).view(np.float32)
+    rounded = (
+        FineRounding(size=size, rounding_rule=RoundingRule(11))
+        .rounded(moved.view(np.uint32), floats.F32, 0)
+        .view(np.float32)
+    )
     assert len(np.unique(rounded)) == 2
     assert rounded.astype(np.float64).mean() == pytest.approx(0.7001, abs=2e-5)
 
@@ -378,7 +383,7 @@ def test_rounding_twice_changes_nothing_more(kind: int) -> None:
     patterns = drawn.astype(pattern)
     once = FineRounding().rounded(patterns, kind, 0)
     np.testing.assert_array_equal(FineRounding().rounded(once, kind, 0), once)
-    np.testing.assert_array_equal(FineRounding(key=7).rounded(once, kind, 0), once)
+    np.testing.assert_array_equal(FineRounding(rounding_rule=RoundingRule(7)).rounded(once, kind, 0), once)
     is_finite = ~np.isnan(floats.to_f32(patterns, kind).view(np.float32))
     exact, got = (
         floats.to_f32(u, kind).view(np.float32)[is_finite].astype(np.float64) for u in (patterns, once)

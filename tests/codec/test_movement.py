@@ -15,7 +15,7 @@ from safetensors.numpy import save_file as save_plain
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
 from ckptz.codec.grid import FULL_SHARE
 from ckptz.codec.method import Method
-from ckptz.codec.quantizer import key_of
+from ckptz.codec.quantizer import TO_NEAREST, RoundingRule, choose_rounding
 from ckptz.format.context_rules import labels_of_rows
 from ckptz.format.index import LossyRecord
 from ckptz.format.sources import CHUNK_VALUES
@@ -225,18 +225,19 @@ def test_a_movement_of_a_good_part_of_a_step_is_kept_too(
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.02, 0.4), st.integers(0, 2**32 - 2), st.integers(0, 100))
-def test_the_key_changes_after_a_restore_and_only_then(spread: float, key: int, seed: int) -> None:
+def test_the_seed_changes_after_a_restore_and_only_then(spread: float, key: int, seed: int) -> None:
     rng, n = np.random.default_rng(seed), 1 << 15
     movement, more = spread * rng.standard_normal((2, n))
     drawn = rounding().thresholds(key, 0, n)
     left = movement - np.floor(movement + drawn)
-    assert key_of(left + 0.3 * more, drawn, key, key + 1) == key
-    assert key_of(more, drawn, key, key + 1) == key + 1
+    rule = RoundingRule(key)
+    assert choose_rounding(left + 0.3 * more, drawn, rule, key + 1) == rule
+    assert choose_rounding(more, drawn, rule, key + 1) == RoundingRule(key + 1)
     half = np.full(n, 0.5, np.float32)
-    assert key_of(more, half, NEAREST, key) == key
+    assert choose_rounding(more, half, TO_NEAREST, key) == rule
     spread_out = rng.random(n) - 0.5
-    assert key_of(spread_out + more, half, NEAREST, key) == NEAREST
-    assert key_of(np.zeros(n), half, NEAREST, key) == NEAREST
+    assert choose_rounding(spread_out + more, half, TO_NEAREST, key) == TO_NEAREST
+    assert choose_rounding(np.zeros(n), half, TO_NEAREST, key) == TO_NEAREST
 
 
 def test_a_file_to_be_shipped_keeps_little_of_a_small_movement(tmp_path: Path) -> None:
@@ -282,7 +283,7 @@ def test_thresholds_go_on_where_nothing_was_restored(tmp_path: Path) -> None:
     assert record_of(tmp_path, "6").settings["drawn"] != keys[0]
 
 
-def test_the_recorded_key_tells_what_was_drawn(tmp_path: Path) -> None:
+def test_the_recorded_seed_gives_the_thresholds(tmp_path: Path) -> None:
     full = written(tmp_path, "0", state(), Grid())
     later = moved(full, 0.15, 1)
     found = written(tmp_path, "1", later, Grid(), "0")

@@ -12,7 +12,7 @@ from torch import nn
 
 from ckptz.codec.grid import UniformGrid
 from ckptz.codec.grid_steps import ESCAPE
-from ckptz.codec.rounding import BLOCK_COLUMNS, ColumnGrid, Feedback, Targets, factors
+from ckptz.codec.rounding import BLOCK_COLUMNS, ColumnGrid, ColumnRounding, Targets, factors
 from ckptz.codec.tensor import InputCovariance, SideInformation, TensorToEncode
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
@@ -59,7 +59,7 @@ def weights(n: int, n_rows: int) -> Array:
 
 def plain(columns: Array, grid: ColumnGrid) -> Array:
     """Rounding to nearest: what compensation gives for uncorrelated inputs."""
-    return Feedback.of(np.eye(len(columns), dtype=np.float32)).round(columns, grid)
+    return ColumnRounding.of(np.eye(len(columns), dtype=np.float32)).round(columns, grid)
 
 
 @pytest.mark.parametrize("n", [1, 7, BLOCK_COLUMNS, BLOCK_COLUMNS + 1, 300])
@@ -79,22 +79,22 @@ def test_the_factor_gives_the_moments_back(n: int, damping: float) -> None:
 @pytest.mark.parametrize("n", [40, BLOCK_COLUMNS + 40])
 def test_correlated_inputs_lose_less_than_by_plain_rounding(n: int) -> None:
     moments, columns, grid = inputs(n, 3 * n), weights(n, 64), uniform(0.5, 64)
-    guided, nearest = Feedback.of(moments).round(columns, grid), plain(columns, grid)
+    guided, nearest = ColumnRounding.of(moments).round(columns, grid), plain(columns, grid)
     assert loss(columns, guided, grid, moments) < 0.5 * loss(columns, nearest, grid, moments)
 
 
 def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     moments, columns, grid = inputs(200, 800), weights(200, 32), uniform(0.5, 32)
-    found = Feedback.of(moments).round(columns, grid)
+    found = ColumnRounding.of(moments).round(columns, grid)
     monkeypatch.setattr("ckptz.codec.rounding.BLOCK_COLUMNS", 1)
-    assert np.mean(found != Feedback.of(moments).round(columns, grid)) < 0.01
+    assert np.mean(found != ColumnRounding.of(moments).round(columns, grid)) < 0.01
 
 
 def test_it_is_greedily_optimal_for_two_columns() -> None:
     # The second column takes what the first leaves: checked against all codes of the second.
     moments = np.array([[2.0, 1.5], [1.5, 2.0]], np.float32)
     columns, grid = weights(2, 200), uniform(0.8, 200)
-    codes = Feedback.of(moments).round(columns, grid)
+    codes = ColumnRounding.of(moments).round(columns, grid)
     tried = []
     for code in range(2 * MOST + 1):
         candidate = codes.copy()
@@ -108,16 +108,18 @@ def test_uncorrelated_inputs_give_plain_rounding() -> None:
     columns, grid = weights(64, 10), uniform(0.5, 10)
     moments = np.diag(np.arange(1, 65)).astype(np.float32)
     nearest = np.rint(columns / np.float32(0.5)) * np.float32(0.5)
-    np.testing.assert_array_equal(restored(Feedback.of(moments).round(columns, grid), grid, columns), nearest)
+    np.testing.assert_array_equal(
+        restored(ColumnRounding.of(moments).round(columns, grid), grid, columns), nearest
+    )
 
 
 def test_dead_inputs_take_no_part() -> None:
     moments, columns, grid = inputs(50, 200), weights(50, 20), uniform(0.5, 20)
     moments[10:20], moments[:, 10:20] = 0, 0
-    codes = Feedback.of(moments).round(columns, grid)
+    codes = ColumnRounding.of(moments).round(columns, grid)
     live = np.r_[0:10, 20:50]
     np.testing.assert_array_equal(codes[10:20], plain(columns, grid)[10:20])
-    alone = Feedback.of(moments[np.ix_(live, live)]).round(columns[live], grid)
+    alone = ColumnRounding.of(moments[np.ix_(live, live)]).round(columns[live], grid)
     assert np.mean(codes[live] != alone) < 0.02
 
 
@@ -136,7 +138,7 @@ def test_dead_inputs_take_no_part() -> None:
 )
 def test_singular_and_impossible_matrices_still_round(moments: Array) -> None:
     columns, grid = weights(30, 8), uniform(0.5, 8)
-    codes = Feedback.of(moments).round(columns, grid)
+    codes = ColumnRounding.of(moments).round(columns, grid)
     errors = np.abs(columns - restored(codes, grid, columns))
     assert np.isfinite(errors).all()
     assert errors.max() < 30  # an error is pushed on, never multiplied without end
@@ -161,7 +163,7 @@ def test_a_matrix_that_float32_cannot_factor_is_factored_in_float64(monkeypatch:
 
 def test_values_beyond_the_alphabet_escape_and_leave_no_error() -> None:
     columns, grid = weights(20, 30) * 10, uniform(0.5, 30, most=5)
-    codes = Feedback.of(inputs(20, 100)).round(columns, grid)
+    codes = ColumnRounding.of(inputs(20, 100)).round(columns, grid)
     assert (codes == ESCAPE).any()
     errors = columns - restored(codes, grid, columns)
     np.testing.assert_array_equal(errors[codes == ESCAPE], 0)
@@ -175,7 +177,7 @@ def test_steps_may_differ_by_column() -> None:
     levels = np.concatenate([[0], np.stack([magnitudes, -magnitudes], axis=1).reshape(-1)]).astype(np.float32)
     labels = (np.arange(20) >= 10).astype(np.uint8)[:, None]
     grid = ColumnGrid(steps, labels, np.stack([levels * np.float32(0.01), levels]), 0.0, 127)
-    codes = Feedback.of(moments).round(columns, grid)
+    codes = ColumnRounding.of(moments).round(columns, grid)
     values = grid.values[labels, np.where(codes == ESCAPE, 0, codes)]
     errors = np.abs(columns - np.where(codes == ESCAPE, columns, values))
     assert errors[10:].max() > 0.1
@@ -184,15 +186,15 @@ def test_steps_may_differ_by_column() -> None:
 
 def test_the_same_input_gives_the_same_codes() -> None:
     moments, columns, grid = inputs(150, 500), weights(150, 40), uniform(0.5, 40, dead_zone=0.2)
-    first = Feedback.of(moments).round(columns, grid)
-    np.testing.assert_array_equal(first, Feedback.of(moments.copy()).round(columns.copy(), grid))
+    first = ColumnRounding.of(moments).round(columns, grid)
+    np.testing.assert_array_equal(first, ColumnRounding.of(moments.copy()).round(columns.copy(), grid))
 
 
 def test_the_cost_of_a_column_is_what_its_error_alone_adds() -> None:
     # An error of the last column in the order cannot be made up for; D of the first ones is what is left
     # of their moments behind the others.
     moments = inputs(30, 200)
-    found = Feedback.of(moments)
+    found = ColumnRounding.of(moments)
     upper = found.upper.astype(np.float64)
     scale = np.diagonal(moments).astype(np.float64).mean()
     costs = found.costs[found.order].astype(np.float64) * scale
@@ -203,7 +205,7 @@ def test_the_cost_of_a_column_is_what_its_error_alone_adds() -> None:
 def test_targets_of_parts_add_up() -> None:
     # With uncorrelated inputs the targets are the values themselves.
     columns, grid = weights(12, 200), uniform(0.5, 200)
-    feedback_of = Feedback.of(np.diag(np.arange(1, 13)).astype(np.float32))
+    feedback_of = ColumnRounding.of(np.diag(np.arange(1, 13)).astype(np.float32))
     found = Targets.none(1)
     for part in (columns[:, :120], columns[:, 120:]):
         found.add(feedback_of, part, uniform(0.5, part.shape[1]))
@@ -289,7 +291,7 @@ def test_levels_are_centroids_of_what_is_rounded_to_them() -> None:
         levels = np.ascontiguousarray(values * np.float32(factor))
         most = (levels.shape[1] - 1) // 2
         grid = ColumnGrid(np.full((1, 300), 1.6, np.float32), np.zeros((1, 300), np.uint8), levels, 0.1, most)
-        codes = Feedback.of(moments).round(weight.T.copy(), grid)
+        codes = ColumnRounding.of(moments).round(weight.T.copy(), grid)
         return loss(weight.T, codes, grid, moments)
 
     assert lost(1.0) < min(lost(0.85), lost(1.2))

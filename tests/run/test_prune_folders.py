@@ -42,7 +42,7 @@ def test_a_file_with_the_very_values_of_its_base_keeps_the_base(tmp_path: Path) 
     chain = Chain(ChainOptions(jobs=1))
     for name in ("epoch=0-step=10.ckpt", "last.ckpt"):
         chain.write(tmp_path / name, job_of({"w": weights(10)}, 10))
-    assert not prune_run(tmp_path, KeepPolicy(last=1), after=None, dry_run=False).removed
+    assert not prune_run(tmp_path, KeepPolicy(last=1), last_step=None, dry_run=False).removed
     assert torch.equal(load_state(tmp_path / "last.ckpt")["w"], weights(10))
 
 

@@ -167,7 +167,7 @@ def test_a_prune_in_which_one_call_fails_loses_no_step(
     n_failed, kept = [], {N_SAVED} if after is None else {1, 2, 3}
 
     def work(folder: Path) -> None:
-        prune_folder(folder, ONE if after is None else KeepPolicy(last=None), after=after)
+        prune_folder(folder, ONE if after is None else KeepPolicy(last=None), last_step=after)
 
     def check(folder: Path, error: Exception | None) -> None:
         n_failed.append(error is not None)
@@ -211,15 +211,15 @@ def test_nobody_goes_back_to_a_step_that_is_not_there_or_cannot_be_read(prepared
     with copied(prepared) as folder:
         before = names_in(folder)
         with pytest.raises(ConfigError, match="no step would be left"):
-            prune_folder(folder, KeepPolicy(last=None), after=0)
+            prune_folder(folder, KeepPolicy(last=None), last_step=0)
         (folder / FILES[2]).unlink()
         (folder / FILES[2]).write_bytes(b"damaged")
         with pytest.raises(
             ConfigError, match=r"step-00000003\.ckptz cannot be read, so the steps after 3 stay"
         ):
-            prune_folder(folder, KeepPolicy(last=None), after=3)
+            prune_folder(folder, KeepPolicy(last=None), last_step=3)
         assert names_in(folder) == before
-        prune_folder(folder, KeepPolicy(last=None), after=2)
+        prune_folder(folder, KeepPolicy(last=None), last_step=2)
         assert listing(folder).full_steps == (1, 2)
 
 

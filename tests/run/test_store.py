@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from ckptz import KeepPolicy, KeepRules, compress
 from ckptz.errors import ConfigError, WriteError
-from ckptz.format.publish import TEMPORARY_SUFFIX
+from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, keep_policy
 from ckptz.run.prune import decide, item_of, prune_folder
