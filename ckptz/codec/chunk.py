@@ -75,7 +75,7 @@ class EncodedChunk:
         return b"".join(self.streams)
 
 
-def _split_random(codes: Patterns, n_random: int) -> tuple[Bytes, Patterns]:
+def split_random(codes: Patterns, n_random: int) -> tuple[Bytes, Patterns]:
     """Split codes [n] into their lowest `n_random` byte planes [n_random, n] and the upper bytes [n]."""
     if not n_random:
         return np.empty((0, len(codes)), np.uint8), codes
@@ -90,7 +90,7 @@ def _encode_codes(codes: Patterns, encoding: TensorPlan, labels: Labels | None) 
     if labels is None:
         return encode_streams(cpu().split_planes(codes, codes, RAW), huffman_margin=margin)
     contexts = Contexts(labels, np.array([len(labels)]), encoding.plan.n_contexts)
-    low, upper = _split_random(codes, encoding.n_random)
+    low, upper = split_random(codes, encoding.n_random)
     streams = encode_streams([*low], huffman_margin=margin)
     return streams + contexts.sort(upper, encoding.counted).encode_by(
         encoding.plan.tables[len(low) :], margin
@@ -340,7 +340,7 @@ def encode_by_contexts(
 
     The lowest `n_random` planes look random, so they are encoded without contexts.
     """
-    planes, upper = _split_random(batch.transformed(mode), n_random)
+    planes, upper = split_random(batch.transformed(mode), n_random)
     low = batch.streams_of(planes, huffman_margin) if n_random else [[]] * len(batch.patterns)
     tables, streams = batch.by_magnitude.sort(upper).encode(huffman_margin)
     encoded = list[Encoded]()

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.tensor_plan import ContextCounts
+from ckptz.codec.tensor_plan import TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL, ContextCounts
 from ckptz.format.context_rules import MAX_TABLES, N_MAGNITUDE_CONTEXTS, Labels
 from ckptz.format.frequency import normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.format.plan import StreamTables
@@ -102,10 +102,19 @@ class Sorted:
     def _first_rows(self) -> Counts:
         return np.concatenate(([0], self.part_rows[:-1]))
 
-    def by_tensor(self, rows: Reals) -> Reals:
-        """Add up one number per row of `counts` over the planes and contexts of each tensor [m]."""
-        parts = np.add.reduceat(rows, self._first_rows)
-        return parts.reshape(len(self.planes), -1).sum(axis=0)
+    def saved_bits(self) -> Reals:
+        """Estimate the bits that contexts save in each tensor [m], from samples of the tensors.
+
+        Contexts are merged first as if the samples were stored: with few codes in each context, entropies
+        alone would promise far more than the complete tensor saves.
+        """
+        _, sums, ends = planning().merge_rows(
+            self.counts, self.part_rows, MAX_TABLES, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
+        )
+        begins, entropies = np.concatenate(([0], ends[:-1])), planning().entropies
+        together = entropies(np.add.reduceat(sums, begins, axis=0))
+        saved: Reals = together - np.add.reduceat(entropies(sums), begins)
+        return saved.reshape(len(self.planes), -1).sum(axis=0)
 
     def encode(self, huffman_margin: float | None) -> tuple[list[list[StreamTables]], list[list[Stream]]]:
         """Build tables and encode streams: for each tensor, one of each per plane."""

@@ -23,14 +23,15 @@ class Effort:
             None to use the smallest coder always.
         run_gain: share of the bytes of a tensor without base that frequency tables by scale of its runs, such
             as rows, must save to be used; None to use no contexts by run.
-        has_delta_contexts: whether deltas use contexts by the magnitude of the base.
+        delta_gain: share of the bytes of a tensor that a base, and then contexts by its magnitude, must save
+            to be used; None to use a base without contexts.
         tries_xor: whether a delta may be an exclusive or; else it is an ordered difference.
     """
 
     name: EffortName
     huffman_margin: float | None = None
     run_gain: float | None = 0.0
-    has_delta_contexts: bool = True
+    delta_gain: float | None = 0.0
     tries_xor: bool = True
 
 
@@ -38,11 +39,11 @@ FAST: Final = Effort(
     "fast",
     huffman_margin=0.05,
     run_gain=None,
-    has_delta_contexts=False,
+    delta_gain=None,
     tries_xor=False,
 )
 # All steps that save at least 1 % of a file in relation to their time: bench/results/effort.csv.
-DEFAULT: Final = Effort("default", huffman_margin=0.01, run_gain=0.01)
+DEFAULT: Final = Effort("default", huffman_margin=0.01, run_gain=0.01, delta_gain=0.01)
 SMALL: Final = Effort("small")
 EFFORTS: Final = {effort.name: effort for effort in (FAST, DEFAULT, SMALL)}
 

@@ -21,6 +21,7 @@ from ckptz.codec.chunk import (
     encode_by_contexts,
     encode_chunk,
     encode_planes,
+    split_random,
 )
 from ckptz.codec.contexts import NO_TABLES
 from ckptz.codec.effort import DEFAULT, Effort
@@ -46,8 +47,7 @@ from ckptz.state.roles import Role
 SAMPLE_VALUES: Final = 1 << 13  # larger samples led to the same choice on all benchmark pairs
 MIN_CONTEXT_VALUES: Final = 1 << 11  # in smaller tensors, tables by context cost more than they save
 _DELTA_MODES: Final = (PlaneMode.XOR, PlaneMode.DIFFERENCE)
-UNSURE_SHARE: Final = 0.95  # of the size of plain planes, above which contexts are tried
-PLAIN_BIAS: Final = 0.995  # of the size of plain planes that a delta may have, as a base costs decoding time
+BASE_GAIN: Final = 0.005  # share of the bytes that a base must save by any effort, as decoding it takes time
 MIN_BITS_ABOVE: Final = 4  # mean bits of a code of the plane above random ones
 # Plane mode, whether it has contexts, and the number of low planes that look random.
 _Choice = tuple[PlaneMode, bool, int]
@@ -240,23 +240,30 @@ def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Ch
     by_plane = planning().entropies(np.concatenate(counts)).reshape(len(modes), size, len(n_patterns))
     bits = by_plane.sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
-    # Contexts may make a delta worthwhile that saves little without them.
-    for j, mode in enumerate(delta_modes if effort.has_delta_contexts else ()):
-        if which := np.flatnonzero((own == j) & (least > UNSURE_SHARE * plain)).tolist():
-            unsure = sample.only(which)
-            ordered = unsure.by_magnitude.sort(unsure.transformed(mode))
-            least[which] = ordered.by_tensor(planning().entropies(ordered.counts))
-    is_plain = (least > plain * PLAIN_BIAS) & (plain > 0)
-    is_long = np.array(n_patterns) >= MIN_CONTEXT_VALUES if effort.has_delta_contexts else np.False_
-    has_contexts = ~is_plain & is_long & ((np.array(n_patterns) > SAMPLE_VALUES) | (least > 0))
-    mode_of = np.where(is_plain, len(modes) - 1, own)
-    n_random = [
-        _n_random(by_plane[j, :, k]) if n >= SAMPLE_VALUES else 0
-        for k, (j, n) in enumerate(zip(mode_of.tolist(), n_patterns, strict=True))
-    ]
+    n_random = np.array(
+        [
+            _n_random(by_plane[j, :, k]) if n >= SAMPLE_VALUES else 0
+            for k, (j, n) in enumerate(zip(own.tolist(), n_patterns, strict=True))
+        ]
+    )
+    gain, sizes = effort.delta_gain, np.array(n_patterns)
+    has_contexts = (sizes >= MIN_CONTEXT_VALUES) & ((sizes > SAMPLE_VALUES) | (least > 0))
+    if gain is None:
+        gain, has_contexts = 0.0, np.zeros(len(sizes), np.bool_)
+    saved = np.zeros(len(sizes))
+    for j, n in {*zip(own[has_contexts].tolist(), n_random[has_contexts].tolist(), strict=True)}:
+        which = np.flatnonzero(has_contexts & (own == j) & (n_random == n)).tolist()
+        some = sample.only(which)
+        _, upper = split_random(some.transformed(modes[j]), n)
+        saved[which] = some.by_magnitude.sort(upper).saved_bits()
+    has_contexts &= saved >= gain * least
+    least -= saved * has_contexts
+    is_plain = (least > plain * (1 - max(gain, BASE_GAIN))) & (plain > 0)
     return [
-        (modes[j], by_context, n)
-        for j, by_context, n in zip(mode_of.tolist(), has_contexts.tolist(), n_random, strict=True)
+        (modes[-1], False, 0) if whole else (modes[j], by_context, n)
+        for j, whole, by_context, n in zip(
+            own.tolist(), is_plain.tolist(), has_contexts.tolist(), n_random.tolist(), strict=True
+        )
     ]
 
 

@@ -88,7 +88,7 @@ def test_frames_are_those_of_tensors_encoded_one_by_one_or_smaller_deltas(
         assert own == other or (has_base and len(own) <= 1.01 * len(other) + 8)
     # The cases are not all alike: plans with and without a base and contexts, and most coders.
     plans = {(encoding.plan.needs_base, bool(encoding.plan.rules)) for encoding, _ in together}
-    deltas = {(True, False)} | ({(True, True)} if effort.has_delta_contexts else set())
+    deltas = {(True, False)} | ({(True, True)} if effort.delta_gain is not None else set())
     assert plans == ({(False, False)} | (deltas if has_base else set()))
 
 

@@ -89,6 +89,30 @@ def test_fast_deltas_are_ordered_differences_without_contexts(tmp_path: Path) ->
     assert plans["default"].rules == plans["small"].rules != ()
 
 
+def moments(step: int) -> State:
+    """Adam's moments: all first ones are new, second ones moved by a third of an octave."""
+    rng = np.random.default_rng(5)
+    levels = -24 + 2 * rng.standard_normal((256, 1)) + 1.2 * rng.standard_normal((256, 192))
+    rng = np.random.default_rng(step)
+    second = np.exp2(levels + 0.33 * rng.standard_normal(levels.shape))
+    first = 0.25 * np.sqrt(second) * rng.standard_normal(levels.shape)
+    return {"first": first.astype(np.float32), "second": second.astype(np.float32)}
+
+
+@pytest.mark.parametrize("effort", ["default", "small"])
+def test_a_base_and_contexts_that_do_not_pay_are_not_used(tmp_path: Path, effort: EffortName) -> None:
+    base, path = tmp_path / "0.ckptz", tmp_path / "1.ckptz"
+    save_file(moments(0), base)
+    save_file(moments(1), path, base=base, effort=effort)
+    checkpoint = open_checkpoint(path)
+    plans = {name: source.header.plan for name, source in checkpoint.container.tensors.items()}
+    checkpoint.close()
+    # A sample of the first moments has so few codes in each context that they seem to save more than they do.
+    assert not plans["first"].needs_base
+    assert plans["second"].needs_base
+    assert bool(plans["second"].rules) == (effort == "small")  # they save less than 1 %
+
+
 def test_a_fast_delta_is_applied_in_place(tmp_path: Path) -> None:
     paths = files(tmp_path, "fast")
     live = {name: torch.from_numpy(tensor) for name, tensor in state().items()}
