@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 import ckptz
-from ckptz.errors import ConfigError, DTypeError, UnsupportedError
+from ckptz.errors import DTypeError
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import publish
@@ -83,16 +83,6 @@ def test_every_public_function_has_an_example(name: str, function: Any) -> None:
     assert ">>> " in function.__doc__, name
 
 
-@pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_a_configuration_is_checked(kind: str, tmp_path: Path) -> None:
-    module = getattr(CKPTZ, kind)
-    values = {"x": ONES} if kind == "torch" else {"x": ONES.numpy()}
-    module.save_file(values, tmp_path / "x", config=ckptz.LOSSLESS)
-    assert module.save(values, config=ckptz.Lossless()) == (tmp_path / "x").read_bytes()
-    with pytest.raises(ConfigError, match="LOSSLESS"):
-        module.save(values, config="lossless")
-
-
 @pytest.mark.parametrize("jobs", [1, 2, 5])
 def test_threads_change_no_byte(tmp_path: Path, jobs: int) -> None:
     tensors = every_dtype() | {"large": make(torch.bfloat16, 1500, 1001)}
@@ -120,22 +110,6 @@ def test_slices_of_a_lossy_file_are_those_of_its_tensors(tmp_path: Path, how: st
 
 def bits_of(values: Any) -> bytes:
     return np.ascontiguousarray(values).tobytes()
-
-
-@pytest.mark.parametrize("name", ["__ckptz__", "__ckptz__.index", "__ckptz__x", "__metadata__"])
-def test_reserved_names_are_refused(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="reserved"):
-        CKPTZ.torch.save_file({name: ONES}, tmp_path / "x")
-    with pytest.raises(ConfigError, match="reserved"):
-        CKPTZ.numpy.save({name: ONES.numpy()})
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("framework", ["tf", "tensorflow", "jax", "flax", "mlx", "paddle"])
-def test_other_frameworks_are_refused_by_name(framework: str, tmp_path: Path) -> None:
-    CKPTZ.torch.save_file({"x": ONES}, tmp_path / "x")
-    with pytest.raises(UnsupportedError, match="numpy"):
-        CKPTZ.safe_open(tmp_path / "x", framework)
 
 
 def test_a_plain_file_gets_safetensors_own_handle(tmp_path: Path) -> None:

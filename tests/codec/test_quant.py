@@ -12,7 +12,6 @@ from ckptz.codec.histogram import RELATIVE_ERROR, Histogram
 from ckptz.codec.kmeans import Clusters, KMeans
 from ckptz.codec.lossless import EXACT, LOSSLESS
 from ckptz.codec.partitions import Partitions, fit_centroids, fit_partitions, sample_weights
-from ckptz.errors import ConfigError
 from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import floats
 from ckptz.state.roles import Role, role_of
@@ -165,20 +164,6 @@ def test_protected_values_may_be_rounded_to_bf16() -> None:
     kept = quantizer.kept(0, values.view(np.uint32))
     assert (kept & np.uint32(0xFFFF) == 0).all()
     np.testing.assert_allclose(kept.view(np.float32), values, rtol=2.0**-8)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"levels": 1}, {"levels": 256}, {"embedding_levels": 0}, {"prune": -0.1}, {"prune": 1.0}),
-        *({"protect": 1.0}, {"prune": 0.6, "protect": 0.4}, {"protect_as": "fp8"}, {"sigma": 2.0}),
-        {"layer_prune": (("head", 1.0),)},
-    ],
-    ids=str,
-)
-def test_impossible_configurations_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        KMeans(**wrong)
 
 
 def test_only_large_float_weights_become_lossy() -> None:

@@ -1,6 +1,5 @@
 """The search for a multiplier: where it measures, what it finds, and what a file says of it."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from safetensors.numpy import save_file as save_plain
 from safetensors.torch import load_file as load_plain
 
-from ckptz import Budget, Grid, KMeans, compress
+from ckptz import Budget, Grid, compress
 from ckptz.codec.grid import MAX_SECOND_STEP
 from ckptz.codec.moments import Moments
 from ckptz.errors import ConfigError
@@ -261,8 +260,5 @@ def test_a_search_is_for_grid_and_its_report_replays_it(folder: Path) -> None:
 
 
 def test_a_search_begins_at_settings_of_its_own_method(folder: Path) -> None:
-    options = SearchOptions(budgets=(Budget(lambda state: 2.0),))
-    with pytest.raises(ConfigError, match="cannot begin at settings of kmeans"):
-        dataclasses.replace(options, parent=KMeans())
     report = search(folder / "step-0.safetensors", folder / "0.ckptz", parent=Grid(step=0.7))
     assert report.search.trials[0].config["step"] == 0.7

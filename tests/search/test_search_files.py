@@ -250,27 +250,6 @@ def test_a_trial_without_a_finite_value_does_not_keep_the_budget(folder: Path, v
     assert all(trial.is_feasible == (trial.drop is not None) for trial in trials)
 
 
-@pytest.mark.parametrize(
-    ("quality", "message"),
-    [
-        (lambda state: 1 / 0, "raised ZeroDivisionError"),
-        (lambda state: "good", "not a number"),
-        (lambda state: None, "not a number"),
-        (lambda state: 10**400, "not a number"),
-        (lambda state: float("nan"), "exact tensors is nan"),
-        (lambda state: {"f1": 0.5}, "without 'loss' or 'accuracy'"),
-        (lambda state: 1e-4, "relative budget needs 0.001 or more"),
-    ],
-)
-def test_a_failing_evaluation_is_a_clear_error_and_leaves_nothing(
-    folder: Path, quality: Callable[..., Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        search(folder / "exact.safetensors", folder / "out.ckptz", quality)
-    assert not (folder / "out.ckptz").exists()
-    assert not left_in(folder)
-
-
 def test_an_evaluation_that_fails_in_mid_search_leaves_nothing(folder: Path) -> None:
     quality = Quality(folder / "exact.safetensors")
 

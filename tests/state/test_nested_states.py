@@ -14,7 +14,6 @@ import ckptz
 torch = pytest.importorskip("torch")
 
 from ckptz import Grid  # noqa: E402  # torch is optional
-from ckptz.errors import ConfigError, FormatError, UnsupportedError  # noqa: E402
 from ckptz.state.torch import on_device  # noqa: E402
 from ckptz.torch import load_state, save_file, save_state  # noqa: E402
 from tests.support.script_states import STATES, nanogpt  # noqa: E402
@@ -110,44 +109,6 @@ def test_the_file_of_a_torch_file_is_read_as_its_state(tmp_path: Path) -> None:
     assert_equal(torch.load(tmp_path / "own.pt", weights_only=True), state)
     save_file({"a": torch.ones(3)}, tmp_path / "flat.ckptz")
     assert_equal(load_state(tmp_path / "flat.ckptz"), {"a": torch.ones(3)})
-
-
-class Settings:
-    """A class of the user."""
-
-
-@pytest.mark.parametrize(
-    ("value", "said"),
-    [
-        (Settings(), r"'run\.hooks\.1': a value of type .*Settings cannot be stored without pickle"),
-        (len, r"'run\.hooks\.1': a value of type builtin_function"),
-        (np.array(["a"], dtype=object), r"'run\.hooks\.1': a value of type numpy\.ndarray"),
-        (torch.ones(2).to_sparse(), r"'run\.hooks\.1': a sparse_coo tensor"),
-        (torch.empty(2, device="meta"), r"'run\.hooks\.1': a tensor on device meta"),
-        ({Settings(): 1}, r"'run\.hooks\.1\.key': a value of type"),
-    ],
-)
-def test_what_cannot_be_kept_is_named_with_its_place(value: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=said):
-        save_state({"run": {"hooks": [1, value]}}, tmp_path / "state.ckptz")
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_state_that_holds_itself_is_refused(tmp_path: Path) -> None:
-    state: dict[str, Any] = {}
-    state["self"] = state
-    with pytest.raises(ConfigError, match="contains itself"):
-        save_state(state, tmp_path / "state.ckptz")
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    import safetensors.torch
-
-    safetensors.torch.save_file({"a": torch.ones(1)}, tmp_path / "a.safetensors")
-    with pytest.raises(FormatError, match=r"a\.safetensors: not a \.ckptz file; read it with load_file"):
-        load_state(tmp_path / "a.safetensors")
-    with pytest.raises(FileNotFoundError):
-        load_state(tmp_path / "none.ckptz")
 
 
 def test_a_defaultdict_keeps_no_code(tmp_path: Path) -> None:

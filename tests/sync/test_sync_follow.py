@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import ckptz.torch
 from ckptz import compress
-from ckptz.errors import ConfigError, CorruptionError, FormatError, MissingBaseError
+from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.store import storage
 from ckptz.sync import Follower, Publisher
 from tests.support.sync_support import a_state, cloned, moved, published, refused, same, untouched
@@ -103,15 +102,6 @@ def test_a_file_that_is_retired_on_the_way_is_gone_round(
 # --- what a follower refuses ----------------------------------------------------------------------
 
 
-def test_nothing_is_published_yet(tmp_path: Path) -> None:
-    live = a_state()
-    for folder in (tmp_path, tmp_path / "not made yet"):
-        follower = Follower(folder)
-        assert follower.poll() is None
-        with untouched(live), refused(MissingBaseError, "nothing is published here yet"):
-            follower.apply_to(live)
-
-
 def test_a_gap_in_the_steps(tmp_path: Path) -> None:
     states = published(tmp_path, 6, full_every=50)
     live, follower = cloned(states[0]), Follower(tmp_path)
@@ -180,10 +170,3 @@ def test_a_damaged_file_on_the_way(tmp_path: Path) -> None:
     path.write_bytes(whole)
     follower.apply_to(live)
     assert same(live, states[2])
-
-
-def test_another_model(tmp_path: Path) -> None:
-    published(tmp_path, 2)
-    live = {"bfloat16": torch.zeros(3)}
-    with untouched(live), refused(ConfigError, "the state lacks tensor .*; pass the state of the same model"):
-        Follower(tmp_path).apply_to(live)
