@@ -34,7 +34,7 @@ FLOORS = (
     ("training",),
     ("integrations",),
 )
-FLOOR_OF = {f"ckptz.{room}": floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+FLOOR_OF = {f"ckptz.{folder}": floor for floor, folders in enumerate(FLOORS) for folder in folders}
 FLOOR_OF |= {"ckptz": len(FLOORS), "ckptz_cli": len(FLOORS) + 1, "ckptz.__main__": len(FLOORS) + 2}
 
 # Third parties have owners; what one may lack loads inside functions elsewhere.
@@ -72,7 +72,7 @@ LAZY_DOORS = ("ckptz_cli",)  # its functions may import what stands below
 NAMES_MODULES = ("ckptz", "ckptz.wire", "ckptz.kernels.loaders", "ckptz.lazy")
 
 
-def room_of(module: str) -> str:
+def folder_of(module: str) -> str:
     """The unit that has a floor: `ckptz.format.bits` lives in `ckptz.format.bits`."""
     return "ckptz_cli" if module.startswith("ckptz_cli") else ".".join(module.split(".")[:2])
 
@@ -124,25 +124,25 @@ def imports(tree: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
 
 def check_import(module: str, name: str, inside: bool) -> None:
     """Hold one import against the floors, the owners and the rule that imports stand at the top."""
-    room, package = room_of(module), name.split(".")[0]
+    folder, package = folder_of(module), name.split(".")[0]
     check_down(module, name)
     is_lazy = inside and (package in OPTIONAL or (module, name) in LATE)
     owned = is_lazy or any(f"{module}.".startswith(f"{o}.") for o in OWNERS.get(package, (module,)))
     assert owned, f"{module} imports {name}, which is not its own"
-    assert not inside or is_lazy or room in LAZY_DOORS, f"{module} imports {name} inside a function"
+    assert not inside or is_lazy or folder in LAZY_DOORS, f"{module} imports {name} inside a function"
 
 
 def check_down(module: str, name: str) -> None:
     """Hold one import, which may be for types only, against the floors."""
-    room = room_of(module)
+    folder = folder_of(module)
     if name.split(".")[0] in ("ckptz", "ckptz_cli"):
-        down = room_of(name) == room or FLOOR_OF[room_of(name)] < FLOOR_OF[room]
+        down = folder_of(name) == folder or FLOOR_OF[folder_of(name)] < FLOOR_OF[folder]
         assert down, f"{module} imports {name}, which is not below it"
 
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_imports_go_strictly_down(module: str) -> None:
-    assert room_of(module) in FLOOR_OF, f"{module} has no floor: name it here and in the architecture"
+    assert folder_of(module) in FLOOR_OF, f"{module} has no floor: name it here and in the architecture"
     for name, inside in imports(trees()[module]):
         check_import(module, name, inside)
     for name in own_imports(module):
@@ -205,13 +205,13 @@ def reached(modules: tuple[str, ...]) -> set[str]:
 
 
 def test_what_reads_files_knows_nothing_of_what_an_encoder_decides() -> None:
-    rooms = {room_of(module) for module in reached(READERS)}
-    assert {"ckptz.format"} <= rooms
-    assert not rooms & {f"ckptz.{room}" for room in ENCODERS}
+    folders = {folder_of(module) for module in reached(READERS)}
+    assert {"ckptz.format"} <= folders
+    assert not folders & {f"ckptz.{folder}" for folder in ENCODERS}
 
 
 def test_the_writer_is_noticed_among_readers() -> None:
-    assert "ckptz.codec" in {room_of(module) for module in reached(("ckptz.write.writer",))}
+    assert "ckptz.codec" in {folder_of(module) for module in reached(("ckptz.write.writer",))}
 
 
 def own_imports(module: str) -> set[str]:
@@ -244,7 +244,7 @@ def config_checks(tree: ast.AST) -> Iterator[str]:
 
 
 def test_only_methods_ask_which_method_it_is() -> None:
-    outside = {module: tree for module, tree in trees().items() if room_of(module) != "ckptz.codec"}
+    outside = {module: tree for module, tree in trees().items() if folder_of(module) != "ckptz.codec"}
     found = [f"{module}: {check}" for module, tree in outside.items() for check in config_checks(tree)]
     assert not found
     for check in ("isinstance(config, (int, KMeans))", "isinstance(a, Clusters)", "cast(KMeans, config)"):

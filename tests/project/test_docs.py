@@ -46,11 +46,11 @@ def test_every_file_of_this_repository_that_a_page_names_exists(page: Path) -> N
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 
-def test_contributing_lists_every_room_as_the_room_says_itself() -> None:
+def test_contributing_lists_every_folder_as_the_folder_says_itself() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    rooms = sorted((ROOT / "ckptz").glob("*/__init__.py"))
-    assert rooms
-    for path in rooms:
+    folders = sorted((ROOT / "ckptz").glob("*/__init__.py"))
+    assert folders
+    for path in folders:
         sentence = str(ast.get_docstring(ast.parse(path.read_text("utf-8")))).splitlines()[0]
         assert f"| `{path.parent.name}/` | {sentence} |" in text
 
