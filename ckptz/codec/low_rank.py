@@ -32,7 +32,7 @@ from ckptz.format.streams import Embedded
 from ckptz.format.values import KINDS
 from ckptz.kernels import floats
 from ckptz.kernels import moments as kernels
-from ckptz.kernels.blas import eigh, least_squares
+from ckptz.kernels.blas import eigh, least_squares, product
 
 Float32Array = NDArray[np.float32]
 
@@ -160,7 +160,8 @@ def _turned(vectors: Float32Array, turns: Float32Array) -> Float32Array:
 
 def _products_of(vectors: Float32Array) -> NDArray[np.float64]:
     """Compute the Gram matrix [k, k] of vectors [n, k] in doubles."""
-    return np.einsum("ik,il->kl", vectors, vectors, dtype=np.float64)
+    wide = vectors.astype(np.float64)
+    return np.asarray(product(wide.T, wide))
 
 
 def low_rank(

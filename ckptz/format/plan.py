@@ -31,6 +31,7 @@ OUTER_BYTES: Final = 4  # byte planes of an outer vector
 MAX_RANK: Final = 64
 MIN_NORMAL_FACTOR: Final = 0x0D800000  # 2^-100 as an F32 pattern
 MAX_NUMPY_COLUMNS: Final = 1 << 20
+BLOCK_VALUES: Final = 1 << 14  # elements of a matrix that are computed together, so that they stay in caches
 LARGEST_SCALE: Final = (
     0x71800000  # 2^100 as an F32 pattern: limit of low-rank scales, which keeps all sums finite
 )
@@ -301,8 +302,13 @@ class LowRank:
             n = self.n_columns
             first, last = begin // n, -(-end // n)
             sums = np.zeros((last - first, n), np.float32)
-            for rows, columns in self.terms:
-                sums += rows[first:last, None].view(np.float32) * columns.view(np.float32)
+            n_rows = max(BLOCK_VALUES // n, 1)
+            for at in range(first, last, n_rows):
+                part = sums[at - first : at - first + n_rows]
+                own = np.empty_like(part)
+                for rows, columns in self.terms:
+                    factors = rows[at : at + len(part), None].view(np.float32)
+                    part += np.multiply(factors, columns.view(np.float32), out=own)
             return sums.reshape(-1)[begin - first * n : end - first * n].view(np.uint32)
         total = np.zeros(end - begin, np.uint32)
         for rows, columns in self.terms:
