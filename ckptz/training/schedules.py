@@ -7,7 +7,9 @@ Rates to come are those that a torch scheduler in `extra` gives a copy of its op
 last one that differs. Where none can be read, they follow from how far rates have fallen: after updates at
 rates that add up to S, and with a rate of the share f of the largest one, about S f^2 / (1 - f^2) are left.
 That is exact for a line to zero, and within a quarter of the truth for the last half of a cosine to a tenth.
-A tenth of the largest rate counts as the end if rates have just fallen to it: most cosines end there.
+It is too much where rates stay before they fall: what a line through the last two rates leaves counts if it
+is less than half of that, as it never is on a cosine. A tenth of the largest rate counts as the end if rates
+have just fallen to it: most cosines end there.
 """
 
 from __future__ import annotations
@@ -84,18 +86,20 @@ class Schedule:
         n_updates = _n_updates(optimizers, group, step)
         largest = max(self.largest, rate, rate_of(group, "initial_lr") or 0.0)
         so_far = n_updates * (largest + rate) / 2
-        interval, has_fallen = so_far / USUAL_RESTORES, False
-        if self._last is not None and n_updates > self._last[1]:
-            before, since = self._last[0], n_updates - self._last[1]
-            if rate > before:
-                return UNKNOWN, (RISING,)
-            has_fallen = rate < before
-            interval = since * (before + rate) / 2
+        before, at = self._last or (rate, n_updates)
+        since = max(n_updates - at, 0.0)
+        if since and rate > before:
+            return UNKNOWN, (RISING,)
+        has_fallen = since > 0 and rate < before
+        interval = since * (before + rate) / 2 if since else so_far / USUAL_RESTORES
         if not interval > 0:
             return 1.0, ()
         share, notes = 1.0, list[str]()
         schedulers = _schedulers(extra, optimizers)
         left = so_far * _left_of_fall(rate / largest, may_end=has_fallen and not schedulers)
+        if has_fallen:
+            on_line = since * rate / 2 * (rate / (before - rate))
+            left = on_line if on_line < left / 2 else left
         for one in schedulers:
             last = getattr(one, "last_epoch", 0)
             updates = max(n_updates / last, 1.0) if last > 0 else 1.0  # of a step of the scheduler

@@ -109,6 +109,19 @@ def test_a_tenth_of_the_largest_rate_counts_as_the_end_where_rates_are_set_by_ha
     assert shares[-1] < 0.2
 
 
+def test_a_short_fall_behind_constant_rates_that_are_set_by_hand_has_finer_steps_than_a_long_one() -> None:
+    """Ten updates are left of both."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
+    shares = {}
+    for n_constant in (0, 960):
+        schedule = Schedule()
+        for step in (n_constant + 30, n_constant + 40):
+            optimizer.param_groups[0]["lr"] = 1 - (step - n_constant) / 50
+            shares[n_constant], _ = schedule.share_of_step([optimizer], [], step)
+            schedule.mark([optimizer], step)
+    assert shares[960] == shares[0] < 0.5
+
+
 def test_the_last_drop_of_a_schedule_by_steps_counts_as_its_end() -> None:
     """Between drops the next one shows that training goes on."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=1.0)
