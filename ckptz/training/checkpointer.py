@@ -441,7 +441,7 @@ class Checkpointer:
             expected *= 2
         expected *= 2**self._curve.n_finer
         states = (own for one in self._optimizers for own in one.state.values())
-        is_guided = not self._optimizers or any(SECOND_MOMENTS & {*own} for own in states)
+        is_guided = all(SECOND_MOMENTS & {*own} for own in states if own)
         late_factor, notes = self._schedule.share_of_step(self._optimizers, self.extra.values(), step)
         config = self._config.for_restarts(expected, is_guided=is_guided, late_factor=late_factor)
         return config, is_end(late_factor), notes

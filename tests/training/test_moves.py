@@ -580,11 +580,18 @@ class SignOfMomentum(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize(
-    ("make", "step"), [(OPTIMIZERS["SGD"], 0.25), (SignOfMomentum, 0.25), (OPTIMIZERS["AdamW"], 0.5)]
+    ("make", "step"),
+    [
+        (OPTIMIZERS["SGD"], 0.25),
+        (SignOfMomentum, 0.25),
+        (torch.optim.Adafactor, 0.25),
+        (OPTIMIZERS["AdamW"], 0.5),
+    ],
 )
 def test_weights_without_second_moments_have_half_of_the_step(
     tmp_path: Path, make: Make, step: float
 ) -> None:
+    """Adafactor has second moments of vectors alone."""
     saved(tmp_path, Run(make), steps=(50,))
     entries = inspect(tmp_path / "step-00000050.ckptz").tensors
     steps = {one.lossy.settings["step"] for one in entries if one.lossy and one.lossy.method == "grid"}
