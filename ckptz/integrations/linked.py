@@ -207,8 +207,10 @@ class Chain(LinkedFiles):
                 sink.flush()
                 place, temporary = residual_of(Path(sink.name), path), Path(sink.name)
                 metadata = {**(job.metadata or {}), EXACT_OF_KEY: written.content_id}
-                restored = contextlib.closing(open_checkpoint(temporary, last=self._last))
-                with files.file(place) as exact, restored as lossy:
+                with (
+                    files.file(place) as exact,
+                    contextlib.closing(open_checkpoint(temporary, last=self._last)) as lossy,
+                ):
                     write(exact, residual_job(job, lossy, path.name, metadata), workers)
         if base is not None and inode is None and not written.n_deltas:
             self.notes.append(f"no tensor gains from {self.options.base}; the file is full")

@@ -109,11 +109,11 @@ def open_checkpoint(
     file = open_file(where)
     if isinstance(file, PlainFile):
         return Checkpoint(file.name, file.tensors, file.metadata, None, (file,))
-    folders = [] if isinstance(where, ByteSource) else list(folders_beside(where))
-    folders += map(path_of, search_path)
     files: list[Container | PlainFile] = [file]
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
+        folders = [] if isinstance(where, ByteSource) else list(folders_beside(where))
+        folders += map(path_of, search_path)
         while isinstance(delta := files[-1], Container) and (ref := delta.index.base) is not None:
             check_reference(delta, ref)
             base = _find_base(delta, ref, folders)
@@ -161,17 +161,19 @@ def _find_base(delta: Container, ref: BaseRef, folders: Sequence[Path]) -> Conta
     unusable: list[str] = []
     metadata = delta.base_metadata()
     for path in _candidates(ref, folders):
-        try:
-            file = open_file(path)
-        except (CkptzError, OSError) as error:
-            unusable.append(str(error))
-            continue
-        is_base = _is_base(file, delta, ref)
-        # A plain base must have unchanged metadata, if the delta records its checksum.
-        is_same = isinstance(file, Container) or metadata in (None, metadata_checksum(file.metadata))
-        if is_base and is_same:
-            return file
-        file.close()
+        with contextlib.ExitStack() as stack:
+            try:
+                file = open_file(path)
+                stack.callback(file.close)
+                is_base = _is_base(file, delta, ref)
+            except (CkptzError, OSError) as error:
+                unusable.append(str(error))
+                continue
+            # A plain base must have unchanged metadata, if the delta records its checksum.
+            is_same = isinstance(file, Container) or metadata in (None, metadata_checksum(file.metadata))
+            if is_base and is_same:
+                stack.pop_all()
+                return file
         if is_base:
             unusable.append(f"{path}: its __metadata__ was changed after the delta was made")
         elif path.name == ref.file:

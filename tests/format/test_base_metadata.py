@@ -1,5 +1,6 @@
 """A delta of a plain safetensors file knows the metadata that its base had."""
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from ckptz.format.envelope import read_envelope
 from ckptz.format.index import BASE_METADATA, OPTIONAL_PREFIX
 from ckptz.numpy import load_file, save_file
 from tests.support.cli_support import ckptz
+from tests.support.fault_support import all_closed
 
 BEFORE = {"weight": np.arange(600, dtype=np.float32)}
 AFTER = {"weight": BEFORE["weight"] + (np.arange(600) % 50 == 0).astype(np.float32)}
@@ -54,6 +56,31 @@ def test_damage_of_the_metadata_of_a_plain_base_is_seen(base: Path, make: Any) -
         load_file(delta)
     base.with_name("copy.safetensors").write_bytes(right)
     np.testing.assert_array_equal(load_file(delta)["weight"], AFTER["weight"])
+
+
+def test_a_file_that_cannot_be_read_keeps_no_delta_from_its_base(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base was renamed, so the other plain files of the folder are read, too."""
+    delta, unreadable, read = base.with_name("step-2.ckptz"), base.with_name("a.safetensors"), FileBytes.read
+    save_file(AFTER, delta, base=base)
+    save_plain(AFTER, unreadable)
+    base.rename(base.with_name("z.safetensors"))
+
+    def failing(self: FileBytes, offset: int, n_bytes: int) -> Any:
+        if self.path == unreadable and n_bytes == BEFORE["weight"].nbytes:
+            raise OSError(errno.EIO, "input/output error", self.name)
+        return read(self, offset, n_bytes)
+
+    monkeypatch.setattr(FileBytes, "read", failing)
+    with all_closed():
+        np.testing.assert_array_equal(load_file(delta)["weight"], AFTER["weight"])
+    base.with_name("z.safetensors").unlink()
+    with (
+        all_closed(),
+        pytest.raises(MissingBaseError, match=r"is not here \(.*input/output error.*a\.safetensors"),
+    ):
+        load_file(delta)
 
 
 def test_other_files_have_no_such_section(base: Path) -> None:

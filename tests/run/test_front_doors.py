@@ -15,7 +15,7 @@ import pytest
 
 from ckptz.errors import CkptzError
 from tests.support.checkpointer_support import in_child
-from tests.support.fault_support import DEAD, ERRORS, Faults, copied, die
+from tests.support.fault_support import DEAD, ERRORS, Faults, all_closed, copied, die
 from tests.support.front_doors import Door, door, each_door, nothing
 from tests.support.kills import Reported, kill_again_and_again
 
@@ -118,7 +118,7 @@ def test_a_call_that_fails_loses_nothing_that_the_rules_keep(at: Door, prepared:
         failing, error = rng.randrange(1, n_calls + 1), rng.choice(list(ERRORS.values()))
         with copied(prepared) as folder:
             ended: BaseException | None = None
-            with Faults(lambda n, _, at=failing: n == at, error, folder).installed():
+            with all_closed(), Faults(lambda n, _, at=failing: n == at, error, folder).installed():
                 try:
                     at.save(folder, 1, nothing)
                 except (Exception, SystemExit) as caught:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ckptz.format.byte_source import FileBytes
 from ckptz.format.publish import EagerFile
 
 Error = Callable[[], OSError]
@@ -131,6 +132,21 @@ def unreadable(path: Path, error: Error) -> Iterator[None]:
         for module in (io, builtins, os):
             patch.setattr(module, "open", opens._wrap(module.open))
         yield
+
+
+@contextmanager
+def all_closed() -> Iterator[None]:
+    """Require that the files that are opened for reading in the block are closed at its end."""
+    opened, init = list[FileBytes](), FileBytes.__init__
+
+    def recorded(self: FileBytes, path: str | os.PathLike[str]) -> None:
+        init(self, path)
+        opened.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileBytes, "__init__", recorded)
+        yield
+    assert [file.name for file in opened if not file._file.closed] == []
 
 
 @contextmanager
