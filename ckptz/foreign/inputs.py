@@ -33,7 +33,7 @@ from ckptz.format.index import Shard, Sharding
 from ckptz.format.publish import is_same, make_folder
 from ckptz.run.exact import residual_or_file
 from ckptz.run.names import newest_checkpoint, resolve
-from ckptz.run.step_files import StepFile
+from ckptz.run.step_files import TRAINER_STATE, StepFile, is_written
 from ckptz.store.resolve import folders_beside, open_checkpoint
 
 PathLike: TypeAlias = str | os.PathLike[str]
@@ -318,9 +318,10 @@ def other_files_of_step(weights: Path) -> list[Path]:
 
 
 def is_trainer_folder(folder: Path) -> bool:
-    """Return whether a folder holds a checkpoint of `CkptzTrainerMixin`."""
-    files = (WEIGHTS, STATE, "trainer_state.json")
-    return is_folder(folder) and all((folder / name).is_file() for name in files)
+    """Return whether a folder holds a complete checkpoint of `CkptzTrainerMixin`."""
+    files = (WEIGHTS, STATE, TRAINER_STATE)
+    is_there = is_folder(folder) and all((folder / name).is_file() for name in files)
+    return is_there and is_written(folder / TRAINER_STATE)
 
 
 def check_not_torch(path: Path) -> Path:

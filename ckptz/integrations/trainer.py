@@ -48,7 +48,7 @@ from ckptz.integrations.linked import (
 )
 from ckptz.integrations.versions import warn_untested
 from ckptz.run.keep import KeepPolicy
-from ckptz.run.step_files import FROZEN_KEY, METRIC_KEY, Kept
+from ckptz.run.step_files import FROZEN_KEY, METRIC_KEY, TRAINER_STATE, Kept, is_written
 from ckptz.state.modules import name_without_wrappers, names_in_model, names_without_wrappers
 from ckptz.state.roles import Rule
 from ckptz.state.torch import to_plain
@@ -81,7 +81,6 @@ __all__ = ["ChainOptions", "CkptzTrainerMixin"]
 
 MODEL_NAME: Final = f"model{SUFFIX}"
 STATE_NAME: Final = f"state{SUFFIX}"
-TRAINER_STATE: Final = "trainer_state.json"  # which the Trainer writes last
 _OVERRIDDEN: Final = (
     *("save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state"),
     *("_load_from_checkpoint", "_load_best_model", "_load_optimizer_and_scheduler", "_load_scaler"),
@@ -287,13 +286,10 @@ def _newest_complete(folder: Path) -> str | bool | None:
     folders = folder.glob("checkpoint-*") if folder.is_dir() else ()
     steps = {int(number): path for path in folders if (number := path.name.rpartition("-")[2]).isdecimal()}
     for _, path in sorted(steps.items(), reverse=True):
-        try:
-            json.loads((path / TRAINER_STATE).read_bytes())
-        except (FileNotFoundError, ValueError):
-            what = f"{path}: is passed over, because it was not written to its end"
-            warnings.warn(what, RuntimeWarning, stacklevel=3)
-        else:
+        if is_written(path / TRAINER_STATE):
             return str(path)
+        what = f"{path}: is passed over, because it was not written to its end"
+        warnings.warn(what, RuntimeWarning, stacklevel=3)
     return None if steps else True
 
 

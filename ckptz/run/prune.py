@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
@@ -43,21 +43,18 @@ from ckptz.run.names import (
     step_of_folder,
 )
 from ckptz.run.step_files import (
-    COMPLETE,
-    INDEX_FILE,
+    LAST_FILES,
     RESIDUAL_MARK,
     STATE_KEY,
+    TRAINER_STATE,
     FileFacts,
     FileKind,
     Listing,
     StepFile,
+    is_written,
 )
 from ckptz.store.resolve import Path_
 from ckptz.words import Report
-
-TRAINER_STATE: Final = "trainer_state.json"
-# The file that a writer writes last into the folder of a step; without it the folder is incomplete.
-LAST_FILES: Final = (INDEX_FILE, TRAINER_STATE, COMPLETE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -510,7 +507,7 @@ def _unfinished(steps: Mapping[str, Path]) -> dict[str, str]:
         steps: folders by name.
     """
     own = {name: _own_names(path) for name, path in steps.items()}
-    has_last = {name: any(_is_written(path / last) for last in LAST_FILES) for name, path in steps.items()}
+    has_last = {name: any(is_written(path / last) for last in LAST_FILES) for name, path in steps.items()}
     reasons, common = {}, None
     for name in sorted(steps, key=lambda name: step_of_folder(steps[name]) or 0):
         if not own[name]:
@@ -525,20 +522,24 @@ def _unfinished(steps: Mapping[str, Path]) -> dict[str, str]:
     return reasons
 
 
+def why_unfinished(folder: Path) -> str | None:
+    """Return why the folder of a step is unfinished, compared with the other steps of its run, or None."""
+    folder = folder.absolute()
+    if step_of_folder(folder) is None:
+        return None
+    try:
+        steps = [path for path in folder.parent.iterdir() if step_of_folder(path) is not None]
+        reasons = _unfinished({path.name: path for path in steps if any(path.glob(f"*{SUFFIX}"))})
+        return reasons.get(folder.name)
+    except OSError:  # a folder beside it that this user may not read
+        return None
+
+
 def _own_names(folder: Path) -> set[str]:
     """Return the names of a step's own files: no bases of other steps, residuals or temporary files."""
     files = [path for path in folder.iterdir() if not path.name.startswith(".")]
     names = {path.name for path in files if not (is_base_name(path) or RESIDUAL_MARK in path.name)}
     return names if any(Path(name).suffix == SUFFIX for name in names) else set()
-
-
-def _is_written(path: Path) -> bool:
-    """Return whether a file of `LAST_FILES` is complete: the Trainer's appears before it is."""
-    try:
-        json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return False
-    return True
 
 
 def _check_steps_agree(path: Path, recorded: Mapping[str, int]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Final, Literal, SupportsIndex
 
 from ckptz.errors import ConfigError
@@ -33,6 +35,9 @@ NAMES_KEY: Final = "names"  # in the metadata of weights without the prefix "mod
 INTERNAL_KEYS: Final = (POSITION_KEY, WEIGHTS_KEY, STATE_KEY, FROZEN_KEY, NAMES_KEY)
 INDEX_FILE: Final = "ckptz-index.json"  # written last into the folder of a step of several ranks
 COMPLETE: Final = "ckptz-complete.json"  # written last into the folder of a step, if nothing else is
+TRAINER_STATE: Final = "trainer_state.json"  # which the Trainer writes last
+# The file that a writer writes last into the folder of a step; without it the folder is incomplete.
+LAST_FILES: Final = (INDEX_FILE, TRAINER_STATE, COMPLETE)
 EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of the lossy file
 MODEL_PREFIX: Final = "model."  # of weight names in files of a Checkpointer
 MAX_STEP: Final = (1 << 63) - 1
@@ -61,6 +66,15 @@ def checked_step(step: SupportsIndex) -> int:
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"a step is a whole number from 0 to below 2^63, got {step!r:.80}")
     return int(number)  # of a bool, too
+
+
+def is_written(path: Path) -> bool:
+    """Return whether a file of `LAST_FILES` is complete: the Trainer's appears before it is."""
+    try:
+        json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from ckptz.foreign import torch_files
 from ckptz.foreign.dcp import write_dcp
 from ckptz.foreign.folders import packed_in, write_folder, written_files
 from ckptz.foreign.inputs import (
+    STATE,
+    WEIGHTS,
     Input,
     PathLike,
     check_carried,
@@ -40,7 +42,8 @@ from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.exact import residual_or_file
 from ckptz.run.names import Located, newest_checkpoint, resolve
-from ckptz.run.step_files import StepFile
+from ckptz.run.prune import why_unfinished
+from ckptz.run.step_files import TRAINER_STATE, StepFile, is_written
 from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
 from ckptz.words import Report
@@ -208,6 +211,11 @@ def _of_input(
         # The folder also has copies of the files beside the shards, plain safetensors files among them.
         packed = packed_in(path, with_plain=True)
         if packed is None and (newest := newest_checkpoint(path)) is not None:
+            if newest.name == WEIGHTS and (path / STATE).is_file() and not is_written(path / TRAINER_STATE):
+                raise ConfigError(
+                    f"{path}: has no complete {TRAINER_STATE}, which the Trainer writes last: the save was "
+                    f"cut off; restore another step, or the weights alone: {newest}"
+                )
             raise ConfigError(
                 f"{path}: a folder of several checkpoints; name a step, {path}@STEP (ckptz log lists them), "
                 f"or a file, such as {newest}"
@@ -220,7 +228,7 @@ def _of_input(
         raise ConfigError(f"{path}: {what}; there is nothing to restore")
     kind = _kind_of(opened, to, output)
     target = _target_of(opened, named, output, kind, force=force)
-    notes = tuple(_notes(opened, kind, weights))
+    notes = tuple(_notes(opened, kind, named, weights))
     n_copied, write = len(opened.carried) * (kind == "folder"), partial(_write, kind, target, opened)
     return _Restoration(opened.name, [opened], kind, target, write, n_copied, notes)
 
@@ -283,8 +291,10 @@ def _check_size(job: _Restoration, n_bytes: int, max_decoded_bytes: int | None) 
         )
 
 
-def _notes(opened: Input, kind: RestoredKind, weights: Path | None) -> Iterator[str]:
+def _notes(opened: Input, kind: RestoredKind, path: Path, weights: Path | None) -> Iterator[str]:
     """Yield notes about state and files that the output lacks."""
+    if unfinished := None if is_url(path) else why_unfinished(path.parent):
+        yield f"{path.parent} {unfinished}; restore another step to be sure"
     if weights is not None and (step_files := other_files_of_step(weights)):
         names = ", ".join(file.name for file in step_files)
         folder = weights.parent

@@ -1,6 +1,7 @@
-"""Plain files beside a checkpoint of the mixin never take the place of what is restored from it."""
+"""Folders of the mixin: plain files never replace restored state, and unfinished steps are named."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,32 @@ def test_state_that_the_output_folder_had_before_is_named(checkpoint: Path, tmp_
     assert "pytorch_model.bin" in run.stderr
     assert "are not of this checkpoint" in run.stderr
     assert "scheduler.pt" not in run.stderr
+
+
+@pytest.mark.parametrize("state", [None, "", '{"global_step": 4'], ids=["missing", "empty", "cut off"])
+def test_a_step_that_was_not_written_to_its_end_is_named(
+    checkpoint: Path, state: str | None, tmp_path: Path
+) -> None:
+    newer = shutil.copytree(checkpoint, checkpoint.with_name("checkpoint-60"))
+    (newer / "trainer_state.json").unlink()
+    if state is not None:
+        (newer / "trainer_state.json").write_text(state)
+    run = ckptz("restore", newer, "-o", tmp_path / "plain", fails=True)
+    assert f"{newer}: has no complete trainer_state.json" in run.stderr
+    assert "the save was cut off; restore another step" in run.stderr
+    assert not (tmp_path / "plain").exists()
+    alone = tmp_path / "weights.safetensors"
+    run = ckptz("restore", newer / "model.ckptz", "-o", alone)
+    assert f"{newer} has none of" in run.stderr
+    assert "as of a save that was cut off" in run.stderr
+    run = ckptz("restore", checkpoint / "model.ckptz", "-o", alone, "--force")
+    assert not run.stderr
+
+
+def test_weights_that_a_killed_save_left_alone_are_named(checkpoint: Path, tmp_path: Path) -> None:
+    killed = checkpoint.with_name("checkpoint-60")
+    killed.mkdir()
+    save_file({"weight": torch.ones(3)}, killed / "model.ckptz")
+    for path in (killed, f"{tmp_path}@60"):
+        run = ckptz("restore", path, "-o", tmp_path / "weights.safetensors", "--force")
+        assert f"{killed} has none of" in run.stderr
