@@ -128,3 +128,6 @@ def main() -> None:
 
 for _verb in (compress, restore, inspect, verify, log, report, diff, rebase, prune, warm_up):
     main.add_command(_verb)
+
+if __name__ == "__main__":
+    main()

@@ -74,6 +74,12 @@ def test_compilation_is_said_once_and_only_when_it_happens(is_warm: bool, tmp_pa
     assert done.stderr == ("" if is_warm else f"{NOTICE}\n")
 
 
+@pytest.mark.parametrize("module", ["ckptz", "ckptz_cli", "ckptz_cli.main"])
+def test_each_module_of_the_program_can_be_run(module: str) -> None:
+    command = [sys.executable, "-m", module, "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.startswith("ckptz ")
+
+
 def test_an_empty_checkpoint_has_a_line_too(tmp_path: Path) -> None:
     path = write_plain(tmp_path / "empty.safetensors", {})
     assert "no tensor bytes" in ckptz("compress", path).stdout
