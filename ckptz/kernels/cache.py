@@ -40,8 +40,8 @@ appdirs: Any = _appdirs
 CHECKSUM_BYTES: Final = 16
 SOURCES: Final = Path(__file__).parent
 NOTICE: Final = (
-    "ckptz: compiling kernels (first use on this machine, up to 20 seconds in all; "
-    "ckptz warm-up compiles them ahead of time)"
+    "ckptz: compiling kernels (first use on this machine; about 20 CPU seconds for all of them, longer on a "
+    "busy machine; ckptz warm-up compiles them ahead of time)"
 )
 PATIENCE: Final = 2.0  # seconds of compilation before the notice is printed
 
