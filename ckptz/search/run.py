@@ -274,6 +274,7 @@ class Searcher:
     predict: Predict | None
     stack: contextlib.ExitStack  # closes the first trial, and removes unpublished files
     reports: list[TrialReport] = field(default_factory=list)
+    outcomes: dict[str, Outcome] = field(default_factory=dict)  # of evaluated trials, by content id
     best: Best | None = None
     earlier: Earlier | None = None  # frames of the first trial that later ones copy
 
@@ -306,17 +307,27 @@ class Searcher:
         return trial
 
     def try_config(self, config: Method, strategy: str) -> Outcome:
-        """Write and evaluate a configuration, and keep its file if it is the best so far."""
+        """Write and evaluate a configuration, and keep its file if it is the best so far.
+
+        A file with the same values as an earlier trial is neither evaluated again nor kept.
+        """
         start, settings = time.perf_counter(), asdict(config)
         self.options.on_begin(settings, None)
         trial, written = self._write(config), time.perf_counter()
+        content_id = trial.written.content_id
+        if content_id in self.outcomes:
+            trial.publication.discard()
+            return replace(self.outcomes[content_id], config=config)
         self.options.on_begin(settings, trial.written.stored_bytes)
         with open_trial(trial.path, self.run.base_paths, self.run.search_path) as decoded:
             measurements = self.judge.measure(decoded)
         evaluation_seconds = time.perf_counter() - written
         judgements = self.judge.judgements(measurements)
         used = max(math.inf if judged.used is None else judged.used for judged in judgements)
-        outcome = Outcome(config, used, trial.written.stored_bytes, max(map(used_by_examples, judgements)))
+        outcome = Outcome(
+            *(config, used, trial.written.stored_bytes, max(map(used_by_examples, judgements)), content_id)
+        )
+        self.outcomes[content_id] = outcome
         report = TrialReport(
             config=settings,
             strategy=strategy,

@@ -29,11 +29,16 @@ class Outcome:
     used: float  # share of the budget that is used; infinite if it could not be measured
     n_bytes: int  # file size
     used_by_examples: float = math.inf  # share that the per-example change uses; infinite if not measured
+    content_id: str = ""  # of the file; trials with equal ones have equal values
 
     @property
     def is_feasible(self) -> bool:
         """True if the trial is within the budget."""
         return self.used <= FULL
+
+    def is_repetition(self, other: Outcome) -> bool:
+        """Return whether this trial decodes to the same values as another one."""
+        return bool(self.content_id) and self.content_id == other.content_id
 
 
 History = Sequence[Outcome]
@@ -325,13 +330,18 @@ class MultiplierSearch:
 
     def propose(self, history: History) -> Method | None:
         bracket = _Bracket.of(history, self.space)
-        if len(history) >= self.max_trials or bracket.is_done(self.close):
+        if len(history) >= self.max_trials or bracket.is_done(self.close) or self._is_capped(history):
             return None
         first = self.space.scaled(self.template, self.start)
         if self.is_stochastic and _deserves_new_seed(history, first):
             return first
         config = self.space.scaled(self.template, self._multiplier(bracket.next(math.log(self.start))))
         return None if any(outcome.config == config for outcome in history) else config
+
+    def _is_capped(self, history: History) -> bool:
+        """Return whether the largest multiplier changes nothing, because all steps are at their maximum."""
+        last = sorted(history, key=lambda outcome: self.space.multiplier(outcome.config))[-2:]
+        return len(last) == 2 and last[0].config != last[1].config and last[0].is_repetition(last[1])
 
     def _multiplier(self, x: float) -> float:
         """Return exp(x) to three digits; near the parent's multiplier exactly that, to keep its grid."""

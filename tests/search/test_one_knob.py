@@ -14,6 +14,7 @@ from safetensors.torch import load_file as load_plain
 
 from ckptz import Budget, Grid, compress
 from ckptz.codec.grid import MAX_SECOND_STEP
+from ckptz.codec.grid_steps import REFERENCE_NOISE, SPREAD_CAP
 from ckptz.codec.moments import Moments
 from ckptz.errors import ConfigError
 from ckptz.search.run import SearchOptions
@@ -207,6 +208,18 @@ def test_a_first_checkpoint_and_one_after_it(folder: Path) -> None:
     assert second.search.trials[0].config["step"] == first.search.config["step"]
     assert second.stored_bytes < first.stored_bytes
     ckptz("verify", folder / "1.ckptz")
+
+
+def test_steps_beyond_the_largest_that_changes_a_file_are_not_evaluated(folder: Path) -> None:
+    quality = Error(folder / "exact.safetensors")
+    options = SearchOptions(budgets=(Budget(quality, 50.0),), template=TEMPLATE)
+    (report,) = compress([folder / "exact.safetensors"], folder / "0.ckptz", jobs=1, search=options)
+    steps = [trial.config["step"] for trial in report.search.trials]
+    capped = SPREAD_CAP / REFERENCE_NOISE  # at this step every step is as large as it may be
+    assert steps == sorted(steps)
+    assert len(steps) > 1
+    assert sum(step > capped for step in steps) == 1
+    assert report.search.config["step"] == steps[-1]
 
 
 def test_moments_stay_exact_under_a_budget_that_does_not_notice_them(folder: Path) -> None:
