@@ -366,7 +366,7 @@ def load_state(
         check_limit(tensor_bytes(opened.tensors), max_decoded_bytes, path)
         tree = opened.container.index.tree
         try:
-            state = unflatten(opened.tensors, tree, None, lambda tensors: decoded_chunks(tensors, workers))
+            state = unflatten(opened.tensors, tree, None, decoded_chunks(workers))
             value = from_plain(state)
         except CkptzError as error:
             raise error if path in str(error) else with_context(error, path) from None

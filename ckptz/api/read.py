@@ -27,6 +27,7 @@ from ckptz.kernels.floats import Patterns
 from ckptz.kernels.interrupts import finalize
 from ckptz.parallel import SILENT, SMALL_VALUES, Progress, Workers, jobs_of
 from ckptz.state.arrays import Framework, Selection, WindowPart
+from ckptz.state.flatten import NO_BUFFERS, Chunks, read_chunk
 from ckptz.state.frameworks import framework, parse_backend, parse_device, parse_framework
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 
@@ -138,8 +139,8 @@ def _tasks_of(
         yield 0, functools.partial(_fill_group, source.group, parts)
     else:
         patterns = allocate(source.entry.name)
-        for index, (begin, end) in enumerate(chunk_bounds(len(patterns))):
-            yield end - begin, functools.partial(source.fill, index, patterns[begin:end])
+        for begin, end in chunk_bounds(len(patterns)):
+            yield end - begin, functools.partial(source.fill, begin, patterns[begin:end])
 
 
 def _n_tasks(source: FrameSource, members: Mapping[GroupFrame, Sequence[GroupMember]]) -> int:
@@ -172,20 +173,23 @@ def _allocated(framework: Framework, dtype: DType, shape: tuple[int, ...], name:
         raise LimitError(f"tensor {name!r}: does not fit into memory; read less at a time") from None
 
 
-def decoded_chunks(
-    tensors: Mapping[str, TensorSource], workers: Workers, progress: Progress = SILENT
-) -> Iterator[Patterns]:
-    """Decode all tensors on threads, and yield the patterns of each chunk [at most 2^20] in order."""
+def decoded_chunks(workers: Workers, progress: Progress = SILENT) -> Chunks:
+    """Return a function that decodes tensors on threads; see `Chunks`."""
 
-    def chunks() -> Iterator[Callable[[], Patterns]]:
-        for source in tensors.values():
-            check_empty(source)
-            for begin, end in source.chunk_bounds():
-                yield functools.partial(source.patterns, begin, end)
+    def decoded(
+        tensors: Mapping[str, TensorSource], buffers: Mapping[str, Patterns] = NO_BUFFERS
+    ) -> Iterator[Patterns]:
+        def chunks() -> Iterator[tuple[TensorSource, int, int, Patterns | None]]:
+            for name, source in tensors.items():
+                check_empty(source)
+                for begin, end in source.chunk_bounds():
+                    yield source, begin, end, buffers.get(name)
 
-    for patterns in workers.map(lambda decode: decode(), chunks()):
-        yield patterns
-        progress.advance(patterns.nbytes)
+        for patterns in workers.map(lambda chunk: read_chunk(*chunk), chunks()):
+            yield patterns
+            progress.advance(patterns.nbytes)
+
+    return decoded
 
 
 def read_selection(source: FrameSource, selection: Selection, framework: Framework, jobs: int | None) -> Any:

@@ -312,11 +312,11 @@ class FrameSource(TensorSource):
         last = self._container.last
         return None if last is None else last.get(self.entry.name, index, self.header.chunks[index])
 
-    def fill(self, index: int, out: Patterns) -> None:
-        """Decode chunk `index` into `out` [n], or copy it from the cache."""
-        kept = self.cache.held((self, index * CHUNK_VALUES))
+    def fill(self, begin: int, out: Patterns) -> None:
+        """Decode the chunk that starts at `begin` into `out` [n], or copy it from the cache."""
+        kept = self.cache.held((self, begin))
         if kept is None:
-            self.decode_chunk(index, out)
+            self.decode_chunk(begin // CHUNK_VALUES, out)
         else:
             out[:] = kept.patterns
 
@@ -517,7 +517,9 @@ class GroupMember(FrameSource):
         """Copy the patterns into `out`."""
         self.copy(self.group.chunk(index), out)
 
-    fill = decode_chunk
+    def fill(self, begin: int, out: Patterns) -> None:
+        """Copy the patterns into `out`."""
+        self.decode_chunk(begin // CHUNK_VALUES, out)
 
     def copy(self, patterns: Patterns, out: Patterns) -> None:
         """Copy the tensor's patterns from those of the group."""

@@ -74,6 +74,10 @@ class TensorSource:
         """Yield (begin, end) in patterns of every chunk."""
         return chunk_bounds(self.n_patterns)
 
+    def fill(self, begin: int, out: Patterns) -> None:
+        """Read the patterns of the chunk that starts at `begin` into `out` [n]."""
+        out[:] = self.patterns(begin, begin + len(out))
+
     @property
     def stored(self) -> Stored | None:
         """Plan and method of the tensor's frame; None if it has no frame."""

@@ -16,11 +16,11 @@ import mmap
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -378,17 +378,39 @@ def _whole(
 
 # --- restoring nested state ---------------------------------------------------------------------
 
-Chunks = Callable[[Mapping[str, TensorSource]], Iterator[Patterns]]
-
 ALIGNMENT: Final = 64  # of each storage in the mapped file, as in torch files
 TORCH_NAMES: Final = {code: name for name, code in CODES.items()}
 
 
-def read_chunks(tensors: Mapping[str, TensorSource]) -> Iterator[Patterns]:
-    """Yield the patterns of all tensors chunk by chunk [at most 2^20], decoded on the caller's thread."""
-    for source in tensors.values():
+NO_BUFFERS: Final[Mapping[str, Patterns]] = {}
+
+
+class Chunks(Protocol):
+    """Yields the patterns of all tensors in order, chunk by chunk [at most 2^20]."""
+
+    def __call__(
+        self, tensors: Mapping[str, TensorSource], buffers: Mapping[str, Patterns] = NO_BUFFERS
+    ) -> Iterator[Patterns]:
+        """Decode tensors, those with a buffer [n_patterns] into it: then its slices are yielded."""
+        ...
+
+
+def read_chunk(source: TensorSource, begin: int, end: int, buffer: Patterns | None) -> Patterns:
+    """Read the patterns of one chunk, into the same place of a buffer [n_patterns] if there is one."""
+    if buffer is None:
+        return source.patterns(begin, end)
+    out = buffer[begin:end]
+    source.fill(begin, out)
+    return out
+
+
+def read_chunks(
+    tensors: Mapping[str, TensorSource], buffers: Mapping[str, Patterns] = NO_BUFFERS
+) -> Iterator[Patterns]:
+    """Decode tensors on the caller's thread, into buffers [n_patterns] where given; see `Chunks`."""
+    for name, source in tensors.items():
         for begin, end in source.chunk_bounds():
-            yield source.patterns(begin, end)
+            yield read_chunk(source, begin, end, buffers.get(name))
 
 
 def unflatten(
@@ -400,7 +422,7 @@ def unflatten(
         tensors: tensors by name.
         tree: `Index.tree`, or None for a flat dict of the tensors.
         folder: folder for the unnamed file, which is as large as the decoded tensors; None for memory.
-        chunks: yields the patterns of all tensors in order, as `read_chunks` does.
+        chunks: decodes the tensors.
 
     Raises:
         CorruptionError: the tree is invalid or does not match the tensors.
@@ -412,7 +434,7 @@ def unflatten(
     parsed = parse_tree(raw)
     parsed.check_names(tensors)
     storages = _MappedStorages(tensors, parsed, folder)
-    storages.fill(chunks(tensors))
+    storages.fill(chunks)
     return parse_tree(raw, storages.make).root
 
 
@@ -443,28 +465,29 @@ class _MappedStorages:
             at += -(-n_bytes // ALIGNMENT) * ALIGNMENT
         return at
 
-    def fill(self, chunks: Iterator[Patterns]) -> None:
-        """Copy the patterns of all tensors, in order, into the file."""
+    def fill(self, chunks: Chunks) -> None:
+        """Decode all tensors into the file, through a chunk in memory where the order of elements differs."""
+        buffers = {
+            name: self._memory[self._offsets[name] :][: source.n_bytes].view(
+                PATTERN_TYPES[source.dtype.pattern_bytes]
+            )
+            for name, source in self._tensors.items()
+            if name not in self._strides
+        }
+        decoded = chunks(self._tensors, buffers)
         for name, source in self._tensors.items():
-            put = self._writer(name, source)
+            items = None if name in buffers else self._items(name, source)
             for begin, end in source.chunk_bounds():
-                put(begin, end, next(chunks))
+                patterns = next(decoded)
+                if items is not None:
+                    n = items.itemsize // patterns.itemsize
+                    items.flat[begin // n : end // n] = patterns.view(items.dtype)
 
-    def _writer(self, name: str, source: TensorSource) -> Callable[[int, int, Patterns], None]:
-        at, n_bytes = self._offsets[name], source.n_bytes
-        pattern_type, strides = PATTERN_TYPES[source.dtype.pattern_bytes], self._strides.get(name)
-        if strides is None:
-            flat = self._memory[at : at + n_bytes].view(pattern_type)
-            return lambda begin, end, patterns: np.copyto(flat[begin:end], patterns)
+    def _items(self, name: str, source: TensorSource) -> Patterns:
+        """Return the elements of a tensor with strides."""
         item = PATTERN_TYPES[source.dtype.bits // 8]
-        steps = tuple(stride * item.itemsize for stride in strides)
-        items: Patterns = np.ndarray(source.shape, item, self._memory, at, steps)
-        n = item.itemsize // pattern_type.itemsize
-
-        def put(begin: int, end: int, patterns: Patterns) -> None:
-            items.flat[begin // n : end // n] = patterns.view(item)
-
-        return put
+        steps = tuple(stride * item.itemsize for stride in self._strides[name])
+        return np.ndarray(source.shape, item, self._memory, self._offsets[name], steps)
 
     def make(self, leaf: Any) -> Any:
         """Return the torch value for a leaf of the tree."""

@@ -199,5 +199,5 @@ def _verify(written: Path, target: Path, content_id: str, workers: Workers, prog
                 f"{target}: the new file reads back wrong and was discarded; nothing was replaced"
             )
         check_stored_bytes(checkpoint, workers)
-        for _ in decoded_chunks(checkpoint.tensors, workers, progress):
+        for _ in decoded_chunks(workers, progress)(checkpoint.tensors):
             pass  # decoding a chunk checks its checksum

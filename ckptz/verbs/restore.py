@@ -124,7 +124,7 @@ def restore(
         _check_size(job, n_bytes, max_decoded_bytes)
         progress.start(job.name, n_bytes)
         with Workers(jobs) as workers, output_context(job.target):
-            job.write(lambda tensors: decoded_chunks(tensors, workers, progress))
+            job.write(decoded_chunks(workers, progress))
         checkpoints = [source.checkpoint for source in job.inputs if source.checkpoint is not None]
         checkpoints += [shard for source in job.inputs for shard in source.shards]
         return RestoreReport(

@@ -334,10 +334,10 @@ def test_a_restore_that_fails_leaves_the_whole_old_folder(
         (output / shard.file).write_text("old")
     (output / INDEX).write_text("old")
 
-    def failing(tensors: Mapping[str, TensorSource]) -> Iterator[NDArray[Any]]:
+    def failing(tensors: Mapping[str, TensorSource], *buffers: Any) -> Iterator[NDArray[Any]]:
         if "c" in tensors:
             raise CorruptionError("the second shard is damaged")
-        return read_chunks(tensors)
+        return read_chunks(tensors, *buffers)
 
     def replace(*_: object) -> None:
         raise OSError(errno.EIO, "no rename")

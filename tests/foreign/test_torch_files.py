@@ -186,7 +186,7 @@ def test_a_failing_source_leaves_the_old_file(tmp_path: Path) -> None:
     flat = flatten({"w": torch.zeros(3)})
     (tmp_path / "out.pt").write_text("old")
 
-    def failing(_: Any) -> Any:
+    def failing(*_: Any) -> Any:
         raise CorruptionError("no such bits")
         yield
 
