@@ -247,8 +247,7 @@ def _batches(chunks: Iterable[_Chunk], most: int) -> Iterator[list[_Chunk]]:
             batch, total = [], 0
         batch.append(chunk)
         total += n_patterns
-    if batch:
-        yield batch
+    yield batch  # empty only where there are no chunks
 
 
 def _is_small(plan: FilePlan, batch: Sequence[_Chunk]) -> bool:

@@ -223,13 +223,20 @@ def test_what_is_not_finite_is_counted_apart(tmp_path: Path) -> None:
         ckptz.report(tmp_path / "w.ckptz", histograms=["nothing"])
 
 
-def test_a_search_is_shown_from_what_compress_printed(run: Path, tmp_path: Path) -> None:
-    save_file(state(200), tmp_path / "s.safetensors")
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A file that a search has made, and the report of its search."""
+    folder = tmp_path_factory.mktemp("searched")
+    save_file(state(200), folder / "s.safetensors")
     options = ckptz.SearchOptions(budgets=(BUDGET,), template=ckptz.KMeans(), max_evaluations=5)
-    (report,) = ckptz.compress(tmp_path / "s.safetensors", search=options)
-    document = tmp_path / "search.json"
+    (report,) = ckptz.compress(folder / "s.safetensors", search=options)
+    return folder / "s.ckptz", report
+
+
+def test_a_search_is_shown_from_what_compress_printed(searched: tuple[Path, Any], tmp_path: Path) -> None:
+    (path, report), document = searched, tmp_path / "search.json"
     document.write_bytes(msgspec.json.encode({"files": [report, {"file": "x", "error": {}}]}))
-    made = ckptz.report([tmp_path / "s.ckptz", document])
+    made = ckptz.report([path, document])
     printed = json.loads(msgspec.json.encode(report.search))
     assert json.loads(msgspec.json.encode(made.searches[0].search)) == printed
     said = marks(charts(made.html)["Size against quality"])
@@ -422,14 +429,12 @@ def test_a_legend_shows_different_values_or_none(values: list[float], shown: lis
 
 
 def test_a_searched_file_that_keeps_its_budget_raises_no_alarm_and_its_search_has_no_raw_names(
-    tmp_path: Path,
+    searched: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    save_file(state(200), tmp_path / "s.safetensors")
-    options = ckptz.SearchOptions(budgets=(BUDGET,), template=ckptz.KMeans(), max_evaluations=5)
-    (report,) = ckptz.compress(tmp_path / "s.safetensors", search=options)
+    path, report = searched
     assert report.n_lossy
     (tmp_path / "search.json").write_bytes(msgspec.json.encode({"files": [report]}))
-    made = ckptz.report([tmp_path / "s.ckptz", tmp_path / "search.json"])
+    made = ckptz.report([path, tmp_path / "search.json"])
     assert '<b class="bad">' not in made.html
     text = Page.of(made.html).text
     assert "Measured: " in text

@@ -40,7 +40,7 @@ class Subclass(torch.Tensor):  # torch is an optional import here
     pass
 
 
-QUICK = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+QUICK = settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 LONG = settings(QUICK, max_examples=10_000)
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # thousands of files, none to last
 FILES = ("pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin")
@@ -85,7 +85,7 @@ def check_folder(state: dict[Any, Any], folder: Path) -> None:
         assert_same_state(loaded(folder / "restored" / file), loaded(hub / file))
 
 
-@pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["100", "10,000"])
+@pytest.mark.parametrize("how", [QUICK, pytest.param(LONG, marks=pytest.mark.slow)], ids=["50", "10,000"])
 def test_every_state_that_can_be_kept_comes_back(how: settings) -> None:
     @how
     @given(kept_states(), st.booleans())

@@ -79,7 +79,7 @@ def follow_and_be_killed(folder: Path, live: State, after: float, n_begun: int) 
     os.close(begun)
 
 
-@pytest.mark.parametrize("n_kills", [40, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_kills", [15, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_torn_state_passes_no_check_and_is_repaired(tmp_path: Path, n_kills: int) -> None:
     states, live, rng = published(tmp_path), shared_state(), random.Random(0)
     deltas = [v for v in versions_in(dict.fromkeys(os.listdir(tmp_path), 0)) if v.base is not None]
