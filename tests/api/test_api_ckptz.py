@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import safetensors
@@ -172,15 +171,6 @@ def test_load_takes_every_dtype_that_load_file_takes(name: str) -> None:
     loaded = CKPTZ.torch.load(CKPTZ.torch.save({"x": tensor}))["x"]
     assert loaded.dtype == tensor.dtype
     assert same(bits(loaded), bits(tensor))
-
-
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "bfloat16"])
-def test_ml_dtypes_arrays_are_read_and_written(name: str, tmp_path: Path) -> None:
-    array = np.arange(6, dtype=np.uint8 if name.startswith("float8") else np.uint16).view(name).reshape(2, 3)
-    CKPTZ.numpy.save_file({"x": array}, tmp_path / "x")
-    assert array.dtype == getattr(ml_dtypes, name)
-    assert same(CKPTZ.numpy.load_file(tmp_path / "x")["x"], array)
-    assert same(CKPTZ.safe_open(tmp_path / "x", "np").get_slice("x")[1], array[1])
 
 
 def test_a_dtype_error_is_caught_as_any_that_safetensors_raises() -> None:

@@ -230,14 +230,6 @@ def test_bases_are_found_in_the_search_path(tmp_path: Path) -> None:
     assert loaded["x"].tolist() == list(range(1, 10))
 
 
-def test_a_plain_file_may_be_the_base(tmp_path: Path) -> None:
-    import safetensors.torch
-
-    safetensors.torch.save_file(TENSORS, tmp_path / "base.safetensors")
-    CKPTZ.torch.save_file(step(1), tmp_path / "delta.ckptz", base=tmp_path / "base.safetensors")
-    assert same(CKPTZ.torch.load_file(tmp_path / "delta.ckptz")["slanted"], step(1)["slanted"])
-
-
 # --- refusals that safetensors has no need of -----------------------------------------------------------
 
 

@@ -20,7 +20,16 @@ from ckptz.format.reader import FrameSource
 from ckptz.store.resolve import open_checkpoint
 from ckptz.verbs.log import LogReport
 from ckptz_cli.main import main
-from tests.support.cli_support import Chain, a_state, ckptz, content_of, forge, regions_of, write_plain
+from tests.support.cli_support import (
+    Chain,
+    a_state,
+    ckptz,
+    content_of,
+    forge,
+    regions_of,
+    temporaries,
+    write_plain,
+)
 
 
 @pytest.fixture
@@ -265,6 +274,7 @@ def verbs_on(chain: Chain, out: Path) -> list[tuple[Any, ...]]:
 
 def fails_for_all(chain: Chain, out: Path, exit_code: int, *texts: str) -> None:
     out.mkdir()
+    before = chain.delta.read_bytes()
     for verb in verbs_on(chain, out):
         failed = ckptz(*verb, fails=True)
         assert failed.exit_code == exit_code, verb
@@ -275,6 +285,8 @@ def fails_for_all(chain: Chain, out: Path, exit_code: int, *texts: str) -> None:
     for text in texts:
         assert text in str(caught.value)
     assert not list(out.iterdir())
+    assert not temporaries(chain.folder)
+    assert chain.delta.read_bytes() == before
 
 
 def open_and_read(path: Path) -> None:

@@ -112,14 +112,6 @@ def test_a_base_in_another_folder_is_noted_and_found_by_the_search_path(chain: C
     assert ckptz("inspect", out, "--search-path", chain.folder, "--json").json["broken"] is None
 
 
-def test_a_packed_file_can_be_packed_again_against_another_base(chain: Chain) -> None:
-    out = chain.folder / "again.ckptz"
-    ckptz("compress", chain.delta, "-o", out)
-    chain.full.unlink()
-    chain.first.unlink()
-    assert content_of(out) == content_of(chain.second)
-
-
 # --- where outputs go -----------------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import os
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,10 +27,8 @@ from tests.support.cli_support import (
     a_state,
     ckptz,
     content_of,
-    flipped,
     hf_folder,
     regions_of,
-    spread,
     temporaries,
     write_plain,
 )
@@ -288,30 +285,6 @@ def damaged(path: Path) -> None:
     path.write_bytes(raw)
 
 
-@pytest.mark.parametrize(
-    ("place", "exit_code", "said"),
-    [
-        *((place, 3, "changed after") for place in ("full", "delta")),
-        ("missing", 5, "'step-1.ckptz' with content id"),
-    ],
-)
-def test_a_chain_that_is_not_whole_leaves_the_file(
-    chain: Chain, place: str, exit_code: int, said: str
-) -> None:
-    if place == "missing":
-        chain.full.unlink()
-        chain.first.unlink()
-    else:
-        damaged(getattr(chain, place))
-    before = chain.delta.read_bytes()
-    run = ckptz("rebase", chain.delta, fails=True)
-    assert run.exit_code == exit_code
-    assert said in run.error
-    assert (chain.full if place == "full" else chain.delta).name in run.error
-    assert chain.delta.read_bytes() == before
-    assert not temporaries(chain.folder)
-
-
 def test_bases_are_found_by_the_search_path(chain: Chain, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -345,12 +318,6 @@ def test_the_new_file_is_read_back_before_the_old_one_goes(
     assert not temporaries(chain.folder)
 
 
-def test_permissions_are_those_of_the_file(chain: Chain) -> None:
-    os.chmod(chain.delta, 0o640)
-    ckptz("rebase", chain.delta)
-    assert chain.delta.stat().st_mode & 0o777 == 0o640
-
-
 # --- hostile bytes --------------------------------------------------------------------------------
 
 
@@ -376,22 +343,6 @@ def small(tmp_path: Path) -> bytes:
         ]
         write_inline(sink, opened.container, bases, workers)
     return sink.getvalue()
-
-
-@pytest.mark.parametrize("is_every_bit", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_flipped_bit_is_an_error_or_changes_nothing(small: bytes, is_every_bit: bool) -> None:
-    wanted, regions = content(small), regions_of(small)
-    most = {"header": 100, "frame header": 100, "payload": 300, "index": 100}
-    few = [region[i] for name, region in regions.items() for i in spread(len(region), most[name])]
-    for changed in flipped(small, range(8 * len(small)) if is_every_bit else few):
-        with contextlib.suppress(CkptzError):
-            assert content(changed) == wanted
-
-
-def test_every_prefix_is_refused(small: bytes) -> None:
-    for n in spread(len(small) - 1, 200):
-        with pytest.raises(CkptzError):
-            content(small[:n])
 
 
 def test_frames_of_bases_are_copied_whole_and_are_no_tensors(small: bytes, tmp_path: Path) -> None:

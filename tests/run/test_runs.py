@@ -210,15 +210,6 @@ def test_what_has_no_step_or_cannot_be_read_stays(run: Path) -> None:
     assert {"other.ckptz", "other.safetensors"} <= set(names(run))
 
 
-def test_the_best_stay_by_their_metric(tmp_path: Path) -> None:
-    for step, metric in ((1, "0.5"), (2, "0.1"), (3, "0.9")):
-        file = write_plain(tmp_path / f"step-{step}.safetensors", a_state(n=100), {"metric": metric})
-        ckptz("compress", file, "-o", tmp_path / f"step-{step}.ckptz")
-        file.unlink()
-    assert prune(tmp_path, KeepPolicy(last=1, best=1)).steps == (2, 3)
-    assert names(tmp_path) == ["step-2.ckptz", "step-3.ckptz"]
-
-
 def test_prunes_that_are_refused(run: Path) -> None:
     with pytest.raises(ConfigError, match="whole checkpoints"):
         prune(run, KeepPolicy(weights=KeepPolicy()))
