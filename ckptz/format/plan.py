@@ -274,12 +274,15 @@ class LowRank:
     @functools.cached_property
     def terms(self) -> tuple[tuple[NDArray[np.uint32], NDArray[np.uint32]], ...]:
         """The vectors of each term as F32 patterns: scaled row vector [n_rows], column vector [n_columns]."""
-        levels = self.stored.codes(self.n_elements).view(np.int8).astype(np.float32).view(np.uint32)
-        n = self.n_rows
-        return tuple(
-            (cpu().outer_product(term[:n], scale[None], 0, n), term[n:])
-            for scale, term in zip(self.scales, levels.reshape(len(self.scales), -1), strict=True)
-        )
+        levels = self.stored.codes(self.n_elements).view(np.int8).astype(np.float32)
+        vectors = levels.reshape(len(self.scales), -1)
+        rows, columns = vectors[:, : self.n_rows], vectors[:, self.n_rows :].view(np.uint32)
+        if _are_normal(self.scales):
+            scaled = (rows * self.scales[:, None].view(np.float32)).view(np.uint32)
+        else:
+            pairs = zip(rows.view(np.uint32), self.scales, strict=True)
+            scaled = np.stack([cpu().outer_product(one, scale[None], 0, self.n_rows) for one, scale in pairs])
+        return tuple(zip(scaled, columns, strict=True))
 
     def check(self) -> None:
         """Raise FormatError if the vectors cannot be decoded; nothing is cached."""
@@ -291,10 +294,7 @@ class LowRank:
 
         Then numpy may be used, whatever the processor does with subnormal numbers.
         """
-        sizes = (rows & np.uint32(0x7FFFFFFF) for rows, _ in self.terms)
-        return self.n_columns <= MAX_NUMPY_COLUMNS and all(
-            ((s == 0) | (s >= MIN_NORMAL_FACTOR)).all() for s in sizes
-        )
+        return self.n_columns <= MAX_NUMPY_COLUMNS and all(_are_normal(rows) for rows, _ in self.terms)
 
     def products(self, begin: int, end: int) -> NDArray[np.uint32]:
         """Sum the terms in order for elements begin..end of the matrix, F32 patterns [end - begin]."""
@@ -314,6 +314,12 @@ class LowRank:
         for rows, columns in self.terms:
             total = cpu().add_f32(total, cpu().outer_product(rows, columns, begin, end))
         return total
+
+
+def _are_normal(patterns: NDArray[np.uint32]) -> bool:
+    """Return whether all F32 patterns are 0 or at least 2^-100: codes times them are not subnormal."""
+    sizes = patterns & np.uint32(0x7FFFFFFF)
+    return bool(((sizes == 0) | (sizes >= MIN_NORMAL_FACTOR)).all())
 
 
 AnyOuter = Outer | StoredOuter | LowRank
