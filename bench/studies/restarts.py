@@ -65,8 +65,12 @@ from bench.studies.training import (
     weights_of,
 )
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans
+from ckptz.codec.grid import _encoding_of
 from ckptz.codec.method import Method
+from ckptz.codec.moment_maps import LogLevels
 from ckptz.codec.moments import MOMENTS
+from ckptz.codec.tensor_plan import TensorPlan
+from ckptz.format.plan import LinearTable
 
 Texts = Callable[[], tuple[Tensor, Tensor]]
 FINE_TUNE_RATE, FINE_TUNE_BATCH, FINE_TUNE_EVERY, FINE_TUNE_CHECKPOINTS = 3e-4, 16, 15, 10
@@ -85,6 +89,7 @@ class Arm:
         restores: of the Checkpointer.
         budget: what a search at each checkpoint keeps, as a relative change of the loss, or None.
         from_base: whether full files are stored against the weights that training began from.
+        replaced: what stands in for parts of ckptz, by their names: a mechanism that is left out.
     """
 
     config: Method
@@ -92,11 +97,20 @@ class Arm:
     restores: int | None = None
     budget: float | None = None
     from_base: bool = False
+    replaced: Mapping[str, object] = field(default_factory=dict)
 
 
 def grid(step: float, second: float = MOMENTS.second_step, first: float = MOMENTS.first_step) -> Grid:
     """Whole states on a grid of this step."""
     return Grid(step=step, moments=replace(MOMENTS, second_step=second, first_step=first))
+
+
+def _fitted(grid: Any, counted: Any, most: int, levels: LinearTable) -> TensorPlan:
+    """Plan a weight to resume from with fitted levels, as one to ship, instead of multiples of the step."""
+    if grid.fits_levels:
+        return _encoding_of(grid, counted, most, levels)
+    summing = replace(grid, fits_levels=True)
+    return _encoding_of(grid, counted, *summing.fit(summing.counted(map)))
 
 
 ARMS: Final[Mapping[str, Arm]] = {
@@ -113,6 +127,16 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, nearest rounding": Arm(config=Grid(purpose="ship")),
     "grid, full files as coarse": Arm(config=Grid(full_step=0.5)),
     "grid, no bound by movement": Arm(config=Grid(most_moves=1024.0)),
+    "grid, fitted levels": Arm(config=Grid(), replaced={"ckptz.codec.grid._encoding_of": _fitted}),
+    "grid, small weights as coarse": Arm(config=Grid(), replaced={"ckptz.codec.moments.FINE": 1.0}),
+    "grid, small weights to 10 bits": Arm(config=Grid(), replaced={"ckptz.codec.moments.FINE": 2.0**-20}),
+    "grid, first levels": Arm(
+        config=Grid(),
+        replaced={"ckptz.codec.moments.best_log_levels": lambda distances, step: LogLevels(step)},
+    ),
+    "grid, again": Arm(config=Grid()),
+    "grid, all steps doubled": Arm(config=Grid().scaled(2)),
+    "grid, all steps times 4": Arm(config=Grid().scaled(4)),
     "grid, step 0.25": Arm(config=grid(0.25)),
     "grid, step 2": Arm(config=grid(2.0)),
     "grid, to ship": Arm(config=Grid(purpose="ship"), restores=0),
