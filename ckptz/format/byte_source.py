@@ -9,6 +9,7 @@ import stat
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Final, ParamSpec, Protocol, TypeVar, runtime_checkable
@@ -258,6 +259,12 @@ def open_bytes(path: str | os.PathLike[str]) -> ByteSource:
     return UrlBytes(location) if is_url(location) else FileBytes(location)
 
 
+# Close files that an interrupt between two calls left open. Such a file may be in a reference cycle, and when
+# the collector ends it, Python's warning of an unclosed file runs signal handlers and swallows their Ctrl-C.
+# A file's method in C cannot be interrupted.
+_ends: Final = set[weakref.ref[Any]]()
+
+
 class FileBytes:
     """An open local file, read by position from any thread; it stays readable if its name is replaced.
 
@@ -272,6 +279,9 @@ class FileBytes:
             raise ConfigError(f"{self.path}: is not a regular file; copy its content into one")
         self.name = str(self.path)
         self._file = self.path.open("rb")
+        end: Any = self._file.__exit__  # closes, whatever its arguments
+        self._end = weakref.ref(self, end)
+        _ends.add(self._end)
         self.size = os.fstat(self._file.fileno()).st_size
         self._lock = threading.Lock()
 
@@ -301,6 +311,7 @@ class FileBytes:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+        _ends.discard(self._end)
 
 
 class _FlaggedWritable:

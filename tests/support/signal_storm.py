@@ -10,14 +10,16 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FrameType
 
 import torch
 from safetensors.torch import save_file as save_plain
 
-from ckptz import Budget, Checkpointer, Grid, compress
+from ckptz import Budget, Checkpointer, Grid, compress, warm_up
 from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.search.budget import SearchOptions
 from ckptz.sync import Follower, Publisher
@@ -25,8 +27,9 @@ from ckptz.torch import load_file, save_file
 
 PATIENCE = 10.0
 ARMED = list[bool]()  # whether a signal is an interrupt
+PLACE = list[str]()  # where the last one came
 N, WIDTH = 6, 1 << 14  # tensors, and elements of each
-N_WARM = 5  # calls that may compile kernels
+N_WARM = 5  # calls before the first signal, which import what they need
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -137,6 +140,7 @@ def interrupted(call: Callable[[int], None], round_: int, delay: float) -> tuple
         call(round_)
         if not ARMED:
             time.sleep(1)  # what came in `__del__` is raised again
+            print("swallowed:", *PLACE, file=sys.stderr)
             return True, True
     except KeyboardInterrupt:
         return True, False
@@ -146,9 +150,10 @@ def interrupted(call: Callable[[int], None], round_: int, delay: float) -> tuple
     return False, False
 
 
-def interrupt(number: int, frame: object) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
     if ARMED:  # another thread may get the signal of a timer that is over
         ARMED.clear()
+        PLACE[:] = traceback.format_stack(frame, 6)
         raise KeyboardInterrupt
 
 
@@ -162,7 +167,7 @@ def storm(door: str, folder: Path, n_signals: int, rng: random.Random) -> dict[s
     folder.mkdir(parents=True)
     made, n, n_swallowed, slowest = DOORS[door](folder), 0, 0, 0.0
     longest = [seconds_of(made.call, round_) for round_ in range(N_WARM)][-1]
-    made.check(N_WARM - 1)  # which compiles what it needs, too
+    made.check(N_WARM - 1)
     round_ = N_WARM
     while n < n_signals:
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
@@ -183,6 +188,7 @@ def storm(door: str, folder: Path, n_signals: int, rng: random.Random) -> dict[s
 if __name__ == "__main__":
     where, seed, *doors = sys.argv[1:]
     torch.set_num_threads(1)
+    warm_up(jobs=1)  # compiling may take longer than a call may
     signal.signal(signal.SIGALRM, interrupt)
     wanted = [(door, int(n)) for door, n in (one.split("=") for one in doors)]
     print(json.dumps({d: storm(d, Path(where, d), n, random.Random(seed)) for d, n in wanted}))

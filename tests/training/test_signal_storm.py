@@ -1,5 +1,6 @@
 """Ctrl-C at random times: nothing hangs, no value is wrong, no temporary file stays, nothing is swallowed."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -31,7 +32,7 @@ def test_an_interrupt_at_any_time_neither_hangs_nor_leaves_a_wrong_value(
     assert done.returncode == 0, done.stderr
     counts = json.loads(done.stdout)
     assert sum(one["signals"] for one in counts.values()) == n_signals
-    assert all(one["temporary"] == one["swallowed"] == 0 for one in counts.values()), counts
+    assert all(one["temporary"] == one["swallowed"] == 0 for one in counts.values()), (counts, done.stderr)
 
 
 # Python code that waits or wakes others, with a lock that stays locked if Ctrl-C comes at its ends.
@@ -94,3 +95,12 @@ def test_an_interrupt_that_comes_when_a_file_is_closed_is_raised(
     with pytest.raises(KeyboardInterrupt):
         close_and_wait()
     assert len(came) > (how == "a handle")  # it was closed all the same
+
+
+def test_a_file_that_an_interrupt_left_open_is_closed_before_its_finalizer(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    left: Any = FileBytes(tmp_path / "file")
+    left.itself, file = left, left._file
+    del left
+    gc.collect()
+    assert file.closed  # else Python warns when it ends the file, which swallows Ctrl-C
