@@ -68,7 +68,7 @@ from ckptz.format.context_rules import (
 )
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits, write_tables
-from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap
+from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap, StreamTables
 from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE
@@ -548,7 +548,12 @@ def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: Linear
     by_row = _merged(counted.codes, grid.n_base_codes)
     has_escape = bool(counted.codes.total[2 * most + 1 :].any())
     by_row, by_both = (_clipped(counts, 2 * most + 1) for counts in (by_row, counted.codes))
-    rules, chosen = min(_candidates(grid, by_row, by_both), key=_coded_bytes)
+    candidates = [(grid.rules(1), by_row)]  # rules by row are required
+    if grid.n_base_codes > 1:
+        candidates.append((grid.rules(grid.n_base_codes), by_both))
+    coded = [_coded(*candidate) for candidate in candidates]
+    best = min(range(len(coded)), key=lambda k: coded[k][0])
+    (rules, chosen), (_, tables) = candidates[best], coded[best]
     n_contexts = n_contexts_of(rules)
     row_of_context = np.arange(n_contexts) // (n_contexts // grid.rows.n_contexts)
     if has_escape:
@@ -560,31 +565,20 @@ def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: Linear
         domain=Domain.LINEAR,
         predictor=Predictor.ZERO if grid.base is None else Predictor.BASE,
         rules=rules,
-        tables=(stream_tables(chosen, n_contexts),) if rules else (),
+        tables=tables,
     )
     return TensorPlan(plan, replace(grid, most=most), counted=(chosen,) if is_counted else ())
 
 
-Candidate = tuple[tuple[ContextRule, ...], ContextCounts]
-
-
-def _candidates(grid: _GridTensor, by_row: ContextCounts, by_both: ContextCounts) -> Iterator[Candidate]:
-    """Yield the context rules to compare, with counts of codes by context; rules by row are required."""
-    yield grid.rules(1), by_row
-    if grid.n_base_codes > 1:
-        yield grid.rules(grid.n_base_codes), by_both
-
-
-def _coded_bytes(candidate: Candidate) -> float:
-    """Return the bytes of the codes and of their tables."""
-    rules, counts = candidate
+def _coded(rules: tuple[ContextRule, ...], counts: ContextCounts) -> tuple[float, tuple[StreamTables, ...]]:
+    """Return the bytes of the codes with their tables, and the tables: none without contexts."""
     if not rules:
-        return entropy_bits(counts.total) / 8
+        return entropy_bits(counts.total) / 8, ()
     tables = stream_tables(counts, n_contexts_of(rules))
     out = ByteWriter()
     write_tables(out, tables.frequencies)
     write_runs(out, tables.table_of)
-    return len(out) + counts.bytes_by(tables)
+    return len(out) + counts.bytes_by(tables), (tables,)
 
 
 def _merged(counted: ContextCounts, n: int) -> ContextCounts:

@@ -232,12 +232,18 @@ def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> f
     total = n_patterns = 0.0
     for weight, moments in pairs:
         n = weight.n_patterns
+        if len(weight.shape) < 2 or not n:
+            continue
         begin = n // 2 // CHUNK_VALUES * CHUNK_VALUES
         bounds = (begin, min(begin + CHUNK_VALUES, n))
-        values, squares = reals(weight, *bounds), reals(moments, *bounds)
-        is_known = np.isfinite(values) & np.isfinite(squares) & (squares >= 0)
-        if len(weight.shape) > 1 and is_known.all() and n:
-            total += float((squares * values**2).sum()) * n / len(values)
+        squares = _floats(moments, *bounds)
+        with np.errstate(invalid="ignore"):
+            products = np.square(_floats(weight, *bounds), dtype=np.float64)
+            products *= squares
+            power = float(products.sum())
+        # A sum of float64 products of finite float32 values cannot overflow.
+        if math.isfinite(power) and squares.min() >= 0:
+            total += power * n / len(products)
             n_patterns += n
     return total / n_patterns if total > 0 else None
 

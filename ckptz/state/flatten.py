@@ -430,12 +430,11 @@ def unflatten(
         OSError: `folder` has not enough free space.
     """
     flat = {"storages": [], "root": {"dict": [[name, {"tensor": name}] for name in tensors]}}
-    raw = flat if tree is None else tree
-    parsed = parse_tree(raw)
+    parsed = parse_tree(flat if tree is None else tree)
     parsed.check_names(tensors)
     storages = _MappedStorages(tensors, parsed, folder)
     storages.fill(chunks)
-    return parse_tree(raw, storages.make).root
+    return parsed.with_leaves(storages.make)
 
 
 class _MappedStorages:

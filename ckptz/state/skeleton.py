@@ -147,9 +147,7 @@ class SeenKeys:
 class Tree:
     """A parsed tree."""
 
-    # Plain Python values with leaves of type `Size`, `DTypeName`, `TensorRef` and `View`, or the caller's
-    # values for them.
-    root: Any
+    root: Any  # plain Python values with leaves of type `Size`, `DTypeName`, `TensorRef` and `View`
     storages: tuple[tuple[str, ...], ...]  # names of the stored tensors of each shared storage
     refs: tuple[TensorRef | View, ...]  # all `TensorRef` and `View`, in order
 
@@ -164,6 +162,29 @@ class Tree:
             raise CorruptionError(f"tree: tensor {missing[0]!r} is not in the file")
         if unused := sorted(set(names) - used):
             raise CorruptionError(f"tree: does not refer to tensor {unused[0]!r}")
+
+    def with_leaves(self, make: Callable[[Any], Any]) -> Any:
+        """Return the root with each leaf replaced by what `make` returns for it."""
+        return _with_leaves(self.root, make)
+
+
+_LEAVES: Final = frozenset({Size, DTypeName, TensorRef, View})
+
+
+def _with_leaves(value: Any, make: Callable[[Any], Any]) -> Any:
+    kind: Any = type(value)
+    if kind in _LEAVES:
+        return make(value)
+    if kind is list or kind is tuple:
+        return kind([_with_leaves(item, make) for item in value])
+    if kind is not dict and kind is not OrderedDict:
+        return value
+    made = kind((_with_leaves(key, make), _with_leaves(item, make)) for key, item in value.items())
+    if len(made) < len(value):
+        raise CorruptionError("tree: two keys of a dict are equal in Python")
+    if kind is OrderedDict and "_metadata" in vars(value):
+        vars(made)["_metadata"] = _with_leaves(vars(value)["_metadata"], make)
+    return made
 
 
 def where(path: TreePath) -> str:
@@ -300,8 +321,7 @@ def pack_node(value: Any, leaf: Leaf = refuse_leaf) -> Any:
 class _Parser:
     """Converts nodes to values, and rejects everything that `_Packer` would not write."""
 
-    def __init__(self, n_storages: int, make: Callable[[Any], Any]) -> None:
-        self._make = make
+    def __init__(self, n_storages: int) -> None:
         self._n_storages = n_storages
         self._n_nodes = 0
         self.refs: list[TensorRef | View] = []
@@ -399,10 +419,10 @@ class _Parser:
         dims = self._list(raw["Size"], path)
         if not all(type(dim) is int and abs(dim) <= MAX_NUMBER for dim in dims):
             self.refuse(path, "a Size is not a list of integers")
-        return self._make(Size(tuple(dims)))
+        return Size(tuple(dims))
 
     def dtype(self, raw: dict[str, Any], path: TreePath) -> Any:
-        return self._make(DTypeName(self._matched(raw["dtype"], _DTYPE, path)))
+        return DTypeName(self._matched(raw["dtype"], _DTYPE, path))
 
     def tensor(self, raw: dict[str, Any], path: TreePath) -> Any:
         strides = self._numbers(raw["strides"], path) if "strides" in raw else None
@@ -418,7 +438,7 @@ class _Parser:
 
     def _ref(self, ref: TensorRef | View) -> Any:
         self.refs.append(ref)
-        return self._make(ref)
+        return ref
 
     def _flags(self, raw: dict[str, Any], path: TreePath) -> tuple[bool, bool]:
         if any(raw.get(flag, True) is not True for flag in _FLAGS):
@@ -464,12 +484,11 @@ def is_number(raw: Any) -> TypeGuard[int]:
     return type(raw) is int and 0 <= raw <= MAX_NUMBER
 
 
-def parse_tree(raw: Any, make: Callable[[Any], Any] = lambda leaf: leaf) -> Tree:
+def parse_tree(raw: Any) -> Tree:
     """Parse and check `Index.tree`.
 
     Args:
         raw: the JSON value.
-        make: function that replaces a leaf of type `Size`, `DTypeName`, `TensorRef` or `View`.
 
     Raises:
         CorruptionError: the value is not a valid tree; the message has the path.
@@ -477,7 +496,7 @@ def parse_tree(raw: Any, make: Callable[[Any], Any] = lambda leaf: leaf) -> Tree
     if not isinstance(raw, dict) or set(raw) != {"root", "storages"}:
         raise CorruptionError("tree: not an object with the fields root and storages")
     storages = _parse_storages(raw["storages"])
-    parser = _Parser(len(storages), make)
+    parser = _Parser(len(storages))
     root = parser.node(raw["root"], ())
     shared = {name for names in storages for name in names}
     if any(isinstance(ref, TensorRef) and ref.name in shared for ref in parser.refs):

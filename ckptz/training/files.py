@@ -502,7 +502,7 @@ class StepReader:
             return {MODEL: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}}
         parsed = parse_tree(tree)
         parsed.check_names(tensors)
-        root = parse_tree(tree, lambda leaf: self._leaf(leaf, tensors, parsed.storages)).root
+        root = parsed.with_leaves(lambda leaf: self._leaf(leaf, tensors, parsed.storages))
         if not isinstance(root, dict):
             raise CorruptionError(f"{self.name}: its tree is not one that a Checkpointer writes")
         return root

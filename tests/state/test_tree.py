@@ -322,6 +322,13 @@ def colliding_tuples(n: int) -> list[Any]:
     raise AssertionError
 
 
+def test_keys_that_only_become_equal_with_the_values_of_leaves_are_refused() -> None:
+    tree = parse_tree(wrapped({"dict": [[{"Size": [1]}, "size"], [{"tuple": [1]}, "tuple"]]}))
+    assert len(tree.with_leaves(lambda leaf: leaf)) == 2
+    with pytest.raises(CorruptionError, match="two keys of a dict are equal"):
+        tree.with_leaves(lambda leaf: leaf.dims)
+
+
 def test_keys_of_one_hash_are_refused_before_they_take_long() -> None:
     same = colliding_tuples(MAX_EQUAL_HASHES + 1)
     value = parse_tree(wrapped({"dict": [[key, 1] for key in same[1:]]})).root
