@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -52,7 +52,7 @@ from ckptz.training.budget_search import (
     check_calibration,
     check_fits,
 )
-from ckptz.training.compare import differences, fingerprint, notes_on
+from ckptz.training.compare import differences, differences_of_memory, fingerprint, notes_on, shared
 from ckptz.training.curve import Curve
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import LossSettings, StepReader, StepState, StepWriter, memory_for_last
@@ -649,12 +649,12 @@ class Checkpointer:
         where = f"{self._store.name}: step {step}"
         if rest is not None:
             check_states(self.extra, rest, where)
-        saved = _comparable(model, rest)
+        saved, saved_memory = _comparable(model, rest), shared(_parts(model, rest))
         parts = [("the model", lambda: load_model(self.model, model))]
         if rest is not None:
             # Extras first: if one refuses its state, model and optimizer are unchanged.
             parts[:0] = [
-                *((f"extra {name!r}", one) for name, one in extras_to_load(self.extra, rest["extra"])),
+                *((f"extra {name!r}", one) for name, one in self._extras_to_load(rest["extra"])),
                 ("the optimizer", lambda: load_optimizers(self.model, self._optimizers, rest)),
             ]
         load_in_order(parts, where)
@@ -670,10 +670,16 @@ class Checkpointer:
             )
             if self._tracker is not None:
                 self._mark(self._tracker, step, is_restored=True, has_lost=not restored.is_exact)
-        self.restored = self._compared(restored, saved)
+        self.restored = self._compared(restored, saved, saved_memory)
         return step
 
-    def _compared(self, restored: Restored, saved: Mapping[str, Any]) -> Restored:
+    def _extras_to_load(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
+        others = [model_state(self.model), optimizer_state(self.model, self._optimizers)]
+        return extras_to_load(self.extra, saved, others)
+
+    def _compared(
+        self, restored: Restored, saved: Mapping[str, Any], saved_memory: Sequence[frozenset[str]]
+    ) -> Restored:
         """Compare the restored state with the saved one; only this decides whether a restore is exact."""
         model = model_state(self.model)
         live: dict[str, Any] = {MODEL: {name: model[name] for name in saved[MODEL]}}
@@ -681,6 +687,8 @@ class Checkpointer:
             live |= comparable(optimizer_state(self.model, self._optimizers), saved)
             live |= {"extra": extra_state(self.extra), "rng": random_state()}
         lines = list(differences(saved, fingerprint(live)))
+        if restored.is_exact:  # weights that were encoded on a device are stored separately
+            lines += differences_of_memory(saved_memory, shared(live))
         return replace(
             restored,
             is_exact=restored.is_exact and not lines,
@@ -753,10 +761,14 @@ class Checkpointer:
 
 def _comparable(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the fingerprints of the saved state, by part."""
-    parts = {MODEL: model}
-    if rest is not None:
-        parts |= {**comparable(rest, rest), "extra": rest["extra"], "rng": rest["rng"]}
-    return {name: fingerprint(part) for name, part in parts.items()}
+    return {name: fingerprint(part) for name, part in _parts(model, rest).items()}
+
+
+def _parts(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the parts of a saved state that are compared."""
+    if rest is None:
+        return {MODEL: model}
+    return {MODEL: model, **comparable(rest, rest), "extra": rest["extra"], "rng": rest["rng"]}
 
 
 def _about(error: BaseException, what: str) -> BaseException:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ckptz.format.bits import xxh64
+from ckptz.training.snapshot import identity_of
 
 MOST_NOTES: Final = 8  # entries that notes name one by one
 
@@ -63,6 +64,42 @@ def differences(saved: Any, live: Any, name: str = "") -> Iterator[str]:
         is_alike = isinstance(saved, TensorPrint) and isinstance(live, TensorPrint) and saved[:2] == live[:2]
         what = "other values than saved" if is_alike else f"{_shown(saved)} saved, {_shown(live)} now"
         yield f"{name}: {what}"
+
+
+def shared(value: Any) -> list[frozenset[str]]:
+    """Return the names of the tensors of a nested value that have the same memory, in groups."""
+    names: dict[object, set[str]] = {}
+    for name, tensor in _named_tensors(value, ""):
+        if tensor.layout == torch.strided and tensor.numel():
+            names.setdefault(identity_of(tensor), set()).add(name)
+    return [frozenset(group) for group in names.values()]
+
+
+def _named_tensors(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if _is_list(value) else ()
+    for key, item in items:
+        yield from _named_tensors(item, f"{name}.{key}" if name else str(key))
+
+
+def differences_of_memory(saved: Sequence[frozenset[str]], live: Sequence[frozenset[str]]) -> Iterator[str]:
+    """Yield a line for each tensor that shared memory with another one when it was saved, and not now.
+
+    The same for tensors that share memory now, and did not then: training changes both at once.
+
+    Args:
+        saved: result of `shared` for the saved value.
+        live: the same for the restored value.
+    """
+    for one, other, what in (
+        (saved, live, "shared memory with {} when it was saved, and not now"),
+        (live, saved, "shares memory with {} now, and did not when it was saved"),
+    ):
+        group_of = {name: group for group in other for name in group}
+        for group in one:
+            first, *more = sorted(group & group_of.keys()) or ("",)
+            yield from (f"{name}: {what.format(first)}" for name in more if name not in group_of[first])
 
 
 def _is_list(value: Any) -> bool:

@@ -25,6 +25,7 @@ from ckptz.errors import ConfigError, CorruptionError
 from ckptz.guidance.momentum_decay import decay_of
 from ckptz.state.modules import names_without_wrappers
 from ckptz.state.torch import from_plain, on_device, to_plain
+from ckptz.training.snapshot import identity_of
 from ckptz.training.state import entries_of
 
 MORE, DEVICES = "optimizers", "devices"
@@ -289,6 +290,7 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Ma
     """Load a saved state, which fits, into optimizers; the tensors of `saved` become theirs."""
     names = parameter_names(model) if optimizers else {}
     group_of, n_empty = _group_of(saved), 0
+    scalars: dict[Any, torch.Tensor] = {}
     empty = [group for group in saved["groups"] if not group[PARAMS]]
     more = saved.get(MORE) or [{"loose": [], "other": {}}] * len(optimizers)
     for optimizer, own in zip(optimizers, more, strict=True):
@@ -303,14 +305,15 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Ma
                 options = saved["groups"][group_of[name_of[group[PARAMS][0]]]]
             else:
                 options, n_empty = empty[n_empty], n_empty + 1
-            groups.append({**group, **_options(options, group), PARAMS: group[PARAMS]})
+            groups.append({**group, **_options(options, group, scalars), PARAMS: group[PARAMS]})
         states: dict[Any, Any] = {
-            number_of[name]: from_plain(_unshared(saved["optimizer"][name]))
+            number_of[name]: from_plain(_unshared(saved["optimizer"][name], scalars))
             for name in own_names
             if name in saved["optimizer"]
         }
-        states |= {number_of.get(key, key): from_plain(_unshared(value)) for key, value in own["loose"]}
-        other = {key: from_plain(_unshared(value)) for key, value in own["other"].items()}
+        loose = {number_of.get(key, key): value for key, value in own["loose"]}
+        states |= {key: from_plain(_unshared(value, scalars)) for key, value in loose.items()}
+        other = {key: from_plain(_unshared(value, scalars)) for key, value in own["other"].items()}
         passed = {
             key: {word: _held_back(value) for word, value in state.items()} if key in name_of else state
             for key, state in states.items()
@@ -319,6 +322,11 @@ def load_optimizers(model: nn.Module, optimizers: Sequence[Optimizer], saved: Ma
         for name, parameter in zip(own_names, _parameters(optimizer), strict=True):
             devices = saved.get(DEVICES, {}).get(name, {})
             _put_back(optimizer.state, parameter, states.get(number_of[name]), devices)
+        # `load_state_dict` copies options, so that a tensor in a group and in a state would become two.
+        for now, group in zip(optimizer.param_groups, groups, strict=True):
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor) and isinstance(now.get(key), torch.Tensor):
+                    now[key] = value
 
 
 def bound_first_moments(saved: Mapping[str, Any], lossy: Collection[str]) -> list[str]:
@@ -356,23 +364,49 @@ def bound_first_moments(saved: Mapping[str, Any], lossy: Collection[str]) -> lis
     ]
 
 
-def _options(saved: Mapping[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a saved group; tensors among them go to where the optimizer has them."""
+def _options(
+    saved: Mapping[str, Any], live: Mapping[str, Any], scalars: dict[Any, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the options of a saved group; tensors among them go to where the optimizer has them.
+
+    A scalar tensor, such as a learning rate, is restored in place, because a program that changes it may hold
+    it outside of the optimizer.
+    """
     options = {}
     for key, value in saved.items():
-        value, now = from_plain(_unshared(value)), live.get(key)
+        now = live.get(key)
+        if now is not None and _is_in_place(value, now):
+            if (identity := identity_of(value)) not in scalars:
+                with torch.no_grad():
+                    scalars[identity] = now.copy_(value)
+            options[key] = scalars[identity]
+            continue
+        value = from_plain(_unshared(value, scalars))
         is_tensor = isinstance(value, torch.Tensor) and isinstance(now, torch.Tensor)
         options[key] = value.to(now.device) if is_tensor and now is not None else value
     return options
 
 
-def _unshared(value: Any) -> Any:
-    """Copy containers, and tensors of one number, which share memory in a file."""
+def _is_in_place(saved: Any, now: Any) -> bool:
+    """Return whether a saved option is a scalar tensor that fits the one that the optimizer has."""
+    if not (isinstance(saved, torch.Tensor) and type(now) is torch.Tensor) or saved.ndim:
+        return False
+    is_alike = (now.shape, now.dtype) == (saved.shape, saved.dtype)
+    return is_alike and not (now.is_inference() or now.device.type == "meta")
+
+
+def _unshared(value: Any, scalars: dict[Any, torch.Tensor]) -> Any:
+    """Copy containers, and scalar tensors, which share memory in a file.
+
+    Args:
+        value: a saved value.
+        scalars: the copies of scalar tensors so far, by identity: one in several places gets one copy.
+    """
     if isinstance(value, torch.Tensor):
-        return value if value.ndim else value.clone()
+        return value if value.ndim else scalars.setdefault(identity_of(value), value.clone())
     if isinstance(value, dict):
-        return type(value)((key, _unshared(item)) for key, item in value.items())
-    return type(value)(map(_unshared, value)) if _is_list(value) else value
+        return type(value)((key, _unshared(item, scalars)) for key, item in value.items())
+    return type(value)(_unshared(item, scalars) for item in value) if _is_list(value) else value
 
 
 _HELD: Final = object()  # stands for a value that is held back

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -24,6 +25,7 @@ from ckptz.state.modules import names_without_wrappers
 from ckptz.state.skeleton import TensorRef
 from ckptz.state.torch import TYPE_KEY, from_plain, to_plain
 from ckptz.torch import nothing_matches, source_of
+from ckptz.training.in_place import InPlace
 from ckptz.training.snapshot import check_dense
 
 RandomState = dict[str, Any]
@@ -121,22 +123,32 @@ def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
 def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
     """Store the scalar tensors of optimizer state as elements of one tensor per dtype under `SCALARS`.
 
-    Each step count as a tensor of its own would take about 200 bytes in a file.
+    Each step count as a tensor of its own would take about 200 bytes in a file. A tensor that is in several
+    places becomes one element.
     """
     optimizer = {parameter: dict(own) for parameter, own in state["optimizer"].items()}
-    slots: dict[torch.dtype, list[tuple[dict[str, Any], str]]] = {}
+    scalars: dict[torch.dtype, dict[int, torch.Tensor]] = {}
     for own in optimizer.values():
-        for key, value in own.items():
+        for value in own.values():
             if isinstance(value, torch.Tensor) and not value.ndim:
-                slots.setdefault(value.dtype, []).append((own, key))
-    together = {}
-    for dtype, keys in slots.items():
-        if len(keys) > 1:
-            numbers = torch.stack([own[key] for own, key in keys])
+                scalars.setdefault(value.dtype, {})[id(value)] = value
+    together, elements = {}, dict[int, torch.Tensor]()
+    for dtype, values in scalars.items():
+        if len(values) > 1:
+            numbers = torch.stack([*values.values()])
             together[str(dtype).removeprefix("torch.")] = numbers
-            for (own, key), number in zip(keys, numbers, strict=True):
-                own[key] = number
-    return {**state, "optimizer": optimizer, SCALARS: together}
+            elements |= zip(values, numbers, strict=True)
+    return {**_replaced({**state, "optimizer": optimizer}, elements), SCALARS: together}
+
+
+def _replaced(value: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
+    """Replace tensors of a nested value by others, given by the ids of the replaced ones."""
+    if isinstance(value, torch.Tensor):
+        return tensors.get(id(value), value)
+    if isinstance(value, dict):
+        items = [(key, _replaced(item, tensors)) for key, item in value.items()]
+        return OrderedDict(items) if isinstance(value, OrderedDict) else dict(items)
+    return type(value)(_replaced(item, tensors) for item in value) if type(value) in (list, tuple) else value
 
 
 def check_training(state: Any, where: str) -> None:
@@ -219,25 +231,30 @@ def _extra_fault(extra: Extra, saved: Any) -> str | None:
 
 
 def extras_to_load(
-    extras: Mapping[str, Extra], saved: Mapping[str, Any]
+    extras: Mapping[str, Extra], saved: Mapping[str, Any], others: Any
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     """Yield the name of each extra, and a function that loads its saved state.
+
+    Args:
+        extras: the extras of the run.
+        saved: their saved states.
+        others: nested value with all other tensors of the run, which are never written to here.
 
     Raises:
         CorruptionError: a state has a value of an unknown type.
     """
+    replacing = InPlace(others)
     for name, extra in extras.items():
-        yield name, functools.partial(_load_extra, extra, from_plain(saved[name]))
+        yield name, functools.partial(_load_extra, extra, from_plain(saved[name]), replacing)
 
 
-def _load_extra(extra: Extra, saved: Any) -> None:
+def _load_extra(extra: Extra, saved: Any, replacing: InPlace) -> None:
     if isinstance(extra, torch.Generator):
         extra.set_state(saved)
     elif isinstance(extra, Stateful):
         extra.load_state_dict(saved)
     else:
-        extra.clear()
-        extra.update(saved)
+        replacing.update(extra, saved)
 
 
 def load_in_order(parts: Iterable[tuple[str, Callable[[], None]]], where: str) -> None:
