@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 
 from ckptz.codec.moment_bounds import MomentBound
 from ckptz.codec.sensitivity import floats_of
+from ckptz.format.context_rules import MAX_RANK
 from ckptz.format.frame import MAX_OUTER
-from ckptz.format.plan import MAX_RANK, LowRank
+from ckptz.format.plan import LowRank
 from ckptz.format.sources import CHUNK_VALUES, TensorSource
 from ckptz.format.streams import Embedded
 from ckptz.format.values import KINDS

@@ -28,6 +28,9 @@ MAX_CONTEXTS: Final = 1 << 12
 MAX_INDICES: Final = 1 << 24  # stored labels of rows and blocks in a header
 MAX_TABLES: Final = 64  # spec/02-entropy.md#tables
 N_MAGNITUDE_CONTEXTS: Final = 256
+N_PRODUCT_CONTEXTS: Final = 256
+MAX_RANK: Final = 64  # of sums of outer products, spec/registry.md#limits
+MAX_SHIFT: Final = 20  # of sums of products, which are at most 2^20: spec/03-transforms.md#contexts
 
 MIN_REPEATED: Final = 1 << 12  # patterns of a row from which rows are filled one by one
 MIN_RUN: Final = 32  # patterns of a run that is moved as a whole
@@ -42,6 +45,7 @@ class RuleId(IntEnum):
     ROW = 2
     BLOCK = 3
     BASE_CODE = 4
+    PRODUCTS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +84,47 @@ class BaseCode:
     radix: int
 
 
-ContextRule = Magnitude | Row | Block | BaseCode
+@dataclass(frozen=True, slots=True)
+class Products:
+    """The label is a sum of products of levels of row and column, divided by 2^`shift`, around 128.
+
+    All numbers are integers below 2^31, so every order of the additions has the same result.
+
+    Attributes:
+        shift: number of bits by which sums are shifted to the right, at most `MAX_SHIFT`.
+        n_rows: rows of the matrix.
+        levels: levels of the rows, then of the columns, by term [rank, n_rows + n_columns].
+    """
+
+    shift: int
+    n_rows: int
+    levels: NDArray[np.int8]
+
+    @property
+    def radix(self) -> int:
+        """Number of different labels."""
+        return N_PRODUCT_CONTEXTS
+
+    def labels(self, begin: int, end: int) -> NDArray[np.uint8]:
+        """Compute the labels of patterns begin..end [end - begin]."""
+        n = self.levels.shape[1] - self.n_rows
+        first, last = begin // n, -(-end // n)
+        if n < MIN_REPEATED:  # complete rows at once
+            return self._block(first, last, 0, n)[begin - first * n :][: end - begin]
+        spans = ((row, max(begin - row * n, 0), min(end - row * n, n)) for row in range(first, last))
+        return np.concatenate([self._block(row, row + 1, left, right) for row, left, right in spans])
+
+    def _block(self, first: int, last: int, left: int, right: int) -> NDArray[np.uint8]:
+        rows = self.levels[:, first:last].astype(np.int32)
+        columns = self.levels[:, self.n_rows + left : self.n_rows + right].astype(np.int32)
+        sums = np.einsum("ki,kj->ij", rows, columns).reshape(-1)
+        sums >>= self.shift
+        sums += N_PRODUCT_CONTEXTS // 2
+        labels: NDArray[np.uint8] = sums.clip(0, N_PRODUCT_CONTEXTS - 1, out=sums).astype(np.uint8)
+        return labels
+
+
+ContextRule = Magnitude | Row | Block | BaseCode | Products
 
 
 def n_contexts_of(rules: Sequence[ContextRule]) -> int:
@@ -118,6 +162,8 @@ def _labels_of(rule: ContextRule, sources: ContextSources, row_patterns: int) ->
         if len(codes) and int(codes.max()) >= rule.radix:
             raise CorruptionError(f"the base uses code {int(codes.max())}, the frame expects {rule.radix}")
         return codes
+    if isinstance(rule, Products):
+        return rule.labels(sources.begin, sources.end)
     size = row_patterns if isinstance(rule, Row) else rule.size
     return labels_of_rows(rule.indices, sources.begin, sources.end, size)
 

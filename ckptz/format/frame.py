@@ -26,12 +26,15 @@ from ckptz.format.bits import ByteReader, ByteWriter, combine, xxh64
 from ckptz.format.context_rules import (
     MAX_CONTEXTS,
     MAX_INDICES,
+    MAX_RANK,
     MAX_RULES,
+    MAX_SHIFT,
     MAX_TABLES,
     BaseCode,
     Block,
     ContextRule,
     Magnitude,
+    Products,
     Row,
     RuleId,
     n_contexts_of,
@@ -44,7 +47,6 @@ from ckptz.format.plan import (
     BASE_MODES,
     LARGEST_SCALE,
     MAX_CODES,
-    MAX_RANK,
     MAX_ROWS,
     OUTER_BYTES,
     AnyOuter,
@@ -211,6 +213,11 @@ def _write_rule(out: ByteWriter, rule: ContextRule) -> None:
     elif isinstance(rule, BaseCode):
         out.u8(RuleId.BASE_CODE)
         out.varint(rule.radix)
+    elif isinstance(rule, Products):
+        out.u8(RuleId.PRODUCTS)
+        out.u8(rule.shift)
+        out.varint(len(rule.levels))
+        write_embedded(out, rule.levels.view(np.uint8).reshape(-1))
     else:
         out.u8(RuleId.ROW if isinstance(rule, Row) else RuleId.BLOCK)
         out.varint(rule.radix)
@@ -226,16 +233,25 @@ def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tu
     rules = tuple(_parse_rule(source, dtype, shape) for _ in range(n_rules))
     if n_contexts_of(rules) > MAX_CONTEXTS:
         raise CorruptionError(f"{n_contexts_of(rules)} contexts, at most {MAX_CONTEXTS} are allowed")
-    n_labels = sum(len(rule.indices) for rule in rules if isinstance(rule, Row | Block))
+    n_labels = sum(_n_indices(rule) for rule in rules)
     if n_labels > MAX_INDICES:
         raise CorruptionError(f"{n_labels} context indices, at most {MAX_INDICES} are allowed")
     return rules
+
+
+def _n_indices(rule: ContextRule) -> int:
+    """Return the number of stored labels or levels of a rule."""
+    if isinstance(rule, Products):
+        return rule.levels.size
+    return len(rule.indices) if isinstance(rule, Row | Block) else 0
 
 
 def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> ContextRule:
     rule = _known(RuleId, source.u8("context rule"), "context rule")
     if rule is RuleId.MAGNITUDE:
         return Magnitude(source.text("context source") or None)
+    if rule is RuleId.PRODUCTS:
+        return _parse_products(source, dtype.n_patterns(shape), n_rows_of(shape))
     radix = source.varint("context radix")
     if not 1 <= radix <= MAX_CODES:
         raise CorruptionError(f"context radix {radix} is outside 1..{MAX_CODES}")
@@ -244,15 +260,33 @@ def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> Con
     n_patterns = dtype.n_patterns(shape)
     if rule is RuleId.ROW:
         n_rows = n_rows_of(shape)
-        if n_patterns % n_rows:
-            raise CorruptionError(
-                f"a context rule by rows: {n_patterns} patterns cannot be divided into {n_rows} rows"
-            )
+        _check_rows(n_patterns, n_rows)
         return Row(radix, _parse_indices(source, radix, n_rows if n_patterns else 0))
     size = source.varint("block size")
     if not 1 <= size <= MAX_ELEMENTS:
         raise CorruptionError(f"block size {size} is outside 1..2^48")
     return Block(radix, size, _parse_indices(source, radix, math.ceil(n_patterns / size)))
+
+
+def _check_rows(n_patterns: int, n_rows: int) -> None:
+    if n_patterns % n_rows:
+        raise CorruptionError(
+            f"a context rule by rows: {n_patterns} patterns cannot be divided into {n_rows} rows"
+        )
+
+
+def _parse_products(source: ByteReader, n_patterns: int, n_rows: int) -> Products:
+    _check_rows(n_patterns, n_rows)
+    shift, rank = source.u8("context shift"), source.varint("context rank")
+    if shift > MAX_SHIFT:
+        raise CorruptionError(f"context shift {shift}, at most {MAX_SHIFT} is allowed")
+    if not 1 <= rank <= MAX_RANK:
+        raise CorruptionError(f"context rank {rank} is outside 1..{MAX_RANK}")
+    n_levels = rank * (n_rows + n_patterns // n_rows) if n_patterns else 0
+    if n_levels > MAX_INDICES:
+        raise CorruptionError(f"{n_levels} context levels, at most {MAX_INDICES} are allowed")
+    levels = read_embedded(source, n_levels, "context levels")
+    return Products(shift, n_rows if n_patterns else 0, levels.view(np.int8).reshape(rank, -1))
 
 
 def _parse_indices(source: ByteReader, radix: int, n: int) -> NDArray[np.uint8]:

@@ -33,7 +33,7 @@ from ckptz.format.envelope import (
 from ckptz.format.sources import TensorSource
 
 FORMAT_NAME: Final = "ckptz"
-FORMAT_VERSION: Final = "1.2"
+FORMAT_VERSION: Final = "1.3"
 READABLE: Final = re.compile(r"1\.(0|[1-9][0-9]*)")  # the features decide, not the minor version
 RESERVED_PREFIX: Final = "__ckptz__"
 INDEX_NAME: Final = "__ckptz__.index"
@@ -46,11 +46,13 @@ INLINE_FEATURE: Final = "inline"
 LOW_RANK_FEATURE: Final = "low-rank"
 HUFFMAN_FEATURE: Final = "huffman"
 GROUPS_FEATURE: Final = "groups"
+PRODUCTS_FEATURE: Final = "products"
 MAX_GROUP: Final = 1 << 16  # patterns, normative, spec/06-container.md#groups
 # Features later than version 1.0 and the version that introduced each, newest first.
 VERSION_OF_FEATURE: Final = {
-    GROUPS_FEATURE: FORMAT_VERSION,
-    HUFFMAN_FEATURE: FORMAT_VERSION,
+    PRODUCTS_FEATURE: FORMAT_VERSION,
+    GROUPS_FEATURE: "1.2",
+    HUFFMAN_FEATURE: "1.2",
     LOW_RANK_FEATURE: "1.1",
 }
 KNOWN_FEATURES: Final = frozenset(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import CorruptionError
-from ckptz.format.context_rules import BaseCode, ContextRule, Magnitude, n_contexts_of
+from ckptz.format.context_rules import BaseCode, ContextRule, Magnitude, Products, n_contexts_of
 from ckptz.format.dtypes import DType
 from ckptz.format.streams import Embedded, Segments
 from ckptz.kernels import cpu, floats
@@ -28,7 +28,6 @@ MAX_ROWS: Final = 4096
 
 Table = NDArray[Any]  # uint32 patterns, or integers as wide as the pattern
 OUTER_BYTES: Final = 4  # byte planes of an outer vector
-MAX_RANK: Final = 64
 MIN_NORMAL_FACTOR: Final = 0x0D800000  # 2^-100 as an F32 pattern
 MAX_NUMPY_COLUMNS: Final = 1 << 20
 BLOCK_VALUES: Final = 1 << 14  # elements of a matrix that are computed together, so that they stay in caches
@@ -377,6 +376,11 @@ class Plan:
     def is_low_rank(self) -> bool:
         """True if decoding sums outer products."""
         return self.predictor is Predictor.LOW_RANK
+
+    @property
+    def has_products(self) -> bool:
+        """True if contexts are sums of products."""
+        return any([isinstance(rule, Products) for rule in self.rules])
 
     @property
     def needs_base(self) -> bool:

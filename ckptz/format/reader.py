@@ -51,6 +51,7 @@ from ckptz.format.index import (
     LOW_RANK_FEATURE,
     MAPS_FEATURE,
     OPTIONAL_PREFIX,
+    PRODUCTS_FEATURE,
     BaseRef,
     InlineBase,
     TensorEntry,
@@ -112,6 +113,8 @@ class FrameSource(TensorSource):
                 raise CorruptionError("is of low rank, and the feature 'low-rank' is not required")
             if HUFFMAN_FEATURE not in self._container.features and header.has_huffman:
                 raise CorruptionError("has Huffman streams, and the feature 'huffman' is not required")
+            if header.plan.has_products and PRODUCTS_FEATURE not in self._container.features:
+                raise CorruptionError("has contexts by products, and the feature 'products' is not required")
             return header
 
     @property

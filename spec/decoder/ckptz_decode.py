@@ -39,7 +39,16 @@ from ckptz_frame import (
     xxh64,
 )
 
-FEATURES = {"lossless", "delta", "groups", "huffman", "inline", "low-rank", "maps"}  # registry#features
+FEATURES = {
+    "lossless",
+    "delta",
+    "groups",
+    "huffman",
+    "inline",
+    "low-rank",
+    "maps",
+    "products",
+}  # registry#features
 MAX_INDEX = 67_108_864  # registry#limits
 MAX_GROUP = 65_536  # registry#limits
 
@@ -302,6 +311,7 @@ class Tensor:
         need(plan.map is None or "maps" in self.file.features, "C20")
         need(not plan.terms or "low-rank" in self.file.features, "C20")
         need(not plan.has_huffman or "huffman" in self.file.features, "C20")
+        need(not plan.has_products or "products" in self.file.features, "C20")
         need(checksum_of(decoded for _, decoded, *_ in plan.records) == self.checksum, "C15")
         return plan
 
@@ -378,6 +388,7 @@ class Group(Tensor):
         plan = Plan(self.read(0, self.end - self.begin), self.file.shelf.limit)
         need((plan.dtype, plan.shape) == (self.dtype, self.shape), "C15")
         need(not plan.has_huffman or "huffman" in self.file.features, "C20")
+        need(not plan.has_products or "products" in self.file.features, "C20")
         need(plan.map is None and not any(rule.source for rule in plan.rules), "C27")
         return plan
 

@@ -76,7 +76,7 @@ PLANES, LINEAR, BITS = range(3)  # registry#domains
 ZERO, BASE, OUTER, LOW_RANK = 0, 1, 2, 4  # registry#predictors
 FLAG_ZERO, FLAG_ESCAPE = 1, 2  # registry#frame-flags
 RAW, ROTATED, XOR, DIFFERENCE = range(4)  # registry#plane-modes
-MAGNITUDE, ROW, BLOCK, BASE_CODE = range(1, 5)  # registry#context-rules
+MAGNITUDE, ROW, BLOCK, BASE_CODE, PRODUCTS = 1, 2, 3, 4, 6  # registry#context-rules
 EXPLICIT, EXPANDED = range(2)  # registry#table-kinds
 CHUNK = 2**20  # 05-frame#chunks: "A chunk has 1,048,576 = 2^20 patterns"
 
@@ -480,9 +480,13 @@ class Rule:
 
     def __init__(self, cursor: Cursor, plan: Plan) -> None:
         self.kind, self.source, self.radix, self.size, self.labels = cursor.one(), "", 256, 0, b""
-        need(MAGNITUDE <= self.kind <= BASE_CODE, "T1", f"context rule {self.kind}")
+        known = MAGNITUDE <= self.kind <= BASE_CODE or self.kind == PRODUCTS
+        need(known, "T1", f"context rule {self.kind}")
         if self.kind == MAGNITUDE:  # "name of the tensor, or empty for the base"
             self.source = cursor.text()
+        elif self.kind == PRODUCTS:
+            self.read_products(cursor, plan)
+            return
         else:
             self.radix = cursor.varint()
             need(1 <= self.radix <= 256, "T3")
@@ -498,6 +502,26 @@ class Rule:
             need(count + sum(len(other.labels) for other in plan.rules) <= 2**24, "T6")
             self.labels = embedded(cursor, count)
             need(max(self.labels, default=0) < self.radix, "T3")
+
+    def read_products(self, cursor: Cursor, plan: Plan) -> None:
+        """03-transforms#contexts: "The rule stores a *shift* and, for each of its *terms*", the levels."""
+        self.rows = math.prod(plan.shape[:1]) or 1
+        need(plan.patterns % self.rows == 0, "T4")
+        self.columns = plan.patterns // self.rows
+        self.shift, rank = cursor.one(), cursor.varint()
+        need(self.shift <= 20 and 1 <= rank <= 64, "T11")
+        count = rank * (self.rows + self.columns) if plan.patterns else 0  # "no labels and no levels"
+        need(count + sum(len(other.labels) for other in plan.rules) <= 2**24, "T6")
+        self.labels = embedded(cursor, count)
+
+    def label_of_products(self, i: int) -> int:
+        """03-transforms#contexts: "128 + s / 2^shift, rounded down, but at least 0 and at most 255"."""
+        row, column = divmod(i, self.columns)
+        s = 0
+        for begin in range(0, len(self.labels), self.rows + self.columns):
+            a, b = self.labels[begin + row], self.labels[begin + self.rows + column]
+            s += (a - 256 * (a > 127)) * (b - 256 * (b > 127))  # "c - 256 if c is over 127"
+        return min(max(128 + s // 2**self.shift, 0), 255)
 
 
 def product_at(row: list[int], column: list[int], i: int) -> int:
@@ -566,6 +590,7 @@ class Plan:
         need(all(finite(x, "F32") for vector in self.vectors for x in vector), "Q8")
         self.terms = list(self.read_terms(cursor)) if self.predictor == LOW_RANK else []
         self.reads_base_codes = any(rule.kind == BASE_CODE for rule in self.rules)
+        self.has_products = any(rule.kind == PRODUCTS for rule in self.rules)
         unnamed = any(rule.kind == MAGNITUDE and not rule.source for rule in self.rules)
         self.needs_base = self.predictor == BASE or self.reads_base_codes or unnamed
 
@@ -665,6 +690,8 @@ class Decoding(Cursor):
             elif rule.kind == BASE_CODE:  # "every label is 0"
                 labels = list(self.base.codes or bytes(self.n))
                 need(max(labels) < rule.radix, "T9")
+            elif rule.kind == PRODUCTS:
+                labels = [rule.label_of_products(i) for i in self.where]
             else:  # "labels[i / row patterns]", "labels[i / block size]"
                 labels = [rule.labels[i // rule.size] for i in self.where]
             contexts = [k * rule.radix + label for k, label in zip(contexts, labels, strict=True)]

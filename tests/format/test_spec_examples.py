@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ckptz.format.bits import ByteReader, ByteWriter, xxh64
-from ckptz.format.context_rules import Block, labels_of
+from ckptz.format.context_rules import Block, Products, labels_of
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.frequency import parse_table
 from ckptz.format.index import content_id_of
@@ -256,6 +256,17 @@ def test_class_examples() -> None:
             for radix, label in zip(numbers(row["radices"]), numbers(row["labels"]), strict=True)
         )
         assert labels_of(rules, ChunkSources(0, 1), 1).tolist() == [int(row["context"])]
+
+
+def test_context_product_examples() -> None:
+    for row in table("03-transforms.md", "contexts", "shift"):
+        rows, columns = (
+            np.array([[level] for level in numbers(row[f"levels of the {which}"].replace(",", ""))], np.int8)
+            for which in ("row", "column")
+        )
+        assert (rows.astype(int) * columns).sum() == int(row["s"])
+        rule = Products(int(row["shift"]), 1, np.concatenate((rows, columns), axis=1))
+        assert labels_of((rule,), ChunkSources(0, 1), 1).tolist() == [int(row["label"])]
 
 
 # --- 04 quantization ----------------------------------------------------------------------------

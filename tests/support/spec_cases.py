@@ -93,6 +93,10 @@ def block_rule(radix: int, size: int, labels: bytes) -> bytes:
     return b"\3" + varint(radix) + varint(size) + embedded(labels)
 
 
+def products_rule(shift: int, rank: int, levels: bytes, coder: int = STORED) -> bytes:
+    return b"\6" + bytes((shift,)) + varint(rank) + embedded(levels, coder)
+
+
 def magnitude_rule(name: bytes = b"") -> bytes:
     return b"\1" + varint(len(name)) + name
 
@@ -146,6 +150,17 @@ def as_low_rank(frame: Frame) -> File:
 def as_huffman(frame: Frame) -> File:
     """A file of one frame that may have Huffman streams."""
     return File({"w": frame}, features="huffman,lossless,maps", metadata={"ckptz.version": "1.2"})
+
+
+def as_products(frame: Frame) -> File:
+    """A file of one frame that may have contexts by products."""
+    return File({"w": frame}, features="lossless,products", metadata={"ckptz.version": "1.3"})
+
+
+def of_products(shift: int, rank: int, *, n_levels: int | None = None) -> File:
+    """A file of four bytes with contexts by products of zeros."""
+    levels = bytes(rank * 5 if n_levels is None else n_levels)
+    return as_products(in_contexts(products_rule(shift, rank, levels), n_contexts=256))
 
 
 def code_lengths(lengths: Sequence[int], first: int = 0) -> bytes:
@@ -427,7 +442,14 @@ TRANSFORMS: dict[str, list[Input]] = {
             plan(dtype="F4", shape=(2, 3), rules=[row_rule(2, bytes(2))], rest=tables(2)),
             [(STORED, bytes(3))],
             bytes(3),
-        )
+        ),
+        as_products(
+            Frame(
+                plan(dtype="F4", shape=(2, 3), rules=[products_rule(0, 1, bytes(3))], rest=tables(256)),
+                [(STORED, bytes(3))],
+                bytes(3),
+            )
+        ),
     ],
     "T5": [
         in_contexts(block_rule(1, 0, bytes(4)), n_contexts=1),
@@ -438,6 +460,23 @@ TRANSFORMS: dict[str, list[Input]] = {
             plan(shape=((1 << 24) + 1,), rules=[row_rule(1, b"\0", CONSTANT)], rest=tables(1)), n_chunks=17
         ),
         Frame(plan(shape=(1 << 23,), rules=[row_rule(1, b"\0", CONSTANT)] * 3, rest=tables(1)), n_chunks=8),
+        as_products(
+            Frame(
+                plan(shape=(1 << 18,), rules=[products_rule(0, 64, b"\0", CONSTANT)], rest=tables(256)),
+                [(CONSTANT, b"\0")],
+                bytes(1 << 18),
+            )
+        ),
+        as_products(
+            Frame(
+                plan(
+                    shape=(1 << 23,),
+                    rules=[products_rule(0, 1, b"\0", CONSTANT), row_rule(1, b"\0", CONSTANT)],
+                    rest=tables(256),
+                ),
+                n_chunks=8,
+            )
+        ),
     ],
     "T7": [
         context_tensors(w="other"),
@@ -447,6 +486,13 @@ TRANSFORMS: dict[str, list[Input]] = {
     "T8": [context_tensors(a="b", b="c", c="d", d=""), context_tensors(a="a"), context_tensors(a="b", b="a")],
     "T9": [over(with_codes(0, 1, 2, 3), base_coded(3, xxh64(b"\0\1\2\3")))],
     "T10": [over(with_codes(0, 1, 2, 3), base_coded(4, 1)), over(base(), base_coded(4, 1))],
+    "T11": [
+        of_products(21, 1),
+        of_products(255, 1),
+        of_products(0, 0),
+        of_products(0, 65),
+        of_products(0, 1 << 40, n_levels=0),
+    ],
 }
 
 QUANTIZATION: dict[str, list[Input]] = {

@@ -14,9 +14,11 @@ from tests.support.spec_cases import (
     coded,
     delta,
     empty,
+    in_contexts,
     low_rank,
     magnitude_rule,
     over,
+    products_rule,
     quantized,
     tables,
     terms,
@@ -298,6 +300,8 @@ CONTAINER: dict[str, list[Input]] = {
         File({"w": low_rank(terms(ONE, codes=bytes((1,) * 5)))}, features="lossless,maps"),
         File({"w": coded(HUFFMAN, ZEROS)}),
         grouped(coded(HUFFMAN, ZEROS)),
+        File({"w": in_contexts(products_rule(0, 1, bytes(5)), n_contexts=256)}),
+        grouped(in_contexts(products_rule(0, 1, bytes(5)), n_contexts=256)),
     ],
     "C21": [
         *(

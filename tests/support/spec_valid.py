@@ -22,6 +22,7 @@ from tests.support.spec_cases import (
     SIZED,
     as_huffman,
     as_low_rank,
+    as_products,
     base,
     block_rule,
     code_lengths,
@@ -34,6 +35,7 @@ from tests.support.spec_cases import (
     in_parts,
     magnitude_rule,
     planes,
+    products_rule,
     quantized,
     row_rule,
     sparse,
@@ -389,6 +391,33 @@ def by_magnitude(name: str) -> Frame:
 
 OTHER = Frame(streams=[(STORED, b"\3\x82\2\3")], decoded=b"\3\x82\2\3")
 
+
+def by_products(shift: int, rows: list[list[int]], columns: list[list[int]], *, row: bytes = b"") -> Frame:
+    """Codes by the sign of sums of products; `rows` and `columns` have a list of levels for each term."""
+    shape = len(rows[0]), len(columns[0])
+    sums = [
+        sum(a[i] * b[j] for a, b in zip(rows, columns, strict=True))
+        for i in range(shape[0])
+        for j in range(shape[1])
+    ]
+    labels = [min(max(128 + (s >> shift), 0), 255) for s in sums]
+    stored = bytes(
+        level % 256 for a, b in zip(rows, columns, strict=True) for levels in (a, b) for level in levels
+    )
+    codes = [3 - i % 4 if label < 128 else (0, 0, 2, 3)[i % 4] for i, label in enumerate(labels)]
+    order = sorted(range(len(codes)), key=lambda i: labels[i])
+    each = [SKEWED if labels[i] >= 128 else EVEN for i in order]
+    runs = varint(128) + b"\0" + varint(128) + b"\1"
+    rest = b"\2" + frequency_table(EVEN) + frequency_table(SKEWED) + runs
+    made = plan(shape=shape, rules=[products_rule(shift, len(rows), stored)], rest=rest)
+    return Frame(made, [(SHARED, rans([codes[i] for i in order], each))], bytes(codes), shape=shape)
+
+
+def product(needs: str, frame: Frame) -> Valid:
+    """A file of one frame with contexts by products."""
+    return Valid(needs, as_products(frame))
+
+
 CLASSES: dict[str, Valid] = {
     "class-magnitude-of-a-tensor": file("T1 T7 I4", {"w": by_magnitude("é"), "é": OTHER}),
     "class-magnitude-two-deep": Valid("T7 T8", context_tensors(a="b", b="c", c="")),
@@ -406,6 +435,44 @@ CLASSES: dict[str, Valid] = {
         Frame(plan(shape=(), rules=[row_rule(2, b"\1")], rest=tables(2)), [(STORED, b"\7")], b"\7", shape=()),
     ),
     "class-coded-labels": one("T3 T6", in_contexts(row_rule(2, b"\1", CONSTANT), n_contexts=2)),
+    "class-products": product(
+        "T1 T4 T6 T11 C20",
+        by_products(1, [[1, -2, 3], [0, 5, -1]], [[4, -3, 2, 1, 0], [1, 1, -1, 2, -128]]),
+    ),
+    "class-products-of-one-term": product("T11", by_products(0, [[-1, 1]], [[-128, 127, 0, 1]])),
+    "class-products-at-the-ends": product("T11", by_products(0, [[-128, 127]], [[-128, 127, 2, 1]])),
+    "class-products-shifted-by-20": product(
+        "T11", by_products(20, [[-128, 127, 1]] * 64, [[127, -128, 0, -1]] * 64)
+    ),
+    "class-products-of-a-scalar": product(
+        "T4 T11",
+        Frame(
+            plan(shape=(), rules=[products_rule(0, 1, b"\2\xff")], rest=tables(256)),
+            [(STORED, b"\7")],
+            b"\7",
+            shape=(),
+        ),
+    ),
+    "class-products-of-nothing": product("T6 T11", empty(rules=[products_rule(3, 2, b"")], rest=tables(256))),
+    "class-products-of-f32": product(
+        "T11",
+        Frame(
+            plan(
+                dtype="F32",
+                shape=(2, 2),
+                rules=[products_rule(0, 1, b"\1\2\3\xfc")],
+                rest=tables(256) * 4,
+            ),
+            planes(F32),
+            F32,
+            "F32",
+            (2, 2),
+        ),
+    ),
+    "class-products-beside-rows": product(
+        "T2 T6 T11",
+        in_contexts(products_rule(0, 1, b"\1", CONSTANT), row_rule(16, b"\0\x0f\1\2"), n_contexts=4096),
+    ),
 }
 
 # --- maps ---------------------------------------------------------------------------------------
