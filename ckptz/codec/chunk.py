@@ -24,7 +24,7 @@ from ckptz.errors import ConfigError
 from ckptz.format.bits import xxh64, xxh64_of_parts
 from ckptz.format.context_rules import N_MAGNITUDE_CONTEXTS, Labels, Magnitude, labels_of, runs_of
 from ckptz.format.dtypes import DType
-from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord
+from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord, pack_plan
 from ckptz.format.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
@@ -234,6 +234,14 @@ def _encode_map(
     counts = encoding.counted[0].total if encoding.counted else cpu().histogram(codes)
     exact = unmoved(source).patterns(begin, end)
     return streams, decoded, _deviation(header.value_table.kind, exact, decoded, counts)
+
+
+def encoded_bytes(source: TensorSource, base: TensorSource | None, encoding: TensorPlan) -> float:
+    """Encode the first chunk of a tensor, and scale its size to the bytes of the whole frame."""
+    end = min(CHUNK_VALUES, source.n_patterns)
+    chunk = encode_chunk(source, encoding, ChunkSources(0, end, base))
+    n_bytes = sum(len(stream) for stream in chunk.streams) * source.n_patterns / end
+    return n_bytes + len(pack_plan(source.dtype, source.shape, encoding.plan))
 
 
 def encoded_chunk(

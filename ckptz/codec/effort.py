@@ -25,6 +25,7 @@ class Effort:
             as rows, must save to be used; None to use no contexts by run.
         delta_gain: share of the bytes of a tensor that a base, and then contexts by its magnitude, must save
             to be used; None to use a base without contexts.
+        product_rank: largest rank of the products that are contexts of codes of 8-bit optimizers; 0 for none.
         tries_xor: whether a delta may be an exclusive or; else it is an ordered difference.
     """
 
@@ -32,6 +33,7 @@ class Effort:
     huffman_margin: float | None = None
     run_gain: float | None = 0.0
     delta_gain: float | None = 0.0
+    product_rank: int = 32
     tries_xor: bool = True
 
 
@@ -40,10 +42,11 @@ FAST: Final = Effort(
     huffman_margin=0.05,
     run_gain=None,
     delta_gain=None,
+    product_rank=0,
     tries_xor=False,
 )
 # All steps that save at least 1 % of a file in relation to their time: bench/results/effort.csv.
-DEFAULT: Final = Effort("default", huffman_margin=0.01, run_gain=0.01, delta_gain=0.01)
+DEFAULT: Final = Effort("default", huffman_margin=0.01, run_gain=0.01, delta_gain=0.01, product_rank=16)
 SMALL: Final = Effort("small")
 EFFORTS: Final = {effort.name: effort for effort in (FAST, DEFAULT, SMALL)}
 

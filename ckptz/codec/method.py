@@ -37,6 +37,7 @@ class Recipe:
         is_lossy: whether the restored tensor may differ.
         may_be_low_rank: whether the tensor may be stored as a sum of outer products if its update scale is
             known (`SideInformation.update_scale`).
+        may_have_products: whether the tensor may be stored with contexts by products.
         is_joint: whether plans depend on the mean `movement` of all tensors of the file with such a recipe.
     """
 
@@ -44,6 +45,7 @@ class Recipe:
     name: ClassVar[str]
     is_lossy: ClassVar[bool] = True
     may_be_low_rank: ClassVar[bool] = False
+    may_have_products: ClassVar[bool] = False
     is_joint: ClassVar[bool] = False
 
     @property

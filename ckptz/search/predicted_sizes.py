@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.chunk import encode_chunk
+from ckptz.codec.chunk import encoded_bytes
 from ckptz.codec.histogram import Histogram
 from ckptz.codec.kmeans import SensitivityRanks, rank
 from ckptz.codec.lossless import EXACT
@@ -25,9 +25,8 @@ from ckptz.codec.method import Method, Recipe
 from ckptz.codec.partitions import Cut, Partitions, fit_kmeans_levels, region_cuts
 from ckptz.codec.tensor import MapFunction, TensorToEncode
 from ckptz.codec.tensor_plan import ContextCounts, stream_tables
-from ckptz.format.frame import pack_plan
 from ckptz.format.frequency import cost_bits, entropy_bits, normalise, pack_table
-from ckptz.format.sources import CHUNK_VALUES, ChunkSources, chunk_bounds, n_chunks_of
+from ckptz.format.sources import chunk_bounds, n_chunks_of
 from ckptz.format.values import KINDS
 from ckptz.kernels.floats import F32, Counts
 from ckptz.state.roles import Role
@@ -191,15 +190,8 @@ def _tensor_sizes(tensor: TensorToEncode, role: Role, configs: Sequence[Method])
 
 
 def _encoded_bytes(tensor: TensorToEncode, recipe: Recipe) -> float:
-    """Encode the first chunk of a tensor, and scale its size to the whole tensor."""
-    source, n_patterns = tensor.source, tensor.source.n_patterns
-    if not n_patterns:
-        return 0.0
-    end = min(CHUNK_VALUES, n_patterns)
-    encoding = recipe.plan(tensor)
-    chunk = encode_chunk(source, encoding, ChunkSources(0, end, tensor.base))
-    n_bytes = sum(len(stream) for stream in chunk.streams) * n_patterns / end
-    return n_bytes + len(pack_plan(source.dtype, source.shape, encoding.plan))
+    """Predict the bytes of a frame from the first chunk of its tensor."""
+    return encoded_bytes(tensor.source, tensor.base, recipe.plan(tensor)) if tensor.source.n_patterns else 0.0
 
 
 def _profile(tensor: TensorToEncode, partitions: set[Partitions]) -> Profile | None:

@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from ckptz.codec.method import Recipe
 from ckptz.format.envelope import build_header
 from ckptz.format.index import (
     DELTA_FEATURE,
@@ -21,6 +22,7 @@ from ckptz.format.index import (
     INLINE_FEATURE,
     LOW_RANK_FEATURE,
     MAPS_FEATURE,
+    PRODUCTS_FEATURE,
     Index,
     InlineBase,
     TensorEntry,
@@ -76,19 +78,22 @@ def write_inline(
     """
     tensors = container.tensors if tensors is None else tensors
     plan, groups = grouped(_copying(tensors), apart=[n for n, s in tensors.items() if has_own_frame(s)])
-    features = sorted({*_features(container, tensors, bases), *[GROUPS_FEATURE] * bool(groups.group_of)})
+    features = _features(container, plan.recipes, tensors, bases)
+    features |= {*[GROUPS_FEATURE] * bool(groups.group_of)}
     names = [inline_name(level, at) for level, base in enumerate(bases, 1) for at in range(len(base.tensors))]
     names = [*plan.tensors, *names]
-    reserved = reserved_header_bytes(names, bytes_to_write(tensors, bases), features)
+    reserved = reserved_header_bytes(names, bytes_to_write(tensors, bases), sorted(features))
     writing = _Writing(sink, reserved, workers, progress)
     own = groups.entries(writing.level(plan))
     inline = tuple(InlineBase(b.content_id, b.file, tuple(writing.level(_copying(b.tensors)))) for b in bases)
+    if not writing.has_products:
+        features -= {PRODUCTS_FEATURE}
     records = {entry.name: entry.lossy for entry in container.index.tensors}
     entries = tuple(msgspec.structs.replace(entry, lossy=records[entry.name]) for entry in own)
     index = msgspec.structs.replace(
         container.index, writer=writer_name(), tensors=entries, base=None, inline=inline or None
     )
-    return writing.finish(index, features)
+    return writing.finish(index, sorted(features))
 
 
 def bytes_to_write(tensors: Tensors, bases: Sequence[NeededBase]) -> int:
@@ -96,8 +101,17 @@ def bytes_to_write(tensors: Tensors, bases: Sequence[NeededBase]) -> int:
     return sum(tensor_bytes(own) for own in (tensors, *(base.tensors for base in bases)))
 
 
-def _features(container: Container, tensors: Tensors, bases: Sequence[NeededBase]) -> list[str]:
-    features = container.features - {DELTA_FEATURE, INLINE_FEATURE, HUFFMAN_FEATURE, GROUPS_FEATURE}
+def _features(
+    container: Container, recipes: Mapping[str, Recipe], tensors: Tensors, bases: Sequence[NeededBase]
+) -> set[str]:
+    """Return the features that the file needs, and `products` if it may need it."""
+    features = {*container.features} - {
+        DELTA_FEATURE,
+        INLINE_FEATURE,
+        HUFFMAN_FEATURE,
+        GROUPS_FEATURE,
+        PRODUCTS_FEATURE,
+    }
     sources = [source for base in bases for source in base.tensors.values()]
     headers = [source.header for source in sources if has_own_frame(source)]
     plans = [header.plan for header in headers]
@@ -108,7 +122,10 @@ def _features(container: Container, tensors: Tensors, bases: Sequence[NeededBase
     copied = [source.header for source in tensors.values() if has_own_frame(source)]
     if any(header.has_huffman for header in (*headers, *copied)):
         features |= {HUFFMAN_FEATURE}
-    return sorted(features | ({INLINE_FEATURE} if bases else set()))
+    may_have_products = any(recipe.may_have_products for recipe in recipes.values())
+    if may_have_products or any(header.plan.has_products for header in (*headers, *copied)):
+        features |= {PRODUCTS_FEATURE}
+    return features | ({INLINE_FEATURE} if bases else set())
 
 
 def _copying(tensors: Tensors) -> FilePlan:
@@ -125,13 +142,15 @@ class _Writing:
         self._sink, self._reserved, self._workers = sink, reserved, workers
         self._progress = progress
         self._offset = 0
+        self.has_products = False  # whether a frame has contexts by products
         sink.seek(reserved)
 
     def level(self, plan: FilePlan) -> list[TensorEntry]:
         """Write the frames of one checkpoint in order, and return their index entries."""
         start, entries = self._offset, list[TensorEntry]()
         where = self._sink, self._reserved + start
-        for entry, _, _ in write_frames(*where, plan, self._workers, self._progress):
+        for entry, header, _ in write_frames(*where, plan, self._workers, self._progress):
+            self.has_products |= header.plan.has_products
             self._offset += entry.n_bytes
             entries.append(msgspec.structs.replace(entry, offset=start + entry.offset, lossy=None))
         return entries

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptz.codec.effort import EffortName, effort_of
+from ckptz.codec.eight_bit import recipes_of_codes
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method, Recipe, checked
 from ckptz.codec.tensor import SideInformation
@@ -63,7 +64,8 @@ class WriteJob:
 
     def recipes(self) -> dict[str, Recipe]:
         """Return the recipe of each tensor by name; lossy methods need `roles`."""
-        return self.config.recipes(self.tensors, self.roles or {}, self.trained)
+        recipes = self.config.recipes(self.tensors, self.roles or {}, self.trained)
+        return recipes | recipes_of_codes(self.tensors, recipes)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from ckptz.format.index import (
     HUFFMAN_FEATURE,
     INDEX_NAME,
     LOW_RANK_FEATURE,
+    PRODUCTS_FEATURE,
     Index,
     TensorEntry,
     content_id,
@@ -103,6 +104,8 @@ def write_container(
         features.remove(LOW_RANK_FEATURE)
     if HUFFMAN_FEATURE in features and not any(header.has_huffman for _, header, _ in frames):
         features.remove(HUFFMAN_FEATURE)
+    if PRODUCTS_FEATURE in features and not any(header.plan.has_products for _, header, _ in frames):
+        features.remove(PRODUCTS_FEATURE)
     entries = groups.entries(stored)
     index = _index(entries, job)
     packed = pack_index(index)
@@ -172,5 +175,8 @@ def _features(plan: FilePlan) -> list[str]:
     deltas = ["delta"] * (plan.job.base is not None)
     is_long = any(source.n_patterns >= HUFFMAN_CODES for source in plan.tensors.values())
     may_be_huffman = is_long and plan.effort.huffman_margin is not None
+    recipes = plan.recipes.values()
+    may_have_products = plan.effort.product_rank > 0 and any(own.may_have_products for own in recipes)
     more = [LOW_RANK_FEATURE] * may_be_low + [HUFFMAN_FEATURE] * may_be_huffman
+    more += [PRODUCTS_FEATURE] * may_have_products
     return ["lossless", *deltas, *["maps"] * is_lossy, *more]

@@ -100,7 +100,18 @@ def write_huffman(folder: Path) -> None:
         save_file(training(1), second, base=first, config=config, effort="fast")
 
 
-WRITERS = {"1.0": write, "1.1": write_low_rank, "1.2": write_huffman}
+def write_products(folder: Path) -> None:
+    """Write files with contexts by products, new in 1.3: codes of an 8-bit Adam, a full file and a delta."""
+    i = np.arange(96 * 64).reshape(96, 64)
+    for step, name in enumerate(("codes", "codes-delta")):
+        wave = np.sin(i // 64 * (step + 1)) * np.cos(i % 64) + 0.1 * np.sin(i * 78.233 + step)
+        codes = {f"w.state{n}": np.uint8(127.5 + 110 * sign * wave) for n, sign in ((1, 1), (2, -1))}
+        scales = {f"w.absmax{n}": np.ones(24, np.float32) for n in (1, 2)}
+        base = folder / "codes.ckptz" if step else None
+        save_file({**codes, **scales}, folder / f"{name}.ckptz", base=base)
+
+
+WRITERS = {"1.0": write, "1.1": write_low_rank, "1.2": write_huffman, "1.3": write_products}
 
 
 def digests(folder: Path) -> dict[str, dict[str, str]]:

@@ -1,0 +1,138 @@
+"""Codes of 8-bit optimizers are stored with sums of outer products as contexts where this is smaller."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptz import inspect, rebase
+from ckptz.codec.lossless import Lossless
+from ckptz.format.byte_source import FileBytes
+from ckptz.format.context_rules import Products
+from ckptz.format.envelope import read_envelope
+from ckptz.numpy import load_file, save_file
+
+Array = np.ndarray[Any, Any]
+SHAPES = [(256, 192), (1100, 1024)]  # of one chunk, and of two that end within a row
+NAMES = ("w.state1", "w.state2")
+
+
+def codes_of(shape: tuple[int, int], seed: int = 0, rank: int = 3) -> dict[str, Array]:
+    """Make codes of both moments, of values that are nearly of a low rank, beside their scales."""
+    rng = np.random.default_rng(seed)
+    rows, columns = rng.standard_normal((shape[0], rank)), rng.standard_normal((rank, shape[1]))
+    noise = rng.standard_normal(shape)
+    codes = {}
+    for k, name in enumerate(NAMES):
+        values = rows @ columns + (0.2 + k) * noise
+        codes[name] = np.clip(np.rint(values * 24 + 128), 0, 255).astype(np.uint8)
+        codes[f"w.absmax{name[-1]}"] = np.ones(shape[0] * shape[1] // 256, np.float32)
+    return codes
+
+
+def noise_of(shape: tuple[int, int], seed: int = 0) -> dict[str, Array]:
+    rng = np.random.default_rng(seed)
+    scales = {f"w.absmax{k}": np.ones(shape[0] * shape[1] // 256, np.float32) for k in (1, 2)}
+    return {name: rng.integers(0, 256, shape, np.uint8) for name in NAMES} | scales
+
+
+def features_of(path: Path) -> tuple[str, str]:
+    metadata = read_envelope(FileBytes(path)).metadata
+    return metadata["ckptz.version"], metadata["ckptz.required_features"]
+
+
+def bytes_of(path: Path) -> int:
+    return sum(one.stored_bytes for one in inspect(path).tensors if one.name in NAMES)
+
+
+def check(path: Path, tensors: Mapping[str, Array]) -> None:
+    restored = load_file(path)
+    assert restored.keys() == tensors.keys()
+    for name, values in tensors.items():
+        assert np.array_equal(restored[name], values), name
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_of_low_rank_take_less_and_come_back(shape: tuple[int, int], tmp_path: Path) -> None:
+    codes = codes_of(shape)
+    save_file(codes, tmp_path / "a.ckptz")
+    save_file(codes, tmp_path / "fast.ckptz", effort="fast")
+    assert features_of(tmp_path / "a.ckptz") == ("1.3", "lossless,products")
+    assert "products" not in features_of(tmp_path / "fast.ckptz")[1]
+    assert bytes_of(tmp_path / "a.ckptz") < bytes_of(tmp_path / "fast.ckptz")
+    check(tmp_path / "a.ckptz", codes)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_delta_takes_what_is_smaller(shape: tuple[int, int], tmp_path: Path) -> None:
+    before, after = codes_of(shape), codes_of(shape, seed=1)
+    after["w.state2"] = before["w.state2"] + (np.arange(before["w.state2"].size) % 17 == 0).reshape(shape)
+    save_file(before, tmp_path / "a.ckptz")
+    save_file(after, tmp_path / "b.ckptz", base=tmp_path / "a.ckptz")
+    assert features_of(tmp_path / "b.ckptz") == ("1.3", "delta,lossless,products")
+    predictors = {one.name: one.predictor for one in inspect(tmp_path / "b.ckptz").tensors}
+    assert (predictors["w.state1"], predictors["w.state2"]) == ("zero", "base")
+    check(tmp_path / "b.ckptz", after)
+    rebase(tmp_path / "b.ckptz", tmp_path / "whole.ckptz")
+    assert features_of(tmp_path / "whole.ckptz") == ("1.3", "lossless,products")
+    check(tmp_path / "whole.ckptz", after)
+
+
+def test_codes_without_low_rank_are_stored_as_before(tmp_path: Path) -> None:
+    codes = noise_of((64, 64))
+    save_file(codes, tmp_path / "a.ckptz")
+    save_file({**codes, "w.state2": codes["w.state2"] + 1}, tmp_path / "b.ckptz", base=tmp_path / "a.ckptz")
+    rebase(tmp_path / "b.ckptz", tmp_path / "whole.ckptz")
+    for name in ("a", "whole"):
+        assert features_of(tmp_path / f"{name}.ckptz") == ("1.0", "lossless")
+    assert features_of(tmp_path / "b.ckptz") == ("1.0", "delta,lossless")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda codes: {name: values for name, values in codes.items() if "absmax" not in name},
+        lambda codes: {name.replace("state", "codes"): values for name, values in codes.items()},
+        lambda codes: {name: values.reshape(-1) for name, values in codes.items()},
+        lambda codes: {n: v.reshape(2, -1) if v.dtype == np.uint8 else v for n, v in codes.items()},
+        lambda codes: {n: v.view(np.int8) if v.dtype == np.uint8 else v for n, v in codes.items()},
+    ],
+    ids=["no scales", "other names", "no matrix", "two rows", "another dtype"],
+)
+def test_other_tensors_of_bytes_are_stored_as_before(change: Any, tmp_path: Path) -> None:
+    codes = change(codes_of((64, 64)))
+    save_file(codes, tmp_path / "a.ckptz")
+    assert "products" not in features_of(tmp_path / "a.ckptz")[1]
+    check(tmp_path / "a.ckptz", codes)
+
+
+def test_sparse_deltas_and_constant_codes_have_no_products(tmp_path: Path) -> None:
+    codes = {name: np.full_like(values, 7) for name, values in codes_of((64, 64)).items()}
+    save_file(codes, tmp_path / "a.ckptz", config=Lossless(sparse=True))
+    save_file(codes, tmp_path / "b.ckptz")
+    for name in ("a", "b"):
+        assert features_of(tmp_path / f"{name}.ckptz") == ("1.0", "lossless")
+        check(tmp_path / f"{name}.ckptz", codes)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "n_columns", "begin", "end"),
+    [
+        (7, 5, 3, 31),
+        (7, 5, 8, 9),
+        (1, 9000, 40, 8000),
+        (3, 5000, 4990, 15000),
+        (40, 4096, 0, 131072),
+    ],
+)
+def test_labels_are_those_of_integers(n_rows: int, n_columns: int, begin: int, end: int) -> None:
+    rng = np.random.default_rng(0)
+    levels = rng.integers(-128, 128, (64, n_rows + n_columns)).astype(np.int8)
+    a, b = levels[:, :n_rows].T.astype(np.int64), levels[:, n_rows:].astype(np.int64)
+    for shift in (0, 9, 20):
+        expected = np.clip(128 + ((a @ b) >> shift), 0, 255).reshape(-1)[begin:end]
+        labels = Products(shift, n_rows, levels).labels(begin, end)
+        assert labels.dtype == np.uint8
+        assert np.array_equal(labels, expected)
