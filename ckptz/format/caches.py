@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import LimitError
-from ckptz.format.context_rules import Block, Row
+from ckptz.format.context_rules import n_indices_of
 from ckptz.format.frame import ChunkRecord, FrameHeader
 from ckptz.parallel import LRUCache
 
@@ -154,7 +154,7 @@ class LastChunks:
 def _weight(header: FrameHeader) -> int:
     """Estimate the memory of a header in bytes: labels, tables, chunk records, vectors and map entries."""
     plan = header.plan
-    labels = sum(len(rule.indices) for rule in plan.rules if isinstance(rule, Row | Block))
+    labels = n_indices_of(plan.rules)
     tables = sum(len(stream.frequencies) for stream in plan.tables)
     contexts = plan.n_contexts * (8 * len(plan.tables) + 10)
     records = len(header.chunks) * (400 + 100 * plan.n_streams(header.dtype))

@@ -132,6 +132,12 @@ def n_contexts_of(rules: Sequence[ContextRule]) -> int:
     return math.prod(rule.radix for rule in rules)
 
 
+def n_indices_of(rules: Sequence[ContextRule]) -> int:
+    """Return the number of stored labels and levels of all rules."""
+    labels = sum(len(rule.indices) for rule in rules if isinstance(rule, Row | Block))
+    return labels + sum(rule.levels.size for rule in rules if isinstance(rule, Products))
+
+
 class ContextSources(Protocol):
     """Arrays that context rules read, for patterns begin..end of a chunk."""
 

@@ -38,6 +38,7 @@ from ckptz.format.context_rules import (
     Row,
     RuleId,
     n_contexts_of,
+    n_indices_of,
     parse_runs,
     write_runs,
 )
@@ -233,17 +234,9 @@ def _parse_rules(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> tu
     rules = tuple(_parse_rule(source, dtype, shape) for _ in range(n_rules))
     if n_contexts_of(rules) > MAX_CONTEXTS:
         raise CorruptionError(f"{n_contexts_of(rules)} contexts, at most {MAX_CONTEXTS} are allowed")
-    n_labels = sum(_n_indices(rule) for rule in rules)
-    if n_labels > MAX_INDICES:
-        raise CorruptionError(f"{n_labels} context indices, at most {MAX_INDICES} are allowed")
+    if n_indices_of(rules) > MAX_INDICES:
+        raise CorruptionError(f"{n_indices_of(rules)} context indices, at most {MAX_INDICES} are allowed")
     return rules
-
-
-def _n_indices(rule: ContextRule) -> int:
-    """Return the number of stored labels or levels of a rule."""
-    if isinstance(rule, Products):
-        return rule.levels.size
-    return len(rule.indices) if isinstance(rule, Row | Block) else 0
 
 
 def _parse_rule(source: ByteReader, dtype: DType, shape: tuple[int, ...]) -> ContextRule:

@@ -7,7 +7,7 @@ from typing import Final
 
 from ckptz.format.bits import xxh64
 from ckptz.format.sources import CHUNK_VALUES
-from tests.support.spec_files import CONSTANT, File, Frame, embedded, plan, varint
+from tests.support.spec_files import CONSTANT, SHARED, File, Frame, embedded, plan, varint
 
 ONE: Final = (0x3F800000).to_bytes(4, "little")
 MAX_OUTER: Final = 1 << 24
@@ -85,6 +85,16 @@ def labels() -> bytes:
     return _file({f"t{i:05d}": frame for i in range(8)})
 
 
+def product_levels() -> bytes:
+    """Tensors with contexts by 64 products, of which a few bytes are 16 MiB of levels."""
+    n = (1 << 24) // 64 - 4
+    rule = b"\6\0" + varint(64) + embedded(b"\1", CONSTANT)
+    made = plan(shape=(n, 4), rules=[rule], rest=flat_table(256))
+    frame = Frame(made, [(SHARED, b"\0\0\0\1\0")], bytes(4 * n), "U8", (n, 4))
+    version = {"ckptz.version": "1.3"}
+    return _file({f"t{i:05d}": frame for i in range(8)}, "lossless,products", metadata=version)
+
+
 def metadata_keys() -> bytes:
     """Four million keys of metadata."""
     return _file({"w": Frame()}, "lossless", index={"metadata": {f"{i:07x}": "" for i in range(4_000_000)}})
@@ -140,6 +150,7 @@ BOMBS: Final[Mapping[str, Callable[[], bytes]]] = {
         term_codes,
         expanded_maps,
         labels,
+        product_levels,
         metadata_keys,
         constant_chunks,
         base_codes,
