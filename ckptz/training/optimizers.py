@@ -96,9 +96,11 @@ def parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
             "the model is sharded by FSDP, of which each rank holds a part; save it with "
             "torch.distributed.checkpoint and ckptz.integrations.dcp"
         )
-    live = dict(model.named_parameters()) | model.state_dict(keep_vars=True)
-    names: dict[torch.Tensor, str] = {}
-    for name, key in names_without_wrappers(model, live).items():
+    named, stored = dict(model.named_parameters()), model.state_dict(keep_vars=True)
+    live, names = named | stored, dict[torch.Tensor, str]()
+    # A compiled `checkpoint_wrapper` is in the names of parameters and not in those of the state.
+    keys = names_without_wrappers(model, named) | names_without_wrappers(model, stored)
+    for name, key in keys.items():
         if isinstance(live[key], nn.Parameter):
             names.setdefault(live[key], name)
     return names
@@ -413,15 +415,15 @@ _HELD: Final = object()  # stands for a value that is held back
 
 
 def _held_back(value: Any) -> Any:
-    """Replace what torch's `load_state_dict` would rebuild wrongly: strings, arrays, dicts of other classes.
+    """Replace what torch's `load_state_dict` would rebuild wrongly; `_put_back` puts it back.
 
-    `_put_back` puts them back.
+    Strings, sets, arrays, and dicts of other classes are such.
     """
     if type(value) is dict:
         return {key: _held_back(item) for key, item in value.items()}
     if _is_list(value):
         return type(value)(map(_held_back, value))
-    is_rebuilt = isinstance(value, Iterable) and not isinstance(value, torch.Tensor | set | frozenset)
+    is_rebuilt = isinstance(value, Iterable) and not isinstance(value, torch.Tensor)
     return _HELD if is_rebuilt else value
 
 

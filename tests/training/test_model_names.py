@@ -53,6 +53,12 @@ WRAPPED: dict[str, Callable[[], Any]] = {
         lambda m: checkpoint_wrapper(compiled(m))
     ),
     "compiled checkpoint_wrapper": lambda: with_first(lambda m: compiled(checkpoint_wrapper(m))),
+    "DataParallel of a compiled checkpoint_wrapper": lambda: nn.DataParallel(
+        with_first(lambda m: compiled(checkpoint_wrapper(m)))
+    ),
+    "compiled one of a compiled checkpoint_wrapper": lambda: compiled(
+        with_first(lambda m: compiled(checkpoint_wrapper(m)))
+    ),
     "DataParallel": lambda: nn.DataParallel(sequential()),
     "DataParallel submodule": lambda: with_first(nn.DataParallel),
     "DataParallel of a compiled one": lambda: nn.DataParallel(compiled(with_first(checkpoint_wrapper))),
@@ -74,6 +80,27 @@ def test_a_checkpoint_moves_between_a_wrapped_and_a_plain_model(tmp_path: Path, 
     with Checkpointer(tmp_path, other) as checkpointer:
         assert checkpointer.restore_latest() == 1
     assert all(map(torch.equal, other.state_dict().values(), saved))
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_the_state_of_an_optimizer_moves_between_a_wrapped_and_a_plain_model(
+    tmp_path: Path, wrapped: Any
+) -> None:
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        return [*model.parameters()]
+
+    model, plain = wrapped(), sequential()
+    optimizers = [torch.optim.NAdam(one.parameters()) for one in (model, plain)]
+    trained(model, optimizers[0])
+    with Checkpointer(tmp_path, model, optimizers[0], background=False) as checkpointer:
+        checkpointer.save(1)
+    with Checkpointer(tmp_path, plain, optimizers[1]) as checkpointer:
+        checkpointer.restore(1)
+        assert checkpointer.restored.is_exact
+    assert all(map(torch.equal, trained(plain, optimizers[1]), trained(model, optimizers[0])))
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ class WideState(torch.optim.Optimizer):
                 state["momentum"].mul_(0.9).add_(p.grad.float())
                 state["basis"].add_(state["momentum"] @ state["momentum"].t(), alpha=1e-3)
                 state["scale"] = np.float32(self.n_steps / 7)
-                state["seen"] = {1, self.n_steps}
+                state["seen"] = {1, "first", self.n_steps}
                 state["phase"] = complex(self.n_steps, -0.0)
                 state["place"] = torch.device("cpu")
                 state["history"] = [torch.tensor(self.n_steps), (state["momentum"].sum(), None)]
