@@ -1,4 +1,4 @@
-"""Ordered parallel map on threads with bounded memory, an LRU cache, and the progress interface."""
+"""Ordered parallel map on threads with bounded memory, and the progress interface."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import queue
 import threading
 import time
 import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Final, Generic, Protocol, Self, TypeAlias, TypeVar
 
@@ -20,7 +20,6 @@ from ckptz.errors import check_int
 
 T = TypeVar("T")
 R = TypeVar("R")
-V = TypeVar("V")
 
 
 RESULTS_IN_FLIGHT: Final = 2  # unconsumed results per thread, which bounds memory
@@ -262,65 +261,6 @@ def _run_here(task: Task[Any]) -> None:
             raise task.error  # an interrupt; errors are raised when their result is due
     finally:
         del task  # an error's traceback refers to this frame
-
-
-class LRUCache(Generic[V]):
-    """A thread-safe LRU cache with a limit on total weight; a value is computed by one thread at a time.
-
-    Args:
-        most: maximum total weight.
-        weigh: returns the weight of a value, such as its bytes.
-        keeps_any: whether a single value heavier than `most` is cached.
-    """
-
-    def __init__(self, most: int, weigh: Callable[[V], int], *, keeps_any: bool = False) -> None:
-        self._most, self._weigh, self._keeps_any = most, weigh, keeps_any
-        self.weight = 0  # total weight of the cached values
-        self._held: OrderedDict[Hashable, V] = OrderedDict()
-        self._lock = threading.RLock()  # reentrant: an interrupt right after acquisition leaves it locked
-        self._making: dict[Hashable, threading.RLock] = {}
-
-    def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """Return the cached value, or compute it with `make` and cache it."""
-        with self._lock:
-            if key in self._held:
-                self._held.move_to_end(key)
-                return self._held[key]
-            turn = self._making.setdefault(key, threading.RLock())
-        with turn:
-            value = self._held.get(key)
-            if value is None:
-                try:
-                    value = make()
-                    self._keep(key, value)
-                finally:
-                    self._making.pop(key, None)
-        return value
-
-    def held(self, key: Hashable) -> V | None:
-        """Return the cached value, or None."""
-        with self._lock:
-            return self._held.get(key)
-
-    def _keep(self, key: Hashable, value: V) -> None:
-        weight = self._weigh(value)
-        with self._lock:
-            if key in self._held or (weight > self._most and not self._keeps_any):
-                return
-            # Interrupts arrive at calls only: no call here, so that weight and values stay consistent.
-            self._held[key] = value
-            self.weight += weight
-            while self.weight > self._most and len(self._held) > 1:
-                oldest = next(iter(self._held))
-                weight = self._weigh(self._held[oldest])
-                del self._held[oldest]
-                self.weight -= weight
-
-    def clear(self) -> None:
-        """Remove all entries."""
-        with self._lock:
-            self._held = OrderedDict()
-            self.weight = 0
 
 
 # --- progress -----------------------------------------------------------------------------------

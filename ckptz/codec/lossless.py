@@ -236,8 +236,10 @@ def _choose(batch: Batch, n_patterns: Sequence[int], effort: Effort) -> list[_Ch
     delta_modes = _DELTA_MODES if effort.tries_xor else _DELTA_MODES[1:]
     modes, size = (*delta_modes, exact_plan(batch.dtype).mode), batch.dtype.pattern_bytes
     sample = batch.only(range(len(n_patterns)), SAMPLE_VALUES)
-    counts = [cpu().count_streams(plane, sample.ends) for mode in modes for plane in sample.planes(mode)]
-    by_plane = planning().entropies(np.concatenate(counts)).reshape(len(modes), size, len(n_patterns))
+    planes = np.concatenate([sample.planes(mode) for mode in modes])
+    ends = np.arange(len(planes))[:, None] * planes.shape[1] + sample.ends
+    counts = cpu().count_streams(planes.reshape(-1), ends.reshape(-1))
+    by_plane = planning().entropies(counts).reshape(len(modes), size, len(n_patterns))
     bits = by_plane.sum(axis=1)
     own, least, plain = bits[:-1].argmin(axis=0), bits[:-1].min(axis=0), bits[-1]
     n_random = np.array(

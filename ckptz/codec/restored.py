@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from ckptz.codec.chunk import restored_patterns
 from ckptz.codec.tensor_plan import TensorPlan
-from ckptz.format.caches import CachedChunks, Decoded
+from ckptz.format.caches import CachedChunks, Decoded, LRUCache
 from ckptz.format.reader import FrameSource
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, ViewOf
 from ckptz.kernels.floats import Patterns
-from ckptz.parallel import LRUCache
 
 HELD_BYTES: Final = 192 << 20  # enough for a tensor of 20 million 32-bit patterns and its base
 MAX_PLANS: Final = 32  # twice the default number of threads, as each may plan a pair of tensors

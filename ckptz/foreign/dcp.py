@@ -34,11 +34,11 @@ from ckptz.foreign.folders import is_file_name
 from ckptz.foreign.pickled import MAX_BYTES, PickledObject, Unpickler, record
 from ckptz.foreign.torch_files import MAX_DIMS, load_part, require_torch
 from ckptz.format.byte_source import is_url
+from ckptz.format.caches import LRUCache
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.publish import make_folder, mode_for, publish_together, scratch_folder
 from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
 from ckptz.kernels.floats import Bytes
-from ckptz.parallel import LRUCache
 from ckptz.state.flatten import CODES, Chunks, unflatten
 from ckptz.state.skeleton import MAX_DEPTH, MAX_NODES, TensorRef, is_number, pack_node
 

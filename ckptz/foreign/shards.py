@@ -15,9 +15,9 @@ import numpy as np
 
 from ckptz.errors import CorruptionError, UnsupportedError, error_context
 from ckptz.foreign.dcp_index import FolderIndex, Piece, WholeTensor, read_index, shard_path
+from ckptz.format.caches import LRUCache
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
-from ckptz.parallel import LRUCache
 from ckptz.run.exact import residual_or_file
 from ckptz.run.step_files import INDEX_FILE
 from ckptz.state.skeleton import TensorRef, pack_node, parse_tree

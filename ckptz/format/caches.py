@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from ckptz.errors import LimitError
 from ckptz.format.context_rules import n_indices_of
 from ckptz.format.frame import ChunkRecord, FrameHeader
-from ckptz.parallel import LRUCache
+
+V = TypeVar("V")
 
 MAX_FRAMES: Final = 256  # frames that a chunk depends on; 65 files with three tensors each are 195
 MAX_HELD_BYTES: Final = 256 << 20  # decoded chunks in memory while a chain is decoded
@@ -99,6 +100,68 @@ def _in_order(targets: list[Node]) -> dict[Node, list[Node]]:
         needs[node] = frame.needs(only_codes)
         waiting += [needed for needed in needs[node] if needed not in needs]
     return done
+
+
+# --- caches -------------------------------------------------------------------------------------
+
+
+class LRUCache(Generic[V]):
+    """A thread-safe LRU cache with a limit on total weight; a value is computed by one thread at a time.
+
+    Args:
+        most: maximum total weight.
+        weigh: returns the weight of a value, such as its bytes.
+        keeps_any: whether a single value heavier than `most` is cached.
+    """
+
+    def __init__(self, most: int, weigh: Callable[[V], int], *, keeps_any: bool = False) -> None:
+        self._most, self._weigh, self._keeps_any = most, weigh, keeps_any
+        self.weight = 0  # total weight of the cached values
+        self._held: OrderedDict[Hashable, V] = OrderedDict()
+        self._lock = threading.RLock()  # reentrant: an interrupt right after acquisition leaves it locked
+        self._making: dict[Hashable, threading.RLock] = {}
+
+    def get(self, key: Hashable, make: Callable[[], V]) -> V:
+        """Return the cached value, or compute it with `make` and cache it."""
+        with self._lock:
+            if key in self._held:
+                self._held.move_to_end(key)
+                return self._held[key]
+            turn = self._making.setdefault(key, threading.RLock())
+        with turn:
+            value = self._held.get(key)
+            if value is None:
+                try:
+                    value = make()
+                    self._keep(key, value)
+                finally:
+                    self._making.pop(key, None)
+        return value
+
+    def held(self, key: Hashable) -> V | None:
+        """Return the cached value, or None."""
+        with self._lock:
+            return self._held.get(key)
+
+    def _keep(self, key: Hashable, value: V) -> None:
+        weight = self._weigh(value)
+        with self._lock:
+            if key in self._held or (weight > self._most and not self._keeps_any):
+                return
+            # Interrupts arrive at calls only: no call here, so that weight and values stay consistent.
+            self._held[key] = value
+            self.weight += weight
+            while self.weight > self._most and len(self._held) > 1:
+                oldest = next(iter(self._held))
+                weight = self._weigh(self._held[oldest])
+                del self._held[oldest]
+                self.weight -= weight
+
+    def clear(self) -> None:
+        """Remove all entries."""
+        with self._lock:
+            self._held = OrderedDict()
+            self.weight = 0
 
 
 class CachedChunks(LRUCache[Decoded]):

@@ -15,10 +15,10 @@ from typing import Final, Literal, SupportsIndex
 
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import ByteSource
-from ckptz.format.dtypes import dtype_of
 from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
+from ckptz.format.sources import tensor_bytes
 from ckptz.store.resolve import open_file
 
 FileKind = Literal["weights", "state"]
@@ -203,8 +203,8 @@ class FileFacts:
     def of(cls, file: Container) -> FileFacts:
         """Return the facts of an open file."""
         index = file.index
-        n_bytes = sum(dtype_of(one.dtype).n_bytes(one.shape) for one in index.tensors)
-        return cls(index.content_id, index.base, index.step, index.metadata or {}, index.depth, n_bytes)
+        metadata, n_bytes = index.metadata or {}, tensor_bytes(file.tensors)
+        return cls(index.content_id, index.base, index.step, metadata, index.depth, n_bytes)
 
     @classmethod
     def read(cls, source: ByteSource) -> FileFacts | None:

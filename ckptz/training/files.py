@@ -274,20 +274,22 @@ class StepWriter:
                     stack.callback(restored.close)
                 write_weights = functools.partial(self._write_weights, sink, restored)
                 weights = store.write_against_base("weights", sink, write_weights, rule, notes)
-            sink.flush()
-            n_bytes = amend_metadata(state_path, {WEIGHTS_KEY: weights.content_id})
-            state = replace(state, stored_bytes=n_bytes)
-            lossy = {state_file: (state_path, state), weights_file: (Path(sink.name), weights)}
-            for file, (path, one) in lossy.items():
-                if with_exact and one.n_lossy:
+                sink.flush()
+                n_bytes = amend_metadata(state_path, {WEIGHTS_KEY: weights.content_id})
+                state = replace(state, stored_bytes=n_bytes)
+                lossy = {state_file: (state_path, state), weights_file: (Path(sink.name), weights)}
+                for file, (path, one) in lossy.items():
+                    if not (with_exact and one.n_lossy):
+                        continue
                     metadata = {EXACT_OF_KEY: one.content_id}
                     metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
                     residual = residual_of(path, folder / file.name)
-                    with (
-                        files.file(residual) as exact_sink,
-                        contextlib.closing(open_checkpoint(path, last=store.last)) as opened,
-                    ):
-                        written = self._write_exact(file, exact_sink, opened, metadata)
+                    if file is weights_file or restored is None:
+                        stack.close()  # the chunks that were decoded of the state are no longer needed
+                        restored = open_checkpoint(path, last=store.last)
+                        stack.callback(restored.close)
+                    with files.file(residual) as exact_sink:
+                        written = self._write_exact(file, exact_sink, restored, metadata)
                     exact[replace(file, tail=residual.stem.removeprefix(Path(file.name).stem))] = written
         store.upload(state_file, *exact, weights_file)
         notes += [note for of_kind in self._notes.values() for note in of_kind]
