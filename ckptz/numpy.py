@@ -17,7 +17,7 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from ckptz.api.read import PathLike, load_bytes, open_whole
-from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
+from ckptz.api.save import check_tensor_names, job_of, save_to_bytes, save_to_file
 from ckptz.errors import DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, ArraySource
@@ -55,7 +55,7 @@ def save(
         >>> load(save({"weight": np.ones(2)}))
         {'weight': array([1., 1.])}
     """
-    return save_to_bytes(_sources(tensor_dict), metadata, config, jobs, effort)
+    return save_to_bytes(job_of(_sources(tensor_dict), metadata, config, effort), jobs)
 
 
 def save_file(
@@ -88,7 +88,7 @@ def save_file(
         >>> load_file("step-2.ckptz")
         {'weight': array([1.01, 1.01])}
     """
-    save_to_file(_sources(tensor_dict), filename, metadata, config, base, jobs, effort)
+    save_to_file(job_of(_sources(tensor_dict), metadata, config, effort), filename, base, jobs)
 
 
 def load(

@@ -21,7 +21,7 @@ import torch
 
 from ckptz.api.apply import apply_
 from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, open_whole
-from ckptz.api.save import check_tensor_names, save_to_bytes, save_to_file
+from ckptz.api.save import check_tensor_names, job_of, save_to_bytes, save_to_file
 from ckptz.errors import CkptzError, ConfigError, FormatError, with_context
 from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, Patterns, TensorSource, tensor_bytes
@@ -80,7 +80,7 @@ def save(
         >>> load(save({"weight": torch.ones(2)}))
         {'weight': tensor([1., 1.])}
     """
-    return save_to_bytes(_sources(tensors), metadata, config, jobs, effort)
+    return save_to_bytes(job_of(_sources(tensors), metadata, config, effort), jobs)
 
 
 def save_file(
@@ -117,7 +117,7 @@ def save_file(
         >>> load_file("step-2.ckptz")
         {'weight': tensor([1.5000, 1.5000])}
     """
-    save_to_file(_sources(tensors), filename, metadata, config, base, jobs, effort)
+    save_to_file(job_of(_sources(tensors), metadata, config, effort), filename, base, jobs)
 
 
 def load(
@@ -327,7 +327,7 @@ def save_state(
         flat = flatten(to_plain(state, lambda tensor, _: move(tensor)))
     except RecursionError:
         raise ConfigError("the state is nested too deeply or contains itself; save a flatter one") from None
-    save_to_file(flat.tensors, filename, None, config, base, jobs, effort, flat.tree)
+    save_to_file(job_of(flat.tensors, None, config, effort, flat.tree), filename, base, jobs)
 
 
 def load_state(

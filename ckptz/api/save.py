@@ -13,16 +13,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from ckptz.api.read import PathLike, checked_path
-from ckptz.codec.effort import EffortName, effort_of
+from ckptz.codec.effort import EffortName
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.byte_source import path_of
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import Workers
-from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
+from ckptz.store.resolve import base_metadata, base_ref, open_checkpoint
 
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
+    from ckptz.write.job import WriteJob
 
 # The layout of safetensors: by decreasing alignment. offset_keys() is then the same for both formats.
 _LAYOUT: Final = (
@@ -61,72 +62,60 @@ def check_tensor_names(tensors: Mapping[str, Any]) -> None:
         name.encode()
 
 
-def save_to_bytes(
+def job_of(
     tensors: Mapping[str, TensorSource],
     metadata: Mapping[str, str] | None,
     config: Method | None,
-    jobs: int | None,
-    effort: EffortName,
-) -> bytes:
-    """Return the bytes of a `.ckptz` file with some tensors."""
-    check_texts(metadata)
-    sink = io.BytesIO()
-    _write(sink, tensors, metadata, config, None, jobs, effort)
-    return sink.getvalue()
-
-
-def save_to_file(
-    tensors: Mapping[str, TensorSource],
-    filename: PathLike,
-    metadata: Mapping[str, str] | None,
-    config: Method | None,
-    base: PathLike | None,
-    jobs: int | None,
     effort: EffortName,
     tree: dict[str, Any] | None = None,
-) -> None:
-    """Write a `.ckptz` file atomically, as a delta if there is a base.
+) -> WriteJob:
+    """Return the job that writes some tensors, without a base.
 
     With the `tree` of a nested state, the order of tensors is kept, and their roles are derived from it.
+
+    Raises:
+        TypeError, UnicodeEncodeError: metadata is not a dict of str.
+        ConfigError: the effort is unknown.
     """
-    path = os.fspath(filename)
-    check_texts(metadata)
-    effort_of(effort)
-    with contextlib.ExitStack() as held:
-        opened = None
-        if base is not None:
-            opened = held.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
-            if any(is_same(file, path_of(path)) for file in opened.paths):
-                what = "a delta cannot take the place of its base, nor of what that is stored against"
-                raise ConfigError(f"{path}: {what}; save under another name")
-        try:
-            with publish(path) as sink:
-                _write(sink, tensors, metadata, config, opened, jobs, effort, tree)
-        except OSError as error:
-            raise WriteError(error.errno, f"{path}: could not be saved: {error.strerror or error}") from error
-
-
-def _write(
-    sink: BinaryIO,
-    tensors: Mapping[str, TensorSource],
-    metadata: Mapping[str, str] | None,
-    config: Method | None,
-    base: Checkpoint | None,
-    jobs: int | None,
-    effort: EffortName,
-    tree: dict[str, Any] | None = None,
-) -> None:
     from ckptz.write.job import WriteJob
-    from ckptz.write.writer import write
 
+    check_texts(metadata)
     job = WriteJob(tensors=tensors, tree=tree, metadata=metadata, effort=effort)
     if tree is None:
         ordered = sorted(tensors.items(), key=lambda item: (_LAYOUT.index(item[1].dtype.name), item[0]))
         # Roles are derived from names only, since notes about unknown owners would not be shown here.
         job = replace(job, tensors=dict(ordered), roles={})
-    if base is not None:
-        job = replace(job, base=base_ref(base), bases=base.tensors, base_metadata=base_metadata(base))
     # Lossless methods need no side information.
-    job = replace(job, guides={}) if config is None else replace(job, config=config)
+    return replace(job, guides={}) if config is None else replace(job, config=config)
+
+
+def save_to_bytes(job: WriteJob, jobs: int | None) -> bytes:
+    """Return the bytes of the file that a job writes."""
+    sink = io.BytesIO()
+    _write(sink, job, jobs)
+    return sink.getvalue()
+
+
+def save_to_file(job: WriteJob, filename: PathLike, base: PathLike | None, jobs: int | None) -> None:
+    """Write a `.ckptz` file atomically, as a delta if there is a base."""
+    path = os.fspath(filename)
+    with contextlib.ExitStack() as held:
+        if base is not None:
+            opened = held.enter_context(contextlib.closing(open_checkpoint(checked_path(base))))
+            if any(is_same(file, path_of(path)) for file in opened.paths):
+                what = "a delta cannot take the place of its base, nor of what that is stored against"
+                raise ConfigError(f"{path}: {what}; save under another name")
+            reference, bases = base_ref(opened), opened.tensors
+            job = replace(job, base=reference, bases=bases, base_metadata=base_metadata(opened))
+        try:
+            with publish(path) as sink:
+                _write(sink, job, jobs)
+        except OSError as error:
+            raise WriteError(error.errno, f"{path}: could not be saved: {error.strerror or error}") from error
+
+
+def _write(sink: BinaryIO, job: WriteJob, jobs: int | None) -> None:
+    from ckptz.write.writer import write
+
     with Workers(jobs) as workers:
         write(sink, job, workers)

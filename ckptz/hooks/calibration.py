@@ -32,7 +32,7 @@ from ckptz.guidance.files import (
     guide_metadata,
     inputs_by_weight,
 )
-from ckptz.hooks.parameters import ModelParameter, fingerprint_of, named_parameters, save_tensors
+from ckptz.hooks.parameters import fingerprint_of, names_by_parameter, save_tensors
 from ckptz.state.modules import name_without_wrappers, unwrapped
 
 # Rounding errors of float32 sums are far below the damping of the Hessians.
@@ -375,7 +375,8 @@ class _RecordedLayer:
     module: nn.Module
     kind: LayerKind
     gather: Gather
-    weight: ModelParameter
+    weight: nn.Parameter
+    weight_names: tuple[str, ...]  # several if it is tied
 
 
 class Calibration:
@@ -414,28 +415,28 @@ class Calibration:
         if not check_float("memory_cap", memory_cap) > 0:
             raise ConfigError(f"memory_cap must be a number of bytes above 0, got {memory_cap}")
         self._model = unwrapped(model)
-        named = named_parameters(self._model)
-        self._fingerprint = fingerprint_of(named)
+        names = names_by_parameter(self._model)
+        self._fingerprint = fingerprint_of(names)
         self._layers: dict[str, _RecordedLayer] = {}
         self._unsupported: dict[str, str] = {}
-        self._find_layers({id(parameter.parameter): parameter for parameter in named})
+        self._find_layers(names)
         self._recorder = Recorder(memory_cap)
         self._is_in_forward = False
         self._active: contextlib.ExitStack | None = None
 
-    def _find_layers(self, named: dict[int, ModelParameter]) -> None:
+    def _find_layers(self, names: Mapping[nn.Parameter, tuple[str, ...]]) -> None:
         for name, module in self._model.named_modules():
             kind_and_gather = gather_of(module)
             if kind_and_gather is None:
                 continue
             name = name_without_wrappers(self._model, name)
-            weight = named.get(id(module.weight))
-            if weight is None:
+            weight = module.weight
+            if not isinstance(weight, nn.Parameter) or weight not in names:
                 self._unsupported[name] = "its weight is computed and not a parameter"
-            elif not weight.parameter.is_floating_point():
-                self._unsupported[name] = f"its weight is {weight.parameter.dtype}"
+            elif not weight.is_floating_point():
+                self._unsupported[name] = f"its weight is {weight.dtype}"
             else:
-                self._layers[name] = _RecordedLayer(name, module, *kind_and_gather, weight)
+                self._layers[name] = _RecordedLayer(name, module, *kind_and_gather, weight, names[weight])
 
     def __enter__(self) -> Self:
         """Start recording; entered again, it adds to earlier recordings."""
@@ -551,8 +552,8 @@ class Calibration:
         for layer in self._layers.values():
             inputs = tuple(InputRow(names[users], s.n_samples) for users, s in complete.of(layer.name))
             if inputs:
-                shape = tuple(layer.weight.parameter.shape)
-                rows.append(ModuleRow(layer.name, layer.kind, layer.weight.names, shape, inputs))
+                shape = tuple(layer.weight.shape)
+                rows.append(ModuleRow(layer.name, layer.kind, layer.weight_names, shape, inputs))
         return tuple(rows), {names[users]: shared for users, shared in complete.by_users.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -583,7 +584,7 @@ class Calibration:
                     modules_by_input.setdefault(inputs, []).append(row.module)
             sums = Sums()
             for inputs, modules in modules_by_input.items():
-                device = self._layers[modules[0]].weight.parameter.device
+                device = self._layers[modules[0]].weight.device
                 total = torch.from_numpy(file.read(inputs.tensor)).to(device)
                 sums.add(frozenset(modules), Sum(total, inputs.n_samples))
             skipped = {name: reason for name, reason in file.content.skipped.items() if name in self._layers}

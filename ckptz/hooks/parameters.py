@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 import torch
 from torch import nn
@@ -18,28 +17,18 @@ from ckptz.state.flatten import read_chunks
 from ckptz.state.modules import name_without_wrappers
 
 
-@dataclass(frozen=True, slots=True)
-class ModelParameter:
-    """A parameter and its names in the model; several if it is tied."""
-
-    parameter: nn.Parameter
-    names: tuple[str, ...]
-
-
-def named_parameters(model: nn.Module) -> list[ModelParameter]:
-    """List the parameters of a model with their names without wrappers; tied parameters once.
+def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
+    """Return the names, without wrappers, of each parameter of a model; a tied parameter has several.
 
     Raises:
         ConfigError: a parameter is not initialized, or sharded.
     """
-    by_identity: dict[int, ModelParameter] = {}
+    names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name_without_wrappers(model, name)
         _check_parameter(name, parameter)
-        earlier = by_identity.get(id(parameter))
-        names = () if earlier is None else earlier.names
-        by_identity[id(parameter)] = ModelParameter(parameter, (*names, name))
-    return list(by_identity.values())
+        names[parameter] = (*names.get(parameter, ()), name)
+    return names
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
@@ -52,9 +41,9 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         )
 
 
-def fingerprint_of(parameters: Iterable[ModelParameter]) -> str:
-    """Return the `shape_fingerprint` of parameters."""
-    return shape_fingerprint({p.names[0]: tuple(p.parameter.shape) for p in parameters})
+def fingerprint_of(names: Mapping[nn.Parameter, tuple[str, ...]]) -> str:
+    """Return the `shape_fingerprint` of parameters with their names."""
+    return shape_fingerprint({own[0]: tuple(parameter.shape) for parameter, own in names.items()})
 
 
 def save_tensors(

@@ -13,7 +13,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ckptz.errors import CalibrationError, ConfigError, check_float
 from ckptz.guidance.files import SensitivityContent, SensitivityFile, guide_metadata
-from ckptz.hooks.parameters import fingerprint_of, named_parameters, save_tensors
+from ckptz.hooks.parameters import fingerprint_of, names_by_parameter, save_tensors
 
 # Unscaled gradients of half precision would underflow in their own dtype.
 AVERAGE_DTYPE: Final = torch.float32
@@ -54,12 +54,11 @@ class SensitivityTracker:
         if not 0 < beta <= 1:
             raise ConfigError(f"beta is the weight of the new gradient, above 0 and at most 1, got {beta}")
         self.beta = beta
-        named = named_parameters(model)
-        self._fingerprint = fingerprint_of(named)
-        named = [p for p in named if p.parameter.is_floating_point()]
-        self._names = {p.names[0]: p.names for p in named}
-        self._parameters = {p.names[0]: p.parameter for p in named}
-        self._name_of = {id(p.parameter): p.names[0] for p in named}
+        names = names_by_parameter(model)
+        self._fingerprint = fingerprint_of(names)
+        self._parameters = {own[0]: one for one, own in names.items() if one.is_floating_point()}
+        self._names = {name: names[parameter] for name, parameter in self._parameters.items()}
+        self._name_of = {id(parameter): name for name, parameter in self._parameters.items()}
         self._averages: dict[str, torch.Tensor] = {}
         reference = weakref.ref(self)  # PyTorch never removes the hook by itself
 
