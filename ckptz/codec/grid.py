@@ -24,7 +24,6 @@ from ckptz.codec.grid_steps import (
     fit_levels,
     largest_magnitude,
     row_steps,
-    with_escape,
 )
 from ckptz.codec.lossless import EXACT, plan_lossless
 from ckptz.codec.method import (
@@ -557,7 +556,7 @@ def _encoding_of(grid: _GridTensor, counted: _Counted, most: int, levels: Linear
     n_contexts = n_contexts_of(rules)
     row_of_context = np.arange(n_contexts) // (n_contexts // grid.rows.n_contexts)
     if has_escape:
-        levels = with_escape(levels)
+        levels = replace(levels, level=np.append(levels.level, 0.0))  # the entry of the escape code
     quant_map = QuantizationMap(levels, row_of_context, escape_code=2 * most + 1 if has_escape else None)
     is_counted = grid.source.n_patterns <= CHUNK_VALUES and rules
     plan = Plan(

@@ -9,7 +9,7 @@ Codes are numbered by magnitude, 0, +1, -1, +2, -2 and so on, so that adjacent c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -140,11 +140,6 @@ def largest_magnitude(counts: Counts | Reals) -> int:
 def bare_levels(steps: Reals, most: int = MAX_MAGNITUDE) -> LinearTable:
     """Return a table whose levels are the multiples of the steps [n_contexts] up to `most`."""
     return _table(steps, np.arange(1.0, most + 1))
-
-
-def with_escape(levels: LinearTable) -> LinearTable:
-    """Return the table with an additional entry for the escape code."""
-    return replace(levels, level=np.append(levels.level, 0.0))
 
 
 def fit_levels(steps: Reals, counts: Counts | Reals, sums: Reals, most: int) -> LinearTable:

@@ -33,11 +33,6 @@ class _Node:
     node: Any
 
 
-def is_sharded(folder: Path) -> bool:
-    """Return whether a folder is a complete step of several ranks."""
-    return (folder / INDEX_FILE).is_file()
-
-
 def open_shards(
     folder: Path, search_path: Sequence[Path], stack: contextlib.ExitStack
 ) -> tuple[dict[str, TensorSource], dict[str, Any], tuple[Checkpoint, ...]]:
