@@ -119,7 +119,7 @@ def adversarial(rng: np.random.Generator, shape: tuple[int, int], n_updates: int
     st.sampled_from(["F32", "BF16", "F16"]),
 )
 @example(0, (0.9, 0.95), 1, 0.1, "F32")  # some of its means are 10^-23
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_restored_first_moments_are_within_the_bound(
     seed: int, betas: tuple[float, float], n_updates: int, update_scale: float | None, dtype: str
 ) -> None:
