@@ -8,10 +8,12 @@ import safetensors.numpy
 from numpy.typing import NDArray
 
 from ckptz import Grid, inspect, rebase, restore, safe_open, verify
+from ckptz.codec.restored import CachedTensor
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.format.byte_source import MemoryBytes
+from ckptz.format.caches import CachedChunks, Decoded
 from ckptz.format.index import GROUPS_FEATURE
-from ckptz.format.reader import Container, GroupMember, frames_of
+from ckptz.format.reader import Container, GroupMember, frames_of, group_base
 from ckptz.numpy import load_file, save_file
 from ckptz.verbs.diff import diff
 from ckptz.write.groups import LEAST_TENSORS
@@ -197,7 +199,19 @@ def test_a_member_reads_as_other_tensors_do(chain: tuple[Path, Path, Arrays]) ->
     assert member.coders(0) == member.group.coders(0) != set()
     assert member.base is member.group.base is None
     assert member.needs(only_codes=True) == alone.needs(only_codes=True) == []
+    assert member.decoded(0, only_codes=True, held={}) == Decoded(None, None)
+    for source in (member, alone):
+        patterns = source.patterns(0, source.n_patterns)
+        assert source.holds(0, patterns)
+        assert not source.holds(0, patterns ^ 1)
     member.check_chunk(0)
+
+
+def test_a_group_is_the_base_of_its_members_behind_caches_too(chain: tuple[Path, Path, Arrays]) -> None:
+    tensors = container_of(chain[0]).tensors
+    group, cache = tensors["layer.7.bias"].group, CachedChunks()
+    cached = {name: CachedTensor(source, name, cache) for name, source in tensors.items()}
+    assert group_base(group.dtype, group.members, cached) is group
 
 
 def test_a_delta_has_no_codes_to_need(chain: tuple[Path, Path, Arrays]) -> None:

@@ -378,6 +378,14 @@ def test_a_server_that_sends_a_byte_now_and_then_is_given_up(monkeypatch: pytest
         pace.add(1)
 
 
+def test_a_bucket_that_needs_a_key_is_told_with_a_remedy() -> None:
+    """By the class of botocore, which may be missing."""
+    error = type("NoCredentialsError", (Exception,), {})("Unable to locate credentials")
+    raised = byte_source.failed("s3://runs/a", error)
+    assert raised.filename == "s3://runs/a"
+    assert "Unable to locate credentials; set AWS_PROFILE, or pass --storage-options" in str(raised)
+
+
 def test_errors_of_url_libraries_name_the_url_and_others_stay() -> None:
     class Refused(Exception):
         """Of a library."""
