@@ -29,6 +29,7 @@ METRIC_KEY: Final = "metric"  # in the metadata of weights: the metric that `sav
 POSITION_KEY: Final = "since_anchor"  # in the metadata of weights and state: position in the chain
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights of its step
 STATE_KEY: Final = "state"  # in the metadata of weights: name of the file with their optimizer state
+VERSIONS_KEY: Final = "versions"  # in the metadata of weights: JSON of versions of modules, by name
 FROZEN_KEY: Final = "frozen"  # in the metadata of weights: content id of frozen weights, left out
 NAMES_KEY: Final = "names"  # in the metadata of weights without the prefix "model.": "own"
 # Metadata that a Checkpointer uses itself; pages and tables leave them out.

@@ -24,11 +24,12 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from ckptz.errors import CorruptionError, DTypeError
+from ckptz.errors import ConfigError, CorruptionError, DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, Patterns
 from ckptz.state.arrays import Framework, Selection, Shape, Window, patterns_per_element
 from ckptz.state.arrays import select as strict_select
+from ckptz.state.skeleton import MAX_DEPTH, where
 
 # From this size on numpy uses huge pages: a 90 MB tensor loads with 1,000 page faults instead of 22,000.
 HUGE_BYTES: Final = 1 << 22
@@ -227,6 +228,9 @@ def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:
         tensor: function of a tensor and its path that returns the tensor to store.
         path: path of the value.
     """
+    if len(path) > MAX_DEPTH:
+        what = f"{where(path[:4])} ...: nested deeper than {MAX_DEPTH} levels, or a part of itself"
+        raise ConfigError(f"{what}; save a flatter state")
     if isinstance(value, torch.Tensor):
         return tensor(value, path)
     # Arrays are supported if PyTorch has their dtype.

@@ -78,6 +78,7 @@ from ckptz.training.state import (
     load_in_order,
     load_model,
     model_state,
+    module_versions,
     random_state,
     sampled_weights,
     set_random_state,
@@ -478,7 +479,10 @@ class Checkpointer:
         taken = self._snapshot.take(state)
         if self._tracker is not None:
             taken = with_scalars_together(taken)
-        return StepState(taken, coded, frozen_id, extra_weights=self._extra_weights, hold=self._snapshot.hold)
+        versions = module_versions(self.model)
+        return StepState(
+            taken, coded, frozen_id, versions, extra_weights=self._extra_weights, hold=self._snapshot.hold
+        )
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -642,7 +646,8 @@ class Checkpointer:
         self._wait()
         check_there(self._store, step, weights_only)
         read = functools.partial(self._read, strict=strict)
-        (model, rest, missing, unexpected, notes), restored = read_step(self._store, step, weights_only, read)
+        read_parts, restored = read_step(self._store, step, weights_only, read)
+        model, versions, rest, missing, unexpected, notes = read_parts
         is_exact = restored.is_exact and not (missing or unexpected)
         notes = (*restored.notes, *notes)
         restored = replace(restored, is_exact=is_exact, missing=missing, unexpected=unexpected, notes=notes)
@@ -650,7 +655,7 @@ class Checkpointer:
         if rest is not None:
             check_states(self.extra, rest, where)
         saved, saved_memory = _comparable(model, rest), shared(_parts(model, rest))
-        parts = [("the model", lambda: load_model(self.model, model))]
+        parts = [("the model", lambda: load_model(self.model, model, versions))]
         if rest is not None:
             # Extras first: if one refuses its state, model and optimizer are unchanged.
             parts[:0] = [
@@ -697,11 +702,19 @@ class Checkpointer:
 
     def _read(
         self, weights: StepReader, state: StepReader | None, strict: bool
-    ) -> tuple[dict[str, Any], Mapping[str, Any] | None, tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    ) -> tuple[
+        dict[str, Any],
+        dict[str, int],
+        Mapping[str, Any] | None,
+        tuple[str, ...],
+        tuple[str, ...],
+        tuple[str, ...],
+    ]:
         """Read and check a step without changing the run.
 
         Returns:
-            The model's state, other state or None, missing names, unexpected names, and notes.
+            The model's state, versions of modules, other state or None, missing names, unexpected names, and
+            notes.
         """
         outline = model_of(weights.outline(), weights)
         outline = with_frozen(self.model, outline, weights.metadata, weights.name, strict=strict)
@@ -714,9 +727,10 @@ class Checkpointer:
         model |= {name: value for name, value in outline.items() if name not in model}
         model = {name: value for name, value in model.items() if name not in unexpected}
         if state is None:
-            return model, None, missing, unexpected, ()
+            return model, weights.versions(), None, missing, unexpected, ()
         rest = rest_of(state.load(self._restore_jobs), state)
-        return model, rest, missing, unexpected, tuple(bound_first_moments(rest, state.lossy))
+        notes = tuple(bound_first_moments(rest, state.lossy))
+        return model, weights.versions(), rest, missing, unexpected, notes
 
     def discard_after(self, step: int) -> None:
         """Delete all later steps, to continue from this one.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, Final
 
+import msgspec
 import torch
 
 from ckptz.api.read import available_memory, check_limit, read_tensors
@@ -35,6 +37,7 @@ from ckptz.run.step_files import (
     METRIC_KEY,
     NAMES_KEY,
     POSITION_KEY,
+    VERSIONS_KEY,
     WEIGHTS_KEY,
     ChainRule,
     FileKind,
@@ -102,6 +105,7 @@ class StepState:
         state: the nested state; weights under `MODEL`, parts of the state file under other keys.
         coded: weights that were encoded on their device, by name; they are not in `state`.
         frozen: content id of frozen weights that are left out, or None.
+        versions: versions of modules by name; see `module_versions`.
         prefix: prefix of weight names in the file.
         extra_weights: patterns of extras that are weights; see `Checkpointer`.
         hold: tensors of `state` that are read in place while training waits.
@@ -123,15 +127,17 @@ class StepState:
         state: Mapping[str, Any],
         coded: Mapping[str, TensorSource] = MappingProxyType({}),
         frozen: str | None = None,
+        versions: Mapping[str, int] = MappingProxyType({}),
         prefix: str = f"{MODEL}.",
         extra_weights: Sequence[str] = (),
         hold: Hold | None = None,
     ) -> None:
-        self._given = state, coded, frozen
+        self._given = state, coded, frozen, versions
         self.hold = Hold() if hold is None else hold
         self._extra_weights = extra_weights
         self.prefix = prefix
         self.metadata = {} if frozen is None else {FROZEN_KEY: frozen}
+        self.metadata |= {VERSIONS_KEY: json.dumps(dict(versions))} if versions else {}
         self.metadata |= {} if prefix else {NAMES_KEY: "own"}
         more = {f"{prefix}{name}": source for name, source in coded.items()}
         uncoded = _part({MODEL: state[MODEL]}, prefix)
@@ -346,7 +352,11 @@ class StepWriter:
     ) -> Written:
         """Write the residual of a lossy file that is not published yet."""
         job = self._written[file.kind]
-        known = {key: text for key, text in (job.metadata or {}).items() if key in (FROZEN_KEY, NAMES_KEY)}
+        known = {
+            key: text
+            for key, text in (job.metadata or {}).items()
+            if key in (FROZEN_KEY, VERSIONS_KEY, NAMES_KEY)
+        }
         return self._write(file.kind, sink, residual_job(job, lossy, file.name, {**metadata, **known}))
 
     def _against(self, kind: FileKind, base: Checkpoint | None) -> LossSettings:
@@ -475,6 +485,19 @@ class StepReader:
     def n_bytes(self) -> int:
         """Bytes of all tensors."""
         return sum(s.n_bytes for s in self._container.tensors.values())
+
+    def versions(self) -> dict[str, int]:
+        """Return the versions of modules by name.
+
+        Raises:
+            CorruptionError: the metadata hold something else.
+        """
+        text = self.metadata.get(VERSIONS_KEY, "{}")
+        try:
+            versions = msgspec.json.decode(text, type=dict[str, int])
+        except msgspec.DecodeError:
+            raise CorruptionError(f"{self.name}: its versions of modules are damaged") from None
+        return versions
 
     def outline(self) -> dict[str, Any]:
         """Return the nested state with tensors on the meta device; nothing is decoded."""

@@ -85,4 +85,5 @@ class InPlace:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    return tensor.layout == torch.strided and tensor.device.type != "meta"
+    is_made = not torch.nn.parameter.is_lazy(tensor)
+    return is_made and tensor.layout == torch.strided and tensor.device.type != "meta"

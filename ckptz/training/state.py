@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
@@ -21,7 +21,7 @@ from ckptz.errors import CkptzError, ConfigError, CorruptionError
 from ckptz.format.sources import TensorSource
 from ckptz.guidance.momentum import stride_of
 from ckptz.guidance.optimizer_layout import OptimizerEntry, ParamState, entries_in
-from ckptz.state.modules import names_without_wrappers
+from ckptz.state.modules import name_without_wrappers, names_without_wrappers
 from ckptz.state.skeleton import TensorRef
 from ckptz.state.torch import TYPE_KEY, from_plain, to_plain
 from ckptz.torch import nothing_matches, source_of
@@ -80,16 +80,31 @@ def check_model_fits(
         )
     if live and len(missing) == len(live):
         raise ConfigError(nothing_matches(where, saved, live))
-    _check_kinds(live, saved, where)
+    _check_kinds(live, saved, where, _resizing(model))
     return missing, unexpected
 
 
 _NOT_STRICT: Final = "; weights_only=True and strict=False load what matches"
 
 
-def _check_kinds(live: Mapping[str, Any], saved: Mapping[str, Any], where: str) -> None:
-    """Check that entries with the same name have the same shape and dtype."""
+def _resizing(model: nn.Module) -> set[str]:
+    """Return the modules that may load other shapes: lazy ones, and those that load in their own way."""
+    found = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        is_of_torch = type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        if not is_of_torch or module._load_state_dict_pre_hooks:
+            found.add(name_without_wrappers(model, name))
+    return found
+
+
+def _check_kinds(
+    live: Mapping[str, Any], saved: Mapping[str, Any], where: str, resizing: Collection[str]
+) -> None:
+    """Check that entries with the same name have the same shape and dtype, except in some modules."""
     for name, tensor in live.items():
+        module, _, key = name.rpartition(".")
+        if module in resizing or key == "_extra_state":  # may have any size
+            continue
         if isinstance(tensor, torch.Tensor) and name in saved:
             check_dense(tensor, name)
             wanted, saved_kind = _kind(tensor), _kind(saved[name])
@@ -113,11 +128,37 @@ def _more(names: Sequence[str]) -> str:
     return f" and {len(names) - 1} more" if len(names) > 1 else ""
 
 
-def load_model(model: nn.Module, saved: Mapping[str, Any]) -> None:
-    """Load a checked state into the model; names that only one of the two has are ignored."""
-    keys = names_without_wrappers(model, model.state_dict())
-    state = {key: saved[name] for name, key in keys.items() if name in saved}
+def module_versions(model: nn.Module) -> dict[str, int]:
+    """Return the versions of the state of a model's modules, by name without wrappers; 1 is left out.
+
+    With them, `load_state_dict` of a module converts states that an earlier version of its class has saved.
+    """
+    versions = getattr(model.state_dict(), "_metadata", {})
+    return {
+        name_without_wrappers(model, name): own["version"]
+        for name, own in versions.items()
+        if own.get("version", 1) != 1
+    }
+
+
+def load_model(model: nn.Module, saved: Mapping[str, Any], versions: Mapping[str, int]) -> None:
+    """Load a checked state into the model; names that only one of the two has are ignored.
+
+    Args:
+        model: the model.
+        saved: its state by name.
+        versions: result of `module_versions` when it was saved.
+    """
+    live = model.state_dict()
+    keys = names_without_wrappers(model, live)
+    state = OrderedDict((key, saved[name]) for name, key in keys.items() if name in saved)
+    own = {name: {"version": versions.get(name_without_wrappers(model, name), 1)} for name in _paths_of(live)}
+    vars(state)["_metadata"] = OrderedDict(own)
     model.load_state_dict(state, strict=len(state) == len(keys))
+
+
+def _paths_of(state: Mapping[str, Any]) -> Iterable[str]:
+    return getattr(state, "_metadata", {})
 
 
 def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,16 +387,9 @@ def reference(name: str, value: Any) -> Any:
 def random_state() -> RandomState:
     """Return the state of all generators, including those of CUDA devices in use."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: RandomState = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-        "numpy": {
-            "kind": str(kind),
-            "keys": torch.from_numpy(np.asarray(keys, np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "cached": float(cached),
-        },
+        "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -363,11 +397,25 @@ def random_state() -> RandomState:
     return state
 
 
+def _numpy_state() -> dict[str, Any]:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    if state["bit_generator"] != "MT19937":  # by np.random.set_bit_generator
+        return {"kind": state["bit_generator"], "state": to_plain(state, lambda tensor, _: tensor)}
+    return {
+        "kind": "MT19937",
+        "keys": torch.from_numpy(np.asarray(state["state"]["key"], np.int64)),
+        "position": int(state["state"]["pos"]),
+        "has_gauss": int(state["has_gauss"]),
+        "cached": float(state["gauss"]),
+    }
+
+
 def set_random_state(state: RandomState) -> None:
     """Set all generators to a result of `random_state`.
 
     Raises:
-        ConfigError: the state has CUDA devices that this machine lacks.
+        ConfigError: the state has CUDA devices that this machine lacks, or NumPy has another bit generator.
         CorruptionError: the state is damaged.
     """
     try:
@@ -388,8 +436,16 @@ def _set_random_state(state: RandomState) -> None:
         )
     python, legacy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    keys = legacy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((legacy["kind"], keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
+    if (kind := legacy["kind"]) != (now := _numpy_state()["kind"]):
+        raise ConfigError(
+            f"np.random was a {kind} when it was saved, and is a {now} now; set the same bit generator with "
+            "np.random.set_bit_generator, or restore with weights_only=True"
+        )
+    if "state" in legacy:
+        np.random.set_state(from_plain(legacy["state"]))
+    else:
+        keys = legacy["keys"].numpy().astype(np.uint32)
+        np.random.set_state((kind, keys, legacy["position"], legacy["has_gauss"], legacy["cached"]))
     torch.set_rng_state(state["torch"])
     if cuda:
         torch.cuda.set_rng_state_all(cuda)

@@ -9,6 +9,7 @@ the same policy, stages, steps and microbatches. It counts the bytes that would 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Literal
@@ -305,6 +306,11 @@ class Simulation:
         self._n_calls += not is_eval
         return result
 
+    @property
+    def is_state_in_memory(self) -> bool:
+        """Return whether later values depend on a state, and no part of it is in a file."""
+        return self.policy.has_memory and not isinstance(self._options.get("samples"), tuple)
+
     def state_dict(self) -> dict[str, Any]:
         """Return counters and the link's state for a checkpoint, as numpy arrays by name."""
         src, dst = self._options["src"], self._options["dst"]
@@ -327,8 +333,10 @@ def simulate(policy: LinkPolicy | str, **options: Any) -> Simulation:
 class CompressLink(nn.Module):
     """A layer that simulates a compressed link between two parts of a model; identity without a policy.
 
-    The policy is part of the module's state dict. Loading a model into links with an unsuitable policy, such
-    as one trained with TopK into links without it, emits a `PolicyWarning`.
+    The policy is part of the module's state dict, and so is the link's state if later values depend on it, as
+    with feedback, stochastic rounding or a warm-up; sample buffers in a file are not. Loading a model into
+    links with an unsuitable policy, such as one trained with TopK into links without it, emits a
+    `PolicyWarning`; the state of a link is only loaded into a link with the same policy.
 
     Args:
         policy: the link's policy, the name of a preset, or None for no compression.
@@ -350,15 +358,26 @@ class CompressLink(nn.Module):
         return self.simulation(activation, sample_ids=sample_ids, is_eval=is_eval)
 
     def get_extra_state(self) -> Tensor:
-        """Return the policy as JSON in a uint8 tensor [n_bytes], which every checkpoint format can store."""
+        """Return policy and state in a uint8 tensor [n_bytes], which every checkpoint format can store.
+
+        The policy is JSON; a zero byte and an npz file of the link's state may follow.
+        """
         record = {} if self.simulation is None else policy_metadata(self.simulation.policy)
-        return torch.tensor(list(json.dumps(record).encode()), dtype=torch.uint8)
+        data = json.dumps(record).encode()
+        if self.simulation is not None and self.simulation.is_state_in_memory:
+            packed = io.BytesIO()
+            np.savez(packed, **dict(sorted(self.simulation.state_dict().items())))
+            data += b"\0" + packed.getvalue()
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Warn if the model was trained with a policy that does not suit this one."""
-        record = json.loads(bytes(state.tolist()))
+        """Load the link's state, and warn if the model was trained with an unsuitable policy."""
+        text, _, packed = state.cpu().numpy().tobytes().partition(b"\0")
+        record = json.loads(text)
         if METADATA_KEY in record:
             check_policy(record, None if self.simulation is None else self.simulation.policy)
+        if packed and self.simulation is not None and record == policy_metadata(self.simulation.policy):
+            self.simulation.load_state_dict(dict(np.load(io.BytesIO(packed), allow_pickle=False)))
 
     def extra_repr(self) -> str:
         """Describe the policy, for `repr`."""

@@ -396,6 +396,12 @@ class LinkPolicy:
             if kind == "aqsgd" and direction is Direction.BACKWARD:
                 raise ConfigError("aqsgd keeps activations of samples; use it for the forward direction only")
 
+    @property
+    def has_memory(self) -> bool:
+        """Return whether values depend on earlier messages or on their number."""
+        has_feedback = any(self.feedback_of(direction) is not None for direction in Direction)
+        return has_feedback or self.rounding == "stochastic" or self.warmup_steps > 0
+
     def codec(self, direction: Direction) -> Codec:
         """Return the codec of a direction."""
         return self.forward if direction is Direction.FORWARD else self.backward
