@@ -307,6 +307,21 @@ def saved_files(here: Path, given: Path) -> None:
 
 
 @case
+def eight_bit(here: Path, given: Path) -> None:
+    row, column = np.arange(192)[:, None], np.arange(160)
+    for step in range(2):
+        wave = sum(
+            np.int64(np.rint(40 * np.sin(0.7 * (k + step + 1) * row) * np.cos(1.3 * k * column)))
+            for k in range(3)
+        )
+        codes = {f"w.state{n}": np.uint8((128 + wave + bell(n, 192, 160) // 10**4) % 256) for n in (1, 2)}
+        codes |= {f"w.absmax{n}": floats(n, 120) for n in (1, 2)}
+        for effort in ("fast", "default", "small"):
+            base = here / f"{effort}-0.ckptz" if step else None
+            ckptz.numpy.save_file(codes, here / f"{effort}-{step}.ckptz", base=base, effort=effort, jobs=JOBS)
+
+
+@case
 def published(here: Path, given: Path) -> None:
     for is_smallest in (False, True):
         folder = here / ("smallest" if is_smallest else "quick")

@@ -28,9 +28,9 @@ TABLE = Path(__file__).with_name("written.csv")
 COLUMNS = ("case", "file", "bytes", "sha256")
 # Of accelerate and torch; locks say who held them.
 FOREIGN = ("optimizer.bin", "random_states_0.pkl", "scheduler.bin", ".ckptz-lock")
-# Grids and proxy errors take sums of products whose last bits depend on the processor's BLAS kernels, and
-# the Trainer's files depend on the version of transformers.
-LOCAL = re.compile("grid|proxy|^trainer/")
+# Grids, proxy errors and codes of 8-bit optimizers take sums of products whose last bits depend on the
+# processor's BLAS kernels, and the Trainer's files depend on the version of transformers.
+LOCAL = re.compile("grid|proxy|^trainer/|^eight-bit/")
 CHECKSUM = re.compile(r',"checksum":"[0-9a-f]{16}"')  # of an index of shards, of the tokens too
 DATE, TOKEN = re.compile(rb'"date":"[^"]+"'), re.compile(r"(shard-\d{5}-)[0-9a-f]{8}(?=\.ckptz)")
 RESIDUAL = re.compile(r"\.exact-[0-9a-f]{16}(?=\.ckptz)")  # its digest depends on dates in the index
