@@ -19,6 +19,11 @@ def module(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def needs_extra(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
+    """Return the error for a missing library with the command that installs it."""
+    return ModuleNotFoundError(f"{error}; install it with: pip install 'ckptz[{extra}]'", name=error.name)
+
+
 def exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` for a package whose public names are imported on first use.
 
@@ -30,7 +35,10 @@ def exports(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(module(f"{package}.{homes[name]}"), name)
+        try:
+            return getattr(module(f"{package}.{homes[name]}"), name)
+        except ModuleNotFoundError as error:
+            raise needs_extra(error, "torch") if error.name == "torch" else error from None
 
     def names() -> list[str]:
         return sorted({*vars(module(package)), *homes})

@@ -16,8 +16,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import safetensors.torch
-import torch
+
+from ckptz import lazy
+
+try:
+    import safetensors.torch
+    import torch
+except ModuleNotFoundError as error:
+    raise lazy.needs_extra(error, "torch") from None
 
 from ckptz.api.apply import apply_
 from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, open_whole

@@ -62,7 +62,9 @@ def require_torch(path: Path) -> Any:
     try:
         import torch  # only torch files need it
     except ImportError:
-        raise ConfigError(f"{path}: torch files need torch; install ckptz[torch]") from None
+        raise ConfigError(
+            f"{path}: torch files need torch; install it with: pip install 'ckptz[torch]'"
+        ) from None
     return torch
 
 

@@ -26,6 +26,14 @@ PATIENCE: Final = 20.0  # seconds without data after which a request fails
 LEAST_RATE: Final = 1 << 16  # bytes per second; a slower server fails
 MAX_UNKNOWN: Final = 4 << 30  # largest file of a server that does not send its length, in bytes
 MAX_PIECE: Final = 1 << 22
+# What a URL of a protocol needs besides ckptz[remote].
+PACKAGES: Final = {
+    "s3": "s3fs",
+    "hf": "huggingface_hub",
+    "gs": "gcsfs",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
 P = ParamSpec("P")
 T = TypeVar("T")
 MAX_READ = 1 << 30  # one read call moves at most about 2 GiB on Linux
@@ -88,9 +96,11 @@ def _check_connection(path: Any) -> None:
 def needs_package(url: str, error: ImportError) -> ConfigError:
     """Return the error for a URL whose protocol needs a missing package."""
     name = getattr(error.__cause__, "name", None) or error.name
-    package = "'ckptz[remote]'" if name in (None, "upath", "fsspec") else name
+    missing = name
+    if name in (None, "upath", "fsspec"):
+        missing = f"'ckptz[remote]' {PACKAGES.get(url.partition('://')[0], '')}".rstrip()
     return ConfigError(
-        f"{url}: needs a package that is not installed; install it with: pip install {package}"
+        f"{url}: needs a package that is not installed; install it with: pip install {missing}"
     )
 
 

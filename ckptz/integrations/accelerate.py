@@ -22,12 +22,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import accelerate
 import numpy as np
-import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedType, load
-from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
+
+from ckptz import lazy
+
+try:
+    import accelerate
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType, load
+    from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NAME, SCHEDULER_NAME
+except ModuleNotFoundError as error:
+    raise lazy.needs_extra(error, "accelerate") from None
 
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.format.file_kinds import SUFFIX

@@ -19,11 +19,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import lightning
-import torch
-from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch import Callback
-from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
+from ckptz import lazy
+
+try:
+    import lightning
+    import torch
+    from lightning.fabric.plugins.io import CheckpointIO, TorchCheckpointIO
+    from lightning.pytorch import Callback
+    from lightning.pytorch.strategies import SingleDeviceXLAStrategy, Strategy, XLAStrategy
+except ModuleNotFoundError as error:
+    raise lazy.needs_extra(error, "lightning") from None
 
 from ckptz.api.read import PathLike
 from ckptz.codec.effort import EffortName

@@ -24,10 +24,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-import transformers
-
 from ckptz import lazy
+
+try:
+    import torch
+    import transformers
+except ModuleNotFoundError as error:
+    raise lazy.needs_extra(error, "trainer") from None
+
 from ckptz.codec.method import MOMENT_ROLES
 from ckptz.codec.tensor import SideInformation, mean_sensitivity_of
 from ckptz.errors import ConfigError, UnsupportedError

@@ -16,10 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import huggingface_hub
-import torch
-from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
-from transformers.utils import is_peft_available
+from ckptz import lazy
+
+try:
+    import huggingface_hub
+    import torch
+    from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+    from transformers.utils import is_peft_available
+except ModuleNotFoundError as error:
+    raise lazy.needs_extra(error, "transformers") from None
 
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, UnsupportedError

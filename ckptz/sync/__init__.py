@@ -10,7 +10,12 @@ They communicate only through the folder, a path or an fsspec URL. See docs/weig
 
 from __future__ import annotations
 
-from ckptz.sync.follower import Follower, Update
-from ckptz.sync.publisher import Publisher, PublishReport
+from ckptz import lazy
+
+try:
+    from ckptz.sync.follower import Follower, Update
+    from ckptz.sync.publisher import Publisher, PublishReport
+except ModuleNotFoundError as error:
+    raise lazy.needs_extra(error, "torch") from None
 
 __all__ = ["Follower", "PublishReport", "Publisher", "Update"]

@@ -355,7 +355,9 @@ def test_a_url_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch
         raise ImportError("no module", name="upath")
 
     monkeypatch.setattr(byte_source.lazy, "module", missing)
-    with pytest.raises(ConfigError, match=r"s3://a/b: needs a package .* pip install 'ckptz\[remote\]'"):
+    with pytest.raises(
+        ConfigError, match=r"s3://a/b: needs a package .* pip install 'ckptz\[remote\]' s3fs$"
+    ):
         path_of("s3://a/b")
 
 

@@ -145,6 +145,26 @@ def test_an_installed_ckptz_is_its_own(installed: Environment, tmp_path: Path) -
 
 
 @pytest.mark.apps  # compiles kernels anew
+@pytest.mark.parametrize(
+    ("code", "extra"),
+    [
+        ("import ckptz.torch", "torch"),
+        ("import ckptz.hooks", "torch"),
+        ("import ckptz.sync", "torch"),
+        ("from ckptz import Checkpointer", "torch"),
+        ("import ckptz.integrations.lightning", "lightning"),
+        ("import ckptz.integrations.trainer", "trainer"),
+        ("import ckptz.integrations.accelerate", "accelerate"),
+        ("import ckptz.integrations.transformers", "transformers"),
+    ],
+)
+def test_a_missing_library_is_named_with_what_installs_it(code: str, extra: str) -> None:
+    missing = ("torch", "lightning", "transformers", "accelerate", "huggingface_hub")
+    setup = f"import sys; sys.modules.update(dict.fromkeys({missing}))"  # None: as if not installed
+    done = subprocess.run([sys.executable, "-c", f"{setup}; {code}"], capture_output=True, text=True)
+    assert done.stderr.rstrip().endswith(f"install it with: pip install 'ckptz[{extra}]'")
+
+
 def test_an_installed_ckptz_round_trips_a_file(installed: Environment, tmp_path: Path) -> None:
     weights = np.random.default_rng(0).normal(size=(64, 96)).astype(np.float32)
     save_file({"weights": weights}, tmp_path / "model.safetensors", metadata={"step": "7"})
