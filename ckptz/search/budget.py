@@ -379,8 +379,8 @@ class Budget:
         if self.relative and not self.in_steps and exact.value < SMALLEST_RELATIVE:
             raise ConfigError(
                 f"{self.name}: the {exact.metric} of the exact tensors is {exact.value:.3g}, and a relative "
-                f"budget needs {SMALLEST_RELATIVE:g} or more; use an absolute one (relative=False, "
-                "--max-drop 0.01 without %)"
+                f"budget needs {SMALLEST_RELATIVE:g} or more; use an absolute one "
+                f"(--budget '{exact.metric}<=0.01', in Python relative=False)"
             )
 
 
