@@ -85,6 +85,11 @@ def heading(name: str) -> str:
         "config": "settings",
         "exact": "value of the exact tensors",
         "values": "measured",
+        "n_only_a": "only in A",
+        "n_only_b": "only in B",
+        "n_values": "plain values",
+        "n_values_changed": "plain values changed",
+        "has_same_metadata": "same metadata",
     }
     return special.get(name) or name.removeprefix("n_").removeprefix("is_").replace("_", " ")
 

@@ -131,7 +131,7 @@ def draw(title: str, about: str, values: Values, marks: Sequence[str], y: Spec, 
     layers: list[Spec] = [{"mark": mark, "encoding": of} for mark in marks]
     if limit is not None:
         once: Spec = {"data": {"values": [{}]}, "encoding": {"y": {"datum": limit[0]}}}
-        text = {"type": "text", "align": "right", "dy": -7, "text": limit[1], "x": "width", "fontSize": 12}
+        text = {"type": "text", "align": "left", "dy": -7, "text": limit[1], "x": 3, "fontSize": 12}
         lines = ({"type": "rule", "strokeDash": [5, 4]}, text)
         layers += [{**once, "mark": {**mark, "color": "var(--bad)", "aria": False}} for mark in lines]
     fit = {"type": "fit", "contains": "padding"}
@@ -169,7 +169,7 @@ def heat_map(title: str, about: str, items: Values, *, is_root: bool) -> list[Ch
     label = (
         "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"  # names differ at the end
     )
-    order = [*sorted({item["layer"] for item in shown} - {"none"}, key=int), "none"]
+    order = ["none", *sorted({item["layer"] for item in shown} - {"none"}, key=int)]
     sums: dict[tuple[str, str, str], list[float]] = {}
     for item in shown:
         of = sums.setdefault((item["group"], item["kind"], item["layer"]), [0.0, 0.0])
@@ -203,12 +203,16 @@ def _legend(values: Sequence[float]) -> Spec | None:
 Section = dict[str, Any]
 AnyReport = Any  # `PageReport` or a part of it; verbs.report imports this module
 Steps = Mapping[str, Sequence["LogEntry"]]
+OWN_PREFIX: Final = "ckptz."  # of keys that adapters add to the metadata
 MARK: Final = "<!doctype html><!-- ckptz report -->"  # identifies a report page, which may be replaced
 MAX_ROWS, MAX_STEPS = 5000, 400  # first rows of a table, last steps of a chart
 RESTORED: Final = ("weights", "state", "weights and state")
 PARTS: Final = dict(zip((*RESTORED, "made exact", "kept for others", "whole step"), COLOURS, strict=True))
 WHOLE: Final = "whole step"
 _NUMBER: Final = re.compile(r"(?<![^._/])\d{1,9}(?![^._/])")
+# Moments of PyTorch's own states are numbered by parameter, not by layer.
+_NUMBERED_STATE: Final = re.compile(r"optimizer\w*\.(\d+\.)?state\.\d+\.")
+MAX_USED: Final = 300.0  # percent of the budget; larger values would compress the axis
 
 
 def page(report: AnyReport) -> str:
@@ -228,7 +232,8 @@ def page(report: AnyReport) -> str:
 def _sections(report: AnyReport) -> Iterator[Section]:
     if len(report.runs) > 1:
         runs = [{**fields_of(run), "entries": None} for run in report.runs]
-        yield {"title": "Side by side", "tables": [_table("The folders", runs)]}
+        tiles = [_size_tile(_last(run.folder), run.tensor_bytes, run.stored_bytes) for run in report.runs]
+        yield {"title": "Side by side", "tiles": tiles, "tables": [_table("The folders", runs)]}
     yield from (_run(run, report.files) for run in report.runs)
     if report.diff:
         yield _changes(report.diff)
@@ -352,6 +357,10 @@ def _run_charts(steps: Steps, metrics: Mapping[str, float]) -> Iterator[Chart]:
     ]
     if ratios:
         about = "Original size / stored size. A whole step includes its residual files."
+        whole = {row["step"]: row["times smaller"] for row in ratios if row["part"] == WHOLE}
+        parts = [row for row in ratios if row["part"] != WHOLE]
+        if all(row["times smaller"] == whole[row["step"]] for row in parts):
+            about, ratios = "Original size / stored size.", parts
         y = number("times smaller", **logarithmic([row["times smaller"] for row in ratios]))
         yield draw("How many times smaller", about, ratios, LINES, y, by="part", known=PARTS)
     measured: dict[tuple[str, str, float], list[Section]] = {}
@@ -421,7 +430,7 @@ def _layer_map(
     """Draw a heat map of tensors (group, name, top, bottom); the first number in a name is its layer."""
     items = []
     for group, name, top, bottom in tensors:
-        number_in_name = _NUMBER.search(name)
+        number_in_name = None if _NUMBERED_STATE.search(name) else _NUMBER.search(name)
         place = {
             "kind": _NUMBER.sub("#", name),
             "layer": str(int(number_in_name[0])) if number_in_name else "none",
@@ -435,7 +444,12 @@ def _file_facts(file: InspectReport) -> dict[str, str]:
     """Return the facts of a file, with the user's metadata but without the keys of a Checkpointer."""
     facts = _facts(file) | {"kind of state": "nested" if file.has_tree else "flat"}
     facts["metadata"] = field_text(
-        "", {k: v for k, v in (file.metadata or {}).items() if k not in INTERNAL_KEYS}
+        "",
+        {
+            k: v
+            for k, v in (file.metadata or {}).items()
+            if k not in INTERNAL_KEYS and not k.startswith(OWN_PREFIX)
+        },
     )
     return {name: text for name, text in facts.items() if name != "has tree"}
 
@@ -497,14 +511,17 @@ def _search(searched: AnyReport) -> Section:
     search, name = searched.search, _last(searched.output)
     rows, values = [], []
     for n, trial in enumerate(search.trials, 1):
-        verdict = "chosen" if trial.config == search.config else "kept" if trial.is_feasible else "broken"
+        verdict = "within the budget" if trial.is_feasible else "over the budget"
+        verdict = "chosen" if trial.config == search.config else verdict
         own = {"n_bytes": None, "judgements": None, "stored_bytes": trial.n_bytes, "verdict": verdict}
         rows.append({"trial": n, **fields_of(trial), **own})
         if trial.drop is not None:
-            used = min(100 * max(trial.drop, 0.0), 300.0)  # larger values would compress the axis
+            used = min(100 * max(trial.drop, 0.0), MAX_USED)
             values.append({"trial": n, "bytes": trial.n_bytes, "used": used, "verdict": verdict})
     values.sort(key=lambda row: row["verdict"] == "chosen")  # drawn last, above an equal one
     about = "Each point is a measured file; points below the line keep the budget."
+    if any(row["used"] == MAX_USED for row in values):
+        about += f" Points at {MAX_USED:.0f} % use that much or more."
     x = number("bytes", scale={"zero": False}, axis={**BYTES["axis"], "tickCount": 4})
     y = number("used", "% of the budget used")
     how: Section = {"by": "verdict", "limit": (100.0, "budget"), "detail": {"field": "trial"}}

@@ -99,7 +99,7 @@ def test_a_hidden_file_is_told_from_others_and_its_raw_bytes_are_not_counted(run
     assert report.stored_bytes == sum(e.stored_bytes for e in report.entries)
     assert "full, hidden" in cli("log", run).stdout
     assert "part: kept for others" in marks(charts(html)["Size of each step"])[0]
-    assert len(marks(charts(html)["How many times smaller"])) == 4  # two steps, each in all and its weights
+    assert len(marks(charts(html)["How many times smaller"])) == 2  # of two steps, in all
 
 
 def test_a_page_loads_nothing_and_runs_only_its_own_script(html: str) -> None:
@@ -370,6 +370,16 @@ def test_steps_of_training_lost_are_said_as_steps() -> None:
     lost |= {"lower_is_better": True, "exact": 0.0, "measured": 2.5, "is_met": True, "date": ""}
     record = msgspec.convert(lost, QualityRecord)
     assert quality_text(record) == "2.5 steps of training lost (limit 5)"
+
+
+def test_numbers_of_parameters_are_no_layers(tmp_path: Path) -> None:
+    tensors = {f"optimizer.state.{i}.exp_avg": np.full(4, i, np.float32) for i in range(3)}
+    save_file(tensors, tmp_path / "state.safetensors")
+    cli("compress", tmp_path / "state.safetensors")
+    drawn = charts(ckptz.report(tmp_path / "state.ckptz").html)["Stored bits per parameter"]
+    (cell,) = [said for said in marks(drawn) if "kind: " in said]
+    assert "layer: none" in cell
+    assert "kind: optimizer.state.#.exp_avg" in cell
 
 
 def test_a_model_of_very_many_layers_is_summed_by_kind(tmp_path: Path) -> None:
