@@ -2,7 +2,8 @@
 
     python -m bench.core.figures     exit 1 if a figure has no source, or its source has another value
 
-A figure is a ratio (`12.2x`, `3.6 times`), a share (`+0.24 %`), a speed (`103 MB/s`), a number of points, or
+A figure is a ratio (`12.2x`, `3.6 times`), a share (`+0.24 %`), a speed (`103 MB/s`), a number of points, of
+milliseconds or of bytes by powers of two (`64 MiB`), or
 a number with two decimals or more such as `0.254`; lists and ranges before a unit count (`0.7 and 1.2 %`).
 Code is left out, but for what `console` blocks show, and so are tables that `bench.core.report` copies and
 versions behind a name (`Python 3.11`).
@@ -34,7 +35,7 @@ from bench.core.measure import BENCH, read_rows
 ROOT: Final = BENCH.parent
 FIGURES: Final = BENCH / "figures.csv"
 NUMBER: Final = r"[-+]?\d[\d,]*(?:\.\d+)?"
-UNIT: Final = r"(?:x(?!\w)|%|[kMGT]B/s|times(?! table)|points)"
+UNIT: Final = r"(?:x(?!\w)|%|ms|[KMG]iB|[kMGT]B/s|times(?! table)|points)"
 FIGURE: Final = re.compile(
     rf"(?<![\w.,/-])(?<![\w.,/]-)({NUMBER})(?=(?:,?\s(?:to|and|or)\s{NUMBER})*\s?{UNIT})"
     r"|(?<![\w.,/])([-+]?\d+\.\d{2,})(?![\w.])"

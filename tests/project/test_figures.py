@@ -24,7 +24,7 @@ def test_the_tables_of_the_pages_are_those_of_the_results() -> None:
     [
         ("12.2x smaller, +0.24 % and 1,601 MB/s", ["12.2", "+0.24", "1,601"]),
         ("ended 0.7 and 1.2 % higher, -0.1 to +2.4 % at 3.6 times", ["0.7", "1.2", "-0.1", "+2.4", "3.6"]),
-        ("0.254 of fp32, 512 KiB of step-0200, 4 tables", ["0.254"]),
+        ("0.254 of fp32, 512 KiB of step-0200, 4 tables, 24 ms", ["0.254", "512", "24"]),
         ("`--budget 1%`, Python 3.11, [2 %](a.md#1%)", ["2"]),
         ("```python\nx = 0.25\n```\n```console\n$ ckptz --budget 1%\n1.22x\n```", ["1.22"]),
     ],
