@@ -9,6 +9,7 @@ out of the folder that is written.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -222,7 +223,7 @@ def stage_carried(files: Publication, carried: Sequence[Carried], folder: Path) 
 
 InputKind = Literal["safetensors", "ckptz", "torch", "folder", "dcp"]
 NOTED_BYTES: Final = 1 << 20  # a carried state of this size affects the ratio, and gets a note
-_NUMBERED: Final = re.compile(r"(.+)-\d+-of-\d+")
+_NUMBERED: Final = re.compile(r"(.+)-(\d+)-of-(\d+)", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,6 +370,7 @@ def _find_layout(folder: Path) -> _Layout:
         if indexes:
             return _read_index(folder, indexes[0])
         if files:
+            _check_numbered(folder, files)
             return _Layout(tuple(files))
     if packed := [name for name in names if name.endswith(SUFFIX)]:
         raise ConfigError(f"{folder}: a folder of {SUFFIX} files; name one of them, such as {packed[0]}")
@@ -376,6 +378,24 @@ def _find_layout(folder: Path) -> _Layout:
         f"{folder}: no tensors in this folder: no *{PLAIN_SUFFIX}, no *model*{TORCH_SHARD_SUFFIX}, no index "
         "of such files; name the files themselves, or their folder"
     )
+
+
+def _check_numbered(folder: Path, files: Sequence[str]) -> None:
+    """Check that no shard of a numbered checkpoint is missing, because a part of a model is no checkpoint.
+
+    Raises:
+        FileNotFoundError: one is missing; the message names it.
+    """
+    numbers: dict[tuple[str, str, str], set[int]] = {}
+    for file in files:
+        if match := _NUMBERED.fullmatch(Path(file).stem):
+            name, number, total = match.groups()
+            numbers.setdefault((name, total, Path(file).suffix), set()).add(int(number))
+    for (name, total, suffix), present in numbers.items():
+        if len(present) < int(total):
+            number = next(i for i in itertools.count(1) if i not in present)
+            missing = folder / f"{name}-{number:0{len(total)}}-of-{total}{suffix}"
+            raise FileNotFoundError(ENOENT, "a shard of the model is missing", str(missing))
 
 
 def _read_index(folder: Path, index_file: str) -> _Layout:

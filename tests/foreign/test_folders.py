@@ -456,3 +456,22 @@ def test_a_cut_state_is_named(run_folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(CkptzError, match=r"optimizer\.pt: .*try an intact copy"):
         open_input(run_folder)
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_numbered_shards_without_an_index_are_complete_or_refused(tmp_path: Path, suffix: str) -> None:
+    torch = pytest.importorskip("torch")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for i in (1, 2, 3):
+        path, values = folder / f"pytorch_model-0000{i}-of-00003.{suffix}", np.full(2, i, np.float32)
+        if suffix == "safetensors":
+            save_file({f"w{i}": values}, path)
+        else:
+            torch.save({f"w{i}": torch.from_numpy(values)}, path)
+    ckptz.compress(folder, output=tmp_path / "packed")
+    second = f"pytorch_model-00002-of-00003.{suffix}"
+    (folder / second).unlink()
+    with pytest.raises(FileNotFoundError, match=second):
+        ckptz.compress(folder, output=tmp_path / "half")
+    assert not (tmp_path / "half").exists()
