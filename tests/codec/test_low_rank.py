@@ -212,7 +212,7 @@ class Run:
 
 
 def saved(folder: Path, run: Run, steps: tuple[int, ...] = (20, 35), **options: Any) -> None:
-    options = {"config": Grid(), "keep": LOSSY, "background": False, **options}
+    options = {"config": Grid(), "keep": LOSSY, "background": False, "jobs": 1, **options}
     with Checkpointer(folder, run.model, run.optimizer, **options) as saver:
         for step in steps:
             run.train(15)

@@ -296,7 +296,7 @@ def test_optimizers_that_count_no_updates_are_measured_by_the_steps_of_saves() -
 
 def saved(folder: Path, run: Run, steps: tuple[int, ...] = (50, 65), **options: Any) -> Checkpointer:
     """Save at steps, after as much training each time; the Checkpointer is closed."""
-    given = {"config": Grid(), "keep": LOSSY, "background": False, **options}
+    given = {"config": Grid(), "keep": LOSSY, "background": False, "jobs": 1, **options}
     saver, done = Checkpointer(folder, run.model, run.optimizer, **given), 0
     with saver:
         for step in steps:
