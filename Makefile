@@ -35,7 +35,8 @@ test-slow: $(DEV) ## the exhaustive sweeps
 # Tests that give the parsers every kind of bytes; compiled kernels are not counted.
 PARSER_TESTS := tests/format tests/hostile tests/api/test_together.py tests/api/test_groups.py \
 	tests/codec/test_effort.py tests/codec/test_eight_bit_codes.py tests/codec/test_low_rank.py tests/sync/test_sync_sparse.py \
-	tests/training/test_checkpointer.py tests/training/test_moves.py
+	tests/training/test_checkpointer.py tests/training/test_moves.py \
+	tests/integrations/test_moved.py::test_chains_of_whole_checkpoints_move_weights
 
 coverage: $(DEV) ## branches of the parsers that no test takes: fails if there is one
 	$(BIN)/python -m coverage run -m pytest -m "not slow" $(PARSER_TESTS)
