@@ -57,6 +57,7 @@ from ckptz.training.curve import Curve
 from ckptz.training.device import code_where_they_live
 from ckptz.training.files import LossSettings, StepReader, StepState, StepWriter, memory_for_last
 from ckptz.training.frozen import FrozenId, frozen_weights, with_frozen
+from ckptz.training.in_place import tensors_in
 from ckptz.training.optimizers import (
     bound_first_moments,
     check_optimizers_fit,
@@ -265,7 +266,9 @@ class Checkpointer:
         self._turns = Turns()
         is_all_exact = not is_lossless and keep.exact != 0 and keep.by_kind["weights"].is_within(keep.exact)
         self._note_on_keep = (ALL_EXACT,) * is_all_exact
-        self._at: int | None = None
+        self._at: int | None = None  # the step that was saved or restored last
+        self._seen: int | None = None  # the last step of `maybe_save`, or the restored one
+        self._at_versions: list[tuple[int, int]] = []  # of the tensors when `_at` was saved or restored
         self._unreadable: frozenset[int] = frozenset()  # later steps that `restore_latest` could not read
         self._last: SaveReport | None = None
 
@@ -298,6 +301,7 @@ class Checkpointer:
         self._store.lock()
         waited = time.perf_counter() - start
         if step == self._at:
+            self._warn_if_changed(step)
             return
         aside = self._make_way(step)
         on_metric = () if metric is None or not self._expected else self._curve.add(step, metric)
@@ -307,6 +311,7 @@ class Checkpointer:
         except CkptzError as error:
             raise with_context(error, f"{self._store.name}: step {step} was not saved") from error
         self._schedule.mark(self._optimizers, step)
+        self._at_versions = self._versions()
         search = None
         if self._search is not None:
             method, search = self._searched(self._search, taken, method, step)
@@ -359,7 +364,7 @@ class Checkpointer:
         return notes
 
     def maybe_save(self, step: int, *, metric: float | None = None) -> bool:
-        """Save the step if it is a multiple of `every`; see `save`.
+        """Save the step if it is a multiple of `every`, or the first one seen after a multiple; see `save`.
 
         Returns:
             True if the step was saved.
@@ -368,10 +373,22 @@ class Checkpointer:
             raise ConfigError("maybe_save needs to know when: give the Checkpointer every=N, or call save")
         step = checked_step(step)
         self._in_turn(f"maybe_save({step})", functools.partial(self._look, step))
-        if step % self._every:
+        before = step - 1 if self._seen is None else self._seen
+        self._seen = step
+        if step % self._every and step // self._every <= before // self._every:
             return False
         self.save(step, metric=metric)
         return True
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Return the address of each tensor of the run, and how often torch has written to it."""
+        parts = [model_state(self.model), optimizer_state(self.model, self._optimizers)]
+        return [(one.data_ptr(), one._version) for one in tensors_in(parts) if not one.is_inference()]
+
+    def _warn_if_changed(self, step: int) -> None:
+        if self._at_versions != self._versions():
+            what = f"step {step} is complete already, and the run has changed since: it is not saved again"
+            warnings.warn(f"{what}; save it as a later step", RuntimeWarning, stacklevel=6)
 
     def _look(self, step: int) -> None:
         """Lock the folder at the first step, and record the weights for momentum correction."""
@@ -642,6 +659,7 @@ class Checkpointer:
             )
         return self._in_turn(f"restore({step})", lambda: self._restore(step, weights_only, strict))
 
+    @torch.inference_mode(False)  # training cannot write to tensors that were made in this mode
     def _restore(self, step: int, weights_only: bool = False, strict: bool = True) -> int:
         self._wait()
         check_there(self._store, step, weights_only)
@@ -666,6 +684,7 @@ class Checkpointer:
         if rest is not None:
             set_random_state(rest["rng"])
             self._at, n_restores = step, rest.get(RESTORES)
+            self._seen, self._at_versions = step, self._versions()
             self._unreadable = frozenset()
             before = n_restores if isinstance(n_restores, int) and 0 <= n_restores < MAX_STEP else 0
             self._n_restores = before + (not restored.is_exact)

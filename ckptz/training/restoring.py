@@ -101,7 +101,7 @@ def _opened(store: StepStore, files: Sequence[StepFile]) -> Iterator[list[StepRe
     with contextlib.ExitStack() as stack:
         readers = [StepReader(stack.enter_context(store.opened(file))) for file in files]
         for file, reader in zip(files, readers, strict=True):
-            if file.is_exact and reader.step != file.step:
+            if reader.step != file.step:
                 raise CorruptionError(f"{reader.name}: holds step {reader.step}; it was renamed")
         weights, *states = readers
         for state in states:

@@ -388,7 +388,7 @@ def random_state() -> RandomState:
     """Return the state of all generators, including those of CUDA devices in use."""
     version, words, gauss = random.getstate()
     state: RandomState = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "numpy": _numpy_state(),
         "torch": torch.get_rng_state(),
     }

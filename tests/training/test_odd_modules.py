@@ -159,3 +159,50 @@ def test_an_extra_that_contains_itself_is_refused_by_name(tmp_path: Path) -> Non
         pytest.raises(ConfigError, match=r"'cycle\.0.*a part of itself"),
     ):
         checkpointer.save(1)
+
+
+def test_steps_that_jump_over_a_multiple_are_saved(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, nn.Linear(1, 1), every=10) as checkpointer:
+        assert [step for step in range(1, 46, 4) if checkpointer.maybe_save(step)] == [13, 21, 33, 41]
+    with Checkpointer(tmp_path, nn.Linear(1, 1), every=10) as checkpointer:
+        checkpointer.restore_latest()
+        assert [step for step in range(45, 60, 4) if checkpointer.maybe_save(step)] == [53]
+
+
+def test_a_second_save_of_a_step_warns_if_the_run_has_changed(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    with Checkpointer(tmp_path, model) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.save(1)  # the same state, at the end of a loop
+        with torch.no_grad():
+            model.weight += 1
+        with pytest.warns(RuntimeWarning, match="step 1 is complete already"):
+            checkpointer.save(1)
+
+
+def test_a_step_that_was_renamed_is_not_restored_as_another(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, nn.Linear(1, 1)) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step)
+    for file in tmp_path.glob("step-00000001*"):
+        file.rename(tmp_path / file.name.replace("1", "9"))
+    with (
+        Checkpointer(tmp_path, nn.Linear(1, 1)) as checkpointer,
+        pytest.warns(RuntimeWarning, match="renamed"),
+    ):
+        assert checkpointer.restore_latest() == 2
+
+
+def test_training_goes_on_after_a_restore_in_inference_mode(tmp_path: Path) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.save(1)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer, torch.inference_mode():
+        checkpointer.restore_latest()
+    train(model, optimizer)
