@@ -137,6 +137,10 @@ class Registration:
         if torch.cuda.is_available():
             live["torch_cuda_manual_seed"] = torch.cuda.get_rng_state_all()
         saved = {name: saved.get(name) for name in live}
+        for states in (saved, live):  # one note for the 625 words of Python's generator, not one for each
+            if isinstance(states["random_state"], tuple):
+                version, words, gauss = states["random_state"]
+                states["random_state"] = version, np.array(words), gauss
         yield from differences(fingerprint(saved), fingerprint(live), path.name)
 
     def chain(self, i: int) -> Chain:

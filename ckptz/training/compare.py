@@ -55,7 +55,7 @@ def differences(saved: Any, live: Any, name: str = "") -> Iterator[str]:
         prefix = f"{name}." if name else ""
         for key in saved.keys() ^ live.keys():
             yield f"{prefix}{key}: {'not restored' if key in saved else 'was not saved'}"
-        for key in saved.keys() & live.keys():
+        for key in filter(live.__contains__, saved):  # in the order of the file, as notes name the first ones
             yield from differences(saved[key], live[key], f"{prefix}{key}")
     elif _is_list(saved) and _is_list(live) and len(saved) == len(live):
         for i, (one, other) in enumerate(zip(saved, live, strict=True)):
