@@ -190,8 +190,6 @@ class FilePlan:
     def _planned(
         self, name: str, base: TensorSource | None, context_tensors: ContextTensors, run: MapFunction
     ) -> TensorPlan:
-        if not self.tensors[name].n_patterns:
-            return TensorPlan(exact_plan(self.tensors[name].dtype))
         encoding = self.recipes[name].plan(self._tensor_to_encode(name, base, context_tensors, run))
         return replace(encoding, huffman_margin=self.effort.huffman_margin)
 

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "sparse": (with_state(ONES.to_sparse()), UnsupportedError, f"{HOOK}': a sparse_coo tensor"),
     "meta": (with_state(torch.empty(2, device="meta")), UnsupportedError, f"{HOOK}': a tensor on device"),
     "key": (with_state({Settings(): 1}), UnsupportedError, rf"{HOOK}\.key': a value of type"),
-    "cycle": (lambda: save_state(itself(), "new"), ConfigError, "contains itself"),
+    "cycle": (lambda: save_state(itself(), "new"), ConfigError, "a part of itself"),
     "plain state": (lambda: load_state("a.safetensors"), FormatError, "not a .ckptz file; read it with"),
     "state gone": (lambda: load_state("gone"), FileNotFoundError, ""),
     # reading
