@@ -14,6 +14,7 @@ strides and device that it had.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -36,8 +37,8 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
     """Return the state of optimizers by parameter name; tensors share the optimizers' memory.
 
     Raises:
-        ConfigError: an optimizer has parameters that the model does not have, or that another one has too, or
-            state that is in no form of torch's.
+        ConfigError: an optimizer has parameters that the model does not have, or that another one has too,
+            state that is in no form of torch's, or tensors that are parts of others.
     """
     names = parameter_names(model) if optimizers else {}
     state: dict[str, Any] = {"optimizer": {}, "classes": [], "groups": []}
@@ -58,10 +59,38 @@ def optimizer_state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[s
         for name, parameter in zip(own_names, _parameters(optimizer), strict=True):
             if elsewhere := _elsewhere(named.get(name, {}), parameter.device):
                 devices[name] = elsewhere
+    _check_apart(state)
     is_told_by_members = len(more) <= 1 or all(group[PARAMS] for group in state["groups"])
     if not is_told_by_members or any(one["loose"] or one["other"] for one in more):
         state[MORE] = more
     return state | ({DEVICES: devices} if devices else {})
+
+
+def _check_apart(state: Mapping[str, Any]) -> None:
+    """Check that no tensor of optimizers is a part of another, such as a view of a flat buffer.
+
+    `load_state_dict` of torch makes them separate tensors, which training then changes separately.
+
+    Raises:
+        ConfigError: two dense tensors overlap in memory, and are not the same.
+    """
+    spans: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    for name, tensor in _leaves({key: state[key] for key in ("optimizer", "groups")}):
+        if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
+            continue
+        n_spanned = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        if n_spanned == tensor.numel():
+            begin, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+            spans.setdefault(storage, []).append((begin, begin + tensor.nbytes, name, tensor))
+    for parts in spans.values():
+        parts.sort(key=lambda part: part[:2])
+        for (_, end, name, tensor), (begin, _, other_name, other) in itertools.pairwise(parts):
+            if begin < end and identity_of(tensor) != identity_of(other):
+                raise ConfigError(
+                    f"optimizer state {name!r} and {other_name!r} overlap in memory; torch restores them as "
+                    "separate tensors, so training would go on differently: keep only one of them in the "
+                    "optimizer's state, and make the other from it"
+                )
 
 
 def _split(

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ckptz import Checkpointer, Grid
+from ckptz.errors import ConfigError
 
 
 class CountsOnce(torch.optim.Optimizer):
@@ -179,3 +180,42 @@ def test_extras_share_memory_as_when_they_were_saved(tmp_path: Path) -> None:
         assert is_exact(checkpointer)
     assert extra["a"] is extra["b"]
     assert extra["c"].tolist() == [0, 0]
+
+
+class FlatBuffer(torch.optim.SGD):
+    """Keeps momentum as views of one buffer, which is in the group."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), 0.01)
+        for group in self.param_groups:
+            sizes = [parameter.numel() for parameter in group["params"]]
+            group["flat"] = torch.zeros(sum(sizes))
+            for parameter, part in zip(group["params"], group["flat"].split(sizes), strict=True):
+                self.state[parameter]["momentum_buffer"] = part.view_as(parameter)
+
+
+def test_parts_of_one_buffer_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    with (
+        Checkpointer(tmp_path, model, FlatBuffer(model)) as checkpointer,
+        pytest.raises(ConfigError, match=r"'optimizer.weight.momentum_buffer' and 'groups.0.flat' overlap"),
+    ):
+        checkpointer.save(1)
+
+
+def test_columns_of_one_buffer_are_apart(tmp_path: Path) -> None:
+    model = nn.Linear(1, 3, bias=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    train_columns(model, optimizer)
+    with Checkpointer(tmp_path, model, optimizer) as checkpointer:
+        checkpointer.save(1)
+        checkpointer.restore(1)
+        assert is_exact(checkpointer)
+
+
+def train_columns(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make both moments columns of one matrix, which have no element in common."""
+    columns = torch.rand(3, 2)
+    (parameter,) = model.parameters()
+    state = {"step": torch.ones(()), "exp_avg": columns[:, :1], "exp_avg_sq": columns[:, 1:]}
+    optimizer.state[parameter] = state
