@@ -106,7 +106,7 @@ CALLERS = {
     "ungroup": {"format/decode.py"},
     "context_counts": {"format/decode.py", "codec/contexts.py"},
     "context_histogram": {"codec/tensor_plan.py"},
-    "lookup": {"format/values.py"},
+    "lookup": {"format/values.py", "codec/eight_bit.py"},  # codes of a byte in a table of 256 values
     "add_linear": {"format/values.py"},
     "add_bits": {"format/values.py"},
     "outer_product": {"format/plan.py", "codec/moment_codes.py"},

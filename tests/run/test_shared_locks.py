@@ -236,7 +236,7 @@ def test_a_lease_that_nobody_uses_ends_and_is_taken_at_once(tmp_path: Path) -> N
     end = time.monotonic() + 5
     while threading.active_count() > n_threads and time.monotonic() < end:
         time.sleep(0.01)
-    assert threading.active_count() == n_threads
+    assert threading.active_count() <= n_threads  # threads of earlier tests may have ended
 
 
 def test_a_lease_of_a_namesake_elsewhere_is_respected(tmp_path: Path) -> None:

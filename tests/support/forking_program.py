@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ckptz import Checkpointer, Grid, KeepPolicy, Moments
 from ckptz.codec.low_rank import low_rank
-from ckptz.codec.rounding import Feedback
+from ckptz.codec.rounding import ColumnRounding
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.torch import save
@@ -77,7 +77,7 @@ def factors(n_forks: int) -> None:
 
     def work() -> None:
         low_rank(source, None, 3.0)
-        Feedback.of(inputs)
+        ColumnRounding.of(inputs)
 
     expected = low_rank(source, None, 3.0)
     forks_while(work, n_forks)
