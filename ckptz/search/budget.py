@@ -532,9 +532,10 @@ def load_searched(path: Path) -> Method:
         document = strict_json(path.read_bytes(), "report")
         search = document["files"][-1]["search"]
         method, settings = search["method"], search["config"]
-    except (CkptzError, KeyError, TypeError, IndexError):
-        what = "it contains no settings; use a TOML file or the output of compress --eval --json"
-        raise ConfigError(f"{path}: {what}") from None
+    except (CkptzError, KeyError, TypeError, IndexError) as error:
+        what = error if isinstance(error, CkptzError) else "it contains no settings"
+        remedy = "use a TOML file or the output of compress --eval --json"
+        raise ConfigError(f"{path}: {what}; {remedy}") from None
     if settings is None:
         raise ConfigError(f"{path}: its search found no settings that keep the budget")
     if type(method) is not str or method not in METHODS:

@@ -89,7 +89,8 @@ def read_step(
             return read(readers[0], readers[1] if readers[1:] else None), not inexact
 
     if exact == lossy:
-        (parts, is_exact), note = read_all(lossy), None
+        parts, is_exact = read_all(lossy)
+        note = None if is_exact else f"step {step} is lossy: it has no residual files"
     else:
         (parts, is_exact), note = with_fallback(exact, lossy, read_all, f"{store.name}: step {step} is")
     return parts, Restored(step=step, is_exact=is_exact, notes=() if note is None else (note,))

@@ -383,7 +383,7 @@ def test_rows_without_gradients_are_pruned_by_magnitude_and_not_all(folder: Path
         ),
         (("--dry-run", "--chain", "--method", "grid"), "dry run"),
         (("--method", "grid", "--method", "kmeans"), "several --method are only for --dry-run"),
-        (("--config", "{f}/evaluate.py"), "no settings"),
+        (("--config", "{f}/evaluate.py"), "not valid JSON"),
         (("--config", "{f}/code.json"), "unknown setting 'eval'"),
         (("--config", "{f}/plan.toml", "--method", "grid"), "which configures kmeans"),
         (("--set", "levels"), "is not KEY=VALUE"),

@@ -87,6 +87,8 @@ def test_the_newest_steps_are_exact(
     for step in range(1, N_SAVED + 1):
         run, checkpointer = resumed(tmp_path, step)
         assert checkpointer.restored.is_exact == (step in wanted)
+        is_named = any("no residual files" in note for note in checkpointer.restored.notes)
+        assert is_named == (step not in wanted)
         assert (run.step() == losses[step + 1]) == (step in wanted)
 
 
