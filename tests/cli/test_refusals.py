@@ -5,6 +5,7 @@ All are run in one folder, `scene`, from names in it.
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,7 @@ def test_what_is_refused_is_one_line_and_leaves_everything(
     line: str, code: int, words: str, scene: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(scene)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of evaluate.py
     before = files_in(scene)
     run = ckptz(*shlex.split(line), fails=True)
     assert run.exit_code == code
