@@ -40,7 +40,7 @@ from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.written import Written
 from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.guidance.parameter_names import ParameterNames
-from ckptz.guidance.side_information import SideInformationFiles, check_files
+from ckptz.guidance.side_information import UNCALIBRATED, SideInformationFiles, check_files
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.links import link_chain
@@ -591,7 +591,9 @@ class _Compression:
             base = None
             notes.append("full file: no tensor is smaller as a delta to the base")
         notes.extend(_search_notes(search) if search else ())
-        notes.extend(written.notes)
+        # The side information of a search does not matter to a file without loss.
+        is_exact = search is not None and search.is_met is False
+        notes.extend(note for note in written.notes if not (is_exact and note == UNCALIBRATED))
         notes.extend(_base_differences(opened, base))
         return CompressReport(
             input=opened.name,

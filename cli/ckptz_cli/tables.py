@@ -399,7 +399,10 @@ def _settings(config: Mapping[str, Any]) -> list[str]:
 
 
 def _outcome(trial: TrialReport) -> tuple[str, ...]:
-    values = " ".join("not finite" if value is None else f"{value:.6g}" for value in trial.values)
+    numbers = ["not finite" if value is None else f"{value:.6g}" for value in trial.values]
+    if len(numbers) > 1:
+        numbers = [f"{one.metric} {number}" for one, number in zip(trial.judgements, numbers, strict=True)]
+    values = "; ".join(numbers)
     changes = "; ".join(map(judged_text, trial.judgements))
     used = "-" if trial.drop is None else f"{trial.drop:.0%} of the budget"
     return format_bytes(trial.n_bytes), values, changes, used, f"{trial.seconds:.1f} s"

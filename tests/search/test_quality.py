@@ -1,6 +1,7 @@
 """Qualities beyond a loss: agreement of logits, resumed training, several budgets, and what they refuse."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -365,7 +366,11 @@ def test_the_command_keeps_several_budgets(folder: Path) -> None:
     evals = ("--eval", "{f}:logits", "--eval", "{f}:loss", "--eval", "resume={f}:resume")
     texts = ("kl<=5e-3", "top1>=0.9", "loss<=5%", "resume <= 5%")
     budgets = [word for text in texts for word in ("--budget", text)]
-    (report,) = run(folder, *evals, *budgets, "--set", "search.resume_steps=4", "--json").json["files"]
+    shown = run(folder, *evals, *budgets, "--set", "search.resume_steps=4", "--json")
+    (tried, *_) = (line for line in shown.stderr.splitlines() if line.startswith("ckptz: tried "))
+    for metric in ("kl", "top1", "loss", "resume"):
+        assert re.search(rf"\b{metric} \d", tried)
+    (report,) = shown.json["files"]
     found = report["search"]["quality"]
     assert [one["metric"] for one in found] == ["kl", "top1", "loss", "resume", "steps_lost"]
     assert [one["promise"] for one in found] == ["quality-drop"] * 3 + ["resume-gap"] * 2

@@ -297,6 +297,7 @@ def test_a_budget_that_nothing_meets_gives_a_lossless_file_and_exit_code_6(folde
     run = ckptz("compress", source, "-o", output, *options, fails=True)
     assert run.exit_code == 6
     assert "without loss" in run.stderr
+    assert "no calibration given" not in run.stderr
     ckptz("verify", output, "--against", source)
     facts = ckptz("inspect", output, "--json").json
     assert facts["quality"] == []
