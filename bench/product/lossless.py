@@ -86,6 +86,7 @@ def size_rows(kind: str, tensors: Tensors, peer_bytes: Mapping[str, int]) -> lis
     raw = n_bytes(tensors)
     sizes = {
         "ckptz, whole file": len(codecs.write_file(tensors)),
+        "ckptz, whole file, small": len(codecs.write_file(tensors, effort="small")),
         "ZipNN 0.5.4, one blob": peer_bytes["zipnn"],
         "OpenZL 0.3.0, one blob": peer_bytes["openzl"],
         "BigSmall 4.0.0, whole file": peer_bytes["bigsmall"],
