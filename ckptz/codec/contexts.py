@@ -80,7 +80,8 @@ class Sorted:
 
     Attributes:
         planes: the byte planes [k, n].
-        counts: occurrences of each code in each row of each plane [k * n_rows, 256].
+        counts: occurrences of each code in each row of each plane [k * n_rows, 256], which `saved_bits` and
+            `encode` overwrite.
         part_rows: number of rows of `counts` up to the end of each part [k * m].
     """
 

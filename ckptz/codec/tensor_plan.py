@@ -96,7 +96,7 @@ def share_tables(
     """
     ends = np.array([len(counted.counts)])
     group_of, sums, _ = planning().merge_rows(
-        counted.counts, ends, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
+        counted.counts.copy(), ends, most, TABLE_COST_BITS, TABLE_COST_BITS_PER_SYMBOL
     )
     # Unused contexts get the table of the context before them, so that runs of equal tables are long.
     before = np.searchsorted(counted.contexts, np.arange(n_contexts), side="right") - 1

@@ -62,13 +62,12 @@ def _merge_rows(
     most: int,
     table_bits: float,
     symbol_bits: float,
-    sums: Any,
     work: Any,
     links: Any,
     group_of: Any,
     group_ends: Any,
 ) -> None:
-    """Merge rows as `merge_rows` describes; `sums` is a copy of `counts`, `work` and `links` are [2, n]."""
+    """Merge rows as `merge_rows` describes; `work` and `links` are [2, n]."""
     begin, n_before = 0, 0
     for t in range(len(row_ends)):
         end = row_ends[t]
@@ -83,7 +82,7 @@ def _merge_rows(
                 n_groups += 1
                 if before >= 0:
                     links[0, before] = k
-                    work[1, before] = _row_bits(sums, before, k, table_bits, symbol_bits)
+                    work[1, before] = _row_bits(counts, before, k, table_bits, symbol_bits)
                 before = k
         while n_groups > 1:
             best: Any = NONE
@@ -97,23 +96,23 @@ def _merge_rows(
                 break
             after = links[0, best]
             for j in range(256):
-                sums[best, j] += sums[after, j]
+                counts[best, j] += counts[after, j]
             work[0, best] = work[1, best]
             links[1, after] = best
             links[0, best] = links[0, after]
             n_groups -= 1
             if links[0, best] < end:
-                work[1, best] = _row_bits(sums, best, links[0, best], table_bits, symbol_bits)
+                work[1, best] = _row_bits(counts, best, links[0, best], table_bits, symbol_bits)
             for k in range(best - 1, begin - 1, -1):
                 if links[1, k] == k:
-                    work[1, k] = _row_bits(sums, k, best, table_bits, symbol_bits)
+                    work[1, k] = _row_bits(counts, k, best, table_bits, symbol_bits)
                     break
         group = n_before - 1
         for k in range(begin, end):
             if links[1, k] == k:
                 group += 1
                 for j in range(256):
-                    sums[group, j] = sums[k, j]
+                    counts[group, j] = counts[k, j]
             group_of[k] = group if group > n_before else n_before
         n_before = (group if group > n_before else n_before) + 1
         group_ends[t] = n_before
@@ -124,6 +123,8 @@ def merge_rows(
     counts: Counts, row_ends: Counts, most: int, table_bits: float, symbol_bits: float
 ) -> tuple[Counts, Counts, Counts]:
     """Merge adjacent rows of counts [n, 256] greedily, while that saves bits or a part exceeds `most` groups.
+
+    `counts` is overwritten, as a copy of many small tensors takes as long as merging.
 
     A group costs its ideal code, `table_bits`, and `symbol_bits` for each symbol that occurs in it. Empty
     rows join the group before them.
@@ -139,11 +140,11 @@ def merge_rows(
         The group of each row [n], the counts of each group [n_groups, 256], and the end of each part's
         groups [m].
     """
-    n, sums = len(counts), counts.copy()
+    n = len(counts)
     group_of, group_ends = np.empty(n, np.int64), np.empty(len(row_ends), np.int64)
     work, links = np.empty((2, n)), np.empty((2, n), np.int64)
-    _merge_rows(counts, row_ends, most, table_bits, symbol_bits, sums, work, links, group_of, group_ends)
-    return group_of, sums[: group_ends[-1]], group_ends
+    _merge_rows(counts, row_ends, most, table_bits, symbol_bits, work, links, group_of, group_ends)
+    return group_of, counts[: group_ends[-1]], group_ends
 
 
 @kernel

@@ -423,10 +423,10 @@ def test_rows_are_merged_while_one_table_for_both_costs_less(seed: int, n_parts:
     counts = rng.poisson(rng.choice([0.0, 0.02, 5.0], (12 * n_parts, 1)), (12 * n_parts, 256))
     counts[::12, 0] += 1
     ends = 12 * np.arange(1, n_parts + 1)
-    group_of, sums, group_ends = cpu_kernels().merge_rows(counts, ends, 4, 40.0, 6.0)
+    group_of, sums, group_ends = cpu_kernels().merge_rows(counts.copy(), ends, 4, 40.0, 6.0)
     for k in range(n_parts):
         rows = slice(12 * k, 12 * k + 12)
-        alone = cpu_kernels().merge_rows(counts[rows], ends[:1], 4, 40.0, 6.0)
+        alone = cpu_kernels().merge_rows(counts[rows].copy(), ends[:1], 4, 40.0, 6.0)
         begin = group_ends[k - 1] if k else 0
         np.testing.assert_array_equal(group_of[rows], alone[0] + begin)
         np.testing.assert_array_equal(sums[begin : group_ends[k]], alone[1])
