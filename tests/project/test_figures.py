@@ -55,6 +55,8 @@ def test_a_figure_of_another_value_or_without_a_source_is_named(
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     monkeypatch.setattr(figures, "FIGURES", table)
     monkeypatch.setattr(figures, "pages", lambda: [page])
+    measured = [{"method": "ckptz grid", "loss resumed": "-0.191 %"}]
+    monkeypatch.setattr(figures, "read_rows", lambda table: measured)
     assert said in "\n".join(figures.faults())
     assert bool(said) == bool(list(figures.faults()))
     page.write_text("It is 99 % larger.\n")
