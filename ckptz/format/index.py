@@ -206,6 +206,11 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
                 yield inline_name(level, position), entry
 
 
+def is_reserved(name: str) -> bool:
+    """Return whether no tensor may have a name."""
+    return name.startswith(RESERVED_PREFIX) or name == "__metadata__"
+
+
 def inline_name(level: int, position: int) -> str:
     """Return the region name of tensor `position` of inline base `level`, where 1 is the nearest."""
     return f"{RESERVED_PREFIX}.inline.{level}.{position}"
@@ -399,9 +404,13 @@ def _check_places(frames: list[Region], index: Index) -> None:
 
 
 def _check_entries(index: Index) -> None:
-    for entry in itertools.chain(index.tensors, *(base.tensors for base in index.inline or ())):
-        if entry.name.startswith(RESERVED_PREFIX):
-            raise CorruptionError(f"a tensor has a name that begins with {RESERVED_PREFIX}")
+    files = [index.tensors, *(base.tensors for base in index.inline or ())]
+    # The header has no names of tensors in groups and inline bases, which it would refuse.
+    if any(len({entry.name for entry in entries}) != len(entries) for entries in files):
+        raise CorruptionError("the file or an inline base has two tensors of one name")
+    for entry in itertools.chain.from_iterable(files):
+        if is_reserved(entry.name):
+            raise CorruptionError(f"a tensor has the reserved name {entry.name!r:.80}")
         dtype_of(entry.dtype).n_bytes(entry.shape)
         if not _CHECKSUM.fullmatch(entry.checksum):
             raise CorruptionError(f"tensor {entry.name!r}: its checksum is not 16 hexadecimal digits")
@@ -446,6 +455,3 @@ def _check_bases(index: Index, features: set[str]) -> None:
         raise CorruptionError("the index has inline bases, and the feature 'inline' is not required")
     if index.base is not None:
         raise CorruptionError("the index has both a base and inline ones")
-    for base in index.inline:
-        if len({entry.name for entry in base.tensors}) != len(base.tensors):
-            raise CorruptionError("an inline base has two tensors of one name")

@@ -20,13 +20,13 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.format.envelope import Envelope, Region, build_header, read_envelope
 from ckptz.format.index import (
     INDEX_NAME,
-    RESERVED_PREFIX,
     Index,
     Promise,
     QualityRecord,
     TensorEntry,
     envelope_metadata,
     features_of,
+    is_reserved,
     pack_index,
 )
 from ckptz.format.reader import Container
@@ -52,7 +52,7 @@ class Written:
 def check_names(names: Sequence[str]) -> None:
     """Raise ConfigError for tensor names that the format reserves."""
     for name in names:
-        if name.startswith(RESERVED_PREFIX) or name == "__metadata__":
+        if is_reserved(name):
             raise ConfigError(f"tensor name {name!r} is reserved by ckptz; rename the tensor")
 
 

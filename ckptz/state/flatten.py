@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
 from ckptz.format.dtypes import DTYPE_NAMES, DTYPES, DType
-from ckptz.format.index import RESERVED_PREFIX
+from ckptz.format.index import is_reserved
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, TensorSource
 from ckptz.kernels.floats import Patterns
 from ckptz.state.arrays import c_strides
@@ -279,7 +279,7 @@ class _Storing:
 
     def _name(self, path: TreePath, suffix: str = "") -> str:
         base = (".".join(path[self.n_outer :]) or "tensor") + suffix
-        if base.startswith(RESERVED_PREFIX) or base == "__metadata__":
+        if is_reserved(base):
             base = f"tensor.{base}"
         name = base
         while name in self.tensors or name in self.taken:

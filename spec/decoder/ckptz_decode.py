@@ -170,7 +170,8 @@ class File:
         self.members: list[dict[str, Tensor]] = [{region.name: region for region in regions}]
         if not self.plain:
             self.read_index(regions)
-        need(not any(name.startswith("__ckptz__") for member in self.members for name in member), "C17")
+        reserved = re.compile(r"__ckptz__|__metadata__\Z")
+        need(not any(reserved.match(name) for member in self.members for name in member), "C17")
 
     def read_regions(self, header: dict[str, Any]) -> list[Tensor]:
         """06-container#envelope: "The regions in the order of their offsets begin at 0"."""
@@ -207,7 +208,7 @@ class File:
             tensors = [Tensor.of_entry(self, level, entry) for entry in member["tensors"]]
             self.members.append({tensor.name: tensor for tensor in tensors})
             need(level == 0 or tensors, "C13")
-            need(len(self.members[level]) == len(tensors), "C24" if level else "C14")
+            need(len(self.members[level]) == len(tensors), "C24")
         self.read_groups(index)
         self.match(regions[:-1])
         need(self.content_id == index["content_id"], "C16")

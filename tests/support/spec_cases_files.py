@@ -282,6 +282,8 @@ CONTAINER: dict[str, list[Input]] = {
         Raw(plain_file({"__ckptz__.w": PLAIN_ROW}, b"a")),
         File({"__ckptz__.w": Frame()}),
         inlined({"__ckptz__.w": full()}),
+        group_entries(lambda entries: entries[0].update(name="__metadata__")),
+        inlined(inline_entry={"name": "__metadata__"}),
     ],
     "C18": [File(index={"base": {"content_id": "", "file": "a", "depth": 1}})],
     "C19": [
@@ -340,7 +342,10 @@ CONTAINER: dict[str, list[Input]] = {
     "C23": [
         inlined(features="delta,inline,lossless", index={"base": {"content_id": "", "file": "a", "depth": 1}})
     ],
-    "C24": [inlined({"w": full(), "v": full()}, inline_entry={"name": "w"})],
+    "C24": [
+        inlined({"w": full(), "v": full()}, inline_entry={"name": "w"}),
+        *(group_entries(lambda entries, name=name: entries[1].update(name=name)) for name in "aw"),
+    ],
     "C25": [
         grouped(features="lossless"),
         File(entry={"group": 0}),
