@@ -219,3 +219,14 @@ def test_a_delta_has_no_codes_to_need(chain: tuple[Path, Path, Arrays]) -> None:
     source = container_of(delta).tensors["layer.0.weight"]
     assert source.header.plan.needs_base
     assert source.needs(only_codes=True) == []
+
+
+def test_a_nested_state_of_small_tensors_comes_back(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from ckptz.torch import load_state, save_state
+
+    state = {"layers": [torch.full((3,), float(i)) for i in range(LEAST_TENSORS)]}
+    save_state(state, tmp_path / "a.ckptz")
+    assert GROUPS_FEATURE in container_of(tmp_path / "a.ckptz").features
+    restored = load_state(tmp_path / "a.ckptz", jobs=1)
+    assert all(map(torch.equal, restored["layers"], state["layers"]))

@@ -30,6 +30,7 @@ from ckptz.write.inline_writer import NeededBase, write_inline
 from ckptz.write.job import WriteJob
 from tests.support.spec_cases import base_coded, embedded, varint, with_codes
 from tests.support.spec_files import CONSTANT, SPARSE, File, Frame, plan
+from tests.support.spec_support import SPEC
 from tests.support.vector_support import VALID
 
 Array = np.ndarray[Any, Any]
@@ -430,6 +431,20 @@ def test_codes_of_a_base_go_within_as_they_are() -> None:
     assert [piece.tobytes() for piece in frame.stored_pieces()] == [
         piece.tobytes() for piece in full.tensors["w"].stored_pieces()
     ]
+
+
+def test_a_base_of_outer_products_goes_within_as_it_is() -> None:
+    full = opened((SPEC / "vectors/valid/map-low-rank-linear.ckptz").read_bytes())
+    name, source = next((n, frame) for n, frame in full.tensors.items() if frame.header.plan.is_low_rank)
+    new = {name: ArraySource(source.dtype, source.shape, source.patterns(0, source.n_patterns) ^ 1)}
+    data, written = write(new, {name: source}, config=SPARSELY)
+    assert written.n_deltas == 1
+    sink, needed = io.BytesIO(), [NeededBase(content_id="0" * 64, file="base", tensors={name: source})]
+    with Workers(1) as workers:
+        write_inline(sink, opened(data, full.tensors), needed, workers)
+    found = opened(sink.getvalue())
+    assert found.features == {"inline", "lossless", "low-rank", "maps"}
+    assert same(found, new)
 
 
 def test_a_file_that_needs_no_base_is_copied_without_one() -> None:

@@ -350,14 +350,17 @@ def test_a_url_that_does_not_end_leaves_no_copy(tmp_path: Path, monkeypatch: pyt
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_a_url_whose_package_is_missing_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(_: str) -> None:
-        raise ImportError("no module", name="upath")
+@pytest.mark.parametrize(
+    ("missing", "remedy"), [("upath", r"'ckptz\[remote\]' s3fs"), ("botocore", "botocore")]
+)
+def test_a_url_whose_package_is_missing_names_it(
+    missing: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def module(_: str) -> None:
+        raise ImportError("no module", name=missing)
 
-    monkeypatch.setattr(byte_source.lazy, "module", missing)
-    with pytest.raises(
-        ConfigError, match=r"s3://a/b: needs a package .* pip install 'ckptz\[remote\]' s3fs$"
-    ):
+    monkeypatch.setattr(byte_source.lazy, "module", module)
+    with pytest.raises(ConfigError, match=rf"s3://a/b: needs a package .* pip install {remedy}$"):
         path_of("s3://a/b")
 
 
