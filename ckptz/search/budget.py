@@ -40,6 +40,8 @@ from ckptz.format.sources import TensorSource
 from ckptz.kernels.floats import Reals
 from ckptz.search.measures import (
     ANSWER,
+    METRICS,
+    RESUME,
     ComparingQuality,
     Quality,
     function_digest,
@@ -51,7 +53,10 @@ from ckptz.search.spaces import DEFAULT_METHOD, CubeSpace, space_of
 from ckptz.words import Report, finite_or_none
 
 SMALLEST_RELATIVE: Final = 1e-3  # a relative change of a smaller mean means nothing
-IS_LOWER_BETTER: Final[Mapping[str, bool]] = {"loss": True, "accuracy": False, "kl": True, "top1": False}
+# Of the metrics that a quality may return; a resumed loss is measured by a `ResumeProbe` only.
+IS_LOWER_BETTER: Final[Mapping[str, bool]] = {
+    name: rule.lower_is_better for name, rule in METRICS.items() if name != RESUME
+}
 EXAMPLE_FACTOR: Final = 2.0  # per-example limit over the budget; a choice, see docs/search.md
 MAX_ERROR: Final = 0.5  # of the budget: with a larger standard error the mean is decided by chance
 # At most this many restarts share the per-example limit: training undoes most of a loss (docs/search.md).

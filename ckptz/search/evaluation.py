@@ -22,7 +22,7 @@ from ckptz.format.index import CHANGES, STEPS_LOST, Promise, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
 from ckptz.search.budget import Budget, Judgement, Limit, Measurement, check_consistent, judge
-from ckptz.search.measures import KL, TOP1, Baseline, State, prepare
+from ckptz.search.measures import METRICS, Baseline, State, prepare
 from ckptz.state.frameworks import framework
 from ckptz.store.resolve import open_checkpoint, open_file
 
@@ -200,7 +200,9 @@ class BudgetCheck:
                 f"standard error of the mean's change is {self._format(judged.standard_error)} and the limit "
                 f"is {limit}{needed}"
             )
-        if judged.n_values == 1 and self.promise == "quality-drop" and judged.metric not in (KL, TOP1):
+        rule = METRICS.get(judged.metric)
+        is_one_number = rule is not None and rule.is_one_number
+        if judged.n_values == 1 and self.promise == "quality-drop" and not is_one_number:
             return (
                 f"{judged.metric} is a single number, so nobody can know whether it resolves a change of "
                 f"{limit}; return the losses of all examples in one tensor [n_examples]"

@@ -25,7 +25,7 @@ import importlib.util
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -41,12 +41,30 @@ from ckptz.kernels.floats import Reals
 State: TypeAlias = dict[str, Any]  # name -> CPU torch tensor, which the callee may change
 Quality: TypeAlias = Callable[[State], Any]
 Logits: TypeAlias = NDArray[np.float32]
-KL, TOP1 = "kl", "top1"
+KL, TOP1, RESUME = "kl", "top1", "resume"
 ANSWER: Final = "answer"  # default name of one example; files record it
 CHUNK_ENTRIES: Final = 1 << 18  # logits per softmax in float64: a few arrays of 2 MiB
 NOISE_SHARE: Final = 0.01  # of a weight's standard deviation: costs less than any useful budget
-RESUME: Final = "resume"
+EVALUATIONS: Final = ("quality", "logits", "resume")  # kinds of `--eval`: a plain quality, and the two above
 FUNCTION_FORM: Final = "give package.module:function or file.py:function"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricRule:
+    """The rules of a metric that ckptz knows by name."""
+
+    lower_is_better: bool
+    evaluation: str = "quality"  # the one of `EVALUATIONS` that measures it
+    is_one_number: bool = False  # never has a value for each example
+
+
+METRICS: Final[Mapping[str, MetricRule]] = {
+    "loss": MetricRule(lower_is_better=True),
+    "accuracy": MetricRule(lower_is_better=False),
+    KL: MetricRule(lower_is_better=True, evaluation="logits", is_one_number=True),
+    TOP1: MetricRule(lower_is_better=False, evaluation="logits", is_one_number=True),
+    RESUME: MetricRule(lower_is_better=True, evaluation="resume"),
+}
 
 
 class ExactState(Protocol):

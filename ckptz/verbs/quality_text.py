@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from ckptz.format.index import CHANGES, STEPS_LOST, QualityRecord
 from ckptz.words import shorten
 
-if TYPE_CHECKING:
-    from ckptz.format.index import QualityRecord
-
-METRICS: Final = {"steps_lost": "steps of training lost"}
-CHANGES: Final = "_changes_by_"  # joins a metric and its unit, as in loss_changes_by_example
+WORDS: Final = {STEPS_LOST: "steps of training lost"}  # of metrics whose numbers have a unit of their own
 
 
 def quality_loss(record: QualityRecord) -> float:
     """Return how much worse the measured value is than the exact one, in the unit of the budget."""
-    if record.metric in METRICS:
+    if record.metric in WORDS:
         return record.measured
     change = (1.0 if record.lower_is_better else -1.0) * (record.measured - record.exact)
     return change / abs(record.exact) if record.is_relative and record.exact else change
@@ -27,7 +24,7 @@ def metric_name(record: QualityRecord) -> str:
         metric, _, unit = record.metric.rpartition(CHANGES)
         return f"per-{shorten(unit, 20)} change of {shorten(metric, 40)}"
     resumed = " (resumed)" if record.promise == "resume-gap" else ""
-    return METRICS.get(record.metric) or shorten(record.metric, 40) + resumed
+    return WORDS.get(record.metric) or shorten(record.metric, 40) + resumed
 
 
 def quality_text(record: QualityRecord) -> str:
@@ -38,7 +35,7 @@ def quality_text(record: QualityRecord) -> str:
     if CHANGES in record.metric:
         text = f"{metric_name(record)} {record.measured:.2g} (limit {record.max_drop:.2g})"
         return text if record.is_met else f"{text}, EXCEEDED"
-    if record.metric in METRICS:
+    if record.metric in WORDS:
         text, limit = f"{record.measured:.3g} {metric_name(record)}", f"{record.max_drop:.3g}"
         return f"{text} (limit {limit})" if record.is_met else f"{text} (limit {limit}, EXCEEDED)"
     change, values = quality_loss(record), f"{record.measured:.6g} against {record.exact:.6g}"

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from ckptz.verbs.compress import CompressReport
 
 
-KINDS: Final = ("quality", "logits", "resume")
-KIND_OF: Final[Mapping[str, str]] = {"kl": "logits", "top1": "logits", "resume": "resume"}  # of a metric
 BUDGET: Final = re.compile(r"\s*([A-Za-z_][\w.-]*)\s*(<=|>=)\s*(\S+?)\s*(steps)?\s*")
 EXAMPLES: Final = (
     "'loss<=1%', 'accuracy>=-0.01', 'kl<=5e-3', 'top1>=0.99', 'resume<=0.2%' or 'resume<=20 steps'"
@@ -73,21 +71,21 @@ def parse_budget(text: str) -> dict[str, Any]:
     if match is None:
         raise click.BadParameter(f"{text!r} is not a budget; write {EXAMPLES}")
     metric, sign, written, steps = match.groups()
-    from ckptz.search.budget import IS_LOWER_BETTER
+    from ckptz.search.measures import KL, METRICS, RESUME, TOP1
 
-    is_lower_better = True if metric == "resume" else IS_LOWER_BETTER.get(metric, sign == "<=")
+    is_lower_better = METRICS[metric].lower_is_better if metric in METRICS else sign == "<="
     if is_lower_better != (sign == "<="):
         better = "lower" if is_lower_better else "higher"
         raise click.BadParameter(f"{text!r}: {metric} is better when {better}; write {EXAMPLES}")
     number, is_relative = amount_of(written)
-    if steps and (metric != "resume" or is_relative):
+    if steps and (metric != RESUME or is_relative):
         raise click.BadParameter(f"{text!r}: only resume has a unit of steps, as in 'resume<=20 steps'")
     drop = number if sign == "<=" else -number
-    if metric == "top1":
+    if metric == TOP1:
         if not 0 <= number <= 1:
             raise click.BadParameter(f"{text!r} top1 is a share from 0 to 1")
         drop, is_relative = 1 - number, False
-    if metric == "kl" and is_relative:
+    if metric == KL and is_relative:
         raise click.BadParameter(f"{text!r}: kl of the exact state is 0, so write nats, as in 'kl<=5e-3'")
     if drop < 0:
         must = "at least 0, the allowed rise" if sign == "<=" else "at most 0, the allowed change"
@@ -103,7 +101,7 @@ def parse_budget(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An `--eval` option: a function and the kind of its result."""
+    """An `--eval` option: a function, and the one of `EVALUATIONS` that uses it."""
 
     kind: str
     function: NamedFunction
@@ -111,15 +109,15 @@ class Evaluation:
     @classmethod
     def parse(cls, text: str) -> Evaluation:
         """Parse `WHERE` or `KIND=WHERE`; load the function, so that errors are raised early."""
-        from ckptz.search.measures import NamedFunction
+        from ckptz.search.measures import EVALUATIONS, NamedFunction
 
         kind, equals, where = text.partition("=")
-        if not equals or kind not in KINDS:
+        if not equals or kind not in EVALUATIONS:
             kind, where = "", text
         function = NamedFunction(where)
         function.load()
         name = where.rpartition(":")[2]
-        return cls(kind or (name if name in KINDS else "quality"), function)
+        return cls(kind or (name if name in EVALUATIONS else "quality"), function)
 
     def quality(self, n_steps: int | None) -> Any:
         """Return the function or measure for a budget."""
@@ -191,7 +189,9 @@ def _several(
 
 def _evaluation_index(text: str, metric: str, evaluations: Sequence[Evaluation]) -> int:
     """Return the index of the evaluation for a metric: by kind, and among several qualities by name."""
-    kind = KIND_OF.get(metric, "quality")
+    from ckptz.search.measures import METRICS
+
+    kind = METRICS[metric].evaluation if metric in METRICS else "quality"
     fits = [i for i, evaluation in enumerate(evaluations) if evaluation.kind == kind]
     if len(fits) > 1:
         fits = [i for i in fits if evaluations[i].function.metric == metric]
