@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Final
 
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError
@@ -17,8 +18,10 @@ from ckptz.foreign.dcp_index import INDEX_FILE, read_index, shard_path
 from ckptz.format.file_kinds import SUFFIX, TEMPORARY_SUFFIX
 from ckptz.run.deletion import finish_removals, remove_residuals, remove_step
 from ckptz.run.keep import KeepPolicy, retention_of
-from ckptz.run.names import step_of_folder
+from ckptz.run.names import is_base_name, step_of_folder
 from ckptz.run.step_files import RESIDUAL_MARK
+
+SHARD_PREFIX: Final = "shard-"  # begins the names of the files of ranks
 
 
 def latest(run: PathLike) -> Path | None:
@@ -111,7 +114,13 @@ def _is_ours(folder: Path) -> bool:
     """Return whether a folder is a step or the remains of an interrupted save."""
     if _is_there(folder / INDEX_FILE):
         return True
-    return folder.is_dir() and all(name.endswith((SUFFIX, TEMPORARY_SUFFIX)) for name in os.listdir(folder))
+    return folder.is_dir() and all(map(_is_of_save, os.listdir(folder)))
+
+
+def _is_of_save(name: str) -> bool:
+    """Return whether a file has a name that an interrupted save leaves; others may be compressed by users."""
+    is_shard = name.startswith(SHARD_PREFIX) and name.endswith(SUFFIX)
+    return is_shard or is_base_name(Path(name)) or name.endswith(TEMPORARY_SUFFIX)
 
 
 def _checked(folder: Path) -> tuple[Path, ...]:

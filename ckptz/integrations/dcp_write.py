@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -48,7 +48,7 @@ from ckptz.integrations.dcp_plan import (
     own_group,
     whole_tensors,
 )
-from ckptz.integrations.dcp_run import begin_step, delete_old
+from ckptz.integrations.dcp_run import SHARD_PREFIX, begin_step, delete_old
 from ckptz.integrations.linked import (
     DEFAULTS,
     Chain,
@@ -59,8 +59,6 @@ from ckptz.integrations.linked import (
 from ckptz.run.deletion import drop_unneeded
 from ckptz.run.names import step_of_folder
 from ckptz.run.step_files import RESIDUAL_MARK, Kept
-
-SHARD_PREFIX: Final = "shard-"
 
 
 class CkptzStorageWriter(InFolder, StorageWriter):

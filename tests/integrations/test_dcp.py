@@ -402,6 +402,17 @@ def test_a_step_that_is_not_new_or_has_no_number_is_refused(
     assert same(load(emptied(a_state()), tmp_path / "step-2"), a_state(2 / 1000))
 
 
+def test_files_that_no_save_wrote_are_not_taken_for_those_of_one_that_was_cut_off(tmp_path: Path) -> None:
+    others = [tmp_path / "step-1" / "model.ckptz", tmp_path / "step-4" / "model.ckptz"]
+    for other in others:
+        other.parent.mkdir()
+        package.torch.save_file({"w": torch.ones(3)}, other)
+    save_steps(tmp_path, [2, 3], keep_last=1)
+    with pytest.raises(CheckpointException, match="holds files of something else"):
+        save_steps(tmp_path, [4])
+    assert all(other.exists() for other in others)
+
+
 # --- torch's own folders -------------------------------------------------------------------------------
 
 
