@@ -31,8 +31,8 @@ from ckptz.format.file_kinds import (
 )
 from ckptz.format.index import Shard, Sharding
 from ckptz.format.publish import is_same, make_folder
-from ckptz.run.exact import residual_or_file
 from ckptz.run.names import newest_checkpoint, resolve
+from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import TRAINER_STATE, StepFile, is_written
 from ckptz.store.resolve import folders_beside, open_checkpoint
 

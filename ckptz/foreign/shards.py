@@ -18,7 +18,7 @@ from ckptz.foreign.dcp_index import FolderIndex, Piece, WholeTensor, read_index,
 from ckptz.format.caches import LRUCache
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, LazySource, Patterns, TensorSource
-from ckptz.run.exact import residual_or_file
+from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import INDEX_FILE
 from ckptz.state.skeleton import TensorRef, pack_node, parse_tree
 from ckptz.store.resolve import Checkpoint, open_checkpoint

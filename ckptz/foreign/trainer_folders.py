@@ -30,7 +30,7 @@ from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import publish_together
 from ckptz.format.sources import TensorSource
-from ckptz.run.exact import residual_or_file
+from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import FROZEN_KEY
 from ckptz.state.flatten import Chunks, tied_names, unflatten
 from ckptz.state.skeleton import parse_tree

@@ -42,8 +42,8 @@ from ckptz.integrations.dcp_write import CkptzStorageWriter
 from ckptz.integrations.linked import ChainOptions, warn_of_differences
 from ckptz.integrations.versions import warn_untested
 from ckptz.parallel import jobs_of
-from ckptz.run.exact import read_exact_or_lossy
 from ckptz.run.names import step_of_folder
+from ckptz.run.residuals import read_exact_or_lossy
 from ckptz.state.flatten import unflatten
 from ckptz.state.skeleton import parse_tree
 from ckptz.state.torch import from_plain, torch_dtype

@@ -19,7 +19,7 @@ from ckptz.format.file_kinds import SUFFIX, TEMPORARY_SUFFIX
 from ckptz.run.deletion import finish_removals, remove_residuals, remove_step
 from ckptz.run.keep import KeepPolicy, retention_of
 from ckptz.run.names import is_base_name, step_of_folder
-from ckptz.run.step_files import RESIDUAL_MARK
+from ckptz.run.residuals import residuals_in
 
 SHARD_PREFIX: Final = "shard-"  # begins the names of the files of ranks
 
@@ -80,7 +80,7 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         steps = rules.kept({step for step, _ in whole}, {})
         kept = [(step, path) for step, path in whole if step in steps]
         for path in (path for step, path in kept if step not in rules.heads(steps)):
-            remove_residuals(path.glob(f"*{RESIDUAL_MARK}*{SUFFIX}"))
+            remove_residuals(residuals_in(path))
         older = folders[: folders.index(kept[-1][1])] if kept else []
         stays = retention_of(
             older, [path for _, path in kept], _checked, lambda path: folders[: folders.index(path)]

@@ -58,7 +58,7 @@ from ckptz.integrations.linked import (
 )
 from ckptz.run.deletion import drop_unneeded
 from ckptz.run.names import step_of_folder
-from ckptz.run.step_files import RESIDUAL_MARK, Kept
+from ckptz.run.step_files import Kept, lossy_stem
 
 
 class CkptzStorageWriter(InFolder, StorageWriter):
@@ -231,8 +231,8 @@ def _tidied(folder: Path, listed: Collection[str]) -> tuple[str, ...]:
     """Delete the shards of an earlier checkpoint in the folder of the complete new one; return notes."""
     try:
         for name in os.listdir(folder):
-            own = name.partition(RESIDUAL_MARK)[0].removesuffix(SUFFIX) + SUFFIX  # the file of a residual
-            if name.startswith(SHARD_PREFIX) and name.endswith(SUFFIX) and own not in listed:
+            is_shard = name.startswith(SHARD_PREFIX) and name.endswith(SUFFIX)
+            if is_shard and lossy_stem(name.removesuffix(SUFFIX)) + SUFFIX not in listed:
                 (folder / name).unlink(missing_ok=True)
         return drop_unneeded(folder)
     except OSError as error:

@@ -21,11 +21,11 @@ from ckptz.format.caches import LastChunks
 from ckptz.format.publish import make_folder, publish_together, sync_folder
 from ckptz.format.written import Written
 from ckptz.parallel import Workers, jobs_of
-from ckptz.run.exact import read_exact_or_lossy, residual_of
 from ckptz.run.keep import KeepPolicy
 from ckptz.run.linked_files import LinkedFiles
 from ckptz.run.names import Inode
 from ckptz.run.prune import prune_saved
+from ckptz.run.residuals import read_exact_or_lossy, residual_of
 from ckptz.run.step_files import ALL_EXACT, EXACT_OF_KEY, MAX_STEP, FileKind, Kept
 from ckptz.run.writer import write_against
 from ckptz.state.flatten import flatten

@@ -162,7 +162,7 @@ def files_of_kind(
     stays = dict(zip(steps, kept.stays(steps), strict=True))
     files: dict[StepFile, ChainFile[StepFile]] = {}
     for file, n_bytes in sorted(listing.sizes.items()):
-        if file.kind != kind or file.is_exact or file.step > steps[-1]:
+        if file.kind != kind or file.is_residual or file.step > steps[-1]:
             continue
         said = facts.get(file)
         fact = said if isinstance(said, FileFacts) else None

@@ -18,9 +18,9 @@ from ckptz.errors import CkptzError, ConfigError, MissingBaseError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.envelope import LENGTH_BYTES
 from ckptz.format.file_kinds import LIGHTNING_SUFFIX, SUFFIX, TEMPORARY_SUFFIX
-from ckptz.run.exact import residuals_of
 from ckptz.run.keep import retention_of
 from ckptz.run.links import BASE_PREFIX
+from ckptz.run.residuals import residuals_of
 from ckptz.run.step_files import ABANDONED_SECONDS, FileFacts
 
 TORCH_MAGIC: Final = b"PK\x03\x04"  # begins files of torch

@@ -2,7 +2,7 @@
 
     step-00000100.ckptz              the weights of step 100
     step-00000100.state.ckptz        optimizer state, random number generators, extras
-    step-00000100.exact-9be27a01c35d8f64.ckptz  residual of lossy weights; see exact.py
+    step-00000100.exact-9be27a01c35d8f64.ckptz  residual of lossy weights; see residuals.py
     step-00000100.state.exact-1b2c01977f0a44de.ckptz  residual of lossy state
     step-00000100.ckptz.unreadable-1 a file that was unreadable when its step was saved again
     .step-00000100.ckptz.hidden      an empty marker: the file is kept only as the base of others
@@ -105,7 +105,7 @@ class StepStore:
         Only a file shorter than its header says counts: one that is unreadable now may be complete.
         """
         newest = max((file.step for file in listing.sizes), default=None)
-        lossy = {f: n for f, n in listing.sizes.items() if f.step == newest and not f.is_exact}
+        lossy = {f: n for f, n in listing.sizes.items() if f.step == newest and not f.is_residual}
         cut = {file for file, result in self.read_facts(lossy).items() if isinstance(result, TruncatedError)}
         cut |= {file for file in listing.sizes if file.lossy in cut}
         whole = listing.without(cut)
@@ -268,7 +268,7 @@ class StepStore:
         for file, name in aside.items():
             self._place.copy(file.name, name)
         # Weights first: without them the step does not exist, and the next writer deletes the rest.
-        for file in sorted(files, key=lambda file: (file.kind != "weights", file.is_exact)):
+        for file in sorted(files, key=lambda file: (file.kind != "weights", file.is_residual)):
             self.remove(file)
         return tuple(aside.values())
 
@@ -365,7 +365,7 @@ class StepStore:
         plain = self.facts(newest, listing.sizes[newest]).tensor_bytes
         kept = Kept() if rule.kept is None else rule.kept[kind]
         files = files_of_kind(kind, kept, listing, self.read_facts(listing.sizes))
-        rest = sum(n for file, n in listing.sizes.items() if file.kind == kind and file.is_exact)
+        rest = sum(n for file, n in listing.sizes.items() if file.kind == kind and file.is_residual)
         sizes = self._written[kind], plain, rest
         base = base_of_next(files, rule, None if rule.kept is None else kept, steps, sizes)
         return base, 0 if base is None else files[newest].position + 1
@@ -383,7 +383,7 @@ class StepStore:
             raise
         with contextlib.suppress(Exception):  # the step is complete; local copies only save downloads
             sizes = self.listing().sizes
-            chains = [self.chain(file, sizes) for file in files if not file.is_exact]
+            chains = [self.chain(file, sizes) for file in files if not file.is_residual]
             self._spool.keep_only(frozenset(member.name for chain in chains for member in chain))
 
     # --- tools of a prune ----------------------------------------------------------------------
@@ -421,12 +421,12 @@ def mismatched_pairs(folder: Path) -> list[tuple[Path, CorruptionError]]:
         read = store.read_facts(store.listing().sizes)
     known = {file: facts for file, facts in sorted(read.items()) if isinstance(facts, FileFacts)}
     for file, facts in known.items():
-        of = file.lossy if file.is_exact else StepFile(file.step, "weights")
-        said = facts.metadata.get(EXACT_OF_KEY if file.is_exact else WEIGHTS_KEY)
+        of = file.lossy if file.is_residual else StepFile(file.step, "weights")
+        said = facts.metadata.get(EXACT_OF_KEY if file.is_residual else WEIGHTS_KEY)
         if of in known and said not in (None, known[of].content_id):  # the other file may have been deleted
             path, remedy = folder / file.name, "resume from another step"
-            remedy = "delete it, and the step restores with loss" if file.is_exact else remedy
-            what = "values" if file.is_exact else "weights"
+            remedy = "delete it, and the step restores with loss" if file.is_residual else remedy
+            what = "values" if file.is_residual else "weights"
             error = CorruptionError(f"{path}: belongs to other {what} than {of.name} holds; {remedy}")
             mismatches.append((path, error))
     return mismatches

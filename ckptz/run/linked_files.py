@@ -28,9 +28,9 @@ from ckptz.errors import CkptzError
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, ChainFile, base_of_next
 from ckptz.run.deletion import remove_checkpoints, remove_residuals
-from ckptz.run.exact import residual_of, residuals_of
 from ckptz.run.links import Origin, link_chain
 from ckptz.run.names import Inode, inode_of, step_of
+from ckptz.run.residuals import residual_of, residuals_of
 from ckptz.run.step_files import ChainRule, Kept
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 

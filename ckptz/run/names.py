@@ -22,7 +22,7 @@ from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.byte_source import is_folder, is_url, path_of
 from ckptz.format.file_kinds import LIGHTNING_SUFFIX, SUFFIX
 from ckptz.format.reader import Container
-from ckptz.run.step_files import INDEX_FILE, RESIDUAL_MARK, StepFile
+from ckptz.run.step_files import INDEX_FILE, RESIDUAL_PATTERN, StepFile, is_residual_name
 from ckptz.store.resolve import open_file
 
 Inode = tuple[int | str, int]
@@ -36,7 +36,7 @@ _WITHOUT_WEIGHTS: Final = re.compile(r"(state|optimizer|scheduler|rng)\b.*|.+\.s
 # Files of the Trainer, accelerate and Lightning that only a resume needs; registered objects may be weights.
 _OF_STATE: Final = re.compile(
     r"(state|optimizer|scheduler|sampler|scaler|rng|rng_state|random_states)([-_]\d+)?"
-    rf"({re.escape(RESIDUAL_MARK)}[0-9a-f]{{16}})?\.(ckptz|pt|pth|bin|pkl)"
+    rf"({RESIDUAL_PATTERN})?\.(ckptz|pt|pth|bin|pkl)"
     r"|.+\.state-[0-9a-f]{16}\.ckptz"
 )
 _HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
@@ -190,5 +190,5 @@ def is_of_state(name: str) -> bool:
 def is_auxiliary(path: Path) -> bool:
     """Return whether a file, by its name, has no weights or is only a base or a residual."""
     file = StepFile.parse(path.name)
-    is_exact = RESIDUAL_MARK in path.name if file is None else file.is_exact
-    return is_exact or is_base_name(path) or holds_state(path)
+    is_residual = is_residual_name(path.name) if file is None else file.is_residual
+    return is_residual or is_base_name(path) or holds_state(path)

@@ -43,10 +43,12 @@ EXACT_OF_KEY: Final = "exact_of"  # in the metadata of residuals: content id of 
 MODEL_PREFIX: Final = "model."  # of weight names in files of a Checkpointer
 MAX_STEP: Final = (1 << 63) - 1
 ENDLESS: Final = 1 << 30  # number of saves for a file that is never deleted
-RESIDUAL_MARK: Final = ".exact-"  # in the name of a residual file, before 16 hexadecimal digits of a digest
-# Residuals of earlier versions are called step-N.exact.ckptz, without a digest.
-_RESIDUAL: Final = rf"{re.escape(RESIDUAL_MARK)}[0-9a-f]{{16}}|\.exact"
-_NAME: Final = re.compile(rf"step-(\d{{8,}})(\.state)?({_RESIDUAL})?\.ckptz")
+EARLIER_RESIDUAL: Final = ".exact"  # ends the stem of residual files of earlier versions, without a digest
+RESIDUAL_MARK: Final = f"{EARLIER_RESIDUAL}-"  # today, before 16 hexadecimal digits of a digest
+RESIDUAL_PATTERN: Final = rf"{re.escape(RESIDUAL_MARK)}[0-9a-f]{{16}}"  # matches this end of a stem
+_NAME: Final = re.compile(
+    rf"step-(\d{{8,}})(\.state)?({RESIDUAL_PATTERN}|{re.escape(EARLIER_RESIDUAL)})?\.ckptz"
+)
 _HIDDEN: Final = ".hidden"
 ALL_EXACT: Final = (
     "all kept steps are exact, so lossy files with their residual files take more disk than lossless ones: "
@@ -67,6 +69,16 @@ def checked_step(step: SupportsIndex) -> int:
     if not 0 <= number <= MAX_STEP:
         raise ConfigError(f"a step is a whole number from 0 to below 2^63, got {step!r:.80}")
     return int(number)  # of a bool, too
+
+
+def is_residual_name(name: str) -> bool:
+    """Return whether a file name is that of a residual, of any writer; not of an earlier version."""
+    return RESIDUAL_MARK in name
+
+
+def lossy_stem(stem: str) -> str:
+    """Return the stem of the lossy file that a residual belongs to; any other stem is returned as it is."""
+    return stem.partition(RESIDUAL_MARK)[0]
 
 
 def is_written(path: Path) -> bool:
@@ -165,7 +177,7 @@ class StepFile:
         return f"step-{self.step:08d}{'.state' * (self.kind == 'state')}{self.tail}.ckptz"
 
     @property
-    def is_exact(self) -> bool:
+    def is_residual(self) -> bool:
         """True if it is a residual, which holds the values of the lossy file without loss."""
         return bool(self.tail)
 
@@ -267,9 +279,9 @@ class Listing:
         return tuple(step for step in self.weights_steps if step in states)
 
     def _seen(self, kind: FileKind) -> set[StepFile]:
-        return {f for f in self.sizes if f.kind == kind and not f.is_exact and f not in self.hidden}
+        return {f for f in self.sizes if f.kind == kind and not f.is_residual and f not in self.hidden}
 
-    def exact(self, file: StepFile) -> StepFile:
+    def residual_or_file(self, file: StepFile) -> StepFile:
         """Return the residual of a lossy file, or the file itself if it has none."""
         return max((one for one in self.sizes if one.lossy == file), default=file)
 

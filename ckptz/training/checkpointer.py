@@ -542,8 +542,8 @@ class Checkpointer:
             stall_seconds=begun.stall_seconds + (hold.released - start if hold.tensors else 0.0),
             write_seconds=time.perf_counter() - start,
             stored_bytes=sum(one.stored_bytes for one in written.values()),
-            exact_bytes=sum(one.stored_bytes for file, one in written.items() if file.is_exact),
-            tensor_bytes=sum(one.original_bytes for file, one in written.items() if not file.is_exact),
+            exact_bytes=sum(one.stored_bytes for file, one in written.items() if file.is_residual),
+            tensor_bytes=sum(one.original_bytes for file, one in written.items() if not file.is_residual),
             notes=(*notes, *self._note_on_keep),
         )
         if self._is_background:  # otherwise `save` reports, with the whole stall

@@ -29,8 +29,8 @@ from ckptz.guidance.momentum import Momentum, UpdateTracker, bounds_of
 from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.guidance.side_information import Calibrated, SideInformationFiles, guides_of
 from ckptz.parallel import Workers
-from ckptz.run.exact import residual_of
 from ckptz.run.folder import StepStore
+from ckptz.run.residuals import residual_tail
 from ckptz.run.step_files import (
     EXACT_OF_KEY,
     FROZEN_KEY,
@@ -289,14 +289,13 @@ class StepWriter:
                         continue
                     metadata = {EXACT_OF_KEY: one.content_id}
                     metadata |= {WEIGHTS_KEY: weights.content_id} if file is state_file else {}
-                    residual = residual_of(path, folder / file.name)
+                    residual = replace(file, tail=residual_tail(path))
                     if file is weights_file or restored is None:
                         stack.close()  # the chunks that were decoded of the state are no longer needed
                         restored = open_checkpoint(path, last=store.last)
                         stack.callback(restored.close)
-                    with files.file(residual) as exact_sink:
-                        written = self._write_exact(file, exact_sink, restored, metadata)
-                    exact[replace(file, tail=residual.stem.removeprefix(Path(file.name).stem))] = written
+                    with files.file(folder / residual.name) as exact_sink:
+                        exact[residual] = self._write_exact(file, exact_sink, restored, metadata)
         store.upload(state_file, *exact, weights_file)
         notes += [note for of_kind in self._notes.values() for note in of_kind]
         return {weights_file: weights, state_file: state, **exact}

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ckptz.errors import ConfigError, CorruptionError, MissingBaseError
-from ckptz.run.exact import with_fallback
 from ckptz.run.folder import StepStore
+from ckptz.run.residuals import with_fallback
 from ckptz.run.step_files import WEIGHTS_KEY, FileKind, StepFile
 from ckptz.training.files import StepReader
 from ckptz.training.snapshot import MODEL
@@ -79,7 +79,7 @@ def read_step(
     """
     kinds: tuple[FileKind, ...] = ("weights",) if weights_only else ("weights", "state")
     lossy = [StepFile(step, kind) for kind in kinds]
-    exact = [*map(store.listing().exact, lossy)]
+    exact = [*map(store.listing().residual_or_file, lossy)]
 
     def read_all(files: Sequence[StepFile]) -> tuple[T, bool]:
         with _opened(store, files) as readers:

@@ -24,7 +24,7 @@ from ckptz.kernels.blas import product
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
-from ckptz.run.step_files import RESIDUAL_MARK
+from ckptz.run.step_files import lossy_stem
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
 from ckptz.words import Report, finite_or_none
 
@@ -168,9 +168,8 @@ def _side(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) 
     for opened in inputs:
         plain_values = {} if opened.tree is None else dict(_values(parse_tree(opened.tree).root))
         is_used = not (tensors.keys().isdisjoint(opened.tensors) and values.keys().isdisjoint(plain_values))
-        prefix = (
-            f"{opened.stem.partition(RESIDUAL_MARK)[0]}." if is_used else ""
-        )  # each rank has a generator state of the same name
+        # Each rank has a generator state of the same name.
+        prefix = f"{lossy_stem(opened.stem)}." if is_used else ""
         tensors |= {f"{prefix}{name}": source for name, source in opened.tensors.items()}
         values |= {f"{prefix}{name}": value for name, value in plain_values.items()}
     return _Side(
@@ -186,9 +185,7 @@ def _not_read(path: Path, inputs: Sequence[Input]) -> Iterator[str]:
     """Yield the names of files in the folder of a checkpoint that are not compared."""
     for opened in inputs:
         yield from (*dict(opened.carried), *opened.left_out)
-    if (
-        inputs[0].name != str(path) and inputs[0].stem.partition(RESIDUAL_MARK)[0] == MODEL
-    ):  # the folder of one step
+    if inputs[0].name != str(path) and lossy_stem(inputs[0].stem) == MODEL:  # the folder of one step
         names = (file.name for file in path_of(inputs[0].name).parent.iterdir() if file.is_file())
         yield from (
             name for name in names if not name.startswith(".") and not name.endswith((SUFFIX, PLAIN_SUFFIX))

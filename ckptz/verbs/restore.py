@@ -40,9 +40,9 @@ from ckptz.format.publish import make_folder, publish, scratch_folder
 from ckptz.format.sources import tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
-from ckptz.run.exact import residual_or_file
 from ckptz.run.names import Located, newest_checkpoint, resolve
 from ckptz.run.prune import why_unfinished
+from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import TRAINER_STATE, StepFile, is_written
 from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree

@@ -22,8 +22,8 @@ from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
-from ckptz.run.exact import residual_or_file
 from ckptz.run.names import resolve
+from ckptz.run.residuals import residual_or_file
 from ckptz.store.resolve import Checkpoint, open_checkpoint
 from ckptz.words import Report
 

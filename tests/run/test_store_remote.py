@@ -225,14 +225,14 @@ def test_an_exact_head_is_uploaded_before_its_weights_and_comes_back(
         f"step-00000002{kind}.ckptz" for kind in (".state", ".state.exact", ".exact", "")
     ]
     assert save_steps(url, 3, 4, config=GRID) == expected[2:4]  # another machine goes on from exact values
-    assert {file.step for file in sizes(url) if file.is_exact} == {4}
+    assert {file.step for file in sizes(url) if file.is_residual} == {4}
     assert loss_after(url) == (4, expected[4])
 
 
 def test_a_head_that_was_cut_off_is_told_of(url: str) -> None:
     save_steps(url, 1, 1, config=GRID)
     for kind in ("weights", "state"):
-        [file] = (file for file in sizes(url) if file.is_exact and file.kind == kind)
+        [file] = (file for file in sizes(url) if file.is_residual and file.kind == kind)
         changed(url, file, lambda data: data[:-30])
     with pytest.warns(RuntimeWarning, match="restored with what it loses"):
         assert loss_after(url)[0] == 1

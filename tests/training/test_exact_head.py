@@ -329,7 +329,7 @@ def test_a_residual_is_never_hidden(tmp_path: Path) -> None:
     saved_run(tmp_path, 4, config=GRID, keep=KeepPolicy(last=1))
     listing = Listing.of(dict.fromkeys(names_in(tmp_path), 1))
     assert {file.step for file in listing.hidden} == {1, 2, 3}
-    assert not any(file.is_exact for file in listing.hidden)
+    assert not any(file.is_residual for file in listing.hidden)
     assert residuals(tmp_path) == HEAD
 
 

@@ -18,7 +18,7 @@ from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.file_kinds import SUFFIX
 from ckptz.run.links import index_digest
-from ckptz.run.step_files import EXACT_OF_KEY, RESIDUAL_MARK, FileFacts, StepFile
+from ckptz.run.step_files import EARLIER_RESIDUAL, EXACT_OF_KEY, RESIDUAL_MARK, FileFacts, StepFile
 
 T = TypeVar("T")
 F = TypeVar("F")
@@ -32,12 +32,22 @@ def residual_of(path: Path, named: Path | None = None) -> Path:
         named: its future path, if it is a temporary file now.
     """
     named = path if named is None else named
-    return named.with_name(f"{named.stem}{RESIDUAL_MARK}{index_digest(path)}{SUFFIX}")
+    return named.with_name(f"{named.stem}{residual_tail(path)}{SUFFIX}")
+
+
+def residual_tail(path: Path) -> str:
+    """Return the end of the stem of a lossy file's residual."""
+    return f"{RESIDUAL_MARK}{index_digest(path)}"
 
 
 def residuals_of(path: Path) -> list[Path]:
     """List the residuals of a file, and those of earlier files of the same name."""
     return sorted(path.parent.glob(f"{glob.escape(path.stem)}{RESIDUAL_MARK}*{SUFFIX}"))
+
+
+def residuals_in(folder: Path) -> list[Path]:
+    """List the residuals of all files of a folder."""
+    return sorted(folder.glob(f"*{RESIDUAL_MARK}*{SUFFIX}"))
 
 
 def find_residual(file: Path) -> Path | None:
@@ -50,7 +60,7 @@ def find_residual(file: Path) -> Path | None:
         if step_file is None:
             residuals = [residual for residual in (residual_of(path),) if residual.exists()]
         else:
-            siblings = path.parent.glob(f"{path.stem}.exact*{SUFFIX}")
+            siblings = path.parent.glob(f"{path.stem}{EARLIER_RESIDUAL}*{SUFFIX}")
             residuals = sorted(one for one in siblings if StepFile.parse(one.name) is not None)
         if residuals:
             return residuals[-1]
