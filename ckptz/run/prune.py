@@ -243,10 +243,13 @@ class _Bases:
         for base in item.bases:
             named = self._names.get(base.file)
             # Like readers: first by name, then by content id under any name.
-            if named is not None and (named.error or base.content_id in named.ids):
+            has_values = named is not None and base.content_id in named.ids
+            if named is not None and has_values and all(own.depth < base.depth for own in named.bases):
                 needed.append(named)
                 continue
             holders = [other for other in self._holders.get(base.content_id, ()) if other is not item]
+            if named is not None and named.error:  # readers may take the base or another file of its values
+                holders.append(named)
             # Bases of frameworks' files may be elsewhere; pretrained weights are not a step.
             is_of_origin = base.file.startswith(BASE_PREFIX)
             is_elsewhere = not self._is_any_unread if item.is_linked else is_of_origin

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 from ckptz import KeepPolicy, KeepRules, compress
 from ckptz.errors import ConfigError, WriteError
 from ckptz.format.file_kinds import TEMPORARY_SUFFIX
+from ckptz.format.index import BaseRef
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, keep_policy
 from ckptz.run.prune import decide, item_of, prune_folder
@@ -247,6 +248,26 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
     assert {StepFile(step, "weights") for step in listing.weights_steps[-1:]} <= kept
     if policy.last is None and alone is None:
         assert kept >= files
+
+
+@pytest.mark.parametrize(
+    "named",
+    [OSError("not now"), FileFacts("a", BaseRef("0", "step-00000000.ckptz", 1), 1, {}, 1, 1)],
+    ids=["unreadable", "as deep as the delta"],
+)
+def test_a_file_with_the_values_of_a_base_stays_if_readers_refuse_the_one_of_its_name(
+    named: FileFacts | Exception,
+) -> None:
+    """Readers then find the values of step 1 in step 2."""
+    facts = {
+        0: FileFacts("0", None, 0, {}, 0, 1),
+        1: named,
+        2: FileFacts("a", None, 2, {}, 0, 1),
+        3: FileFacts("b", BaseRef("a", "step-00000001.ckptz", 1), 3, {}, 1, 1),
+    }
+    items = [item_of(StepFile(n, "weights"), 1, facts[n], is_hidden=False) for n in facts]
+    *_, removed, _ = decide("run", items, KeepPolicy(last=1))
+    assert items[2] not in removed
 
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
