@@ -172,7 +172,7 @@ def _encode_plane(positions: NDArray[np.int64], plane: Bytes) -> Stream:
         return _UNCHANGED
     if len(used) < len(plane):
         positions, plane = positions[used], plane[used]
-    return CoderId.SPARSE, encode_sparse(pack_gaps(positions), plane, 0)
+    return CoderId.SPARSE, encode_sparse(pack_gaps(positions), plane)
 
 
 def encode_chunk(source: TensorSource, encoding: TensorPlan, sources: ChunkSources) -> EncodedChunk:

@@ -99,10 +99,6 @@ class Sorted:
         else:
             self.counts = cpu().count_streams(self.planes.reshape(-1), self._row_ends)
 
-    @property
-    def _first_rows(self) -> Counts:
-        return np.concatenate(([0], self.part_rows[:-1]))
-
     def saved_bits(self) -> Reals:
         """Estimate the bits that contexts save in each tensor [m], from samples of the tensors.
 
@@ -200,7 +196,7 @@ class Sorted:
         parts = range(len(totals))
         left = [part for part in parts if part not in streams or len(streams[part][1]) > most[part]]
         if left := [part for part in left if not is_constant[part]]:
-            begins, firsts = self._part_ends - sizes, self._first_rows
+            begins, firsts = self._part_ends - sizes, np.concatenate(([0], self.part_rows[:-1]))
             rows = np.concatenate([np.arange(firsts[part], self.part_rows[part]) for part in left])
             segments = Segments(self._row_ends[rows], table_of[rows], frequencies)
             stream_segments = np.cumsum(self.part_rows[left] - firsts[left])

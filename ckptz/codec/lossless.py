@@ -17,7 +17,6 @@ from ckptz.codec.chunk import (
     MAX_SPARSE_SHARE,
     Batch,
     Encoded,
-    EncodedChunk,
     encode_by_contexts,
     encode_chunk,
     encode_planes,
@@ -205,12 +204,11 @@ def _smallest(batch: Batch, choices: Sequence[_Choice], effort: Effort) -> list[
         tried = _encode(own, mode, has_contexts, 0, effort)
         if has_contexts:
             tried += [one for plain in modes for one in _encode(own, plain, False, 0, effort)]
-        smallest.append(min(tried, key=lambda one: _n_bytes(batch.dtype, *one)))
+        sizes = [
+            len(pack_plan(own.dtype, (), one.plan)) + sum(map(len, chunk.streams)) for one, chunk in tried
+        ]
+        smallest.append(tried[sizes.index(min(sizes))])
     return smallest
-
-
-def _n_bytes(dtype: DType, plan: TensorPlan, chunk: EncodedChunk) -> int:
-    return len(pack_plan(dtype, (), plan.plan)) + sum(len(stream) for stream in chunk.streams)
 
 
 def _encode_whole(sources: Sequence[TensorSource], batch: Batch, effort: Effort) -> list[Encoded]:

@@ -194,18 +194,13 @@ class _Sample:
         scale = self.source.n_patterns / len(self.patterns)
         bits = log_levels.bits(distances) * scale if len(distances) else 0.0
         side_bits = 0 if prediction.outer is None else 8 * outer_bytes(prediction.outer)
-        in_contexts = self._bits_in_contexts(log_levels, distances, is_live) * scale
+        in_contexts = math.inf
+        if self.base_codes is not None and len(distances):
+            in_contexts = log_levels.bits(distances, self.base_codes[is_live]) * scale
         bias = 1.0 if prediction.predictor is not Predictor.BASE else BASE_BIAS
-        if self.base_codes is not None and in_contexts < bits * BASE_BIAS * bias:
+        if in_contexts < bits * BASE_BIAS * bias:
             return _Candidate(prediction, log_levels, in_contexts / BASE_BIAS + side_bits, self.n_base_codes)
         return _Candidate(prediction, log_levels, bits / bias + side_bits)
-
-    def _bits_in_contexts(
-        self, log_levels: LogLevels, distances: NDArray[np.float64], is_live: NDArray[np.bool_]
-    ) -> float:
-        if self.base_codes is None or not len(distances):
-            return math.inf
-        return log_levels.bits(distances, self.base_codes[is_live])
 
 
 def _second_plan(tensor: TensorToEncode, chosen: _Candidate) -> TensorPlan:

@@ -189,7 +189,7 @@ class TensorStatistics:
             row_sums = row_sums + other.row_sums
         return TensorStatistics(
             self.n_patterns + other.n_patterns,
-            max(self.largest, other.largest, key=_by_size),
+            max(self.largest, other.largest, key=lambda value: math.inf if math.isnan(value) else value),
             self.power + other.power,
             self.residual_power + other.residual_power,
             row_sums,
@@ -252,11 +252,6 @@ def _largest(values: Floats) -> int:
     """Return the pattern of the greatest magnitude; infinities and NaNs are above all numbers."""
     pattern: int = rounding().largest(values.view(np.uint32))
     return pattern
-
-
-def _by_size(value: float) -> float:
-    """Return a sort key that is largest for NaN."""
-    return math.inf if math.isnan(value) else value
 
 
 def values_of(patterns: Patterns, dtype: DType) -> Reals:

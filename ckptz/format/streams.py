@@ -243,12 +243,13 @@ def unpack_gaps(gaps: Bytes, n_positions: int, n: int) -> Positions:
     return positions
 
 
-def encode_sparse(gaps: Bytes, values: Bytes, common: int) -> bytes:
-    """Encode a sparse stream: common symbol u8, gaps [m] and values [k] as counted embedded streams."""
-    return _packed_sparse(common, [(part, encode_stream(part, nested=True)) for part in (gaps, values)])
+def encode_sparse(gaps: Bytes, values: Bytes) -> bytes:
+    """Encode a sparse stream with the common symbol 0, from the bytes of gaps [m] and values [k]."""
+    return _packed_sparse(0, [(part, encode_stream(part, nested=True)) for part in (gaps, values)])
 
 
 def _packed_sparse(common: int, parts: Iterable[tuple[Bytes, Stream]]) -> bytes:
+    """Pack a sparse stream: common symbol u8, and the parts (gaps, values) as counted embedded streams."""
     out = ByteWriter()
     out.u8(common)
     for part, stream in parts:
@@ -280,20 +281,14 @@ def _decode_sparse(source: ByteReader, out: Bytes) -> None:
 # --- any stream ---------------------------------------------------------------------------------
 
 
-def encode_stream(
-    symbols: Bytes, counts: Counts | None = None, *, nested: bool = False, beat: float = float("inf")
-) -> Stream:
+def encode_stream(symbols: Bytes, *, nested: bool = False) -> Stream:
     """Encode a stream with the coder without shared tables that gives the smallest result.
 
     Args:
         symbols: codes [n], n at least 1; a stored stream shares their memory.
-        counts: histogram [256], if the caller has it.
         nested: True inside a sparse stream, which must not contain another one.
-        beat: size in bytes of the caller's alternative; larger results are not tried.
     """
-    if counts is not None:
-        counts = counts[None]
-    [coded] = encode_streams([symbols], counts, nested=nested, beats=[beat])
+    [coded] = encode_streams([symbols], nested=nested)
     return coded
 
 

@@ -347,12 +347,12 @@ class StepStore:
             return stack.enter_context(contextlib.closing(origin)), 0
         return None
 
-    def next_is_full(self, kind: FileKind, rule: ChainRule) -> bool:
-        """Return whether the next file of a kind will certainly be a full file."""
-        if self._origin is not None and kind == "weights":
+    def next_is_full(self, rule: ChainRule) -> bool:
+        """Return whether the next file of weights will certainly be a full file."""
+        if self._origin is not None:
             return False
         try:
-            return self._base_file(kind, rule)[0] is None
+            return self._base_file("weights", rule)[0] is None
         except Exception:  # stores behind URLs have errors of their own; `open_base` reports them
             return False
 

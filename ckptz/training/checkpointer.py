@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -488,7 +488,7 @@ class Checkpointer:
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in frozen}
         coded: dict[str, CodedSource] = {}
         is_alone = self._keep.exact == 0 and self._search is None and self._config.is_lossy
-        if is_alone and self._store.next_is_full("weights", self._rule):
+        if is_alone and self._store.next_is_full(self._rule):
             with Workers(self._restore_jobs) as workers:
                 coded = code_where_they_live(state[MODEL], f"{MODEL}.", config, workers)
         state[MODEL] = {name: value for name, value in state[MODEL].items() if name not in coded}
@@ -672,12 +672,20 @@ class Checkpointer:
         where = f"{self._store.name}: step {step}"
         if rest is not None:
             check_states(self.extra, rest, where)
-        saved, saved_memory = _comparable(model, rest), shared(_parts(model, rest))
+        compared = {MODEL: model}
+        if rest is not None:
+            compared |= {**comparable(rest, rest), "extra": rest["extra"], "rng": rest["rng"]}
+        saved, saved_memory = {name: fingerprint(part) for name, part in compared.items()}, shared(compared)
         parts = [("the model", lambda: load_model(self.model, model, versions))]
         if rest is not None:
             # Extras first: if one refuses its state, model and optimizer are unchanged.
+            extras = extras_to_load(
+                self.extra,
+                rest["extra"],
+                [model_state(self.model), optimizer_state(self.model, self._optimizers)],
+            )
             parts[:0] = [
-                *((f"extra {name!r}", one) for name, one in self._extras_to_load(rest["extra"])),
+                *((f"extra {name!r}", load) for name, load in extras),
                 ("the optimizer", lambda: load_optimizers(self.model, self._optimizers, rest)),
             ]
         load_in_order(parts, where)
@@ -696,10 +704,6 @@ class Checkpointer:
                 self._mark(self._tracker, step, is_restored=True, has_lost=not restored.is_exact)
         self.restored = self._compared(restored, saved, saved_memory)
         return step
-
-    def _extras_to_load(self, saved: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
-        others = [model_state(self.model), optimizer_state(self.model, self._optimizers)]
-        return extras_to_load(self.extra, saved, others)
 
     def _compared(
         self, restored: Restored, saved: Mapping[str, Any], saved_memory: Sequence[frozenset[str]]
@@ -790,18 +794,6 @@ class Checkpointer:
             if error is None:
                 raise
             error.add_note(str(loss))  # the error that ended training must stay visible
-
-
-def _comparable(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the fingerprints of the saved state, by part."""
-    return {name: fingerprint(part) for name, part in _parts(model, rest).items()}
-
-
-def _parts(model: Mapping[str, Any], rest: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the parts of a saved state that are compared."""
-    if rest is None:
-        return {MODEL: model}
-    return {MODEL: model, **comparable(rest, rest), "extra": rest["extra"], "rng": rest["rng"]}
 
 
 def _about(error: BaseException, what: str) -> BaseException:

@@ -440,14 +440,9 @@ def memory_for_last() -> int:
 
 def _part(state: Mapping[str, Any], prefix: str | None = None) -> WriteJob:
     flat = flatten(dict(state), n_outer=int(prefix == ""))
-    return WriteJob(
-        tensors=flat.tensors, tree=None if _says_nothing(state, flat.tensors, prefix) else flat.tree
-    )
-
-
-def _says_nothing(state: Mapping[str, Any], tensors: Mapping[str, TensorSource], prefix: str | None) -> bool:
-    """Return whether the names describe the whole tree: one level below `MODEL`, no shared memory."""
-    return prefix is not None and [f"{prefix}{name}" for name in state[MODEL]] == list(tensors)
+    # Names describe a tree of one level below `MODEL` without shared memory.
+    is_named = prefix is not None and [f"{prefix}{name}" for name in state[MODEL]] == list(flat.tensors)
+    return WriteJob(tensors=flat.tensors, tree=None if is_named else flat.tree)
 
 
 # --- reading ------------------------------------------------------------------------------------

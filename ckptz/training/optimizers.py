@@ -244,13 +244,11 @@ def _is_more(more: Any, saved: Mapping[str, Any]) -> bool:
         pairs = one.get("loose")
         if type(pairs) is not list or not isinstance(one.get("other"), dict):
             return False
-        if not all(type(pair) is list and len(pair) == 2 and _is_key(pair[0]) for pair in pairs):
+        if not all(
+            type(pair) is list and len(pair) == 2 and isinstance(pair[0], str | int) for pair in pairs
+        ):
             return False
     return sum(one["n_groups"] for one in more) == len(saved["groups"])
-
-
-def _is_key(value: Any) -> bool:
-    return isinstance(value, str | int)
 
 
 def _are_devices(devices: Any) -> bool:

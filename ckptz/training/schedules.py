@@ -95,7 +95,8 @@ class Schedule:
         if not interval > 0:
             return 1.0, ()
         share, notes = 1.0, list[str]()
-        schedulers = _schedulers(extra, optimizers)
+        schedulers = [one for one in extra if isinstance(one, LRScheduler)]
+        schedulers = [one for one in schedulers if any(one.optimizer is own for own in optimizers)]
         left = so_far * _left_of_fall(rate / largest, may_end=has_fallen and not schedulers)
         if has_fallen:
             on_line = since * rate / 2 * (rate / (before - rate))
@@ -115,11 +116,6 @@ class Schedule:
 def is_end(share: float) -> bool:
     """Return whether a share of the usual step is that of a file behind which no training comes."""
     return share <= _share(0.0)
-
-
-def _schedulers(extra: Iterable[object], optimizers: Sequence[Optimizer]) -> list[LRScheduler]:
-    schedulers = [one for one in extra if isinstance(one, LRScheduler)]
-    return [one for one in schedulers if any(one.optimizer is own for own in optimizers)]
 
 
 def _n_updates(optimizers: Sequence[Optimizer], group: Mapping[str, Any], step: int) -> float:

@@ -173,7 +173,10 @@ class _Copying:
             return torch.empty_strided(
                 tensor.shape, strides, dtype=tensor.dtype, device="cpu", pin_memory=is_pinned
             )
-        return _pageable(tensor)
+        made: torch.Tensor = _HOST.allocate(  # large tensors in huge pages, which are faster
+            dtype_of(DTYPE_CODES[_name_of(tensor.dtype)]), tuple(tensor.shape)
+        )[0]
+        return made
 
 
 def _strides_of(tensor: torch.Tensor, path: Key) -> tuple[int, ...]:
@@ -221,13 +224,6 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
         raise ConfigError(f"tensor {name!r} is {kind} ({tensor.layout}); make it a dense one first")
-
-
-def _pageable(like: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor of the same dtype and shape; large ones are in huge pages, which are faster."""
-    code = DTYPE_CODES[_name_of(like.dtype)]
-    made: torch.Tensor = _HOST.allocate(dtype_of(code), tuple(like.shape))[0]
-    return made
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -152,13 +152,10 @@ def load_model(model: nn.Module, saved: Mapping[str, Any], versions: Mapping[str
     live = model.state_dict()
     keys = names_without_wrappers(model, live)
     state = OrderedDict((key, saved[name]) for name, key in keys.items() if name in saved)
-    own = {name: {"version": versions.get(name_without_wrappers(model, name), 1)} for name in _paths_of(live)}
+    paths = getattr(live, "_metadata", {})  # of modules
+    own = {path: {"version": versions.get(name_without_wrappers(model, path), 1)} for path in paths}
     vars(state)["_metadata"] = OrderedDict(own)
     model.load_state_dict(state, strict=len(state) == len(keys))
-
-
-def _paths_of(state: Mapping[str, Any]) -> Iterable[str]:
-    return getattr(state, "_metadata", {})
 
 
 def with_scalars_together(state: Mapping[str, Any]) -> dict[str, Any]:

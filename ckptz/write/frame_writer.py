@@ -144,7 +144,11 @@ class FilePlan:
         """Apply the momentum correction to weights, after planning the first moments that it depends on."""
         recipes = self.recipes
         names = [name for name in moves.moments if recipes[name].is_lossy]
-        self._preplanned = dict(zip(names, run(self._alone, names), strict=True))
+
+        def plan(name: str) -> TensorPlan:
+            return self._planned(name, self.base(name), self.context_tensors(name), map)
+
+        self._preplanned = dict(zip(names, run(plan, names), strict=True))
         restored = {
             name: restored_source(self.tensors[name], None, encoding)
             for name, encoding in self._preplanned.items()
@@ -152,9 +156,6 @@ class FilePlan:
         moved, notes = moves.of(restored)
         self.tensors |= {name: source for name, source in moved.items() if recipes[name].is_lossy}
         self.notes = {name: note for name, note in notes.items() if recipes[name].is_lossy}
-
-    def _alone(self, name: str) -> TensorPlan:
-        return self._planned(name, self.base(name), self.context_tensors(name), map)
 
     def base(self, name: str) -> TensorSource | None:
         """Return the base of a tensor, with a cache if it is read several times."""

@@ -9,7 +9,7 @@ import inspect
 import re
 import tomllib
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -47,10 +47,6 @@ NUMBERS: Final = (
     "resume_steps",
 )  # numeric keys of groups; all other keys are files
 _ATTRIBUTE: Final = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
-
-
-def _is_file(names: Sequence[str]) -> bool:
-    return len(names) == 2 and names[0] in GROUPS and names[1] not in NUMBERS
 
 
 def split_groups(settings: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -95,7 +91,8 @@ def _methods_help() -> list[str]:
         lines += [f"--method {method.name}", f"  {document.splitlines()[0]}"]
         texts = {name: " ".join(text.split()) for name, text in _ATTRIBUTE.findall(document)}
         for field in fields(method):
-            default = "" if field.default is MISSING else f" (default {_value_text(field.default)})"
+            value = "none" if field.default is None else field.default
+            default = "" if value is MISSING else f" (default {value})"
             lines.append(f"  --set {field.name}=...{default}")
             lines.append(click.wrap_text(texts.get(field.name, ""), 100, "      ", "      "))
         lines.append("")
@@ -106,25 +103,16 @@ def _methods_help() -> list[str]:
     return lines
 
 
-def _value_text(value: Any) -> str:
-    return "none" if value is None else str(value)
-
-
-def _method_names() -> tuple[str, ...]:
-    from ckptz.codec.registry import METHODS
-
-    return tuple(METHODS)
-
-
 class _MethodName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2
     """The name of a registered method; the registry is only imported if the option is used."""
 
     name = "method"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        names = _method_names()
-        if value not in names:
-            self.fail(f"{value!r} is not one of {', '.join(names)}", param, ctx)
+        from ckptz.codec.registry import METHODS
+
+        if value not in METHODS:
+            self.fail(f"{value!r} is not one of {', '.join(METHODS)}", param, ctx)
         return value
 
 
@@ -141,7 +129,9 @@ method_options: Callable[..., Any] = together(
         "settings",
         multiple=True,
         metavar="KEY=VALUE",
-        callback=lambda _context, _option, texts: parse_pairs(texts, _is_file),
+        callback=lambda _context, _option, texts: parse_pairs(
+            texts, lambda names: len(names) == 2 and names[0] in GROUPS and names[1] not in NUMBERS
+        ),
         help="Set a setting of the method, such as step=0.5 for grid; repeatable.",
     ),
     click.option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ckptz.run.names import step_of_folder
 from ckptz.verbs.quality_text import amount_text, change_text, quality_text
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ckptz.verbs.report import PageReport
     from ckptz.verbs.restore import RestoreReport
     from ckptz.verbs.verify import VerifyReport
+
+UNMEASURED: Final = "quality not measured (per-tensor errors: inspect --tensors)"
 
 
 def plural(n: int, noun: str) -> str:
@@ -37,19 +39,18 @@ def _pace(n_bytes: int, seconds: float) -> str:
 def compressed_line(report: CompressReport) -> str:
     """Return the line for one compressed input."""
     against = f", {report.n_deltas} of them against {printable(report.base)}" if report.base else ""
-    lossy = f", {report.n_lossy} lossy, {_quality(report)}" if report.n_lossy else ""
+    quality = () if report.search is None else report.search.quality
+    measured = "; ".join(map(quality_text, quality)) or UNMEASURED
+    lossy = f", {report.n_lossy} lossy, {measured}" if report.n_lossy else ""
+    n_trials = 0 if report.search is None else len(report.search.trials)
+    trials = f", {plural(n_trials, 'evaluation')}" if n_trials else ""
     sizes = f"{format_bytes(report.tensor_bytes)} -> {format_bytes(report.stored_bytes)}"
     ratio = format_ratio(report.stored_bytes, report.tensor_bytes)
     return (
         f"{printable(report.output)}: {sizes} ({ratio}), "
         f"{plural(report.n_tensors, 'tensor')}{against}{lossy}, "
-        f"{_pace(report.tensor_bytes, report.seconds)}{_evaluations(report)}"
+        f"{_pace(report.tensor_bytes, report.seconds)}{trials}"
     )
-
-
-def _evaluations(report: CompressReport) -> str:
-    n = 0 if report.search is None else len(report.search.trials)
-    return f", {plural(n, 'evaluation')}" if n else ""
 
 
 def predicted_line(report: CompressReport) -> str:
@@ -62,12 +63,6 @@ def predicted_line(report: CompressReport) -> str:
         f"{plural(report.n_tensors, 'tensor')}{against}{lossy}, "
         f"about {report.seconds:.2g} s; nothing was written"
     )
-
-
-def _quality(report: CompressReport) -> str:
-    if report.search is None or not report.search.quality:
-        return "quality not measured (per-tensor errors: inspect --tensors)"
-    return "; ".join(map(quality_text, report.search.quality))
 
 
 def judged_text(judged: Judgement) -> str:
