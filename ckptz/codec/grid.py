@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from ckptz.codec.column_rounding import ColumnGrid, ColumnRounding, Targets
 from ckptz.codec.grid_steps import (
     OnGrid,
     RowSteps,
@@ -40,8 +41,7 @@ from ckptz.codec.method import (
     register,
 )
 from ckptz.codec.moments import MOMENTS, Moments, state_recipes
-from ckptz.codec.quantizer import RoundingRule, choose_rounding, sampled
-from ckptz.codec.rounding import ColumnGrid, ColumnRounding, Targets
+from ckptz.codec.rounding_rule import RoundingRule, choose_rounding, sampled
 from ckptz.codec.tensor import (
     Bounds,
     MapFunction,

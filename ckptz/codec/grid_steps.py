@@ -15,7 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.codec.quantizer import TO_NEAREST, Quantizer, RoundingRule
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule
 from ckptz.codec.sensitivity import floats_of
 from ckptz.format.plan import LinearTable
 from ckptz.format.sources import Patterns, TensorSource

@@ -23,11 +23,11 @@ from ckptz.codec.method import (
     register,
 )
 from ckptz.codec.partitions import Cut, Partitions, fit_partitions
-from ckptz.codec.quantizer import (
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.rounding_rule import (
     LEAST_OF_CLUSTERS,
     SEED_KEY,
     TO_NEAREST,
-    Quantizer,
     RoundingRule,
     choose_rounding,
     sampled,

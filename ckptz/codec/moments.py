@@ -66,7 +66,8 @@ from ckptz.codec.moment_maps import (
     row_labels,
     second_map,
 )
-from ckptz.codec.quantizer import TO_NEAREST, Quantizer, RoundingRule, choose_rounding
+from ckptz.codec.quantizer import Quantizer
+from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule, choose_rounding
 from ckptz.codec.tensor import MapFunction, TensorStatistics, TensorToEncode, reals, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
 from ckptz.errors import ConfigError, coerce_numeric_fields

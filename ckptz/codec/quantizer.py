@@ -1,65 +1,16 @@
-"""The interface of quantizers, which choose the code of each pattern, and the choice of a rounding rule.
+"""The interface of quantizers, which choose the code of each pattern.
 
-After a restore, the residual of a delta is the movement of the weights since then. Rounding it to the nearest
-level loses part of that movement for good: if its density around the levels has the first Fourier coefficient
-c, the share 2 c (all of it from c = 1/2 on). If nothing was restored, residuals are spread evenly between the
-levels, c is 0, and rounding to nearest is best. Stochastic rounding loses no movement on average. Its seed is
-chosen once after a restore and then kept: the next residual contains the error of the last rounding, so the
-same thresholds send what that rounding did not.
+Quantizers that round elements one by one have a `RoundingRule` (`ckptz.codec.rounding_rule`): to the nearest
+level, or stochastic. `ckptz.codec.column_rounding` computes the codes of a complete weight and compensates
+the errors of columns in later ones.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
-
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.format.sources import Stored
-from ckptz.kernels import rounding
-from ckptz.kernels.floats import NEAREST, Floats, Patterns, Reals
-
-LEAST: Final = 0.02  # c up to which a grid is rounded to nearest
-LEAST_OF_CLUSTERS: Final = 0.15  # the same for k-means levels, where c is 0.02 to 0.12 without a restore
-N_SAMPLED: Final = 1 << 14  # elements of one chunk
-SURE: Final = 4.0  # standard errors of a significant correlation
-FARTHEST: Final = 2.0  # steps; larger residuals are clipped to this
-SEED_KEY: Final = "drawn"  # of the dither seed in the record of a frame
-
-
-@dataclass(frozen=True, slots=True)
-class RoundingRule:
-    """Rule of rounding values to levels: to the nearest, or stochastically with a dither seed.
-
-    Attributes:
-        seed: 32 bits that the thresholds of stochastic rounding are computed from; NEAREST rounds to nearest.
-            Kernels and the record of a frame identify the rule by this number.
-    """
-
-    seed: int = NEAREST
-
-    @classmethod
-    def of_record(cls, stored: Stored | None, method: str) -> RoundingRule:
-        """Return the rule that a frame of `method` was rounded by; to nearest for any other frame."""
-        seed = stored.settings.get(SEED_KEY) if stored is not None and stored.method == method else None
-        return cls(seed) if isinstance(seed, int) else TO_NEAREST
-
-    @property
-    def is_stochastic(self) -> bool:
-        """Return whether values are rounded by pseudo-random thresholds."""
-        return self.seed != NEAREST
-
-    def record(self) -> dict[str, int | float]:
-        """Return the entry of a frame's record: nothing for rounding to nearest."""
-        return {SEED_KEY: self.seed} if self.is_stochastic else {}
-
-    def thresholds(self, begin: int, n: int) -> Floats:
-        """Return the thresholds [n] in [0, 1) of elements begin..begin+n: one half to round to nearest."""
-        return rounding().thresholds(self.seed, begin, n)
-
-
-TO_NEAREST: Final = RoundingRule()
+from ckptz.kernels.floats import Patterns
 
 
 class Quantizer:
@@ -75,44 +26,3 @@ class Quantizer:
         """Return the patterns that escaped elements from `begin` on are restored to, maybe rounded."""
         del begin
         return patterns
-
-
-def sampled(begin: int, end: int) -> NDArray[np.int64]:
-    """Return evenly spaced indices of begin..end [at most N_SAMPLED]."""
-    return np.arange(begin, end, max((end - begin) // N_SAMPLED, 1))[:N_SAMPLED]
-
-
-def choose_rounding(
-    movements: Reals,
-    thresholds: NDArray[np.float32] | None,
-    old: RoundingRule,
-    new_seed: int,
-    least: float = LEAST,
-) -> RoundingRule:
-    """Choose how a delta is rounded, from a sample of its elements.
-
-    Args:
-        movements: differences of the elements to their base, in steps [n]; NaN for elements to ignore.
-        thresholds: rounding thresholds of these elements in the base's file [n]; None if unknown.
-        old: the rule of these thresholds.
-        new_seed: an unused dither seed.
-        least: Fourier coefficient up to which the delta is rounded to nearest.
-
-    Returns:
-        `old` if the differences still contain the errors of the last rounding, stochastic rounding with the
-        new seed if the weights have moved since a restore, else rounding to nearest.
-    """
-    is_known = np.isfinite(movements) & (movements != 0)
-    known = np.clip(movements[is_known], -FARTHEST, FARTHEST)
-    if not len(known):
-        return old
-    if thresholds is not None and _explained(known, thresholds[is_known].astype(np.float64)):
-        return old
-    coefficient = np.cos(2 * np.pi * known).mean()
-    return RoundingRule(new_seed) if coefficient > max(least, 3 / np.sqrt(2 * len(known))) else TO_NEAREST
-
-
-def _explained(movements: Reals, thresholds: Reals) -> bool:
-    """Return whether differences correlate negatively with the last thresholds, as rounding errors do."""
-    slope = ((thresholds - 0.5) * movements).mean()
-    return bool(slope < -SURE * np.sqrt(np.square(movements).mean() / 12 / len(movements)))

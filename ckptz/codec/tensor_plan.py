@@ -109,8 +109,8 @@ def stream_tables(counted: ContextCounts, n_contexts: int) -> StreamTables:
     return StreamTables(normalise(table_counts), table_of)
 
 
-class Rounding(Protocol):
-    """A rounding of patterns before they are split into byte planes."""
+class PatternRounding(Protocol):
+    """A rounding of patterns before they are split into byte planes, without codes or levels."""
 
     def rounded(self, patterns: Patterns, kind: int, begin: int) -> Patterns:
         """Round patterns [n] of float type `kind`, elements of a tensor from `begin` on."""
@@ -135,4 +135,4 @@ class TensorPlan:
     # Settings that planning chose, added to those of the recipe in the file's record.
     recorded: Mapping[str, int | float | bool | str] = field(default_factory=dict)
     # Planes domain: rounding of patterns before they are split into planes, or None.
-    rounding: Rounding | None = None
+    rounding: PatternRounding | None = None

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 
 from ckptz import safe_open
+from ckptz.codec.column_rounding import ColumnGrid
 from ckptz.codec.grid import Grid
 from ckptz.codec.grid_steps import (
     MAX_ROW_CLASSES,
@@ -19,7 +20,6 @@ from ckptz.codec.grid_steps import (
     largest_magnitude,
     row_steps,
 )
-from ckptz.codec.rounding import ColumnGrid
 from ckptz.errors import FormatError
 from ckptz.kernels.floats import ESCAPE
 from ckptz.numpy import load_file, save_file

@@ -28,8 +28,8 @@ from ckptz.codec.moment_maps import (
     row_labels,
 )
 from ckptz.codec.moments import FineRounding, Moments, SecondMoment
-from ckptz.codec.quantizer import RoundingRule
 from ckptz.codec.restored import MAX_PLANS, CachedTensor, TensorPlans
+from ckptz.codec.rounding_rule import RoundingRule
 from ckptz.codec.tensor import TensorToEncode
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.caches import CachedChunks

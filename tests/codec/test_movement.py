@@ -15,7 +15,7 @@ from safetensors.numpy import save_file as save_plain
 from ckptz import Checkpointer, Grid, KeepPolicy, KMeans, compress, inspect
 from ckptz.codec.grid import FULL_SHARE
 from ckptz.codec.method import Method
-from ckptz.codec.quantizer import TO_NEAREST, RoundingRule, choose_rounding
+from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule, choose_rounding
 from ckptz.format.context_rules import labels_of_rows
 from ckptz.format.index import LossyRecord
 from ckptz.format.sources import CHUNK_VALUES

@@ -10,9 +10,9 @@ from safetensors.numpy import load_file as load_plain
 from safetensors.numpy import save_file as save_plain
 from torch import nn
 
+from ckptz.codec.column_rounding import BLOCK_COLUMNS, ColumnGrid, ColumnRounding, Targets, factors
 from ckptz.codec.grid import UniformGrid
 from ckptz.codec.grid_steps import ESCAPE
-from ckptz.codec.rounding import BLOCK_COLUMNS, ColumnGrid, ColumnRounding, Targets, factors
 from ckptz.codec.tensor import InputCovariance, SideInformation, TensorToEncode
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
@@ -86,7 +86,7 @@ def test_correlated_inputs_lose_less_than_by_plain_rounding(n: int) -> None:
 def test_blocks_change_nothing_but_the_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     moments, columns, grid = inputs(200, 800), weights(200, 32), uniform(0.5, 32)
     found = ColumnRounding.of(moments).round(columns, grid)
-    monkeypatch.setattr("ckptz.codec.rounding.BLOCK_COLUMNS", 1)
+    monkeypatch.setattr("ckptz.codec.column_rounding.BLOCK_COLUMNS", 1)
     assert np.mean(found != ColumnRounding.of(moments).round(columns, grid)) < 0.01
 
 

@@ -21,8 +21,8 @@ import zstandard
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckptz import Checkpointer, Grid, KeepPolicy, Moments
+from ckptz.codec.column_rounding import ColumnRounding
 from ckptz.codec.low_rank import low_rank
-from ckptz.codec.rounding import ColumnRounding
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.sources import ArraySource
 from ckptz.torch import save
