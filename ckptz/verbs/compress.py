@@ -18,20 +18,7 @@ from ckptz.codec.method import Method, checked
 from ckptz.errors import ConfigError, CorruptionError, UnsupportedError, with_context
 from ckptz.foreign.dcp import dcp_files
 from ckptz.foreign.folders import Carried, check_sharding, copy_carried, torch_names
-from ckptz.foreign.inputs import (
-    FORCE,
-    Input,
-    PathLike,
-    check_carried,
-    check_not_torch,
-    check_target,
-    join,
-    open_input,
-    output_context,
-    output_paths,
-    stem_of,
-    to_paths,
-)
+from ckptz.foreign.inputs import Input, check_not_torch, join, open_input, stem_of
 from ckptz.format.byte_source import is_url, path_of
 from ckptz.format.file_kinds import FOREIGN_SUFFIXES, SUFFIX
 from ckptz.format.index import BaseRef
@@ -58,6 +45,15 @@ from ckptz.store.resolve import (
     folders_beside,
     open_checkpoint,
     open_file,
+)
+from ckptz.verbs.paths import (
+    FORCE,
+    PathLike,
+    check_carried,
+    check_target,
+    output_context,
+    output_paths,
+    to_paths,
 )
 from ckptz.words import Report
 from ckptz.write.job import WriteJob

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import check_int
-from ckptz.foreign.inputs import MODEL, Input, PathLike, open_all, to_paths
+from ckptz.foreign.inputs import MODEL, Input, open_all
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.file_kinds import PLAIN_SUFFIX, SUFFIX
@@ -26,6 +26,7 @@ from ckptz.kernels.floats import Patterns
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.step_files import lossy_stem
 from ckptz.state.skeleton import TensorRef, View, label, parse_tree
+from ckptz.verbs.paths import PathLike, to_paths
 from ckptz.words import Report, finite_or_none
 
 Difference = Literal["equal", "changed", "retyped", "reshaped", "only in A", "only in B"]

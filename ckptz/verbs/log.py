@@ -11,7 +11,7 @@ from typing import Literal
 
 from ckptz.api.describe import InspectReport, described
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.foreign.inputs import PathLike, check_not_torch, to_paths
+from ckptz.foreign.inputs import check_not_torch
 from ckptz.format.byte_source import is_folder, naming_urls, path_of
 from ckptz.format.envelope import PlainFile
 from ckptz.format.file_kinds import PLAIN_SUFFIX, SUFFIX
@@ -30,6 +30,7 @@ from ckptz.store.resolve import (
     open_checkpoint,
     open_file,
 )
+from ckptz.verbs.paths import PathLike, to_paths
 from ckptz.words import Report
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptz.api.read import decoded_chunks
 from ckptz.codec.restored import CachedTensor
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.foreign.inputs import PathLike, check_not_torch, check_target, file_path, output_context, to_paths
+from ckptz.foreign.inputs import check_not_torch
 from ckptz.format.byte_source import FileBytes, path_of
 from ckptz.format.publish import publish
 from ckptz.format.reader import Container, FrameSource, GroupMember
@@ -18,6 +18,7 @@ from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.store.resolve import Checkpoint, open_checkpoint
+from ckptz.verbs.paths import PathLike, check_target, file_path, output_context, to_paths
 from ckptz.verbs.verify import check_stored_bytes
 from ckptz.words import Report
 from ckptz.write.inline_writer import NeededBase, bytes_to_write, write_inline

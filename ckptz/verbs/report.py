@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ckptz.api.describe import InspectReport
 from ckptz.errors import CkptzError, ConfigError, FormatError
-from ckptz.foreign.inputs import PathLike, check_target, file_path, open_input, output_context, to_paths
+from ckptz.foreign.inputs import open_input
 from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
@@ -26,6 +26,7 @@ from ckptz.search.budget import SearchReport
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
 from ckptz.verbs.log import LogReport, inspect, log
 from ckptz.verbs.page import MARK, page
+from ckptz.verbs.paths import PathLike, check_target, file_path, output_context, to_paths
 
 OnError = Callable[[Exception], None]
 T = TypeVar("T")

@@ -19,18 +19,10 @@ from ckptz.foreign.inputs import (
     STATE,
     WEIGHTS,
     Input,
-    PathLike,
-    check_carried,
-    check_file_names,
-    check_target,
     is_trainer_folder,
     open_input,
     other_files_of_step,
-    output_context,
-    output_folder,
-    output_paths,
     stem_of,
-    to_paths,
 )
 from ckptz.foreign.trainer_folders import open_trainer_folder, plain_state_in, write_plain_trainer
 from ckptz.format.byte_source import is_url, naming_urls, path_of
@@ -46,6 +38,16 @@ from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import TRAINER_STATE, StepFile, is_written
 from ckptz.state.flatten import Chunks, tied_names
 from ckptz.state.skeleton import TensorRef, View, parse_tree
+from ckptz.verbs.paths import (
+    PathLike,
+    check_carried,
+    check_file_names,
+    check_target,
+    output_context,
+    output_folder,
+    output_paths,
+    to_paths,
+)
 from ckptz.words import Report
 
 OutputKind = Literal["safetensors", "pt", "dcp"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptz.errors import ConfigError, CorruptionError
-from ckptz.foreign.inputs import Input, PathLike, check_not_torch, open_input, to_paths
+from ckptz.foreign.inputs import Input, check_not_torch, open_input
 from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.index import Sharding
 from ckptz.format.reader import Container, FrameSource, check_empty, frames_of
@@ -25,6 +25,7 @@ from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.names import resolve
 from ckptz.run.residuals import residual_or_file
 from ckptz.store.resolve import Checkpoint, open_checkpoint
+from ckptz.verbs.paths import PathLike, to_paths
 from ckptz.words import Report
 
 Tensors = Mapping[str, TensorSource]

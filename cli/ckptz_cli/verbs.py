@@ -33,9 +33,9 @@ from ckptz_cli.search_options import (
 from ckptz_cli.session import Session, Verb, progress_bar
 
 if TYPE_CHECKING:
-    from ckptz.foreign.inputs import PathLike
     from ckptz.state.roles import Rule
     from ckptz.verbs.compress import CompressReport
+    from ckptz.verbs.paths import PathLike
     from ckptz.verbs.restore import OutputKind
 
 DIFFERENT: Final = 10  # exit code of `diff --exit-code`; no error uses it

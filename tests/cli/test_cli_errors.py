@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from ckptz.errors import BudgetError, ChecksumError, ConfigError, MissingBaseError, UnsupportedError
-from ckptz.foreign.inputs import output_context
 from ckptz.numpy import save_file
+from ckptz.verbs.paths import output_context
 from ckptz.words import printable
 from ckptz_cli import verbs
 from ckptz_cli.session import failure_of

@@ -6,8 +6,9 @@ import pytest
 
 from ckptz import compress, inspect, restore
 from ckptz.errors import ConfigError, MissingBaseError
-from ckptz.foreign.inputs import output_paths, stem_of
+from ckptz.foreign.inputs import stem_of
 from ckptz.verbs.compress import MAX_WRITTEN_DEPTH
+from ckptz.verbs.paths import output_paths
 from tests.support.cli_support import Chain, a_state, ckptz, content_of, hf_folder, write_plain
 
 # --- bases and chains -----------------------------------------------------------------------------
