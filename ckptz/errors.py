@@ -201,7 +201,7 @@ def coerce_numeric_fields(settings: Any) -> None:
     """
     for field in dataclasses.fields(settings):
         annotation = getattr(field.type, "__name__", str(field.type))  # a string if it is not evaluated
-        kind, _, alternative = annotation.partition(" | ")
+        expected, _, alternative = annotation.partition(" | ")
         value = getattr(settings, field.name)
-        if kind in _CHECKS and not (value is None and alternative == "None"):
-            object.__setattr__(settings, field.name, _CHECKS[kind](field.name, value))
+        if expected in _CHECKS and not (value is None and alternative == "None"):
+            object.__setattr__(settings, field.name, _CHECKS[expected](field.name, value))

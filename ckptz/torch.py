@@ -29,8 +29,8 @@ from ckptz.api.apply import apply_
 from ckptz.api.read import PathLike, check_limit, checked_path, decoded_chunks, load_bytes, open_whole
 from ckptz.api.save import check_tensor_names, job_of, save_to_bytes, save_to_file
 from ckptz.errors import CkptzError, ConfigError, FormatError, with_context
-from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, Patterns, TensorSource, tensor_bytes
+from ckptz.format.suffixes import SUFFIX
 from ckptz.kernels.torch import bytes_of, is_on_device
 from ckptz.parallel import Workers
 from ckptz.run.step_files import model_prefix

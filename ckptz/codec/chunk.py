@@ -28,7 +28,7 @@ from ckptz.format.frame import ChunkRecord, FrameHeader, StreamRecord, pack_plan
 from ckptz.format.plan import Plan, PlaneMode, Predictor, kernel_mode, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import CoderId, Stream, cut, encode_sparse, encode_streams, pack_gaps
-from ckptz.format.values import KINDS, predicted
+from ckptz.format.values import FLOAT_KINDS, predicted
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.blas import product
 from ckptz.kernels.floats import RAW, Bytes, Counts, Patterns, widen_f64
@@ -150,7 +150,7 @@ def restored_patterns(source: TensorSource, encoding: TensorPlan, sources: Chunk
     if encoding.plan.quant_map is None:
         if encoding.rounding is None:
             return patterns
-        return encoding.rounding.rounded(patterns, KINDS[source.dtype.name], sources.begin)
+        return encoding.rounding.rounded(patterns, FLOAT_KINDS[source.dtype.name], sources.begin)
     header = FrameHeader(source.dtype, source.shape, encoding.plan, ())
     labels = labels_of(encoding.plan.rules, sources, header.row_patterns) if encoding.plan.rules else None
     return _quantize(header, encoding.quantizer, patterns, sources, labels)[1]
@@ -196,7 +196,7 @@ def _encode_planes(
     header: FrameHeader, source: TensorSource, encoding: TensorPlan, sources: ChunkSources
 ) -> _Coded:
     """Encode the byte planes of patterns, rounded first if the plan says so."""
-    plan, kind = header.plan, KINDS.get(source.dtype.name, 0)
+    plan, kind = header.plan, FLOAT_KINDS.get(source.dtype.name, 0)
     exact, deviation = unmoved(source).patterns(sources.begin, sources.end), None
     decoded = exact
     if encoding.rounding is not None:

@@ -20,7 +20,7 @@ from ckptz.codec.rounding_rule import TO_NEAREST, RoundingRule
 from ckptz.codec.sensitivity import floats_of
 from ckptz.format.plan import LinearTable
 from ckptz.format.sources import Patterns, TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import rounding
 from ckptz.kernels.blas import product
 from ckptz.kernels.floats import ESCAPE, MAX_MAGNITUDE, Counts, Reals
@@ -115,7 +115,7 @@ class OnGrid(Quantizer):
 
         Values [n], base values [n] or None, steps of contexts, labels of rows, number of elements in a row.
         """
-        kind = KINDS[self.source.dtype.name]
+        kind = FLOAT_KINDS[self.source.dtype.name]
         values = floats_of(patterns, kind)
         base = None if self.base is None else floats_of(self.base.patterns(begin, end), kind)
         steps = self.rows.steps.astype(np.float32)

@@ -48,7 +48,7 @@ from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Domain, Plan, QuantizationMap
 from ckptz.format.sources import Patterns, TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels.floats import F32
 from ckptz.state.roles import Role
 
@@ -134,7 +134,7 @@ class Clusters(Recipe):
         )
         quantizer = LevelQuantizer(
             levels,
-            KINDS[source.dtype.name],
+            FLOAT_KINDS[source.dtype.name],
             TO_NEAREST,
             old.escape_code,
             float(ceiling),

@@ -38,7 +38,7 @@ from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Plan, PlaneMode, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES, ChunkSources, TensorSource
 from ckptz.format.streams import are_random
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import Reals
 from ckptz.state.roles import Role
@@ -281,8 +281,8 @@ def _n_random(bits: Reals) -> int:
 
 
 def histogram_of(source: TensorSource, run: MapFunction) -> Histogram:
-    """Compute the histogram of a tensor of a dtype in `KINDS`."""
-    kind = KINDS[source.dtype.name]
+    """Compute the histogram of a tensor of a dtype in `FLOAT_KINDS`."""
+    kind = FLOAT_KINDS[source.dtype.name]
     return summed(run, lambda b: Histogram.of(source.patterns(*b), kind), source)
 
 

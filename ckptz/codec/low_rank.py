@@ -30,7 +30,7 @@ from ckptz.format.frame import MAX_OUTER
 from ckptz.format.plan import LowRank
 from ckptz.format.sources import CHUNK_VALUES, TensorSource
 from ckptz.format.streams import Embedded
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import floats
 from ckptz.kernels import moments as kernels
 from ckptz.kernels.blas import eigh, least_squares, product
@@ -125,7 +125,7 @@ class FirstMoments:
 
 
 def _blocks(source: TensorSource, n_columns: int) -> Iterator[tuple[int, Float32Array]]:
-    kind, n = KINDS[source.dtype.name], max(CHUNK_VALUES // n_columns, 1)
+    kind, n = FLOAT_KINDS[source.dtype.name], max(CHUNK_VALUES // n_columns, 1)
     for begin in range(0, source.shape[0], n):
         end = min(begin + n, source.shape[0])
         yield (

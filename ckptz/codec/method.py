@@ -15,7 +15,7 @@ from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.errors import ConfigError, coerce_numeric_fields
 from ckptz.format.dtypes import DType
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.state.roles import Role
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def is_large_weight(
     role: Role, dtype: DType, shape: tuple[int, ...], min_elements: int = MIN_ELEMENTS
 ) -> bool:
     """Return whether a tensor is a floating-point weight of two or more dimensions and enough elements."""
-    is_weight = role.role == "weight" and dtype.name in KINDS
+    is_weight = role.role == "weight" and dtype.name in FLOAT_KINDS
     return is_weight and len(shape) >= 2 and dtype.n_patterns(shape) >= min_elements
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.sensitivity import floats_of
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, moments
 from ckptz.kernels.floats import Patterns
 
@@ -42,7 +42,7 @@ class MomentBound:
 
     def limits(self, begin: int, end: int) -> NDArray[np.float64]:
         """Return the bounds of elements begin..end, float64 [end - begin]; NaN where there is none."""
-        squares = floats_of(self.second.patterns(begin, end), KINDS[self.second.dtype.name])
+        squares = floats_of(self.second.patterns(begin, end), FLOAT_KINDS[self.second.dtype.name])
         with np.errstate(invalid="ignore"):
             limits: NDArray[np.float64] = self.at_one * np.sqrt(squares, dtype=np.float64)
         return limits
@@ -55,7 +55,7 @@ class MomentBound:
         """Return a mask [n] of the elements that exceed their bound, and their number."""
         squares = self.second.patterns(begin, begin + len(patterns))
         is_beyond = np.empty(len(patterns), np.bool_)
-        values, squares = floats_of(patterns, kind), floats_of(squares, KINDS[self.second.dtype.name])
+        values, squares = floats_of(patterns, kind), floats_of(squares, FLOAT_KINDS[self.second.dtype.name])
         return is_beyond, int(moments().beyond(values, squares, self.at_one, is_beyond))
 
     def powers(self, begin: int, patterns: Patterns, kind: int) -> Patterns:

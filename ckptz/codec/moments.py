@@ -76,7 +76,7 @@ from ckptz.format.frame import MAX_OUTER, outer_bytes, pack_plan
 from ckptz.format.frequency import entropy_bits
 from ckptz.format.plan import Domain, ExplicitTable, LowRank, Outer, Plan, Predictor, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, ChunkSources, LazySource, TensorSource, n_rows_of
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, floats, moments
 from ckptz.kernels.blas import product
 from ckptz.kernels.floats import Patterns, Reals
@@ -96,7 +96,7 @@ BASE_BIAS: Final = 0.97  # size with a base relative to without that pays, as re
 
 
 def _is_finite(source: TensorSource, run: MapFunction) -> bool:
-    kind = KINDS[source.dtype.name]
+    kind = FLOAT_KINDS[source.dtype.name]
     return all(run(lambda b: cpu().all_finite(source.patterns(*b), kind), source.chunk_bounds()))
 
 
@@ -104,7 +104,7 @@ def _fault_of_second(source: TensorSource, run: MapFunction) -> str:
     """Return the reason why a tensor cannot be a second moment; empty if it can."""
     # Patterns of infinities, NaNs and negative numbers are above those of finite positive ones.
     largest = max(run(lambda b: int(source.patterns(*b).max()), source.chunk_bounds()))
-    if largest <= largest_pattern(KINDS[source.dtype.name]):
+    if largest <= largest_pattern(FLOAT_KINDS[source.dtype.name]):
         return ""
     return "holds negative second moments" if _is_finite(source, run) else "holds NaN or infinity"
 
@@ -132,7 +132,7 @@ class SecondMoment(Recipe):
         if fault := _fault_of_second(source, tensor.run):
             return exact_with_note(tensor, fault)
         sample = _Sample.of(source, tensor.base)
-        step = log_level_step(self.step, KINDS[source.dtype.name])
+        step = log_level_step(self.step, FLOAT_KINDS[source.dtype.name])
         best = min(
             (sample.candidate(prediction, step) for prediction in _predictions(tensor)),
             key=lambda candidate: candidate.predicted_bits,
@@ -142,7 +142,7 @@ class SecondMoment(Recipe):
 
 def _predictions(tensor: TensorToEncode) -> Iterator[Prediction]:
     source, base, run = tensor.source, tensor.base, tensor.run
-    kind = KINDS[source.dtype.name]
+    kind = FLOAT_KINDS[source.dtype.name]
     yield Prediction(kind)
     if base is not None:
         yield Prediction(kind, Predictor.BASE, base=base)
@@ -271,7 +271,9 @@ class FirstMoment(Recipe):
         if tensor.guide.update_scale is not None:
             return _low_rank_plan(tensor, second, bound, tensor.guide.update_scale, self.step)
         candidates = [
-            _first_plan(tensor, StepQuantizer(KINDS[source.dtype.name], contexts, self.dead_zone, bound))
+            _first_plan(
+                tensor, StepQuantizer(FLOAT_KINDS[source.dtype.name], contexts, self.dead_zone, bound)
+            )
             for contexts in self._contexts(source, second, bound, run)
         ]
         sized = {
@@ -305,7 +307,7 @@ def _is_beyond(tensor: TensorToEncode, encoding: TensorPlan, bound: MomentBound 
     """Return whether the restored tensor would have elements beyond their bound."""
     if bound is None:
         return False
-    limits, kind = bound, KINDS[tensor.source.dtype.name]
+    limits, kind = bound, FLOAT_KINDS[tensor.source.dtype.name]
 
     def has_any(bounds: Bounds) -> bool:
         sources = ChunkSources(*bounds, None, tensor.context_tensors)
@@ -355,7 +357,7 @@ def _low_rank_plan(
     warm = before if isinstance(before, LowRank) else None
     source = tensor.source
     factors = low_rank(source, second, update_scale, warm, tensor.seed, step, bound)
-    quantizer = _WithinBound(factors, bound, KINDS[source.dtype.name])
+    quantizer = _WithinBound(factors, bound, FLOAT_KINDS[source.dtype.name])
 
     def has_zeros(bounds: Bounds) -> bool:
         return bool(quantizer.codes(*bounds, source.patterns(*bounds)).any())
@@ -378,7 +380,7 @@ def _mean_ratio(source: TensorSource, second: TensorSource, run: MapFunction) ->
     It shows whether first moments are averages of gradients, as in Adam, or of updates that are already
     divided by the root.
     """
-    kind, roots = KINDS[source.dtype.name], context_roots(KINDS[second.dtype.name])
+    kind, roots = FLOAT_KINDS[source.dtype.name], context_roots(FLOAT_KINDS[second.dtype.name])
 
     def sums(bounds: Bounds) -> Reals:
         values = as_float32(source.patterns(*bounds), kind)
@@ -397,10 +399,10 @@ def _by_second(second: TensorSource, wanted: FirstMoment, bound: MomentBound | N
         magnitudes: Labels = cpu().magnitudes(second.patterns(begin, end))
         return magnitudes
 
-    steps, most = wanted.step * context_roots(KINDS[second.dtype.name]), math.inf
+    steps, most = wanted.step * context_roots(FLOAT_KINDS[second.dtype.name]), math.inf
     if bound is not None:
         # The smallest second moment of a context is two thirds of its middle; levels may be rounded up.
-        most = bound.at_one * math.sqrt(2 / 3) * (1 - 2.0 ** -MANTISSA_BITS[KINDS[second.dtype.name]])
+        most = bound.at_one * math.sqrt(2 / 3) * (1 - 2.0 ** -MANTISSA_BITS[FLOAT_KINDS[second.dtype.name]])
     return StepContexts((Magnitude(wanted.source),), steps, labels, most / wanted.step)
 
 
@@ -410,7 +412,7 @@ def _one_label(begin: int, end: int) -> Labels:
 
 def _as_one(second: TensorSource, wanted: FirstMoment, run: MapFunction) -> StepContexts:
     """Return a single context; its step is proportional to the geometric mean of the roots."""
-    roots = context_roots(KINDS[second.dtype.name])
+    roots = context_roots(FLOAT_KINDS[second.dtype.name])
     counts = summed(run, lambda b: cpu().histogram(cpu().magnitudes(second.patterns(*b))), second)
     used = (counts > 0) & (roots > 0)
     logarithms = product(np.log2(roots[used]), counts[used]) / max(counts[used].sum(), 1)
@@ -425,7 +427,7 @@ def _by_row(source: TensorSource, wanted: FirstMoment, run: MapFunction) -> Step
     n_rows, row_patterns = (n_rows, row_patterns) if is_cut else (1, n_patterns)
 
     def power(bounds: Bounds) -> Reals:
-        values = floats.widen_f64(cpu().to_f32(source.patterns(*bounds), KINDS[source.dtype.name]))
+        values = floats.widen_f64(cpu().to_f32(source.patterns(*bounds), FLOAT_KINDS[source.dtype.name]))
         squares = np.bincount(np.arange(*bounds) // row_patterns, values * values, n_rows)
         return np.asarray(squares, np.float64)
 
@@ -531,7 +533,7 @@ class FineRounding(Recipe):
         chosen = replace(self, size=self._size_for(tensor))
         if tensor.base is not None:
             chosen = replace(chosen, rounding_rule=chosen._rounding_of_delta(source, tensor.seed))
-        kind = KINDS[source.dtype.name]
+        kind = FLOAT_KINDS[source.dtype.name]
         restored = LazySource.of(
             source, lambda begin, end: chosen.rounded(source.patterns(begin, end), kind, begin)
         )
@@ -556,7 +558,7 @@ class FineRounding(Recipe):
 
     def _rounding_of_delta(self, source: TensorSource, new_seed: int) -> RoundingRule:
         """Choose the rounding rule from the first chunk; the base's file does not record its own."""
-        n_dropped = self._n_dropped(KINDS[source.dtype.name])
+        n_dropped = self._n_dropped(FLOAT_KINDS[source.dtype.name])
         if n_dropped <= 0:
             return TO_NEAREST
         patterns = source.patterns(0, min(CHUNK_VALUES, source.n_patterns))
@@ -616,13 +618,13 @@ def state_recipes(
         role = roles[name]
         if role.role not in ("weight", "other"):
             trained.add(role.parameter)
-        if role.role == "exp_avg_sq" and source.dtype.name in KINDS:
+        if role.role == "exp_avg_sq" and source.dtype.name in FLOAT_KINDS:
             second[role.parameter, source.shape] = name
     chosen = {}
     for name, source in tensors.items():
         role, shape = roles[name], source.shape
         recipe = weights.recipe(role, source.dtype, shape)
-        if source.dtype.name in KINDS:
+        if source.dtype.name in FLOAT_KINDS:
             # Untrained tensors stay exact: buffers may be, for example, frequencies of a positional encoding.
             if role.role == "weight" and not recipe.is_lossy and role.parameter in trained:
                 recipe = FineRounding(step=FINE * step)

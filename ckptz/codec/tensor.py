@@ -23,7 +23,7 @@ from ckptz.codec.sensitivity import Floats, floats_of
 from ckptz.format.dtypes import DType
 from ckptz.format.sources import CHUNK_VALUES, ContextTensors, Patterns, TensorSource, n_rows_of
 from ckptz.format.sources import MapFunction as MapFunction
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, rounding
 from ckptz.kernels.floats import Reals
 
@@ -48,7 +48,7 @@ class InputCovariance:
 
 
 def _floats(source: TensorSource, begin: int, end: int) -> Floats:
-    return floats_of(source.patterns(begin, end), KINDS[source.dtype.name])
+    return floats_of(source.patterns(begin, end), FLOAT_KINDS[source.dtype.name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +99,8 @@ class GuidedSensitivities:
 def sensitivities_of(source: TensorSource, guide: SideInformation) -> GuidedSensitivities | None:
     """Return the sensitivities of a tensor; None if no gradient of a supported float type is known."""
     for gradients, is_squared in ((guide.gradient, False), (guide.second_moment, True)):
-        if gradients is not None and gradients.dtype.name in KINDS:
-            return GuidedSensitivities(KINDS[source.dtype.name], gradients, is_squared)
+        if gradients is not None and gradients.dtype.name in FLOAT_KINDS:
+            return GuidedSensitivities(FLOAT_KINDS[source.dtype.name], gradients, is_squared)
     return None
 
 
@@ -156,7 +156,7 @@ class TensorStatistics:
         cls, source: TensorSource, base: TensorSource | None, guide: SideInformation, bounds: Bounds
     ) -> TensorStatistics:
         """Measure one chunk."""
-        kind = KINDS[source.dtype.name]
+        kind = FLOAT_KINDS[source.dtype.name]
         values = floats_of(source.patterns(*bounds), kind)
         others = None if base is None else floats_of(base.patterns(*bounds), kind)
         largest = max(_largest(values), 0 if others is None else _largest(others))
@@ -168,7 +168,7 @@ class TensorStatistics:
         )
         if squares is not None:
             n_rows, is_root = n_rows_of(source.shape), guide.second_moment is None
-            given = floats_of(squares.patterns(*bounds), KINDS[squares.dtype.name])
+            given = floats_of(squares.patterns(*bounds), FLOAT_KINDS[squares.dtype.name])
             row_patterns, row_sums = source.n_patterns // n_rows, np.zeros(n_rows)
             sensitivity_sum, is_measured = rounding().sensitivities(
                 values, given, is_root, bounds[0], row_patterns, row_sums
@@ -216,7 +216,7 @@ class TensorStatistics:
 
 
 def reals(source: TensorSource, begin: int, end: int) -> Reals:
-    """Return elements begin..end of a tensor of a dtype in `KINDS` as float64 [end - begin]."""
+    """Return elements begin..end of a tensor of a dtype in `FLOAT_KINDS` as float64 [end - begin]."""
     return values_of(source.patterns(begin, end), source.dtype)
 
 
@@ -224,7 +224,7 @@ def mean_sensitivity_of(pairs: Iterable[tuple[TensorSource, TensorSource]]) -> f
     """Compute the mean of second moment times squared weight, from at most one chunk of each tensor.
 
     Args:
-        pairs: weights and their second moments, of dtypes in `KINDS`.
+        pairs: weights and their second moments, of dtypes in `FLOAT_KINDS`.
 
     Returns:
         The mean, or None if it is 0.
@@ -255,8 +255,8 @@ def _largest(values: Floats) -> int:
 
 
 def values_of(patterns: Patterns, dtype: DType) -> Reals:
-    """Convert patterns [n] of a dtype in `KINDS` to values, float64 [n]."""
-    f32_patterns = cpu().to_f32(patterns, KINDS[dtype.name])
+    """Convert patterns [n] of a dtype in `FLOAT_KINDS` to values, float64 [n]."""
+    f32_patterns = cpu().to_f32(patterns, FLOAT_KINDS[dtype.name])
     with np.errstate(invalid="ignore"):  # signalling NaN
         values: Reals = f32_patterns.view(np.float32).astype(np.float64)
     return values

@@ -289,7 +289,7 @@ def _parse(raw: Any, folder: Path) -> tuple[dict[str, TensorSource], dict[str, _
     for name, entry in _dict(top, "state_dict_metadata"):
         if type(name) is not str:
             raise CorruptionError(f"{METADATA_FILE}: a name is not text")
-        if isinstance(entry, PickledObject) and entry.kind == "BytesStorageMetadata":
+        if isinstance(entry, PickledObject) and entry.class_name == "BytesStorageMetadata":
             objects[name] = _part(folder, infos, name, None, ())
             continue
         fields = _attributes(entry, "TensorStorageMetadata")
@@ -326,9 +326,9 @@ def _dtype(properties: Any, name: str) -> str:
     return dtype.__name__
 
 
-def _attributes(value: Any, kind: str) -> Mapping[str, Any]:
-    if not isinstance(value, PickledObject) or value.kind != kind:
-        raise CorruptionError(f"{METADATA_FILE}: a {kind} is missing")
+def _attributes(value: Any, class_name: str) -> Mapping[str, Any]:
+    if not isinstance(value, PickledObject) or value.class_name != class_name:
+        raise CorruptionError(f"{METADATA_FILE}: a {class_name} is missing")
     return value.attributes()
 
 
@@ -342,7 +342,9 @@ def _dict(attributes: Mapping[str, Any], name: str) -> Iterable[tuple[Any, Any]]
 def _numbers(value: Any) -> Numbers:
     """Return the numbers of a `torch.Size`."""
     items = (
-        value.args[0] if isinstance(value, PickledObject) and value.kind == "Size" and value.args else None
+        value.args[0]
+        if isinstance(value, PickledObject) and value.class_name == "Size" and value.args
+        else None
     )
     if not isinstance(items, tuple) or not all(map(is_number, items)):
         raise CorruptionError(f"{METADATA_FILE}: a size does not consist of numbers")

@@ -32,7 +32,10 @@ from ckptz.errors import (
 )
 from ckptz.foreign.torch_files import dump_state, is_torch_file, load_state
 from ckptz.format.envelope import MAX_HEADER_BYTES, plain_regions, strict_json, write_plain
-from ckptz.format.file_kinds import (
+from ckptz.format.index import Shard, Sharding
+from ckptz.format.publish import Publication, is_same, make_folder, publish_together, scratch_folder
+from ckptz.format.sources import TensorSource
+from ckptz.format.suffixes import (
     INDEX_SUFFIX,
     INDEX_SUFFIXES,
     PLAIN_SUFFIX,
@@ -42,9 +45,6 @@ from ckptz.format.file_kinds import (
     TEMPORARY_SUFFIX,
     TORCH_SHARD_SUFFIX,
 )
-from ckptz.format.index import Shard, Sharding
-from ckptz.format.publish import Publication, is_same, make_folder, publish_together, scratch_folder
-from ckptz.format.sources import TensorSource
 from ckptz.run.names import is_base_name
 from ckptz.state.flatten import Chunks, flatten, read_chunks, unflatten
 from ckptz.state.skeleton import parse_tree

@@ -43,14 +43,14 @@ class PickledObject:
         return instance
 
     @property
-    def kind(self) -> str:
+    def class_name(self) -> str:
         """The name of its class, without the module."""
         return type(self).__name__
 
     def attributes(self) -> Mapping[str, Any]:
         """Return the attributes by name, as of a dataclass."""
         if not isinstance(self.state, dict):
-            raise CorruptionError(f"a {self.kind} without attributes")
+            raise CorruptionError(f"a {self.class_name} without attributes")
         return self.state
 
 

@@ -27,9 +27,9 @@ from ckptz.foreign.folders import Carried, Input, carried_in, stage_carried
 from ckptz.foreign.inputs import STATE, WEIGHTS, open_input
 from ckptz.foreign.torch_files import dump_state
 from ckptz.format.envelope import plain_regions, write_plain
-from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import publish_together
 from ckptz.format.sources import TensorSource
+from ckptz.format.suffixes import SUFFIX
 from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import FROZEN_KEY
 from ckptz.state.flatten import Chunks, tied_names, unflatten

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptz import lazy
 from ckptz.errors import ConfigError, TruncatedError
-from ckptz.format.file_kinds import FILE_SUFFIXES
+from ckptz.format.suffixes import FILE_SUFFIXES
 from ckptz.kernels.floats import Bytes
 
 FILE_URL: Final = "file://"

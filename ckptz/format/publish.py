@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Final
 
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import is_url, path_of
-from ckptz.format.file_kinds import TEMPORARY_SUFFIX
+from ckptz.format.suffixes import TEMPORARY_SUFFIX
 from ckptz.format.uploads import upload
 
 EAGER_BYTES: Final = 1 << 26  # small compared to the page cache, large enough for any disk

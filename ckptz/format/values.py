@@ -18,12 +18,13 @@ from ckptz.kernels.floats import Bytes, Patterns
 
 MAX_BY_CONTEXT: Final = 1 << 16  # entries of a table expanded to one row for each context
 ONE_ROW: Final = np.zeros(1, np.uint16)
-KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
+# Number in kernels, called `kind`, of each dtype whose values may be lossy.
+FLOAT_KINDS: Final = {"F32": floats.F32, "BF16": floats.BF16, "F16": floats.F16}
 
 
 @dataclass(frozen=True)
 class ValueTable:
-    """The quantization map of a plan as arrays for kernels; the dtype is one of `KINDS`."""
+    """The quantization map of a plan as arrays for kernels; the dtype is one of `FLOAT_KINDS`."""
 
     dtype: DType
     plan: Plan
@@ -37,7 +38,7 @@ class ValueTable:
     @cached_property
     def kind(self) -> int:
         """The number of the dtype in kernels."""
-        return KINDS[self.dtype.name]
+        return FLOAT_KINDS[self.dtype.name]
 
     @cached_property
     def entries(self) -> NDArray[Any]:

@@ -24,7 +24,7 @@ from ckptz.codec.sensitivity import floats_of
 from ckptz.codec.tensor import SideInformation
 from ckptz.format.caches import CachedChunks
 from ckptz.format.sources import LazySource, TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.guidance.momentum_decay import MomentumDecay, ProjectionStats, decay_of, shares_of
 from ckptz.guidance.optimizer_layout import ParamState, can_move, param_states_in, rounded
 from ckptz.kernels import cpu
@@ -132,7 +132,7 @@ class LostMomentum:
 
     def moved(self, weight: TensorSource, share: float) -> LazySource:
         """Return a weight plus a share of its lost updates; elements that would overflow are unchanged."""
-        kind = KINDS[weight.dtype.name]
+        kind = FLOAT_KINDS[weight.dtype.name]
 
         def moved_patterns(begin: int, end: int) -> Patterns:
             patterns = weight.patterns(begin, end)
@@ -366,4 +366,4 @@ def _rms(sample: Sample) -> float:
 
 
 def _values(source: TensorSource, begin: int, end: int) -> Sample:
-    return floats_of(source.patterns(begin, end), KINDS[source.dtype.name])
+    return floats_of(source.patterns(begin, end), FLOAT_KINDS[source.dtype.name])

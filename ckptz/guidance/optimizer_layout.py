@@ -21,7 +21,7 @@ from ckptz.codec.method import MOMENT_ROLES
 from ckptz.codec.sensitivity import floats_of
 from ckptz.errors import ConfigError
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.guidance.parameter_names import NO_NAMES, ParameterNames
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import Patterns
@@ -227,12 +227,12 @@ def _master_of(
 
 def can_move(weight: TensorSource) -> bool:
     """Return whether the dtype of a weight allows momentum correction."""
-    return not isinstance(weight, CodedSource) and weight.dtype.name in KINDS and weight.n_patterns > 0
+    return not isinstance(weight, CodedSource) and weight.dtype.name in FLOAT_KINDS and weight.n_patterns > 0
 
 
 def rounded(patterns: Patterns, to: TensorSource) -> Patterns:
     """Round F32 patterns to the dtype of a weight."""
-    found: Patterns = cpu().from_f32(patterns, KINDS[to.dtype.name])
+    found: Patterns = cpu().from_f32(patterns, FLOAT_KINDS[to.dtype.name])
     return found
 
 
@@ -241,9 +241,9 @@ def _number(value: Any, tensors: Mapping[str, TensorSource]) -> Any:
     if not isinstance(value, TensorRef) or value.name not in tensors:
         return value
     source = tensors[value.name]
-    if source.shape or source.dtype.name not in KINDS:
+    if source.shape or source.dtype.name not in FLOAT_KINDS:
         return source
-    return float(floats_of(source.patterns(0, 1), KINDS[source.dtype.name])[0])
+    return float(floats_of(source.patterns(0, 1), FLOAT_KINDS[source.dtype.name])[0])
 
 
 def _refs(node: Any) -> Iterator[TensorRef]:

@@ -16,7 +16,7 @@ from ckptz.codec.method import CALIBRATION, METHODS, MOMENTS_FROM, SENSITIVITY, 
 from ckptz.codec.tensor import InputCovariance, SideInformation, mean_sensitivity_of
 from ckptz.errors import CalibrationError, ConfigError
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.guidance.files import CalibrationFile, RecordedInputs, Recordings, SensitivityFile, Shapes
 from ckptz.guidance.optimizer_layout import roles_beside
 from ckptz.state.roles import Role, Rule, role_of
@@ -95,7 +95,9 @@ def guides_of(
     weights = {
         name: source
         for name, source in tensors.items()
-        if roles[name].role == "weight" and source.dtype.name in KINDS and not isinstance(source, CodedSource)
+        if roles[name].role == "weight"
+        and source.dtype.name in FLOAT_KINDS
+        and not isinstance(source, CodedSource)
     }
     notes: list[str] = []
     moments = _own_moments(tensors, weights, roles, notes)
@@ -145,7 +147,7 @@ def _own_moments(
 
 
 def _fits(moments: TensorSource, weight: TensorSource) -> bool:
-    return moments.dtype.name in KINDS and moments.shape == weight.shape
+    return moments.dtype.name in FLOAT_KINDS and moments.shape == weight.shape
 
 
 def _read_moments(

@@ -36,8 +36,8 @@ except ModuleNotFoundError as error:
     raise lazy.needs_extra(error, "accelerate") from None
 
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import publish
+from ckptz.format.suffixes import SUFFIX
 from ckptz.integrations.linked import (
     DEFAULTS,
     Chain,

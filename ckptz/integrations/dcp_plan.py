@@ -30,7 +30,7 @@ from ckptz.codec.tensor import SideInformation
 from ckptz.errors import CkptzError, ConfigError, UnsupportedError, with_context
 from ckptz.format.dtypes import DTYPE_CODES
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.guidance.optimizer_layout import ParamState
 from ckptz.integrations.dcp_moved import FAILED_ELSEWHERE, described
 from ckptz.integrations.linked import on_host
@@ -57,7 +57,7 @@ class Orders:
     n_ranks: int  # number of ranks
     # names of tensors that are split over ranks and may become lossy, in the order of collectives
     split: tuple[str, ...]
-    kinds: dict[str, str]  # their dtypes
+    dtypes: dict[str, str]  # their dtypes
     exact: frozenset[str]  # names of tensors that are too small to become lossy
     base: Path | None  # folder of the bases; None for full files
 
@@ -215,7 +215,7 @@ def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:
 def merged_guides(
     names: Sequence[str],
     shards: Mapping[str, Sequence[TensorSource]] | None,
-    kinds: Mapping[str, str],
+    dtypes: Mapping[str, str],
     group: dist.ProcessGroup | None,
 ) -> dict[str, SideInformation]:
     """Return the histogram of each whole tensor as side information.
@@ -225,25 +225,25 @@ def merged_guides(
     Args:
         names: the split tensors, equal on all ranks and in the same order.
         shards: pieces of this rank by name; None if its save has failed.
-        kinds: dtype of each of `names`, such as "F32".
+        dtypes: dtype of each of `names`, such as "F32".
         group: group of the ranks; None for a single rank.
 
     Raises:
         CkptzError: the save has failed on another rank.
     """
-    return uninterrupted(functools.partial(_merge, names, shards, kinds, group))
+    return uninterrupted(functools.partial(_merge, names, shards, dtypes, group))
 
 
 def _merge(
     names: Sequence[str],
     shards: Mapping[str, Sequence[TensorSource]] | None,
-    kinds: Mapping[str, str],
+    dtypes: Mapping[str, str],
     group: dist.ProcessGroup | None,
     interrupts: Sequence[BaseException],
 ) -> dict[str, SideInformation]:
     guides, failure = {}, None
     for name in names:
-        kind = KINDS[kinds[name]]
+        kind = FLOAT_KINDS[dtypes[name]]
         sums = torch.zeros(N_BUCKETS + 1, dtype=torch.int64)  # the last number counts failed ranks
         try:
             if shards is not None and name in shards:

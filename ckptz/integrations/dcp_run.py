@@ -15,7 +15,7 @@ from typing import Final
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError
 from ckptz.foreign.dcp_index import INDEX_FILE, read_index, shard_path
-from ckptz.format.file_kinds import SUFFIX, TEMPORARY_SUFFIX
+from ckptz.format.suffixes import SUFFIX, TEMPORARY_SUFFIX
 from ckptz.run.deletion import finish_removals, remove_residuals, remove_step
 from ckptz.run.keep import KeepPolicy, retention_of
 from ckptz.run.names import is_base_name, step_of_folder

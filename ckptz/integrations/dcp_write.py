@@ -32,9 +32,9 @@ from ckptz.foreign.dcp_index import (
     read_index,
     write_index,
 )
-from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import make_folder
-from ckptz.format.values import KINDS
+from ckptz.format.suffixes import SUFFIX
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.integrations.dcp_moved import RankPool, sampled
 from ckptz.integrations.dcp_plan import (
@@ -160,13 +160,13 @@ class CkptzStorageWriter(InFolder, StorageWriter):
         split: list[str] = []
         if config.fits_whole_tensors:
             n_pieces = Counter(piece[0] for pieces in layout.values() for piece in pieces)
-            split = sorted(n for n, (code, _) in shapes.items() if n_pieces[n] > 1 and code in KINDS)
+            split = sorted(n for n, (code, _) in shapes.items() if n_pieces[n] > 1 and code in FLOAT_KINDS)
         exact = [n for n, (_, shape) in shapes.items() if math.prod(shape) < config.least_elements]
         orders = Orders(
             token=secrets.token_hex(4),
             n_ranks=len(plans),
             split=tuple(split),
-            kinds={name: shapes[name][0] for name in split},
+            dtypes={name: shapes[name][0] for name in split},
             exact=frozenset(exact),
             base=base if _fits(layout, base) else None,
         )
@@ -182,10 +182,10 @@ class CkptzStorageWriter(InFolder, StorageWriter):
                 gathered = Gathered(plan.items, planner)
             except BaseException:
                 merged_guides(
-                    orders.split, None, orders.kinds, self._group
+                    orders.split, None, orders.dtypes, self._group
                 )  # so that no rank waits for this one
                 raise
-            guides = merged_guides(orders.split, gathered.pieces, orders.kinds, self._group)
+            guides = merged_guides(orders.split, gathered.pieces, orders.dtypes, self._group)
             job = gathered.job(orders, guides)
             if self._tracker is not None:
                 roles, trained = gathered.described(planner, orders)

@@ -35,7 +35,7 @@ from ckptz.codec.effort import EffortName
 from ckptz.codec.lossless import LOSSLESS
 from ckptz.codec.method import Method
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.format.file_kinds import SUFFIX
+from ckptz.format.suffixes import SUFFIX
 from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.integrations.linked import Chain, ChainOptions, job_of, read_newest, warn_of_differences
 from ckptz.integrations.versions import warn_untested
@@ -310,11 +310,12 @@ class RequireCheckpointIO(Callback):  # type: ignore[misc]  # the same
         Raises:
             ConfigError: the strategy does not use the plug-in.
         """
-        kind = type(trainer.strategy)
-        if kind.save_checkpoint is not Strategy.save_checkpoint and not issubclass(kind, _CALL_THE_PLUGIN):
+        strategy = type(trainer.strategy)
+        is_own = strategy.save_checkpoint is not Strategy.save_checkpoint
+        if is_own and not issubclass(strategy, _CALL_THE_PLUGIN):
             raise ConfigError(
-                f"{kind.__name__} does not use CheckpointIO, so CkptzIO would never be called; save sharded "
-                "state with ckptz.integrations.dcp, or choose another strategy such as DDP"
+                f"{strategy.__name__} does not use CheckpointIO, so CkptzIO would never be called; save "
+                "sharded state with ckptz.integrations.dcp, or choose another strategy such as DDP"
             )
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from ckptz.api.read import PathLike, safe_open
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, with_context
 from ckptz.foreign.folders import is_model_file, torch_names
 from ckptz.format.dtypes import dtype_of
-from ckptz.format.file_kinds import SUFFIX
+from ckptz.format.suffixes import SUFFIX
 from ckptz.state.skeleton import TensorRef, parse_tree
 from ckptz.state.torch import torch_dtype
 from ckptz.store.resolve import open_file

@@ -36,10 +36,10 @@ from ckptz.codec.method import MOMENT_ROLES
 from ckptz.codec.tensor import SideInformation, mean_sensitivity_of
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.foreign.adapters import STORED_PREFIX
-from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import make_folder
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.suffixes import SUFFIX
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.integrations.linked import (
     DEFAULTS,
@@ -451,10 +451,10 @@ def _guides(
     second_moments = {
         name: moment
         for name, moment in moments.items()
-        if moment is not None and moment.shape == weights[name].shape and moment.dtype.name in KINDS
+        if moment is not None and moment.shape == weights[name].shape and moment.dtype.name in FLOAT_KINDS
     }
     mean = mean_sensitivity_of(
-        (weights[n], m) for n, m in second_moments.items() if weights[n].dtype.name in KINDS
+        (weights[n], m) for n, m in second_moments.items() if weights[n].dtype.name in FLOAT_KINDS
     )
     return {
         name: SideInformation(second_moment=moment, mean_sensitivity=mean)

@@ -28,7 +28,7 @@ except ModuleNotFoundError as error:
 
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
-from ckptz.format.file_kinds import SUFFIX
+from ckptz.format.suffixes import SUFFIX
 from ckptz.integrations.model_files import (
     Reader,
     first_float,

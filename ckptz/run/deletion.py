@@ -17,7 +17,7 @@ from typing import Final
 from ckptz.errors import CkptzError, ConfigError, MissingBaseError
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.envelope import LENGTH_BYTES
-from ckptz.format.file_kinds import LIGHTNING_SUFFIX, SUFFIX, TEMPORARY_SUFFIX
+from ckptz.format.suffixes import LIGHTNING_SUFFIX, SUFFIX, TEMPORARY_SUFFIX
 from ckptz.run.keep import retention_of
 from ckptz.run.links import BASE_PREFIX
 from ckptz.run.residuals import residuals_of

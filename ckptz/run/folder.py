@@ -36,15 +36,15 @@ from ckptz.errors import (
     WriteError,
 )
 from ckptz.format.caches import LastChunks
-from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.format.publish import Publication, abandoned, make_folder, publish_together
+from ckptz.format.suffixes import TEMPORARY_SUFFIX
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
 from ckptz.run.links import Origin
 from ckptz.run.step_files import (
     ABANDONED_SECONDS,
     EXACT_OF_KEY,
-    KINDS,
+    FILE_KINDS,
     OWNER,
     WEIGHTS_KEY,
     ChainRule,
@@ -85,7 +85,7 @@ class StepStore:
         self.name = self._place.name
         self._facts: dict[StepFile, tuple[int, FileFacts]] = {}
         self._written: dict[FileKind, deque[tuple[int, int]]] = {
-            kind: deque(maxlen=N_REMEMBERED) for kind in KINDS
+            kind: deque(maxlen=N_REMEMBERED) for kind in FILE_KINDS
         }
         self._lock: Lock | None = None
         self._inode: tuple[int, int] | None = None  # of the folder, when it was locked
@@ -285,7 +285,7 @@ class StepStore:
         """
         notes += self._moved
         self._moved = ()
-        for kind in KINDS:  # markers of a removal that was cut off would hide the new step
+        for kind in FILE_KINDS:  # markers of a removal that was cut off would hide the new step
             self._place.remove(StepFile(step, kind).marker)
         self._facts = {file: facts for file, facts in self._facts.items() if file.step != step}
         with publish_together(OWNER) as files:

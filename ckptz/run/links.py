@@ -12,9 +12,9 @@ from typing import Final
 from ckptz.errors import CkptzError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
 from ckptz.format.envelope import read_envelope
-from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.index import KEY_DIGEST
 from ckptz.format.reader import Container
+from ckptz.format.suffixes import SUFFIX
 from ckptz.run.names import is_base_name
 from ckptz.store.resolve import Checkpoint, base_file_name, open_checkpoint
 

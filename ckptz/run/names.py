@@ -20,8 +20,8 @@ from typing import Final
 
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.byte_source import is_folder, is_url, path_of
-from ckptz.format.file_kinds import LIGHTNING_SUFFIX, SUFFIX
 from ckptz.format.reader import Container
+from ckptz.format.suffixes import LIGHTNING_SUFFIX, SUFFIX
 from ckptz.run.step_files import INDEX_FILE, RESIDUAL_PATTERN, StepFile, is_residual_name
 from ckptz.store.resolve import open_file
 

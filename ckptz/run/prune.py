@@ -26,9 +26,9 @@ from typing import Any
 
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
-from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned
+from ckptz.format.suffixes import SUFFIX
 from ckptz.run.deletion import drop_unneeded, finish_removals, remove_step
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, retention_of

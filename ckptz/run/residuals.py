@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from ckptz.errors import CorruptionError, FormatError, MissingBaseError
 from ckptz.format.byte_source import open_bytes
-from ckptz.format.file_kinds import SUFFIX
+from ckptz.format.suffixes import SUFFIX
 from ckptz.run.links import index_digest
 from ckptz.run.step_files import EARLIER_RESIDUAL, EXACT_OF_KEY, RESIDUAL_MARK, FileFacts, StepFile
 

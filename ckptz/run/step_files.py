@@ -15,14 +15,14 @@ from typing import Final, Literal, SupportsIndex
 
 from ckptz.errors import ConfigError
 from ckptz.format.byte_source import ByteSource
-from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.format.index import BaseRef
 from ckptz.format.reader import Container
 from ckptz.format.sources import tensor_bytes
+from ckptz.format.suffixes import TEMPORARY_SUFFIX
 from ckptz.store.resolve import open_file
 
 FileKind = Literal["weights", "state"]
-KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
+FILE_KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
 OWNER: Final = "step-"  # begins the names of temporary files
 ABANDONED_SECONDS: Final = 3600.0  # after which nobody writes to an unfinished file any more
 METRIC_KEY: Final = "metric"  # in the metadata of weights: the metric that `save` was given

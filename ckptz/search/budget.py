@@ -405,13 +405,13 @@ def check_consistent(budgets: Sequence[Budget], exact: Sequence[Measurement]) ->
         what = f"{a.name}: two budgets of {a_exact.metric} contradict each other"
         if a_exact.lower_is_better != b_exact.lower_is_better:
             raise ConfigError(f"{what}: lower is better for one, higher for the other")
-        a_kind, b_kind = (
+        a_unit, b_unit = (
             "in steps" if budget.in_steps else "relative" if budget.relative else "absolute"
             for budget in (a, b)
         )
-        if a_kind == b_kind and a.max_drop != b.max_drop:
+        if a_unit == b_unit and a.max_drop != b.max_drop:
             low, high = sorted((a.max_drop, b.max_drop))
-            raise ConfigError(f"{what}: {a_kind} limits of {low:g} and {high:g}; keep one of them")
+            raise ConfigError(f"{what}: {a_unit} limits of {low:g} and {high:g}; keep one of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -465,7 +465,7 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         coerce_numeric_fields(self)
-        self._check_kinds()
+        self._check_types()
         if not self.budgets:
             raise ConfigError("a search needs at least one budget")
         template, parent = self.template, self.parent
@@ -479,11 +479,11 @@ class SearchOptions:
         if self.max_evaluations is not None:
             check_int("max_evaluations", self.max_evaluations, 0)
 
-    def _check_kinds(self) -> None:
-        for name, kind in (("budgets", Budget), ("cubes", str)):
+    def _check_types(self) -> None:
+        for name, cls in (("budgets", Budget), ("cubes", str)):
             values = getattr(self, name)
-            if not (isinstance(values, tuple | list) and all(isinstance(value, kind) for value in values)):
-                raise ConfigError(f"{name} must be a tuple of {kind.__name__}, got {values!r}")
+            if not (isinstance(values, tuple | list) and all(isinstance(value, cls) for value in values)):
+                raise ConfigError(f"{name} must be a tuple of {cls.__name__}, got {values!r}")
         parent = self.template if self.parent is None else self.parent
         for name, method in (("template", self.template), ("parent", parent)):
             if not isinstance(method, Method):
@@ -558,11 +558,11 @@ def config_of(method: str, settings: Any) -> Method:
         msgspec.ValidationError: the method has no such setting.
         ConfigError: a value is out of range.
     """
-    kind = METHODS[method]
-    names = {field.name for field in fields(kind)}
+    cls = METHODS[method]
+    names = {field.name for field in fields(cls)}
     if isinstance(settings, dict) and (unknown := sorted(set(settings) - names)):
         raise msgspec.ValidationError(f"unknown setting {unknown[0]!r}")
-    return msgspec.convert(settings, kind)
+    return msgspec.convert(settings, cls)
 
 
 def recorded_in(bases: Mapping[str, TensorSource], template: Method) -> Method | None:

@@ -27,7 +27,7 @@ from ckptz.codec.tensor import MapFunction, TensorToEncode
 from ckptz.codec.tensor_plan import ContextCounts, stream_tables
 from ckptz.format.frequency import cost_bits, entropy_bits, normalise, pack_table
 from ckptz.format.sources import chunk_bounds, n_chunks_of
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels.floats import F32, Counts
 from ckptz.state.roles import Role
 
@@ -199,7 +199,7 @@ def _profile(tensor: TensorToEncode, partitions: set[Partitions]) -> Profile | N
     source, n_patterns = tensor.source, tensor.source.n_patterns
     if not partitions or not n_patterns:
         return None
-    kind, bounds = KINDS[source.dtype.name], list(chunk_bounds(n_patterns))
+    kind, bounds = FLOAT_KINDS[source.dtype.name], list(chunk_bounds(n_patterns))
     histogram = functools.reduce(operator.add, (Histogram.of(source.patterns(*b), kind) for b in bounds))
     if not histogram.is_finite:
         return None

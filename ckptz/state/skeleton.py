@@ -172,17 +172,17 @@ _LEAVES: Final = frozenset({Size, DTypeName, TensorRef, View})
 
 
 def _with_leaves(value: Any, make: Callable[[Any], Any]) -> Any:
-    kind: Any = type(value)
-    if kind in _LEAVES:
+    cls: Any = type(value)
+    if cls in _LEAVES:
         return make(value)
-    if kind is list or kind is tuple:
-        return kind([_with_leaves(item, make) for item in value])
-    if kind is not dict and kind is not OrderedDict:
+    if cls is list or cls is tuple:
+        return cls([_with_leaves(item, make) for item in value])
+    if cls is not dict and cls is not OrderedDict:
         return value
-    made = kind((_with_leaves(key, make), _with_leaves(item, make)) for key, item in value.items())
+    made = cls((_with_leaves(key, make), _with_leaves(item, make)) for key, item in value.items())
     if len(made) < len(value):
         raise CorruptionError("tree: two keys of a dict are equal in Python")
-    if kind is OrderedDict and "_metadata" in vars(value):
+    if cls is OrderedDict and "_metadata" in vars(value):
         vars(made)["_metadata"] = _with_leaves(vars(value)["_metadata"], make)
     return made
 
@@ -296,8 +296,8 @@ _PACKERS: Final[Mapping[type, Callable[[_Packer, Any, TreePath], Any]]] = {
 
 def type_name(value: Any) -> str:
     """Return the module and name of a value's type."""
-    kind = type(value)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    cls = type(value)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def refuse_leaf(value: Any, path: TreePath) -> NoReturn:

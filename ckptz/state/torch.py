@@ -147,7 +147,7 @@ TYPE_KEY: Final = "ckptz.type"
 VALUE_KEY: Final = "value"
 _FACTORIES: Final[Mapping[str, Any]] = {
     "None": None,
-    **{kind.__name__: kind for kind in (int, float, str, bool, list, dict, set, tuple)},
+    **{cls.__name__: cls for cls in (int, float, str, bool, list, dict, set, tuple)},
 }
 
 
@@ -159,12 +159,12 @@ class _Type:
     """Conversion of values of some types to plain values and back.
 
     Attributes:
-        kinds: the exact types.
+        classes: the exact types.
         pack: converts a value to simpler values.
         parse: inverse of `pack`.
     """
 
-    kinds: tuple[type, ...]
+    classes: tuple[type, ...]
     pack: Callable[[Any], Any]
     parse: Callable[[Any], Any]
 
@@ -183,10 +183,10 @@ def _parse_defaultdict(raw: Any) -> defaultdict[Any, Any]:
 
 def _parse_scalar(raw: Any) -> Any:
     code, data = raw
-    kind = np.dtype(code)
-    if kind.hasobject:
+    dtype = np.dtype(code)
+    if dtype.hasobject:
         raise ValueError("an object is no scalar")
-    return np.frombuffer(data, kind)[0]
+    return np.frombuffer(data, dtype)[0]
 
 
 _SCALARS: Final = tuple(
@@ -217,7 +217,7 @@ _TYPES: Final[Mapping[str, _Type]] = {
     "scalar": _Type(_SCALARS, lambda value: [value.dtype.str, value.tobytes()], _parse_scalar),
     "ndarray": _Type((np.ndarray,), lambda value: torch.from_numpy(value.copy()), torch.Tensor.numpy),
 }
-_NAME_OF: Final = {kind: name for name, type_ in _TYPES.items() for kind in type_.kinds}
+_NAME_OF: Final = {cls: name for name, type_ in _TYPES.items() for cls in type_.classes}
 
 
 def to_plain(value: Any, tensor: TensorMap, path: tuple[str, ...] = ()) -> Any:

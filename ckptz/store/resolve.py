@@ -19,10 +19,10 @@ from ckptz.errors import CkptzError, ConfigError, CorruptionError, MissingBaseEr
 from ckptz.format.byte_source import ByteSource, is_url, open_bytes, path_of
 from ckptz.format.caches import LastChunks
 from ckptz.format.envelope import PlainFile, metadata_checksum, read_envelope
-from ckptz.format.file_kinds import PLAIN_SUFFIX, SUFFIX
 from ckptz.format.index import MAX_INLINE, RESERVED_PREFIX, BaseRef, content_id_of, is_ckptz
 from ckptz.format.reader import Container
 from ckptz.format.sources import TensorSource
+from ckptz.format.suffixes import PLAIN_SUFFIX, SUFFIX
 
 MAX_DEPTH: Final = MAX_INLINE  # normative, spec/07-chain.md#depth
 MAX_NAME_BYTES: Final = 255  # normative, spec/07-chain.md#base-reference

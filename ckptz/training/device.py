@@ -20,7 +20,7 @@ from ckptz.codec.partitions import Partitions, RegionQuantizer, fit_partitions
 from ckptz.format.dtypes import DTYPE_CODES, DType, dtype_of
 from ckptz.format.plan import Domain, Plan, QuantizationMap
 from ckptz.format.sources import CHUNK_VALUES, PATTERN_TYPES
-from ckptz.format.values import KINDS, ValueTable
+from ckptz.format.values import FLOAT_KINDS, ValueTable
 from ckptz.kernels import torch as kernels
 from ckptz.kernels.torch import is_on_device
 from ckptz.parallel import Workers
@@ -69,7 +69,7 @@ def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode 
     if not isinstance(tensor, torch.Tensor) or not is_on_device(tensor) or not tensor.numel():
         return None
     code = DTYPE_CODES.get(str(tensor.dtype).removeprefix("torch."))
-    if code not in KINDS or hasattr(tensor, "__tensor_flatten__"):
+    if code not in FLOAT_KINDS or hasattr(tensor, "__tensor_flatten__"):
         return None
     dtype, shape = dtype_of(code), tuple(tensor.shape)
     wanted = config.recipe(role_of(prefix + name, shape, dtype.is_float), dtype, shape).partitions
@@ -82,7 +82,7 @@ def _task(name: str, tensor: Any, prefix: str, config: Method) -> _WeightToCode 
 def _histogram(task: _WeightToCode) -> Histogram:
     counts = sum(kernels.top_histogram(slab) for slab in torch.split(task.flat, SLAB_VALUES))
     assert isinstance(counts, torch.Tensor)
-    return Histogram(KINDS[task.dtype.name], counts.cpu().numpy())
+    return Histogram(FLOAT_KINDS[task.dtype.name], counts.cpu().numpy())
 
 
 def _fit(task: tuple[_WeightToCode, Histogram]) -> tuple[QuantizationMap, RegionQuantizer] | None:
@@ -127,7 +127,7 @@ class _Coder:
         self._kept.append(kept)
         restored[escaped] = _on(self._restored_kept(kept), slab.device)
         chunks = (torch.split(part, CHUNK_VALUES) for part in (slab, restored, escaped))
-        kind = KINDS[self._task.dtype.name]
+        kind = FLOAT_KINDS[self._task.dtype.name]
         for *both, mask in zip(*chunks, strict=True):
             self._n_kept.append(mask.sum())
             values, decoded = (kernels.to_f32(u, kind).view(torch.float32).to(torch.float64) for u in both)

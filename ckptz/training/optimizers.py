@@ -94,7 +94,7 @@ def _check_apart(state: Mapping[str, Any]) -> None:
 
 
 def _split(
-    states: Mapping[Any, Any], name_of: Mapping[Any, str], kind: str
+    states: Mapping[Any, Any], name_of: Mapping[Any, str], class_name: str
 ) -> tuple[dict[str, Any], list[list[Any]]]:
     """Split the states of an optimizer into those of parameters by name, and pairs of other keys and values.
 
@@ -109,7 +109,7 @@ def _split(
         elif isinstance(key, str | int):
             loose.append([name_of.get(key, key), _plain(value)])
         else:
-            what = f"{kind}: its state has the key {key!r}, which is no name, number or parameter"
+            what = f"{class_name}: its state has the key {key!r}, which is no name, number or parameter"
             raise ConfigError(f"{what}; ckptz cannot keep it")
     return named, loose
 
@@ -156,12 +156,12 @@ def _state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
     Raises:
         ConfigError: it has another form, or state of tensors that are in no group.
     """
-    kind = type(optimizer).__name__
+    class_name = type(optimizer).__name__
     try:
         saved = optimizer.state_dict()
     except KeyError:
         raise ConfigError(
-            f"{kind}: it keeps state of a tensor that is in none of its parameter groups, which its "
+            f"{class_name}: it keeps state of a tensor that is in none of its parameter groups, which its "
             "state_dict cannot hold; remove that entry of optimizer.state, or add the tensor to a group"
         ) from None
     groups = saved.get(GROUPS) if isinstance(saved, dict) else None
@@ -174,8 +174,8 @@ def _state_dict_of(optimizer: Optimizer) -> dict[str, Any]:
     )
     if not is_usual:
         raise ConfigError(
-            f"{kind}: its state_dict has not the form of torch.optim's (state and param_groups, a number for "
-            "each parameter); save it as extra={'optimizer': optimizer}, and pass optimizer=None"
+            f"{class_name}: its state_dict has not the form of torch.optim's (state and param_groups, a "
+            "number for each parameter); save it as extra={'optimizer': optimizer}, and pass optimizer=None"
         )
     return dict(saved)
 
@@ -220,8 +220,8 @@ def check_saved(saved: Any, where: str) -> None:
     Raises:
         CorruptionError: it has another form.
     """
-    kinds = {"classes": list, "optimizer": dict, "groups": list}
-    if not isinstance(saved, dict) or any(type(saved.get(name)) is not kind for name, kind in kinds.items()):
+    parts = {"classes": list, "optimizer": dict, "groups": list}
+    if not isinstance(saved, dict) or any(type(saved.get(name)) is not cls for name, cls in parts.items()):
         raise CorruptionError(f"{where}: holds no state of optimizers")
     is_right = all(type(name) is str for name in saved["classes"])
     is_right &= all(type(name) is str and isinstance(one, dict) for name, one in saved["optimizer"].items())

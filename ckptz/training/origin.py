@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckptz.errors import ConfigError
-from ckptz.format.file_kinds import PLAIN_SUFFIX, SUFFIX
+from ckptz.format.suffixes import PLAIN_SUFFIX, SUFFIX
 from ckptz.state.torch import torch_dtype
 from ckptz.store.resolve import Path_, open_checkpoint
 from ckptz.training.snapshot import MODEL

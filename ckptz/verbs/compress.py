@@ -20,10 +20,10 @@ from ckptz.foreign.dcp import dcp_files
 from ckptz.foreign.folders import Carried, check_sharding, copy_carried, torch_names
 from ckptz.foreign.inputs import Input, check_not_torch, join, open_input, stem_of
 from ckptz.format.byte_source import is_url, path_of
-from ckptz.format.file_kinds import FOREIGN_SUFFIXES, SUFFIX
 from ckptz.format.index import BaseRef
 from ckptz.format.publish import abandoned, is_same, make_folder, publish
 from ckptz.format.sources import TensorSource, tensor_bytes
+from ckptz.format.suffixes import FOREIGN_SUFFIXES, SUFFIX
 from ckptz.format.written import Written
 from ckptz.guidance.momentum import Momentum, UpdateTracker
 from ckptz.guidance.parameter_names import ParameterNames

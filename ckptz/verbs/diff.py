@@ -17,9 +17,9 @@ from ckptz.errors import check_int
 from ckptz.foreign.inputs import MODEL, Input, open_all
 from ckptz.format.bits import xxh64
 from ckptz.format.byte_source import naming_urls, path_of
-from ckptz.format.file_kinds import PLAIN_SUFFIX, SUFFIX
 from ckptz.format.reader import FrameSource, check_empty, has_own_frame
 from ckptz.format.sources import CHUNK_VALUES, TensorSource, chunk_bounds
+from ckptz.format.suffixes import PLAIN_SUFFIX, SUFFIX
 from ckptz.kernels.blas import product
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns

@@ -14,10 +14,10 @@ from ckptz.errors import CkptzError, ConfigError
 from ckptz.foreign.inputs import check_not_torch
 from ckptz.format.byte_source import is_folder, naming_urls, path_of
 from ckptz.format.envelope import PlainFile
-from ckptz.format.file_kinds import PLAIN_SUFFIX, SUFFIX
 from ckptz.format.index import BaseRef, QualityRecord
 from ckptz.format.reader import Container
 from ckptz.format.sources import tensor_bytes
+from ckptz.format.suffixes import PLAIN_SUFFIX, SUFFIX
 from ckptz.run.names import holds_state, is_base_name, resolve, run_files, step_of
 from ckptz.run.step_files import EXACT_OF_KEY, FileFacts, StepFile
 from ckptz.run.versions import Version, versions_in

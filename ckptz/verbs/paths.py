@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.foreign.inputs import stem_of
 from ckptz.format.byte_source import is_url, path_of
-from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.format.publish import is_same, make_folder
+from ckptz.format.suffixes import TEMPORARY_SUFFIX
 
 PathLike: TypeAlias = str | os.PathLike[str]
 FORCE: Final = "give --force (force=True) to replace it"

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from ckptz.api.describe import InspectReport
 from ckptz.errors import CkptzError, ConfigError, FormatError
 from ckptz.foreign.inputs import open_input
-from ckptz.format.file_kinds import SUFFIX
 from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
+from ckptz.format.suffixes import SUFFIX
 from ckptz.parallel import SILENT, Progress
 from ckptz.search.budget import SearchReport
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff

@@ -27,9 +27,9 @@ from ckptz.foreign.inputs import (
 from ckptz.foreign.trainer_folders import open_trainer_folder, plain_state_in, write_plain_trainer
 from ckptz.format.byte_source import is_url, naming_urls, path_of
 from ckptz.format.envelope import plain_regions, write_plain
-from ckptz.format.file_kinds import FOREIGN_SUFFIXES, PLAIN_SUFFIX
 from ckptz.format.publish import make_folder, publish, scratch_folder
 from ckptz.format.sources import tensor_bytes
+from ckptz.format.suffixes import FOREIGN_SUFFIXES, PLAIN_SUFFIX
 from ckptz.kernels.clock import working_seconds
 from ckptz.parallel import SILENT, Progress, Workers
 from ckptz.run.names import Located, newest_checkpoint, resolve

@@ -17,7 +17,7 @@ from ckptz.format.byte_source import naming_urls, path_of
 from ckptz.format.index import Sharding
 from ckptz.format.reader import Container, FrameSource, check_empty, frames_of
 from ckptz.format.sources import TensorSource
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.clock import working_seconds
 from ckptz.kernels.floats import Patterns
@@ -184,7 +184,7 @@ def _decode_and_compare(
         if recorded is None:
             first = begin + int(np.flatnonzero(patterns != wanted)[0])
             raise CorruptionError(f"{where} differs from the original, first at element {first}")
-        _check_deviation(where, KINDS[source.dtype.name], patterns, wanted, recorded)
+        _check_deviation(where, FLOAT_KINDS[source.dtype.name], patterns, wanted, recorded)
     return patterns.nbytes
 
 

@@ -24,7 +24,7 @@ from ckptz.kernels import floats
 from ckptz.kernels.wire_arrays import STEP_64, mix_64
 from ckptz.wire.header import HEADER_BYTES, MASK_64, Direction, Flag, LinkHeader
 from ckptz.wire.payload import Check, Condition, Payload, decode_payload, encode_payload, raise_if
-from ckptz.wire.policy import KINDS, RAW, LinkPolicy, TensorPlan, policy_of
+from ckptz.wire.policy import FLOAT_KINDS, RAW, LinkPolicy, TensorPlan, policy_of
 from ckptz.wire.state import NO_FEEDBACK, End, LinkState, Memory, MessageKey
 
 Array = Any
@@ -247,8 +247,8 @@ class Link:
         conditions = (condition for condition, _ in self._pending[n_before:])
         wrong = functools.reduce(operator.or_, conditions, False)
         received = self._accept(plan, memory, decoded, not_finite | wrong)
-        if self._verify == "step" and tensor.dtype.name in KINDS:
-            nan = k.from_f32(k.zeros(1, 4, received) + 0x7FC00000, KINDS[tensor.dtype.name])
+        if self._verify == "step" and tensor.dtype.name in FLOAT_KINDS:
+            nan = k.from_f32(k.zeros(1, 4, received) + 0x7FC00000, FLOAT_KINDS[tensor.dtype.name])
             received = k.unless(wrong, nan, received)
         if tensor.direction is Direction.FORWARD:
             state.keep_mask(plan, key, mask)

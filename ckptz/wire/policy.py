@@ -21,7 +21,7 @@ from typing import Any, Final, Literal
 from ckptz.errors import ConfigError, check_int, coerce_numeric_fields
 from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType, n_elements
-from ckptz.format.values import KINDS as KINDS
+from ckptz.format.values import FLOAT_KINDS as FLOAT_KINDS
 from ckptz.kernels import wire_arrays
 from ckptz.wire.header import HEADER_BYTES, Direction
 
@@ -195,7 +195,7 @@ class TensorPlan:
     @property
     def kind(self) -> int:
         """The number of the float type in the kernels."""
-        return KINDS[self.dtype.name]
+        return FLOAT_KINDS[self.dtype.name]
 
     @property
     def largest(self) -> float:
@@ -322,7 +322,7 @@ def plan_of(
         ConfigError: the message would exceed 4 GiB.
     """
     plan = TensorPlan(codec, codec, dtype, tuple(shape), reuse and isinstance(codec, TopK))
-    lossy = dtype.name in KINDS and plan.n >= min_elements
+    lossy = dtype.name in FLOAT_KINDS and plan.n >= min_elements
     if not lossy or plan.payload_cap >= RAW_SHARE * plan.raw_bytes:
         plan = TensorPlan(codec, RAW, dtype, tuple(shape))
     if plan.cap > MAX_BYTES:

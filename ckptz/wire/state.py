@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ckptz.errors import ConfigError, WireError, WriteError
 from ckptz.kernels import wire as compiled
 from ckptz.wire.header import Direction
-from ckptz.wire.policy import KINDS, RAW, LinkPolicy, TensorPlan
+from ckptz.wire.policy import FLOAT_KINDS, RAW, LinkPolicy, TensorPlan
 
 Array = Any
 TWO_SIDED = ("ef21", "aqsgd")  # the receiver has state too
@@ -294,7 +294,7 @@ class LinkState:
             ConfigError: AQ-SGD without matching sample ids, or a feedback that cannot be sent.
         """
         kind = self._policy.feedback_of(direction)
-        if kind is None or key.is_eval or plan.dtype.name not in KINDS:
+        if kind is None or key.is_eval or plan.dtype.name not in FLOAT_KINDS:
             return NO_FEEDBACK, plan
         if self._policy.plan(direction, plan.dtype, plan.shape).codec == RAW:
             return NO_FEEDBACK, plan

@@ -19,9 +19,9 @@ torch = pytest.importorskip("torch")
 
 from ckptz.errors import CorruptionError, FormatError, UnsupportedError  # noqa: E402
 from ckptz.foreign import torch_files  # noqa: E402
-from ckptz.format.file_kinds import TEMPORARY_SUFFIX  # noqa: E402
 from ckptz.format.publish import publish  # noqa: E402
 from ckptz.format.sources import chunk_bounds  # noqa: E402  # torch is optional
+from ckptz.format.suffixes import TEMPORARY_SUFFIX  # noqa: E402
 from ckptz.state import flatten as spool  # noqa: E402
 from ckptz.state.flatten import Flat, flatten  # noqa: E402
 from ckptz.torch import load_state, save_state  # noqa: E402

@@ -271,7 +271,7 @@ def test_few_patterns_are_decoded_without_the_rest_of_the_map(
         plan = Plan(quant_map=quant_map, domain=domain, predictor=predictor)
         codes, labels = rng.integers(0, n_codes, n).astype(np.uint8), rng.integers(0, n_rows, n)
         is_outer = predictor in (Predictor.OUTER, Predictor.LOW_RANK)
-        kind = reference.F32 if is_outer else values_module.KINDS[dtype.name]
+        kind = reference.F32 if is_outer else values_module.FLOAT_KINDS[dtype.name]
         base = None if predictor is Predictor.ZERO else random_patterns(rng, kind, n)
         few, many = (np.empty(m, PATTERN_TYPES[dtype.pattern_bytes]) for m in (n, 2 * n))
         made = values_module.ValueTable(dtype, plan)

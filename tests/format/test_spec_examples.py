@@ -24,7 +24,7 @@ from ckptz.format.plan import (
 )
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources
 from ckptz.format.streams import CoderId, Embedded, decode_stream
-from ckptz.format.values import KINDS, ValueTable
+from ckptz.format.values import FLOAT_KINDS, ValueTable
 from ckptz.kernels import cpu
 from tests.support import reference
 from tests.support.spec_files import embedded
@@ -308,7 +308,7 @@ def test_low_rank_examples() -> None:
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
 def test_cast_examples(dtype: str, backend: Callable[[], Any]) -> None:
     rows = table("04-quantization.md", "cast", "F32")
-    cast = backend().from_f32(_patterns(rows, "F32"), KINDS[dtype])
+    cast = backend().from_f32(_patterns(rows, "F32"), FLOAT_KINDS[dtype])
     assert [f"{u:#06x}" for u in cast] == [row[dtype] for row in rows]
     assert [_cast_of_the_page(int(row["F32"], 16), dtype) for row in rows] == cast.tolist()
 
@@ -337,7 +337,7 @@ def test_the_casts_of_the_page_are_those_of_the_kernels() -> None:
     endless = np.arange(0x7F7FFFF0, 0x7F800010, dtype=np.uint32)
     for dtype in ("BF16", "F16"):
         for some in (patterns, near, endless, ~endless):
-            expected = reference.from_f32(some, KINDS[dtype]).tolist()
+            expected = reference.from_f32(some, FLOAT_KINDS[dtype]).tolist()
             assert [_cast_of_the_page(int(p), dtype) for p in some] == expected
 
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 import ckptz
 from ckptz import Checkpointer, Grid, KeepPolicy
 from ckptz.errors import CkptzError, ConfigError
-from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.format.publish import abandoned, publish
+from ckptz.format.suffixes import TEMPORARY_SUFFIX
 from ckptz.format.written import amend_metadata
 from ckptz.run.folder import StepStore
 from ckptz.run.step_files import POSITION_KEY

@@ -19,12 +19,12 @@ from safetensors.numpy import save_file
 
 from ckptz import KeepPolicy, KeepRules, compress
 from ckptz.errors import ConfigError, WriteError
-from ckptz.format.file_kinds import TEMPORARY_SUFFIX
 from ckptz.format.index import BaseRef
+from ckptz.format.suffixes import TEMPORARY_SUFFIX
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KEEP_ALL, keep_policy
 from ckptz.run.prune import decide, item_of, prune_folder
-from ckptz.run.step_files import KINDS, ChainRule, FileFacts, Listing, StepFile
+from ckptz.run.step_files import FILE_KINDS, ChainRule, FileFacts, Listing, StepFile
 from ckptz.store.lock import FileLock, Holder, Lease, Spool
 from ckptz.store.storage import LocalFolder
 from ckptz.sync import Publisher
@@ -244,7 +244,7 @@ def test_the_newest_stays_under_every_rule(data: st.DataObject) -> None:
     assert not notes
     kept = {file for file in files if units[file] in stays}
     newest = {*listing.full_steps[-1:]}
-    assert {StepFile(step, kind) for step in newest for kind in KINDS} <= kept
+    assert {StepFile(step, kind) for step in newest for kind in FILE_KINDS} <= kept
     assert {StepFile(step, "weights") for step in listing.weights_steps[-1:]} <= kept
     if policy.last is None and alone is None:
         assert kept >= files

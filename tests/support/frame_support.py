@@ -29,7 +29,7 @@ from ckptz.format.plan import (
 )
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, ChunkSources, TensorSource, chunk_bounds
 from ckptz.format.streams import Embedded
-from ckptz.format.values import KINDS
+from ckptz.format.values import FLOAT_KINDS
 from tests.support import reference
 
 Array = np.ndarray[Any, Any]
@@ -118,7 +118,7 @@ def round_trip(case: Case) -> Array:
 def expected_patterns(case: Case) -> Array:
     """The decode rule once more, element by element in plain Python and numpy, without the codec."""
     plan, quant_map = case.plan, case.plan.quant_map
-    kind, n = KINDS[case.source.dtype.name], len(case.source.flat)
+    kind, n = FLOAT_KINDS[case.source.dtype.name], len(case.source.flat)
     quantizer = case.encoding.quantizer
     table = quant_map.table.expand()
     rows = quant_map.row_of_context[expected_labels(case)]
@@ -268,7 +268,7 @@ def build_case(
     names: list[str],
     n: int,
 ) -> Case:
-    kind = KINDS[dtype.name]
+    kind = FLOAT_KINDS[dtype.name]
     flat, base_patterns = random_patterns(rng, kind, n), random_patterns(rng, kind, n)
     rules = _rules(rng, names, n, shape)
     n_contexts, n_codes, n_rows = n_contexts_of(rules), int(rng.integers(2, 12)), int(rng.integers(1, 4))

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file as save_plain
 
 from ckptz import Budget, Checkpointer, Grid, compress, warm_up
-from ckptz.format.file_kinds import TEMPORARY_SUFFIX
+from ckptz.format.suffixes import TEMPORARY_SUFFIX
 from ckptz.search.budget import SearchOptions
 from ckptz.sync import Follower, Publisher
 from ckptz.torch import load_file, save_file

@@ -9,7 +9,7 @@ from ckptz.format.dtypes import dtype_of
 from ckptz.kernels import wire_cpu, wire_torch
 from ckptz.wire.endpoint import Link
 from ckptz.wire.header import Direction
-from ckptz.wire.policy import KINDS, LinkPolicy
+from ckptz.wire.policy import FLOAT_KINDS, LinkPolicy
 from ckptz.wire.state import MessageKey
 from tests.support import wire_reference
 
@@ -25,11 +25,11 @@ def rng(seed: int = 0) -> np.random.Generator:
 def f32_patterns(values: Any, dtype: str = "F32") -> Any:
     """Bit patterns of a dtype, rounded from floats."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1)
-    return wire_reference.from_f32(flat.view(np.uint32), KINDS[dtype])
+    return wire_reference.from_f32(flat.view(np.uint32), FLOAT_KINDS[dtype])
 
 
 def floats(patterns: Any, dtype: str = "F32") -> Any:
-    return wire_reference.to_f32(patterns, KINDS[dtype]).view(np.float32)
+    return wire_reference.to_f32(patterns, FLOAT_KINDS[dtype]).view(np.float32)
 
 
 def to_torch(array: Any, device: str = "cpu") -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""The suffixes of files: the only list, by kind.
+"""The suffixes of files: the only list, by format.
 
-| kind | suffixes | may be a shard | a folder may have it |
+| format | suffixes | may be a shard | a folder may have it |
 |---|---|---|---|
 | ckptz | `.ckptz` | no | no |
 | safetensors | `.safetensors` | yes | no |
