@@ -23,7 +23,7 @@ from ckptz.codec.low_rank import FirstMoments
 from ckptz.codec.method import Recipe
 from ckptz.codec.tensor import TensorToEncode, summed
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, stream_tables
-from ckptz.format.context_rules import MAX_SHIFT, N_PRODUCT_CONTEXTS, Products
+from ckptz.format.context_rules import MAX_INDICES, MAX_SHIFT, N_PRODUCT_CONTEXTS, Products
 from ckptz.format.dtypes import dtype_of
 from ckptz.format.frame import pack_plan
 from ckptz.format.plan import Plan, exact_plan, planes_plan
@@ -115,8 +115,11 @@ def _with_products(tensor: TensorToEncode, values: Float32Array, most_bytes: flo
     """
     source = tensor.source
     matrix = FirstMoments.of(_decoded(source, values), None)
-    n = min(tensor.effort.product_rank, len(matrix.rows), len(matrix.columns))
-    left, sizes, right = matrix.singular(n, np.empty((len(matrix.columns), 0), np.float32), 0)
+    n_rows, n_columns = len(matrix.rows), len(matrix.columns)
+    n = min(tensor.effort.product_rank, n_rows, n_columns, MAX_INDICES // (n_rows + n_columns))
+    if n < RANKS[0]:
+        return None
+    left, sizes, right = matrix.singular(n, np.empty((n_columns, 0), np.float32), 0)
     vectors = np.concatenate((left, right)) * np.sqrt(sizes)
     # The steps of levels follow from the shift; the largest level shall be as large as possible.
     largest = float(np.abs(vectors).max(initial=0)) * math.sqrt(N_PRODUCT_CONTEXTS / 2)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.effort import Effort
 from ckptz.codec.tensor_plan import TensorPlan
-from ckptz.format.context_rules import MIN_RUN, Block, Runs
+from ckptz.format.context_rules import MAX_INDICES, MIN_RUN, Block, Runs
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import (
     entropy_bits,
@@ -108,7 +108,7 @@ def _run_patterns(source: TensorSource) -> int | None:
     row = n // max(shape[0], 1)
     size = row if RUN_VALUES[0] <= row <= RUN_VALUES[1] else FLAT_RUN
     piece = math.gcd(size, n, CHUNK_VALUES if n > CHUNK_VALUES else n)
-    return size if piece >= MIN_RUN else None
+    return size if piece >= MIN_RUN and math.ceil(n / size) <= MAX_INDICES else None
 
 
 def _is_narrow(patterns: Patterns, size: int) -> NDArray[np.bool_]:

@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptz.codec import run_contexts
+from ckptz.format import frame
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.context_rules import Block
 from ckptz.format.reader import Container
@@ -46,6 +48,16 @@ def test_contexts_make_a_file_smaller_than_rows_in_any_order_would(tmp_path: Pat
         save_file({"w": of}, tmp_path / name)
     assert not _rules(tmp_path / "mixed")
     assert (tmp_path / "rows").stat().st_size < 0.99 * (tmp_path / "mixed").stat().st_size
+
+
+def test_tensors_with_more_rows_than_a_frame_may_label_are_read_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (frame, run_contexts):
+        monkeypatch.setattr(module, "MAX_INDICES", ROWS - 1, raising=False)
+    values, path = _weights(narrow=False), tmp_path / "w.ckptz"
+    save_file({"w": values}, path)
+    np.testing.assert_array_equal(load_file(path)["w"], values)
 
 
 @pytest.mark.parametrize("n_rest", [0, 128, 384])

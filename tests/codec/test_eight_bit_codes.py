@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from ckptz import inspect, rebase
+from ckptz.codec import eight_bit
 from ckptz.codec.lossless import Lossless
+from ckptz.format import frame
 from ckptz.format.byte_source import FileBytes
 from ckptz.format.context_rules import Products
 from ckptz.format.envelope import read_envelope
@@ -62,6 +64,19 @@ def test_codes_of_low_rank_take_less_and_come_back(shape: tuple[int, int], tmp_p
     assert features_of(tmp_path / "a.ckptz") == ("1.3", "lossless,products")
     assert "products" not in features_of(tmp_path / "fast.ckptz")[1]
     assert bytes_of(tmp_path / "a.ckptz") < bytes_of(tmp_path / "fast.ckptz")
+    check(tmp_path / "a.ckptz", codes)
+
+
+@pytest.mark.parametrize(("rank", "used"), [(3, False), (5, True)])
+def test_matrices_have_no_more_levels_than_readers_allow(
+    rank: int, used: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A matrix of a million rows has too many levels for the ranks that would take the least."""
+    codes = codes_of(SHAPES[0])
+    for module in (frame, eight_bit):
+        monkeypatch.setattr(module, "MAX_INDICES", rank * sum(SHAPES[0]), raising=False)
+    save_file(codes, tmp_path / "a.ckptz", effort="small")
+    assert ("products" in features_of(tmp_path / "a.ckptz")[1]) is used
     check(tmp_path / "a.ckptz", codes)
 
 
