@@ -53,12 +53,12 @@ class Deviation:
     counts: NDArray[np.int64]  # patterns by code [256]
 
     def __add__(self, other: Deviation) -> Deviation:
-        largest, error, power = (
-            max(self.largest, other.largest),
-            self.error + other.error,
-            self.power + other.power,
+        return Deviation(
+            largest=max(self.largest, other.largest),
+            error=self.error + other.error,
+            power=self.power + other.power,
+            counts=self.counts + other.counts,
         )
-        return Deviation(largest, error, power, self.counts + other.counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,10 +147,8 @@ class Sorted:
             [first + own.table_of[contexts] for first, own in zip(firsts[:-1], tables, strict=True)]
         )
         totals = np.array([one.total for one in by_part])
-        frequencies, paid = (
-            np.concatenate([own.frequencies for own in tables]),
-            np.zeros(len(n_bytes), np.int64),
-        )
+        frequencies = np.concatenate([own.frequencies for own in tables])
+        paid = np.zeros(len(n_bytes), np.int64)
         return self._coded(frequencies, table_of, n_bytes, paid, totals, huffman_margin)
 
     @cached_property

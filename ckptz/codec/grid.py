@@ -128,11 +128,9 @@ class UniformGrid(Recipe):
             return None
         begin, end = _middle(source)
         statistics = tensor.statistics((begin, end))
-        if (
-            statistics.fault(source.dtype)
-            or not statistics.power
-            or statistics.residual_power >= statistics.power
-        ):
+        if statistics.fault(source.dtype) or not statistics.power:
+            return None
+        if statistics.residual_power >= statistics.power:
             return None
         row_patterns = source.n_patterns // n_rows_of(source.shape)
         first, last = begin // row_patterns, (end - 1) // row_patterns
@@ -160,12 +158,11 @@ class UniformGrid(Recipe):
         step = self.full_step if begins and self.full_step is not None else self.step
         wanted = replace(self, step=step)
         is_resumed = self.purpose == "resume" or (self.purpose == "auto" and base is not None)
-        encoding = (wanted._plan_resume if is_resumed else wanted._plan_ship)(
-            tensor, base, _row_steps(source, step, guide, statistics)
-        )
-        return (
-            encoding if step == self.step else replace(encoding, recorded={"step": step, **encoding.recorded})
-        )
+        plan = wanted._plan_resume if is_resumed else wanted._plan_ship
+        encoding = plan(tensor, base, _row_steps(source, step, guide, statistics))
+        if step != self.step:
+            encoding = replace(encoding, recorded={"step": step, **encoding.recorded})
+        return encoding
 
     def _plan_resume(self, tensor: TensorToEncode, base: TensorSource | None, rows: RowSteps) -> TensorPlan:
         """Plan a weight that training is resumed from, on the base's grid and without losing movement.

@@ -122,16 +122,11 @@ class Clusters(Recipe):
             return None
         asked = {name: value for name, value in stored.settings.items() if name != SEED_KEY}
         old = stored.plan.quant_map
-        if (
-            asked != self.settings()
-            or old.table.shape[0] > 1
-            or old.n_codes - (old.escape_code is not None) < 2
-        ):
+        has_escape = old.escape_code is not None
+        if asked != self.settings() or old.table.shape[0] > 1 or old.n_codes - has_escape < 2:
             return None
         levels = old.table.expand()[0][: old.escape_code].view(np.float32)
-        ceiling = (
-            Cut.of(self.wanted.by_magnitude(), histogram).ceiling if old.escape_code is not None else np.inf
-        )
+        ceiling = Cut.of(self.wanted.by_magnitude(), histogram).ceiling if has_escape else np.inf
         quantizer = LevelQuantizer(
             levels,
             FLOAT_KINDS[source.dtype.name],

@@ -151,9 +151,8 @@ def plan_lossless(
     n_patterns = source.n_patterns
     if base is None or not n_patterns:
         return plan_contexts(source, effort, run) or TensorPlan(exact_plan(source.dtype))
-    begin = (
-        n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
-    )  # of a chunk, so that a base decodes one for the sample
+    # The beginning of a chunk, so that a base decodes one chunk for the sample.
+    begin = n_patterns // 2 // CHUNK_VALUES * CHUNK_VALUES
     sample = begin, min(begin + SAMPLE_VALUES, n_patterns)
     [(mode, has_contexts, n_random)] = _choose(
         Batch(source.dtype, [source.patterns(*sample)], [base.patterns(*sample)]), [n_patterns], effort

@@ -160,12 +160,8 @@ class TensorStatistics:
         values = floats_of(source.patterns(*bounds), kind)
         others = None if base is None else floats_of(base.patterns(*bounds), kind)
         largest = max(_largest(values), 0 if others is None else _largest(others))
-        squares, row_sums, sensitivity_sum, is_measured = (
-            guide.second_moment or guide.gradient,
-            None,
-            0.0,
-            True,
-        )
+        squares, row_sums = guide.second_moment or guide.gradient, None
+        sensitivity_sum, is_measured = 0.0, True
         if squares is not None:
             n_rows, is_root = n_rows_of(source.shape), guide.second_moment is None
             given = floats_of(squares.patterns(*bounds), FLOAT_KINDS[squares.dtype.name])

@@ -22,9 +22,6 @@ STATE_SUFFIXES: Final = (".pt", ".pth", TORCH_SHARD_SUFFIX)  # torch files of a 
 TORCH_SUFFIXES: Final = (*STATE_SUFFIXES, LIGHTNING_SUFFIX)
 FOREIGN_SUFFIXES: Final = (PLAIN_SUFFIX, *TORCH_SUFFIXES)  # all kinds of others
 SHARD_SUFFIXES: Final = (PLAIN_SUFFIX, *STATE_SUFFIXES)
-FILE_SUFFIXES: Final = (
-    SUFFIX,
-    *SHARD_SUFFIXES,
-)  # certainly files, so a URL is not asked whether it is a folder
+FILE_SUFFIXES: Final = (SUFFIX, *SHARD_SUFFIXES)  # certainly files: a URL is not asked if it is a folder
 INDEX_SUFFIX: Final = ".index.json"  # lists the shards of a folder, after the suffix of the shards
 INDEX_SUFFIXES: Final = (PLAIN_SUFFIX + INDEX_SUFFIX, TORCH_SHARD_SUFFIX + INDEX_SUFFIX)

@@ -106,10 +106,8 @@ def decay_of(
     """
     if "momentum_decay" in group or "amsgrad" in group:
         return _of_adam(group, state, is_adamw, before)
-    is_sgd, is_rmsprop = (
-        "nesterov" in group and "dampening" in group,
-        "alpha" in group and "centered" in group,
-    )
+    is_sgd = "nesterov" in group and "dampening" in group
+    is_rmsprop = "alpha" in group and "centered" in group
     if not (is_sgd or is_rmsprop) or "momentum_buffer" not in state:
         return None
     rate, decay = _number(group.get("lr")), _number(group.get("momentum"))

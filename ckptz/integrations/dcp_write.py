@@ -181,9 +181,8 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             try:
                 gathered = Gathered(plan.items, planner)
             except BaseException:
-                merged_guides(
-                    orders.split, None, orders.dtypes, self._group
-                )  # so that no rank waits for this one
+                # So that no rank waits for this one.
+                merged_guides(orders.split, None, orders.dtypes, self._group)
                 raise
             guides = merged_guides(orders.split, gathered.pieces, orders.dtypes, self._group)
             job = gathered.job(orders, guides)

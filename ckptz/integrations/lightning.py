@@ -111,10 +111,8 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
                 "keep: weights cannot outlive a lossy optimizer state here; use LOSSLESS or KMeans"
             )
         kept = {"weights": None, "state": None} if keep is None else keep.by_kind
-        self._chain, self._states = (
-            Chain(options, kept["weights"]),
-            Chain(replace(options, base=None), kept["state"]),
-        )
+        self._chain = Chain(options, kept["weights"])
+        self._states = Chain(replace(options, base=None), kept["state"])
         self._tracker = UpdateTracker() if config.loses_state else None
         self._torch = TorchCheckpointIO()
 

@@ -67,10 +67,7 @@ class Background(Generic[T]):
         if self._running is not None:
             raise RuntimeError(f"{self.label} was not waited for")
         task, is_ending = Task(functools.partial(self._do, job)), not threading.main_thread().is_alive()
-        self.label, self._running = (
-            label,
-            task,
-        )  # before the start: an interrupt must not lose it
+        self.label, self._running = label, task  # before the start: an interrupt must not lose it
         try:
             if is_ending:  # the interpreter ends, and waits for no new thread
                 task.run()

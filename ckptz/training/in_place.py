@@ -72,11 +72,10 @@ class InPlace:
     def _fits(self, now: Any, saved: torch.Tensor) -> bool:
         if type(now) not in (torch.Tensor, torch.nn.Parameter) or not _is_plain(now):
             return False
-        kinds = [(one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()) for one in (now, saved)]
-        is_free = (
-            now.untyped_storage().data_ptr() not in self._others and identity_of(now) not in self._written
-        )
-        return kinds[0] == kinds[1] and is_free and not now.is_inference()
+        forms = [(one.dtype, one.shape, one.stride(), one.is_conj(), one.is_neg()) for one in (now, saved)]
+        is_shared = now.untyped_storage().data_ptr() in self._others
+        is_free = not (is_shared or identity_of(now) in self._written)
+        return forms[0] == forms[1] and is_free and not now.is_inference()
 
     def _written_to(self, now: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
         self._written.add(identity_of(now))

@@ -423,9 +423,8 @@ def _usable(base: _Base | None, target: Path, notes: list[str], *, is_folder: bo
             f"full file: the chain of {base.ref.file} has the maximum length of {MAX_WRITTEN_DEPTH} deltas"
         )
         return None
-    folders = folders_beside(
-        base.folder / base.ref.file
-    )  # for a link: its folder and the folder of its target
+    # For a link: its folder and the folder of its target.
+    folders = folders_beside(base.folder / base.ref.file)
     if target.parent.resolve() not in [folder.resolve() for folder in folders]:
         # Link the whole chain into the folder, so that it can be restored by itself.
         if is_folder and not is_url(target):

@@ -163,12 +163,10 @@ def heat_map(title: str, about: str, items: Values, *, is_root: bool) -> list[Ch
     if len({item["layer"] for item in shown}) > MAX_LAYERS:  # vl-convert overflows its stack at about 1,200
         shown = [{**item, "layer": "none"} for item in shown]
         about += f" More than {MAX_LAYERS:,} layers: each kind is summed over all of them."
-    room = min(
-        182, 7 * max(len(kind) for _, kind in kinds)
-    )  # fonts of browsers are wider than those of vl-convert
-    label = (
-        "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"  # names differ at the end
-    )
+    # Fonts of browsers are wider than those of vl-convert.
+    room = min(182, 7 * max(len(kind) for _, kind in kinds))
+    # Names differ at the end.
+    label = "length(datum.label) > 26 ? '…' + slice(datum.label, -25) : datum.label"
     order = ["none", *sorted({item["layer"] for item in shown} - {"none"}, key=int)]
     sums: dict[tuple[str, str, str], list[float]] = {}
     for item in shown:

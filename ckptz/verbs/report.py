@@ -22,6 +22,7 @@ from ckptz.format.publish import publish
 from ckptz.format.sources import TensorSource
 from ckptz.format.suffixes import SUFFIX
 from ckptz.parallel import SILENT, Progress
+from ckptz.run.step_files import MODEL_PREFIX
 from ckptz.search.budget import SearchReport
 from ckptz.verbs.diff import NUMBERS, DiffReport, diff
 from ckptz.verbs.log import LogReport, inspect, log
@@ -210,10 +211,8 @@ def _histograms(
     Raises:
         ConfigError: no tensor matches.
     """
-    wildcards, n = (
-        [pattern for p in names for pattern in (p, f"model.{p}")],
-        0,
-    )  # a Checkpointer adds this prefix
+    wildcards = [pattern for p in names for pattern in (p, f"{MODEL_PREFIX}{p}")]
+    n = 0
     for path in dict.fromkeys(files) if names else ():
         with contextlib.closing(open_input(path, search_path)) as file:
             chosen = [name for name in file.tensors if any(fnmatchcase(name, p) for p in wildcards)]

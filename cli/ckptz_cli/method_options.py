@@ -40,12 +40,8 @@ GROUPS: Final[Mapping[str, Mapping[str, str]]] = {
         "resume_steps": "training steps of a resume evaluation (default 20)",
     },
 }
-NUMBERS: Final = (
-    "step",
-    "max_evaluations",
-    "restores",
-    "resume_steps",
-)  # numeric keys of groups; all other keys are files
+# Numeric keys of groups; all other keys are files.
+NUMBERS: Final = ("step", "max_evaluations", "restores", "resume_steps")
 _ATTRIBUTE: Final = re.compile(r"^    (\w+): (.*(?:\n        .*)*)", re.MULTILINE)
 
 

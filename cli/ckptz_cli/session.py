@@ -96,9 +96,8 @@ def _explain_os_error(error: OSError) -> tuple[int, str]:
         where = f"{os.fsdecode(error.filename)}: "
     if isinstance(error, FileNotFoundError):
         return MISSING, f"{where}no such file or folder; check the path" if where else str(error)
-    remedy = (
-        None if hasattr(error, "exit_code") else _REMEDIES.get(error.errno or 0)
-    )  # messages of CkptzError include a remedy
+    # Messages of CkptzError include a remedy.
+    remedy = None if hasattr(error, "exit_code") else _REMEDIES.get(error.errno or 0)
     return IO, f"{where}{error.strerror or error}" + (f"; {remedy}" if remedy else "")
 
 
@@ -346,9 +345,8 @@ class Session:
         try:
             if sys.stdout is None and text:
                 raise OSError(errno.EBADF, "is closed", STDOUT)
-            click.echo(
-                text, nl=False, file=sys.stdout
-            )  # explicitly, else click bypasses the redirection of a progress bar
+            # The file is named, else click bypasses the redirection of a progress bar.
+            click.echo(text, nl=False, file=sys.stdout)
         except OSError as error:
             self._has_reader = False
             if not isinstance(error, BrokenPipeError):  # the reader ended first, as `head` does
