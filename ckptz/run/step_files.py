@@ -25,7 +25,7 @@ FileKind = Literal["weights", "state"]
 FILE_KINDS: Final[tuple[FileKind, ...]] = ("weights", "state")
 OWNER: Final = "step-"  # begins the names of temporary files
 ABANDONED_SECONDS: Final = 3600.0  # after which nobody writes to an unfinished file any more
-METRIC_KEY: Final = "metric"  # in the metadata of weights: the metric that `save` was given
+METRIC_KEY: Final = "metric"  # in the metadata of weights: the number that `save(metric=...)` was given
 POSITION_KEY: Final = "since_anchor"  # in the metadata of weights and state: position in the chain
 WEIGHTS_KEY: Final = "weights"  # in the metadata of state: content id of the weights of its step
 STATE_KEY: Final = "state"  # in the metadata of weights: name of the file with their optimizer state
@@ -165,7 +165,7 @@ class ChainRule:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepFile:
-    """One file of a step."""
+    """The name of a file in the folder of a Checkpointer: weights or state of a step, or their residual."""
 
     step: int  # the step
     kind: FileKind  # what it holds
@@ -239,7 +239,7 @@ class FileFacts:
 
     @property
     def metric(self) -> float | None:
-        """The metric that the step was saved with, or None."""
+        """The number that `save(metric=...)` was given for the step, or None."""
         try:
             return float(self.metadata[METRIC_KEY])
         except (KeyError, ValueError):

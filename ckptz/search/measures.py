@@ -195,7 +195,7 @@ class Agreement:
 
     @property
     def metric(self) -> str:
-        """The metric's name in messages."""
+        """The name of the quality in messages; its values are called "kl" and "top1"."""
         return name_of(self.logits)
 
     @property
@@ -383,7 +383,7 @@ class NamedFunction:
 
     @property
     def metric(self) -> str:
-        """The metric's name in messages."""
+        """The name of the function's value, and of the quality in messages."""
         return name_of(self.load())
 
     @property
