@@ -19,7 +19,7 @@ from ckptz.format.byte_source import path_of
 from ckptz.format.publish import is_same, publish
 from ckptz.format.sources import TensorSource
 from ckptz.parallel import Workers
-from ckptz.store.resolve import base_metadata, base_ref, open_checkpoint
+from ckptz.store.resolve import MAX_DEPTH, base_metadata, base_ref, open_checkpoint
 
 if TYPE_CHECKING:
     from ckptz.codec.method import Method
@@ -105,6 +105,9 @@ def save_to_file(job: WriteJob, filename: PathLike, base: PathLike | None, jobs:
             if any(is_same(file, path_of(path)) for file in opened.paths):
                 what = "a delta cannot take the place of its base, nor of what that is stored against"
                 raise ConfigError(f"{path}: {what}; save under another name")
+            if opened.depth >= MAX_DEPTH:
+                what = f"ends a chain of {opened.depth} deltas, and readers follow {MAX_DEPTH}"
+                raise ConfigError(f"{opened.name}: {what}; leave out base, which saves a full file")
             reference, bases = base_ref(opened), opened.tensors
             job = replace(job, base=reference, bases=bases, base_metadata=base_metadata(opened))
         try:

@@ -47,7 +47,7 @@ from ckptz.state.flatten import check_strides, flatten
 from ckptz.state.roles import BASES, Role, Rule, role_of
 from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree
 from ckptz.state.torch import TorchTensors, torch_dtype
-from ckptz.store.resolve import Checkpoint, base_metadata, base_ref, open_checkpoint
+from ckptz.store.resolve import MAX_DEPTH, Checkpoint, base_metadata, base_ref, open_checkpoint
 from ckptz.training.copies import copied, named_in
 from ckptz.training.live import Hold, with_live
 from ckptz.training.snapshot import MODEL
@@ -415,13 +415,14 @@ def residual_bases(lossy: Checkpoint) -> dict[str, TensorSource]:
 
     Lossy float32 tensors are not: a delta is 4 % smaller than the tensor by itself, and takes three times as
     long to write and to read (bench/product/exact_head.py). If the others are less than a tenth of all bytes,
-    there are no bases, and the residual is self-contained.
+    there are no bases, and the residual is self-contained; also if the lossy file ends the longest chain that
+    readers follow.
     """
     records = () if lossy.container is None else lossy.container.index.tensors
     alone = {one.name for one in records if one.lossy is not None and one.dtype == "F32"}
     bases = {name: base for name, base in lossy.tensors.items() if name not in alone}
     is_worth_it = 10 * tensor_bytes(bases) >= tensor_bytes(lossy.tensors)
-    return remembering(bases) if is_worth_it else {}
+    return remembering(bases) if is_worth_it and lossy.depth < MAX_DEPTH else {}
 
 
 def remembering(bases: Mapping[str, TensorSource]) -> dict[str, TensorSource]:

@@ -1,5 +1,6 @@
 """Lossy files and exact newest steps: what is written, what a restore gives, and what goes when."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,7 +16,9 @@ from ckptz.errors import ConfigError
 from ckptz.run.folder import StepStore
 from ckptz.run.prune import prune_folder
 from ckptz.run.step_files import Listing, StepFile
-from ckptz.torch import load_file
+from ckptz.store.resolve import MAX_DEPTH, open_checkpoint
+from ckptz.torch import load_file, save_file
+from ckptz.training.files import residual_bases
 from tests.support.checkpointer_support import (
     GRID,
     LOSSY,
@@ -143,6 +146,20 @@ def test_weights_get_their_name_last_and_only_then_older_residuals_go(
     assert set(seen[4:6]) == {f"- {name}" for name in HEAD}
     assert seen[6:8] == ["- step-00000004.ckptz", "- step-00000004.state.ckptz"]
     assert not residuals(folder) - {name.replace("4", "5") for name in HEAD}
+
+
+def test_the_longest_chain_takes_no_file_more(tmp_path: Path) -> None:
+    """Not by `save_file`, and not by a residual, which is a delta to its lossy file."""
+    paths = [tmp_path / f"{n}.ckptz" for n in range(MAX_DEPTH + 2)]
+    has_bases = []
+    for n, path in enumerate(paths[:-1]):
+        save_file({"w": torch.arange(3000) + n}, path, base=paths[n - 1] if n else None)
+        with contextlib.closing(open_checkpoint(path)) as opened:
+            has_bases.append(bool(residual_bases(opened)))
+    assert has_bases == [True] * MAX_DEPTH + [False]
+    with pytest.raises(ConfigError, match=f"64.ckptz: ends a chain of {MAX_DEPTH} deltas"):
+        save_file({"w": torch.arange(3000)}, paths[-1], base=paths[-2])
+    assert not paths[-1].exists()
 
 
 def test_what_loses_nothing_has_no_residual(tmp_path: Path) -> None:
