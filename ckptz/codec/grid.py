@@ -41,7 +41,7 @@ from ckptz.codec.method import (
     register,
 )
 from ckptz.codec.moments import MOMENTS, Moments, state_recipes
-from ckptz.codec.rounding_rule import RoundingRule, choose_rounding, sampled
+from ckptz.codec.rounding_rule import RoundingRule, choose_rounding, middle_chunk, sampled
 from ckptz.codec.tensor import (
     Bounds,
     MapFunction,
@@ -68,7 +68,7 @@ from ckptz.format.context_rules import (
 from ckptz.format.dtypes import DType
 from ckptz.format.frequency import entropy_bits, write_tables
 from ckptz.format.plan import Domain, LinearTable, Plan, Predictor, QuantizationMap, StreamTables
-from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, chunk_bounds, n_rows_of
+from ckptz.format.sources import CHUNK_VALUES, Patterns, Stored, TensorSource, n_rows_of
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import MAX_MAGNITUDE
 from ckptz.state.roles import Role
@@ -126,7 +126,7 @@ class UniformGrid(Recipe):
         source, base, guide = tensor.source, tensor.base, tensor.guide
         if base is None:
             return None
-        begin, end = _middle(source)
+        begin, end = middle_chunk(source)
         statistics = tensor.statistics((begin, end))
         if statistics.fault(source.dtype) or not statistics.power:
             return None
@@ -330,12 +330,6 @@ class Grid(Method):
         return replace(self, step=step, moments=moments)
 
 
-def _middle(source: TensorSource) -> Bounds:
-    """Return the bounds of the middle chunk."""
-    bounds = list(chunk_bounds(source.n_patterns))
-    return bounds[len(bounds) // 2]
-
-
 def _row_steps(
     source: TensorSource, step: float, guide: SideInformation, statistics: TensorStatistics
 ) -> RowSteps:
@@ -419,7 +413,7 @@ class _GridTensor(OnGrid):
             peak: steps around zero to ignore.
             most: largest factor of the steps with stochastic rounding; None for no change.
         """
-        bounds = _middle(self.source)
+        bounds = middle_chunk(self.source)
         values, base, steps, labels, row_patterns = self.inputs(*bounds, self.source.patterns(*bounds))
         at = sampled(*bounds)
         of_rows, base = steps[labels[at // row_patterns]], base[at - bounds[0]]

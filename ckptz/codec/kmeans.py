@@ -30,6 +30,7 @@ from ckptz.codec.rounding_rule import (
     TO_NEAREST,
     RoundingRule,
     choose_rounding,
+    middle_chunk,
     sampled,
 )
 from ckptz.codec.sensitivity import SensitivityHistogram, floats_of
@@ -195,8 +196,7 @@ class LevelQuantizer(Quantizer):
         self, source: TensorSource, base: TensorSource, old: RoundingRule, new_seed: int
     ) -> RoundingRule:
         """Choose the rounding rule from one chunk; `old` is the rule of the base's file."""
-        bounds = list(source.chunk_bounds())
-        begin, end = bounds[len(bounds) // 2]
+        begin, end = middle_chunk(source)
         at = sampled(begin, end) - begin
         values, decoded = (floats_of(one.patterns(begin, end)[at], self.kind) for one in (source, base))
         below, share = self._places(values)

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.format.sources import Stored
+from ckptz.format.sources import Stored, TensorSource
 from ckptz.kernels import rounding
 from ckptz.kernels.floats import NEAREST, Floats, Reals
 
@@ -62,6 +62,12 @@ class RoundingRule:
 
 
 TO_NEAREST: Final = RoundingRule()
+
+
+def middle_chunk(source: TensorSource) -> tuple[int, int]:
+    """Return the bounds of the chunk that decides on the rule of a tensor."""
+    bounds = list(source.chunk_bounds())
+    return bounds[len(bounds) // 2]
 
 
 def sampled(begin: int, end: int) -> NDArray[np.int64]:

@@ -18,7 +18,7 @@ from ckptz.foreign.folders import check_sharding, is_shard_name, is_within, open
 from ckptz.foreign.shards import open_shards
 from ckptz.foreign.torch_files import LEGACY_MAGIC, ZIP_MAGIC, read
 from ckptz.format.byte_source import is_folder, is_url, local_copy
-from ckptz.format.envelope import MAX_HEADER_BYTES
+from ckptz.format.envelope import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, is_head
 from ckptz.format.index import Shard, Sharding
 from ckptz.format.suffixes import (
     FOREIGN_SUFFIXES,
@@ -40,7 +40,6 @@ MODEL: Final = "model"  # stem of the weights file in a folder of one step
 WEIGHTS, STATE = f"{MODEL}{SUFFIX}", f"state{SUFFIX}"
 _OTHER_FILES: Final = re.compile(r"(state|rng-\d+|model_\d+)\.ckptz")  # of the Trainer and accelerate
 Part = tuple[tuple[Shard, ...], list[Any], list[Any]]  # part of a joined checkpoint; see `_part_of`
-_HEAD_BYTES: Final = 9  # length and first character of the header of a safetensors file
 
 
 def stem_of(path: Path) -> str:
@@ -168,9 +167,8 @@ def _file_kind(path: Path) -> Literal["safetensors", "torch"]:
     if path.suffix in (PLAIN_SUFFIX, SUFFIX):
         return "safetensors"
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-    # A safetensors file with another suffix; no torch file has this character there.
-    if head[8:] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER_BYTES:
+        head = file.read(HEAD_BYTES)
+    if is_head(head) and int.from_bytes(head[:LENGTH_BYTES], "little") <= MAX_HEADER_BYTES:
         return "safetensors"
     if head.startswith((ZIP_MAGIC, LEGACY_MAGIC)) or path.suffix in TORCH_SUFFIXES:
         return "torch"

@@ -27,6 +27,7 @@ from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, LazySource, TensorSource
 
 LENGTH_BYTES: Final = 8
+HEAD_BYTES: Final = LENGTH_BYTES + 1  # of a file: length and first character of the header
 MAX_JSON_VALUES: Final = 1 << 22  # spec/06-container.md#envelope
 MAX_HEADER_BYTES: Final = 100_000_000  # safetensors' own limit
 ALIGNMENT: Final = 8
@@ -46,6 +47,11 @@ class Region(NamedTuple):
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+def is_head(head: bytes) -> bool:
+    """Return whether the first `HEAD_BYTES` of a file are those of a safetensors file."""
+    return head[LENGTH_BYTES:HEAD_BYTES] == b"{"
 
 
 @dataclass(frozen=True, slots=True)

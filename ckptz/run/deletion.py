@@ -16,7 +16,7 @@ from typing import Final
 
 from ckptz.errors import CkptzError, ConfigError, MissingBaseError
 from ckptz.format.byte_source import FileBytes
-from ckptz.format.envelope import LENGTH_BYTES
+from ckptz.format.envelope import HEAD_BYTES, is_head
 from ckptz.format.suffixes import LIGHTNING_SUFFIX, SUFFIX, TEMPORARY_SUFFIX
 from ckptz.run.keep import retention_of
 from ckptz.run.links import BASE_PREFIX
@@ -123,10 +123,10 @@ def _is_no_checkpoint(path: Path) -> bool:
         if path.name.endswith(TEMPORARY_SUFFIX):  # somebody writes it, or was killed while doing so
             return time.time() - path.stat().st_mtime > ABANDONED_SECONDS
         with contextlib.closing(FileBytes(path)) as file:
-            head = file.read(0, min(file.size, LENGTH_BYTES + 1)).tobytes()
+            head = file.read(0, min(file.size, HEAD_BYTES)).tobytes()
     except ConfigError:  # a pipe or a device
         return True
     except FileNotFoundError:  # deleted meanwhile; a link may lead to where nothing is mounted
         return path.resolve().parent == path.parent.resolve()
     is_named = path.name.endswith((SUFFIX, LIGHTNING_SUFFIX))
-    return head.startswith(TORCH_MAGIC) or not (is_named or head[LENGTH_BYTES:] == b"{")
+    return head.startswith(TORCH_MAGIC) or not (is_named or is_head(head))

@@ -20,6 +20,7 @@ from typing import Final
 
 from ckptz.errors import CkptzError, ConfigError
 from ckptz.format.byte_source import is_folder, is_url, path_of
+from ckptz.format.envelope import HEAD_BYTES, is_head
 from ckptz.format.reader import Container
 from ckptz.format.suffixes import LIGHTNING_SUFFIX, SUFFIX
 from ckptz.run.step_files import INDEX_FILE, RESIDUAL_PATTERN, StepFile, is_residual_name
@@ -39,7 +40,6 @@ _OF_STATE: Final = re.compile(
     rf"({RESIDUAL_PATTERN})?\.(ckptz|pt|pth|bin|pkl)"
     r"|.+\.state-[0-9a-f]{16}\.ckptz"
 )
-_HEAD_BYTES: Final = 9  # of a safetensors file: length and first character of the header
 
 
 def step_of(path: Path, recorded: int | None = None, metadata: Mapping[str, str] | None = None) -> int | None:
@@ -95,7 +95,7 @@ def _is_checkpoint(path: Path) -> bool:
     if path.suffix != LIGHTNING_SUFFIX:
         return path.suffix == SUFFIX
     with path.open("rb") as file:
-        return file.read(_HEAD_BYTES)[-1:] == b"{"  # not a torch file
+        return is_head(file.read(HEAD_BYTES))
 
 
 def newest_checkpoint(folder: Path, step: int | None = None) -> Path | None:
