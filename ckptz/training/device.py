@@ -95,63 +95,43 @@ def _fit(task: tuple[_WeightToCode, Histogram]) -> tuple[QuantizationMap, Region
 
 
 def _coded(task: _WeightToCode, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> CodedSource:
-    coder = _Coder(task, quant_map, quantizer)
-    for slab in torch.split(task.flat, SLAB_VALUES):
-        coder.add(slab)
-    return coder.finished()
+    """Encode a tensor slab by slab; results stay on the device until the end."""
+    device, kind = task.flat.device, FLOAT_KINDS[task.dtype.name]
+    table = ValueTable(task.dtype, Plan(quant_map=quant_map, domain=Domain.LINEAR))
+    boundaries, region_code = _on(quantizer.boundaries, device), _on(quantizer.region_code, device)
+    entries = _on(table.entries[0], device)
+    escape = -1 if quant_map.escape_code is None else quant_map.escape_code
+    packed, kept = list[torch.Tensor](), list[torch.Tensor]()  # of each slab
+    n_kept, errors = list[torch.Tensor](), list[torch.Tensor]()  # of each chunk
 
+    def restored_kept(patterns: torch.Tensor) -> Array:
+        unsigned: Array = patterns.cpu().numpy().view(PATTERN_TYPES[task.dtype.pattern_bytes])
+        return quantizer.kept(0, unsigned)
 
-class _Coder:
-    """Encodes one tensor slab by slab; results stay on the device until the end."""
-
-    def __init__(self, task: _WeightToCode, quant_map: QuantizationMap, quantizer: RegionQuantizer) -> None:
-        device = task.flat.device
-        table = ValueTable(task.dtype, Plan(quant_map=quant_map, domain=Domain.LINEAR))
-        self._task, self._quant_map, self._quantizer = task, quant_map, quantizer
-        self._boundaries = _on(quantizer.boundaries, device)
-        self._region_code = _on(quantizer.region_code, device)
-        self._entries = _on(table.entries[0], device)
-        self._packed: list[torch.Tensor] = []
-        self._kept: list[torch.Tensor] = []
-        self._n_kept: list[torch.Tensor] = []
-        self._errors: list[torch.Tensor] = []
-
-    def add(self, slab: torch.Tensor) -> None:
-        """Encode the chunks of a slab."""
-        codes = kernels.region_codes(slab, self._boundaries, self._region_code)
-        self._packed.append(kernels.pack_codes(codes, bits_for(self._quant_map.n_codes)))
-        restored = self._entries[codes.to(torch.int64)]
-        escape = self._quant_map.escape_code
-        escaped = codes == (-1 if escape is None else escape)
-        kept = slab[escaped]
-        self._kept.append(kept)
-        restored[escaped] = _on(self._restored_kept(kept), slab.device)
+    def add(slab: torch.Tensor) -> None:
+        codes = kernels.region_codes(slab, boundaries, region_code)
+        packed.append(kernels.pack_codes(codes, bits_for(quant_map.n_codes)))
+        restored, escaped = entries[codes.to(torch.int64)], codes == escape
+        kept.append(slab[escaped])
+        restored[escaped] = _on(restored_kept(kept[-1]), device)
         chunks = (torch.split(part, CHUNK_VALUES) for part in (slab, restored, escaped))
-        kind = FLOAT_KINDS[self._task.dtype.name]
         for *both, mask in zip(*chunks, strict=True):
-            self._n_kept.append(mask.sum())
+            n_kept.append(mask.sum())
             values, decoded = (kernels.to_f32(u, kind).view(torch.float32).to(torch.float64) for u in both)
             error = decoded - values
-            row = [error.abs().max(), error.square().sum(), values.square().sum()]
-            self._errors.append(torch.stack(row))
+            errors.append(torch.stack([error.abs().max(), error.square().sum(), values.square().sum()]))
 
-    def _restored_kept(self, kept: torch.Tensor) -> Array:
-        patterns: Array = kept.cpu().numpy().view(PATTERN_TYPES[self._task.dtype.pattern_bytes])
-        return self._quantizer.kept(0, patterns)
-
-    def finished(self) -> CodedSource:
-        """Copy the results to the host."""
-        task = self._task
-        kept = torch.cat(self._kept)
-        return CodedSource(
-            dtype=task.dtype,
-            shape=task.shape,
-            quant_map=self._quant_map,
-            packed=_to_host(torch.cat(self._packed)),
-            kept=np.ascontiguousarray(self._restored_kept(kept)),
-            kept_ends=tuple(torch.stack(self._n_kept).cumsum(0).tolist()),
-            errors=tuple(map(tuple, torch.stack(self._errors).tolist())),
-        )
+    for slab in torch.split(task.flat, SLAB_VALUES):
+        add(slab)
+    return CodedSource(
+        dtype=task.dtype,
+        shape=task.shape,
+        quant_map=quant_map,
+        packed=_to_host(torch.cat(packed)),
+        kept=np.ascontiguousarray(restored_kept(torch.cat(kept))),
+        kept_ends=tuple(torch.stack(n_kept).cumsum(0).tolist()),
+        errors=tuple(map(tuple, torch.stack(errors).tolist())),
+    )
 
 
 def _on(array: Array, device: torch.device) -> torch.Tensor:
