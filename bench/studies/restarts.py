@@ -65,7 +65,7 @@ from bench.studies.training import (
     weights_of,
 )
 from ckptz import Budget, Checkpointer, Grid, KeepPolicy, KMeans
-from ckptz.codec.grid import _encoding_of
+from ckptz.codec.grid_tensor import encoding_of
 from ckptz.codec.method import Method
 from ckptz.codec.moment_maps import LogLevels
 from ckptz.codec.moments import MOMENTS
@@ -108,9 +108,9 @@ def grid(step: float, second: float = MOMENTS.second_step, first: float = MOMENT
 def _fitted(grid: Any, counted: Any, most: int, levels: LinearTable) -> TensorPlan:
     """Plan a weight to resume from with fitted levels, as one to ship, instead of multiples of the step."""
     if grid.fits_levels:
-        return _encoding_of(grid, counted, most, levels)
+        return encoding_of(grid, counted, most, levels)
     summing = replace(grid, fits_levels=True)
-    return _encoding_of(grid, counted, *summing.fit(summing.counted(map)))
+    return encoding_of(grid, counted, *summing.fit(summing.counted(map)))
 
 
 ARMS: Final[Mapping[str, Arm]] = {
@@ -127,7 +127,7 @@ ARMS: Final[Mapping[str, Arm]] = {
     "grid, nearest rounding": Arm(config=Grid(purpose="ship")),
     "grid, full files as coarse": Arm(config=Grid(full_step=0.5)),
     "grid, no bound by movement": Arm(config=Grid(most_moves=1024.0)),
-    "grid, fitted levels": Arm(config=Grid(), replaced={"ckptz.codec.grid._encoding_of": _fitted}),
+    "grid, fitted levels": Arm(config=Grid(), replaced={"ckptz.codec.grid.encoding_of": _fitted}),
     "grid, small weights as coarse": Arm(config=Grid(), replaced={"ckptz.codec.moments.FINE": 1.0}),
     "grid, small weights to 10 bits": Arm(config=Grid(), replaced={"ckptz.codec.moments.FINE": 2.0**-20}),
     "grid, first levels": Arm(

@@ -122,7 +122,7 @@ CALLERS = {
     "unpack": {"wire/payload.py", "wire/state.py"},
     "take": {"wire/payload.py"},
     "residual_codes": {"codec/grid_steps.py", "codec/column_rounding.py"},
-    "residual_sums": {"codec/grid.py"},
+    "residual_sums": {"codec/grid_tensor.py"},
     "put": {"wire/payload.py"},
     "top_mask": {"wire/payload.py"},
     "dequantize": {"wire/payload.py"},
