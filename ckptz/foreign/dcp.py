@@ -168,7 +168,7 @@ def _read(torch_type: str, shape: Numbers, parts: Sequence[_StoredPart]) -> Byte
     import torch
 
     # Not initialized: the parts cover the tensor, and each is checked to have its recorded shape.
-    target = torch.empty(shape, dtype=getattr(torch, torch_type))
+    target = torch.empty(shape, dtype=getattr(torch, torch_type), device="cpu")
     for part in parts:
         tensor = part.load()
         if type(tensor) is not torch.Tensor or str(tensor.dtype) != f"torch.{torch_type}":

@@ -244,7 +244,8 @@ def _merge(
     guides, failure = {}, None
     for name in names:
         kind = FLOAT_KINDS[dtypes[name]]
-        sums = torch.zeros(N_BUCKETS + 1, dtype=torch.int64)  # the last number counts failed ranks
+        # The last number counts failed ranks.
+        sums = torch.zeros(N_BUCKETS + 1, dtype=torch.int64, device="cpu")
         try:
             if shards is not None and name in shards:
                 sums[:-1] = torch.from_numpy(_histogram(shards[name], kind, interrupts).counts)
@@ -263,6 +264,6 @@ def _merge(
 
 
 def _histogram(pieces: Sequence[TensorSource], kind: int, interrupts: Sequence[BaseException]) -> Histogram:
-    empty = Histogram(kind, torch.zeros(N_BUCKETS, dtype=torch.int64).numpy())
+    empty = Histogram(kind, torch.zeros(N_BUCKETS, dtype=torch.int64, device="cpu").numpy())
     chunks = ((s, bounds) for s in pieces for bounds in s.chunk_bounds() if not interrupts)
     return reduce(add, (Histogram.of(source.patterns(*bounds), kind) for source, bounds in chunks), empty)

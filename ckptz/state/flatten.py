@@ -209,7 +209,7 @@ def _memory(tensor: Tensor) -> NDArray[np.uint8]:
     # torch has been imported, as there is a tensor. numpy lacks some of its dtypes, so bytes are used.
     import torch
 
-    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
     return np.asarray(raw.numpy())
 
 
@@ -508,7 +508,7 @@ class _MappedStorages:
             key, geometry = self._geometry(ref)
             if geometry.end > self._regions[key][1]:
                 raise CorruptionError("reaches beyond its storage")
-            tensor = torch.empty(0, dtype=_torch_dtype(geometry.dtype))
+            tensor = torch.empty(0, dtype=_torch_dtype(geometry.dtype), device="cpu")
             tensor = tensor.set_(self._storage(key), geometry.offset, geometry.shape, geometry.strides)
             if ref.is_parameter:
                 return torch.nn.Parameter(tensor, ref.requires_grad)
@@ -537,7 +537,7 @@ class _MappedStorages:
             region = (
                 torch.from_numpy(self._memory[at : at + n_bytes])
                 if n_bytes
-                else torch.empty(0, dtype=torch.uint8)
+                else torch.empty(0, dtype=torch.uint8, device="cpu")
             )
             self._storages[key] = region.untyped_storage()
         return self._storages[key]

@@ -102,7 +102,11 @@ class TorchTensors(Framework):
         self._try_device()
         # Devices copy from pinned memory at full speed.
         is_pinned = str(self.device).startswith("cuda")
-        tensor = torch.empty(shape, dtype=native, pin_memory=True) if is_pinned else _empty(native, shape)
+        tensor = (
+            torch.empty(shape, dtype=native, device="cpu", pin_memory=True)
+            if is_pinned
+            else _empty(native, shape)
+        )
         return tensor, tensor.reshape(-1).view(torch.uint8).numpy().view(PATTERN_TYPES[dtype.pattern_bytes])
 
     def select(self, index: Any, dtype: DType, shape: Shape) -> Selection:

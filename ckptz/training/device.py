@@ -144,6 +144,6 @@ def _to_host(tensor: torch.Tensor) -> Array:
     if tensor.device.type != "cuda":
         return tensor.cpu().numpy()
     # A device writes to pinned memory at full speed.
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor)
     return host.numpy()

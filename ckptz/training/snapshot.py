@@ -156,7 +156,7 @@ class _Copying:
 
     def _placeholder(self, tensor: torch.Tensor, path: Key) -> torch.Tensor:
         """Return a tensor of the same shape and dtype whose memory is never used."""
-        made = torch.empty(tensor.shape, dtype=tensor.dtype)
+        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         self.transfer.stream_of(tensor.device)  # readers wait for the present work of the device
         self._hold.tensors[made.data_ptr()] = tensor
         self._hold.has_weights |= path[0] == (str, MODEL)

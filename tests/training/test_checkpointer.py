@@ -144,6 +144,20 @@ def test_a_save_holds_what_was_there_when_it_was_asked_for(tmp_path: Path) -> No
     assert same(state_of(run), before)
 
 
+@pytest.mark.parametrize("options", [{}, {"max_staging_bytes": 1}], ids=["copied", "read in place"])
+def test_a_default_device_does_not_move_saves_and_restores(tmp_path: Path, options: dict[str, Any]) -> None:
+    run = Run()
+    run.step()
+    before = state_of(run)
+    # as a loop on a GPU sets "cuda"
+    with torch.device("meta"), run.checkpointer(tmp_path, background=False, **options) as checkpointer:
+        checkpointer.save(1)
+    run.step()
+    with torch.device("meta"), run.checkpointer(tmp_path, **options) as checkpointer:
+        checkpointer.restore(1)
+    assert same(state_of(run), before)
+
+
 def test_the_files_are_ordinary_ones(tmp_path: Path) -> None:
     run = Run()
     with run.checkpointer(tmp_path, background=False) as checkpointer:
