@@ -37,10 +37,10 @@ from ckptz.errors import (
 )
 from ckptz.format.caches import LastChunks
 from ckptz.format.publish import Publication, abandoned, make_folder, publish_together
-from ckptz.format.suffixes import TEMPORARY_SUFFIX
+from ckptz.format.suffixes import SUFFIX, TEMPORARY_SUFFIX
 from ckptz.format.written import Written
 from ckptz.run.chain import N_REMEMBERED, base_of_next, files_of_kind
-from ckptz.run.links import Origin
+from ckptz.run.links import BASE_PREFIX, Origin
 from ckptz.run.step_files import (
     ABANDONED_SECONDS,
     EXACT_OF_KEY,
@@ -138,6 +138,17 @@ class StepStore:
             except Exception as error:  # stores behind URLs have errors of their own
                 results[file] = error
         return results
+
+    def other_facts(self) -> dict[str, FileFacts]:
+        """Return the facts of readable files that are not of a step, which users may store against steps."""
+        found = {}
+        for name, n_bytes in self._place.sizes().items():
+            is_other = name.endswith(SUFFIX) and not name.startswith((".", BASE_PREFIX))
+            if is_other and StepFile.parse(name) is None:
+                with contextlib.suppress(Exception):  # stores behind URLs have errors of their own
+                    if (facts := FileFacts.read(self._place.open_header(name, n_bytes))) is not None:
+                        found[name] = facts
+        return found
 
     # --- reading --------------------------------------------------------------------------------
 

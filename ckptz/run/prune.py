@@ -327,6 +327,13 @@ def prune(
     listing = store.listing()
     files = {file.name: file for file in listing.sizes}
     items = _items_of(store, listing, last_step)
+    if last_step is None:
+        # A file that a user has stored against a step has no step itself, so it is kept with its bases.
+        items += [
+            PruneItem(name=name, step=None, is_linked=True, bases=(facts.base,))
+            for name, facts in store.other_facts().items()
+            if facts.base is not None
+        ]
     if dry_run:
         return _carry_out(store.name, items, policy, last_step, None)
     store.check_lock()

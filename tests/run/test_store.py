@@ -28,6 +28,8 @@ from ckptz.run.step_files import FILE_KINDS, ChainRule, FileFacts, Listing, Step
 from ckptz.store.lock import FileLock, Holder, Lease, Spool
 from ckptz.store.storage import LocalFolder
 from ckptz.sync import Publisher
+from ckptz.torch import load_file
+from ckptz.torch import save_file as save_tensors
 from tests.support.checkpointer_support import KEEP_TWO, Run, in_child, names_in, saved_run
 from tests.support.cli_support import ckptz
 
@@ -268,6 +270,23 @@ def test_a_file_with_the_values_of_a_base_stays_if_readers_refuse_the_one_of_its
     items = [item_of(StepFile(n, "weights"), 1, facts[n], is_hidden=False) for n in facts]
     *_, removed, _ = decide("run", items, KeepPolicy(last=1))
     assert items[2] not in removed
+
+
+def test_a_step_stays_hidden_while_a_file_of_the_user_is_stored_against_it(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1, full_every=1)
+    best, first = tmp_path / "best.ckptz", tmp_path / "step-00000001.ckptz"
+    save_tensors({f"model.{name}": values for name, values in load_file(first).items()}, best, base=first)
+    (tmp_path / "other.ckptz").write_bytes(b"no checkpoint")
+    run = Run()
+    with run.checkpointer(tmp_path, background=False, keep=KeepPolicy(last=1), full_every=1) as checkpointer:
+        checkpointer.restore_latest()
+        for step in (2, 3):
+            run.step()
+            checkpointer.save(step)
+        assert checkpointer.weights_steps() == (3,)
+    assert load_file(best)
+    best.unlink()
+    assert first.name in prune_folder(tmp_path, KeepPolicy(last=1)).removed
 
 
 @pytest.mark.usefixtures("deltas_at_any_cost")
