@@ -13,13 +13,7 @@ from ckptz.format.envelope import PlainFile
 from ckptz.format.frame import FrameHeader
 from ckptz.format.index import LossyRecord, QualityRecord
 from ckptz.format.plan import Domain
-from ckptz.format.reader import (
-    MAX_SOURCE_DEPTH,
-    Container,
-    FrameSource,
-    GroupMember,
-    InlineFrames,
-)
+from ckptz.format.reader import MAX_SOURCE_DEPTH, Container, FrameSource, GroupMember, InlineFrames
 from ckptz.format.streams import CoderId
 from ckptz.state.roles import role_of
 from ckptz.store.resolve import Checkpoint

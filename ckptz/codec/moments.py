@@ -31,13 +31,7 @@ from numpy.typing import NDArray
 
 from ckptz.codec.chunk import restored_patterns
 from ckptz.codec.grid_steps import row_steps
-from ckptz.codec.lossless import (
-    MIN_CONTEXT_VALUES,
-    counts_by_base,
-    exact_with_note,
-    plan_lossless,
-    sums_by,
-)
+from ckptz.codec.lossless import MIN_CONTEXT_VALUES, counts_by_base, exact_with_note, plan_lossless, sums_by
 from ckptz.codec.low_rank import low_rank
 from ckptz.codec.method import Method, Recipe, Setting
 from ckptz.codec.moment_bounds import MomentBound

@@ -22,23 +22,10 @@ from ckptz.codec.effort import Effort
 from ckptz.codec.tensor_plan import TensorPlan
 from ckptz.format.context_rules import MAX_INDICES, MIN_RUN, Block, Runs
 from ckptz.format.dtypes import DType
-from ckptz.format.frequency import (
-    entropy_bits,
-    normalise,
-    pack_tables,
-    row_cost_bits,
-    row_entropy_bits,
-)
+from ckptz.format.frequency import entropy_bits, normalise, pack_tables, row_cost_bits, row_entropy_bits
 from ckptz.format.plan import StreamTables, exact_plan, planes_plan
 from ckptz.format.sources import CHUNK_VALUES, MapFunction, TensorSource
-from ckptz.format.streams import (
-    CoderId,
-    Stream,
-    encode_rans,
-    encode_streams,
-    middle_of,
-    repeats,
-)
+from ckptz.format.streams import CoderId, Stream, encode_rans, encode_streams, middle_of, repeats
 from ckptz.kernels import cpu, planning
 from ckptz.kernels.floats import ROTATED, SCALE, Bytes, Counts, Patterns
 

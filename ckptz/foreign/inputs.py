@@ -20,13 +20,7 @@ from ckptz.foreign.torch_files import LEGACY_MAGIC, ZIP_MAGIC, read
 from ckptz.format.byte_source import is_folder, is_url, local_copy
 from ckptz.format.envelope import HEAD_BYTES, LENGTH_BYTES, MAX_HEADER_BYTES, is_head
 from ckptz.format.index import Shard, Sharding
-from ckptz.format.suffixes import (
-    FOREIGN_SUFFIXES,
-    PLAIN_SUFFIX,
-    SHARD_SUFFIXES,
-    SUFFIX,
-    TORCH_SUFFIXES,
-)
+from ckptz.format.suffixes import FOREIGN_SUFFIXES, PLAIN_SUFFIX, SHARD_SUFFIXES, SUFFIX, TORCH_SUFFIXES
 from ckptz.run.names import newest_checkpoint, resolve
 from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import TRAINER_STATE, StepFile, is_written

@@ -15,13 +15,7 @@ from typing import Any, Final, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from ckptz.errors import (
-    CorruptionError,
-    FormatError,
-    MissingBaseError,
-    UnsupportedError,
-    error_context,
-)
+from ckptz.errors import CorruptionError, FormatError, MissingBaseError, UnsupportedError, error_context
 from ckptz.format.bits import checksum_of_chunk, xxh64
 from ckptz.format.byte_source import ByteSource
 from ckptz.format.caches import (
@@ -34,13 +28,7 @@ from ckptz.format.caches import (
     Node,
     gather,
 )
-from ckptz.format.decode import (
-    Changes,
-    check_stored,
-    decode_chunk,
-    decode_codes,
-    read_changes,
-)
+from ckptz.format.decode import Changes, check_stored, decode_chunk, decode_codes, read_changes
 from ckptz.format.dtypes import DType, dtype_of, n_elements
 from ckptz.format.envelope import BASE_METADATA_BYTES, Envelope, parse_base_metadata, read_envelope
 from ckptz.format.frame import PREFIX_BYTES, FrameHeader, header_length

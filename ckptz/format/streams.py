@@ -31,13 +31,7 @@ from ckptz.format.frequency import (
     row_entropy_bits,
     slot_tables,
 )
-from ckptz.format.huffman import (
-    SIZES,
-    code_lengths,
-    decode_huffman,
-    encode_huffman_streams,
-    pack_lengths,
-)
+from ckptz.format.huffman import SIZES, code_lengths, decode_huffman, encode_huffman_streams, pack_lengths
 from ckptz.kernels import cpu
 from ckptz.kernels.floats import MAX_GAP_BYTE, Bytes, Counts, Frequencies, Positions, Reals
 

@@ -49,13 +49,7 @@ from ckptz.integrations.dcp_plan import (
     whole_tensors,
 )
 from ckptz.integrations.dcp_run import SHARD_PREFIX, begin_step, delete_old
-from ckptz.integrations.linked import (
-    DEFAULTS,
-    Chain,
-    ChainOptions,
-    checked_options,
-    warn_of_no_gain,
-)
+from ckptz.integrations.linked import DEFAULTS, Chain, ChainOptions, checked_options, warn_of_no_gain
 from ckptz.run.deletion import drop_unneeded
 from ckptz.run.names import step_of_folder
 from ckptz.run.step_files import Kept, lossy_stem

@@ -31,12 +31,7 @@ from ckptz.run.writer import write_against
 from ckptz.state.flatten import flatten
 from ckptz.state.roles import Rule
 from ckptz.state.torch import to_plain
-from ckptz.store.resolve import (
-    MAX_DEPTH,
-    Checkpoint,
-    Path_,
-    open_checkpoint,
-)
+from ckptz.store.resolve import MAX_DEPTH, Checkpoint, Path_, open_checkpoint
 from ckptz.torch import load_state
 from ckptz.training.compare import notes_on
 from ckptz.training.files import against, memory_for_last, residual_job

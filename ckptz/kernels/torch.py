@@ -12,11 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ckptz.kernels.floats import (
-    BF16,
-    F16,
-    N_BUCKETS,
-)
+from ckptz.kernels.floats import BF16, F16, N_BUCKETS
 
 PATTERN_TYPES: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

@@ -10,15 +10,7 @@ from numba import uint8, uint32, uint64
 from numpy.typing import NDArray
 
 from ckptz.kernels import floats
-from ckptz.kernels.floats import (
-    BF16,
-    F32,
-    N_BUCKETS,
-    TINY_EXPONENT,
-    Bytes,
-    Counts,
-    Patterns,
-)
+from ckptz.kernels.floats import BF16, F32, N_BUCKETS, TINY_EXPONENT, Bytes, Counts, Patterns
 from ckptz.kernels.numba_base import BLOCK, ONE, inlined, kernel, part, sign_fill
 
 MIN_TABLED = 1 << 14  # for fewer patterns a binary search is faster than building a table of all buckets

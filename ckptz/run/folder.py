@@ -28,13 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from ckptz.errors import (
-    ConfigError,
-    CorruptionError,
-    FormatError,
-    TruncatedError,
-    WriteError,
-)
+from ckptz.errors import ConfigError, CorruptionError, FormatError, TruncatedError, WriteError
 from ckptz.format.caches import LastChunks
 from ckptz.format.publish import Publication, abandoned, make_folder, publish_together
 from ckptz.format.suffixes import SUFFIX, TEMPORARY_SUFFIX

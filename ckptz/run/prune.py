@@ -33,15 +33,7 @@ from ckptz.run.deletion import drop_unneeded, finish_removals, remove_step
 from ckptz.run.folder import StepStore
 from ckptz.run.keep import KeepPolicy, retention_of
 from ckptz.run.links import BASE_PREFIX
-from ckptz.run.names import (
-    Inode,
-    inode_of,
-    is_base_name,
-    is_of_state,
-    run_files,
-    step_of,
-    step_of_folder,
-)
+from ckptz.run.names import Inode, inode_of, is_base_name, is_of_state, run_files, step_of, step_of_folder
 from ckptz.run.step_files import (
     LAST_FILES,
     STATE_KEY,

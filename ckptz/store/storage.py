@@ -21,14 +21,7 @@ from numpy.typing import NDArray
 
 from ckptz import lazy
 from ckptz.errors import TruncatedError
-from ckptz.format.byte_source import (
-    FILE_URL,
-    ByteSource,
-    FileBytes,
-    needs_package,
-    seconds_for,
-    url_options,
-)
+from ckptz.format.byte_source import FILE_URL, ByteSource, FileBytes, needs_package, seconds_for, url_options
 from ckptz.format.publish import make_folder, publish, sync_folder
 from ckptz.format.uploads import upload
 

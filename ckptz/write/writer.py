@@ -14,12 +14,7 @@ from typing import BinaryIO
 from ckptz.codec.tensor import NO_SIDE_INFORMATION
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.format.dtypes import dtype_of
-from ckptz.format.envelope import (
-    MAX_HEADER_BYTES,
-    Region,
-    build_header,
-    pack_base_metadata,
-)
+from ckptz.format.envelope import MAX_HEADER_BYTES, Region, build_header, pack_base_metadata
 from ckptz.format.frame import MAX_DIMS, MAX_ELEMENTS
 from ckptz.format.index import (
     BASE_METADATA,

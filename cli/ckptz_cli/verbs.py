@@ -23,13 +23,7 @@ from ckptz_cli.options import (
     storage_option,
     writing_options,
 )
-from ckptz_cli.search_options import (
-    NAMES,
-    choose,
-    require_budgets,
-    search_options,
-    search_view,
-)
+from ckptz_cli.search_options import NAMES, choose, require_budgets, search_options, search_view
 from ckptz_cli.session import Session, Verb, progress_bar
 
 if TYPE_CHECKING:
