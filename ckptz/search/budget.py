@@ -516,7 +516,7 @@ class SearchReport(Report):
         """Notes on an interruption, on unmeasurable budgets and on too few examples."""
         chosen = [trial for trial in self.trials if trial.is_feasible and trial.config == self.config]
         interruption = (
-            f"interrupted after {len(self.trials)} evaluations; kept is the smallest file of them that keeps "
+            f"interrupted after trial {len(self.trials)}; kept is the smallest file so far that keeps "
             f"the budget, of {trial.n_bytes:,} bytes, with {trial.drop:.0%} of it used"
             for trial in chosen
             if self.is_interrupted

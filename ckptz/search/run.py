@@ -288,8 +288,7 @@ class Searcher:
             run_stages(stages, self.try_config, self.options.max_evaluations)
         except KeyboardInterrupt:
             if self.best is None:
-                n = len(self.reports)
-                what = f"{n} evaluations, none of which meets the budget; nothing is written"
+                what = "before any trial was within the budget; nothing is written"
                 raise KeyboardInterrupt(what) from None
             return True
         return False

@@ -187,4 +187,4 @@ class BudgetSearch:
                 prefix=state.prefix,
             )
             _, report = search_and_write(target, job, options, run)
-        return report
+        return replace(report, is_dry_run=False)  # the writer writes the step with what was found

@@ -70,7 +70,10 @@ def _explain(error: BaseException) -> tuple[int, str]:
         link = " See" if message.endswith("?") else "; see"
         return USAGE, message + (f"{link} {context.command_path} --help" if context is not None else "")
     if isinstance(error, KeyboardInterrupt | click.Abort):
-        return INTERRUPTED, f"interrupted after {error}" if str(error) else "interrupted"
+        said = (
+            error.__cause__ if isinstance(error, click.Abort) else error
+        )  # click replaces a KeyboardInterrupt
+        return INTERRUPTED, f"interrupted {said or ''}".strip()
     if isinstance(error, OSError):
         return _explain_os_error(error)
     if isinstance(error, UnicodeEncodeError):

@@ -264,6 +264,16 @@ def test_an_evaluation_that_fails_in_mid_search_leaves_nothing(folder: Path) -> 
     assert not left_in(folder)
 
 
+def test_the_command_line_says_that_an_interrupted_search_wrote_nothing(folder: Path) -> None:
+    stops = "    if len(calls) > 2:\n        raise KeyboardInterrupt\n    return 2.0\n"
+    (folder / "stops.py").write_text(f"calls = []\ndef loss(state):\n    calls.append(1)\n{stops}")
+    search = ("--eval", f"{folder}/stops.py:loss", "-o", folder / "out.ckptz")
+    run = ckptz("compress", folder / "exact.safetensors", *search, fails=True)
+    assert run.exit_code == 130
+    said = "ckptz: interrupted before any trial was within the budget; nothing is written\n"
+    assert run.stderr.endswith(said)
+
+
 @pytest.mark.parametrize("n_calls", [2, 3, 4])
 def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n_calls: int) -> None:
     quality, output = Quality(folder / "exact.safetensors"), folder / "out.ckptz"
@@ -276,7 +286,9 @@ def test_an_interrupted_search_leaves_the_best_so_far_or_nothing(folder: Path, n
     trials: list[TrialReport] = []
     options: dict[str, Any] = {"drop": 0.03, "on_trial": trials.append}
     if n_calls == 2:
-        with pytest.raises(KeyboardInterrupt, match="none of which meets the budget; nothing is written"):
+        with pytest.raises(
+            KeyboardInterrupt, match="before any trial was within the budget; nothing is written"
+        ):
             search(folder / "exact.safetensors", output, interrupted, **options)
         assert not output.exists()
     else:
