@@ -25,6 +25,7 @@ from ckptz.search.budget import Budget, Judgement, Limit, Measurement, check_con
 from ckptz.search.measures import METRICS, Baseline, State, prepare
 from ckptz.state.frameworks import framework
 from ckptz.store.resolve import open_checkpoint, open_file
+from ckptz.words import shorten
 
 Measurements = tuple[Measurement, ...]  # one for each budget
 P = ParamSpec("P")
@@ -106,8 +107,8 @@ def _call(budget: Budget, function: Callable[P, T], *args: P.args, **kwargs: P.k
     except (MemoryError, ConfigError):
         raise
     except Exception as error:
-        text = str(error).strip().splitlines()
-        what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+        text = shorten(" ".join(str(error).split()), 200)
+        what = f"{type(error).__name__}: {text}" if text else type(error).__name__
         raise ConfigError(f"{budget.name}: the evaluation raised {what}; -v shows where") from error
 
 

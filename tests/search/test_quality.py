@@ -59,7 +59,7 @@ def resume(state, n_steps):
 
 
 def breaks(state, n_steps):
-    raise RuntimeError("out of data")
+    raise RuntimeError("out of\\n  data")
 
 
 def diverges(state, n_steps):
