@@ -286,10 +286,14 @@ def _cells(entry: LogEntry) -> tuple[str, ...]:
 
 def _log_total(report: LogReport) -> str:
     sizes = f"{format_bytes(report.stored_bytes)} ({format_ratio(report.stored_bytes, report.tensor_bytes)})"
-    counts = ((report.n_broken, "cannot be read"), (report.n_missing, "bases missing"))
-    problems = [f"{n} {what}" for n, what in counts if n]
-    what = sizes if report.n_files else "no .ckptz file that can be read"
-    return ", ".join([f"{printable(report.folder)}: {report.n_files} files, {what}", *problems])
+    problems = [f"{report.n_broken} cannot be read"] if report.n_broken else []
+    problems += [f"{plural(report.n_missing, 'base')} missing"] if report.n_missing else []
+    what = (
+        sizes
+        if report.n_files
+        else "no readable .ckptz file in it or in its folders that are named after steps"
+    )
+    return ", ".join([f"{printable(report.folder)}: {plural(report.n_files, 'file')}, {what}", *problems])
 
 
 # --- diff ---------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_a_missing_base_is_shown_and_decides_the_exit_code(run: Path) -> None:
     assert tree(report)[0] == (0, f"z.ckptz ({identity})", "missing")
     assert [level for level, *_ in tree(report)] == [0, 1, 1, 2]
     assert (report.n_files, report.n_missing) == (3, 1)
-    assert "1 bases missing" in shown.stdout
+    assert "1 base missing" in shown.stdout
 
 
 def test_a_broken_file_is_shown_and_the_others_too(run: Path) -> None:
@@ -248,7 +248,8 @@ def test_a_plain_base_is_named_without_being_read(chain: Chain) -> None:
 def test_an_empty_folder_and_other_things_in_it_are_no_error(tmp_path: Path) -> None:
     (tmp_path / "folder.ckptz").mkdir()
     os.mkfifo(tmp_path / "pipe.ckptz")
-    assert ckptz("log", tmp_path).stdout == f"{tmp_path}: 0 files, no .ckptz file that can be read\n"
+    nothing = "no readable .ckptz file in it or in its folders that are named after steps"
+    assert ckptz("log", tmp_path).stdout == f"{tmp_path}: 0 files, {nothing}\n"
 
 
 def test_names_from_a_folder_are_not_trusted(run: Path) -> None:
