@@ -406,8 +406,10 @@ def prune_run(folder: Path, policy: KeepPolicy, *, last_step: int | None, dry_ru
     _check_best(
         str(folder), policy, [item for item in items if last_step is None or (item.step or 0) <= last_step]
     )
-    remove = None if dry_run else functools.partial(_remove, folder)
-    return _carry_out(str(folder), items, policy, last_step, remove)
+    if dry_run:
+        return _carry_out(str(folder), items, policy, last_step, None)
+    finish_removals(folder)
+    return _carry_out(str(folder), items, policy, last_step, functools.partial(_remove, folder))
 
 
 def prune_saved(folder: Path, policy: KeepPolicy, always_kept: Collection[str] = ()) -> tuple[str, ...]:

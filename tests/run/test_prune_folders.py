@@ -66,3 +66,14 @@ def test_nothing_goes_where_names_and_files_disagree_about_the_step(how: str, ru
 def test_a_trainer_state_that_ends_early_is_of_an_unfinished_step(run: Path) -> None:
     (run / "checkpoint-30" / "trainer_state.json").write_text('{"global_step": 30, "log_his')
     assert ckptz.prune(run, KeepPolicy(last=1)).steps == (10, 20)  # all stay until it can be read
+
+
+def test_a_prune_finishes_one_that_was_killed_while_it_deleted_a_folder(run: Path) -> None:
+    """The step was then saved again, so that the hidden folder is in the way of the next deletion."""
+    cut_off = run / ".checkpoint-10.ckptz-deleted"
+    cut_off.mkdir()
+    (cut_off / "model.ckptz").write_bytes(b"")
+    assert command("prune", run, "--keep-last", 1, "--dry-run").exit_code == 0
+    assert cut_off.exists()
+    assert command("prune", run, "--keep-last", 1).exit_code == 0
+    assert sorted(path.name for path in run.iterdir()) == ["checkpoint-30"]
