@@ -92,7 +92,9 @@ class Unpickler(pickle._Unpickler):  # the implementation in Python, whose opera
         except CkptzError:
             raise
         except Exception as error:  # invalid streams raise errors of many types
-            raise CorruptionError(f"not a pickle of plain values ({type(error).__name__})") from None
+            raise CorruptionError(
+                f"not a pickle of plain values ({type(error).__name__}); if it was downloaded, get it again"
+            ) from None
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a global name."""

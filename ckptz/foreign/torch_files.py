@@ -32,6 +32,7 @@ from ckptz.errors import (
     error_context,
 )
 from ckptz.foreign.pickled import MAX_BYTES, Unpickler
+from ckptz.format.envelope import LENGTH_BYTES, check_downloaded
 from ckptz.format.publish import publish, scratch_folder
 from ckptz.format.sources import TensorSource
 from ckptz.state.flatten import Chunks, Flat, Geometry, flatten, read_chunks, unflatten
@@ -96,6 +97,8 @@ def load_state(path: Path) -> Any:
     if not n_bytes:
         raise FormatError(f"{path}: the file is empty; try an intact copy")
     with error_context(str(path)), path.open("rb") as file:
+        check_downloaded(file.read(LENGTH_BYTES))
+        file.seek(0)
         can_map = check_torch(file, n_bytes)
         file.seek(0)
         return _load(path if can_map else file, mmap=can_map)

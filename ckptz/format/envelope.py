@@ -144,6 +144,12 @@ def as_written(text: bytes, kind: Any) -> Any:
         return None
 
 
+def check_downloaded(first: bytes) -> None:
+    """Raise CorruptionError if the first 8 bytes of a file are those of a pointer of Git LFS."""
+    if first == b"version ":
+        raise CorruptionError("a pointer of Git LFS in place of the file; git lfs pull gets the file")
+
+
 def read_envelope(source: ByteSource) -> Envelope:
     """Parse and check the header of `source`.
 
@@ -154,9 +160,14 @@ def read_envelope(source: ByteSource) -> Envelope:
     try:
         if source.size < LENGTH_BYTES:
             raise TruncatedError(f"{source.size} bytes are too few for a safetensors header")
-        n_header = int.from_bytes(source.read(0, LENGTH_BYTES).tobytes(), "little")
+        first = source.read(0, LENGTH_BYTES).tobytes()
+        n_header = int.from_bytes(first, "little")
+        check_downloaded(first)
         if n_header > MAX_HEADER_BYTES:
-            raise CorruptionError(f"not a safetensors file: its header would have {n_header} bytes")
+            raise CorruptionError(
+                f"not a safetensors file: it begins with {first!r}, so its header would have {n_header} "
+                f"bytes, and may have {MAX_HEADER_BYTES}; if it was downloaded, get it again"
+            )
         if LENGTH_BYTES + n_header > source.size:
             raise TruncatedError(f"header of {n_header} bytes in a file of {source.size}")
         text = source.read(LENGTH_BYTES, n_header).tobytes()

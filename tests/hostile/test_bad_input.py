@@ -73,6 +73,26 @@ def test_a_hostile_safetensors_header_is_refused(what: str, tmp_path: Path) -> N
     assert len(run.error) < 1000
 
 
+@pytest.mark.parametrize("suffix", [".safetensors", ".ckptz", ".pt"])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "version https://git-lfs.github.com/spec/v1\n",
+            "a pointer of Git LFS in place of the file; git lfs pull",
+        ),
+        ("<!DOCTYPE html>", "get it again"),
+    ],
+)
+def test_what_was_not_downloaded_is_told_with_a_remedy(
+    suffix: str, text: str, words: str, tmp_path: Path
+) -> None:
+    path = (tmp_path / "model").with_suffix(suffix)
+    path.write_text(text)
+    verb = ["restore", "-o", tmp_path / "out.safetensors"] if suffix == ".ckptz" else ["compress"]
+    assert words in ckptz(*verb, path, fails=True).error
+
+
 @pytest.mark.parametrize("name", ["../../etc/passwd", "/abs", "a\x1b[2Jb", "line\nbreak", "\u202egnp", ""])
 def test_hostile_tensor_names_survive_and_never_reach_the_terminal(name: str, tmp_path: Path) -> None:
     rows = {name: ("U8", (3,), b"abc"), "layer.weight": ("F32", (2,), bytes(8))}
