@@ -227,11 +227,14 @@ class CkptzTrainerMixin(Trainer):  # type: ignore[misc]  # transformers is not f
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         path = None if checkpoint is None else Path(checkpoint) / STATE_NAME
         if path is None or not path.is_file():
-            if path is not None and not self.args.save_only_model and _is_weights_alone(path.parent):
-                raise ConfigError(
-                    f"{path.parent}: only the weights of this step were kept; resume from a newer "
-                    "checkpoint, or load them with from_pretrained of ckptz.integrations.transformers"
-                )
+            if path is not None and _is_weights_alone(path.parent):
+                if not self.args.save_only_model:
+                    raise ConfigError(
+                        f"{path.parent}: only the weights of this step were kept; resume from a newer "
+                        "checkpoint, or load them with from_pretrained of ckptz.integrations.transformers"
+                    )
+                what = "optimizer and scheduler: they begin anew, because save_only_model=True saves neither"
+                warn_of_differences(path.parent, [what])
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         _check_resumed(path.with_name(TRAINER_STATE), self.state.global_step)

@@ -460,6 +460,14 @@ def test_random_states_that_are_not_restored_are_named(
         back._load_rng_state(folder)
 
 
+def test_an_optimizer_that_was_not_saved_is_named(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1, save_only_model=True).train()
+    with pytest.warns(
+        RuntimeWarning, match="optimizer and scheduler: they begin anew, because save_only_model"
+    ):
+        trainer(tmp_path, max_steps=2, save_only_model=True).train(resume_from_checkpoint=True)
+
+
 def test_a_scaler_that_is_not_what_was_saved_is_named(tmp_path: Path) -> None:
     saved = trainer(tmp_path, max_steps=1)
     saved.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
