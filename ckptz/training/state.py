@@ -107,10 +107,15 @@ def _check_kinds(
             continue
         if isinstance(tensor, torch.Tensor) and name in saved:
             check_dense(tensor, name)
+            if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+                raise ConfigError(
+                    f"{where}: elements of {name!r} share memory in this model, as after expand(), so they "
+                    "cannot be restored; give the model its .contiguous()"
+                )
             wanted, saved_kind = _kind(tensor), _kind(saved[name])
             if wanted == saved_kind:
                 continue
-            what = "it is another model"
+            what = "the shape differs: restore into a model of the saved shape, and resize that afterwards"
             if wanted.partition(" ")[2] == saved_kind.partition(" ")[2]:
                 what = (
                     f"the dtype differs: restore into model.to({saved[name].dtype}), and cast that afterwards"

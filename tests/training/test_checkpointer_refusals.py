@@ -86,6 +86,12 @@ def ragged() -> torch.Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
 
 
+def expanded() -> nn.Module:
+    model = linear()
+    model.register_buffer("mask", torch.ones(1, 4).expand(8, 4))
+    return model
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters())
 
@@ -125,8 +131,18 @@ UNFIT: dict[str, tuple[dict[str, Any], Call, str]] = {
         restoring(),
         r"the dtype differs: restore into model\.to\(torch\.bfloat16\)",
     ),
+    "shape": (
+        {"model": linear()},
+        restoring(model=nn.Linear(4, 5)),
+        "the shape differs: restore into a model of the saved shape, and resize that afterwards",
+    ),
     "layer more": ({"model": layers(2)}, restoring(model=layers(3)), r"'2.weight' and 1 more"),
     "layer less": ({"model": layers(3)}, restoring(model=layers(2)), r"'2.weight' and 1 more"),
+    "shared memory": (
+        {"model": expanded()},
+        restoring(model=expanded()),
+        r"elements of 'mask' share memory.*\.contiguous\(\)",
+    ),
     "no values": ({}, restoring(model=offloaded()), r"'(model\.)?weight' is on the meta device"),
     "parameter less": (
         {"model": MODEL, "optimizer": optimizer_of(MODEL)},
