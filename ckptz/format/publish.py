@@ -57,7 +57,8 @@ def make_folder(folder: Path, *, parents: bool = True) -> bool:
 
     Raises:
         FileNotFoundError: a parent is missing and `parents` is False.
-        OSError: a file has this name, or the disk fails.
+        NotADirectoryError: a file or a broken link has this name.
+        OSError: the disk fails.
     """
     missing = [] if is_url(folder) or folder.is_dir() else [folder]
     while parents and missing and not missing[-1].parent.is_dir():
@@ -69,7 +70,8 @@ def make_folder(folder: Path, *, parents: bool = True) -> bool:
             is_new = True
         except FileExistsError:
             if not new.is_dir():
-                raise
+                what = "a file or a broken link, where a folder is needed; give another folder"
+                raise NotADirectoryError(errno.ENOTDIR, what, str(new)) from None
             is_new = False  # another process created it meanwhile
         sync_folder(new.parent)
     return is_new

@@ -177,7 +177,7 @@ def check_file_names(folder: Path, paths: Iterable[str]) -> None:
             try:
                 make_folder(file.parent)
                 file.touch(exist_ok=False)
-            except FileExistsError:
+            except (FileExistsError, NotADirectoryError):
                 raise UnsupportedError(
                     f"{folder}: {path!r} and a file before it are one name on this disk; "
                     "restore it on another system, or into one file with --to"

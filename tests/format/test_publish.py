@@ -256,7 +256,7 @@ def test_a_folder_that_another_process_makes_meanwhile_is_taken_and_synced(
 def test_a_folder_is_made_where_it_was_named_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(FileExistsError):
+        with pytest.raises(NotADirectoryError, match="give another folder"):
             make_folder(place)
     with pytest.raises(FileNotFoundError):
         make_folder(tmp_path / "missing" / "folder", parents=False)

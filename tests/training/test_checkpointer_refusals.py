@@ -180,9 +180,13 @@ def test_a_model_may_be_cast_to_the_dtype_of_a_step(tmp_path: Path) -> None:
     assert Checkpointer(tmp_path, linear().to(torch.bfloat16)).restore(1) == 1
 
 
-def test_a_file_in_the_place_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / "run").touch()
-    with pytest.raises(OSError, match="run"):
+@pytest.mark.parametrize("link", [False, True])
+def test_a_file_in_the_place_of_the_folder(tmp_path: Path, link: bool) -> None:
+    if link:
+        (tmp_path / "run").symlink_to("nowhere")
+    else:
+        (tmp_path / "run").touch()
+    with pytest.raises(NotADirectoryError, match=r"a broken link.*give another folder.*run"):
         Checkpointer(tmp_path / "run", linear()).save(1)
 
 
