@@ -302,8 +302,10 @@ def type_name(value: Any) -> str:
 
 def refuse_leaf(value: Any, path: TreePath) -> NoReturn:
     """Raise UnsupportedError for a value; the default `leaf` function."""
+    dtype = getattr(value, "dtype", None)
+    kind = type_name(value) if dtype is None else f"{type_name(value)} of dtype {dtype}"
     raise UnsupportedError(
-        f"{where(path)}: a value of type {type_name(value)} cannot be stored without pickle; "
+        f"{where(path)}: a value of type {kind} cannot be stored without pickle; "
         "remove it from the checkpoint or convert it to plain Python values and tensors"
     )
 

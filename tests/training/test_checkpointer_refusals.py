@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -238,6 +239,9 @@ def test_values_that_need_code_are_named(tmp_path: Path) -> None:
     extra: dict[str, Any] = {"position": {"where": range(3)}}
     checkpointer = Checkpointer(tmp_path, linear(), extra=extra)
     with pytest.raises(UnsupportedError, match=r"step 1 was not saved: 'extra\.position\.where'"):
+        checkpointer.save(1)
+    extra["position"]["where"] = np.array(["here"])
+    with pytest.raises(UnsupportedError, match=r"of type numpy\.ndarray of dtype <U4 cannot be stored"):
         checkpointer.save(1)
     extra["position"]["where"] = "here"
     checkpointer.save(1)
