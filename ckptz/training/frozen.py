@@ -6,8 +6,9 @@ the same values.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from ckptz.training.snapshot import check_dense
 from ckptz.training.state import model_state
 
 Tensors = Mapping[str, torch.Tensor]
+SAMPLE: Final = 1024  # elements of a tensor, at least
 
 
 def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -40,21 +42,42 @@ def frozen_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class FrozenId:
-    """Content id of frozen weights, which is computed again only when they have changed."""
+    """Content id of frozen weights, which is computed again only when a sample of them has changed."""
 
     def __init__(self) -> None:
-        self._of: object = None
+        self._of: list[tuple[str, int, int, bytes]] = []
         self._id: str | None = None
 
     def of(self, frozen: Tensors) -> str | None:
-        """Return the content id of frozen weights; None if there are none."""
+        """Return the content id of frozen weights; None if there are none.
+
+        Warns if the same weights had another content id before.
+        """
         for name, tensor in frozen.items():
             check_dense(tensor, name)
-        now = [(name, tensor.data_ptr(), tensor._version) for name, tensor in frozen.items()]
+        # Changes of `.data` do not count as versions.
+        now = [(name, one.data_ptr(), one._version, _sample(one)) for name, one in frozen.items()]
         if now != self._of:
             sources = {name: source_of(name, tensor.detach().contiguous()) for name, tensor in frozen.items()}
-            self._of, self._id = now, content_id_of(sources) if sources else None
+            before, self._id = self._id, content_id_of(sources) if sources else None
+            if before != self._id and [one[0] for one in now] == [one[0] for one in self._of]:
+                changed = next((one[0] for one, old in zip(now, self._of, strict=True) if one != old), "")
+                warnings.warn(
+                    f"frozen weights, such as {changed!r}, have changed since the save before; they are not "
+                    "saved, and a restore needs a model that has them: do not change them, as by merging "
+                    "adapters or averaging weights, or leave trainable_only out",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+            self._of = now
         return self._id
+
+
+def _sample(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of up to 2,047 elements."""
+    flat = tensor.detach().reshape(-1)
+    sample = flat[:: max(1, len(flat) // SAMPLE)].contiguous()
+    return sample.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def with_frozen(

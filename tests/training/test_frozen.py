@@ -127,8 +127,23 @@ def test_the_id_is_of_values_and_is_told_anew_when_they_change() -> None:
     assert first == FrozenId().of(frozen_weights(Adapted()))
     with torch.no_grad():
         model.base.bias[0] += 1
-    assert one.of(frozen_weights(model)) != first
+    with pytest.warns(RuntimeWarning, match="have changed"):
+        assert one.of(frozen_weights(model)) != first
     assert one.of({}) is None
+
+
+def test_frozen_weights_that_change_during_a_run_are_told_at_once(tmp_path: Path) -> None:
+    model = Adapted()
+    with Checkpointer(tmp_path, model, trainable_only=True, jobs=1) as checkpointer:
+        checkpointer.save(1)
+        model.base.weight.data.mul_(0.999)  # as averages of weights do; it counts as no version
+        with pytest.warns(RuntimeWarning, match=r"'base\.weight', have changed.*or leave trainable_only out"):
+            checkpointer.save(2)
+    with (
+        Checkpointer(tmp_path, Adapted(), trainable_only=True, jobs=1) as checkpointer,
+        pytest.raises(ConfigError, match=FROZEN),
+    ):
+        checkpointer.restore(2)
 
 
 def test_all_names_of_a_tied_weight_are_frozen() -> None:
