@@ -326,6 +326,7 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
     if it is a folder.
     """
     import ckptz
+    from ckptz.format.suffixes import SUFFIX
     from ckptz_cli.render import compressed_line, predicted_line, total_line
 
     printed: set[str] = set()
@@ -345,7 +346,9 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
     options |= {**groups[INPUT], **groups[GUIDE]}
     roles = options.pop("tensor_roles", None)
     options["role_rules"] = () if roles is None else _rules_in(Path(roles))
-    inputs = _without_guides(inputs, session)
+    n_given, inputs = len(inputs), _without_guides(inputs, session)
+    if n_given > len(inputs) == 1 and output is not None and Path(output).suffix != SUFFIX:
+        output = f"{output}/"  # a folder, as if nothing had been skipped
     with contextlib.ExitStack() as stack:
         if search is None:
             options["progress"] = stack.enter_context(progress_bar())

@@ -411,6 +411,10 @@ def test_calibrations_among_several_inputs_are_skipped_with_a_note(chain: Chain,
     run = ckptz("compress", chain.first, guide, chain.second, "-o", tmp_path / "out")
     assert run.stderr.startswith(f"ckptz: note: {guide}: skipped, a calibration file is not an input")
     assert sorted(os.listdir(tmp_path / "out")) == ["step-1.ckptz", "step-2.ckptz"]
+    ckptz("compress", chain.first, guide, "-o", tmp_path / "one")
+    assert os.listdir(tmp_path / "one") == ["step-1.ckptz"]
+    ckptz("compress", chain.first, guide, "-o", tmp_path / "one.ckptz")
+    assert (tmp_path / "one.ckptz").is_file()
 
 
 def test_a_configuration_file_has_settings_of_all_kinds(tmp_path: Path) -> None:
