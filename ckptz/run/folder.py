@@ -133,15 +133,22 @@ class StepStore:
                 results[file] = error
         return results
 
-    def other_facts(self) -> dict[str, FileFacts]:
-        """Return the facts of readable files that are not of a step, which users may store against steps."""
-        found = {}
+    def other_facts(self) -> dict[str, FileFacts | Exception]:
+        """Return the facts of files that are not of a step, which users may store against steps.
+
+        Of a file that cannot be read now, the reason; a damaged one is of no use with its base either.
+        """
+        found = dict[str, FileFacts | Exception]()
         for name, n_bytes in self._place.sizes().items():
             is_other = name.endswith(SUFFIX) and not name.startswith((".", BASE_PREFIX))
             if is_other and StepFile.parse(name) is None:
-                with contextlib.suppress(Exception):  # stores behind URLs have errors of their own
+                try:
                     if (facts := FileFacts.read(self._place.open_header(name, n_bytes))) is not None:
                         found[name] = facts
+                except FormatError:
+                    continue
+                except Exception as error:  # stores behind URLs have errors of their own
+                    found[name] = error
         return found
 
     # --- reading --------------------------------------------------------------------------------

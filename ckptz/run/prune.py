@@ -194,7 +194,7 @@ def _possible_bases(item: PruneItem, remaining: PruneItems) -> PruneItems:
     """Return the possible bases of an unreadable item: its metric and base are unknown."""
     if item.is_linked:  # unfinished files have no paths
         return [other for other in remaining if other.paths]
-    return [other for other in remaining if (other.step or 0) <= (item.step or 0)]
+    return [other for other in remaining if item.step is None or (other.step or 0) <= item.step]
 
 
 def _check_goes_back(name: str, remaining: Collection[PruneItem], steps: Collection[int]) -> None:
@@ -321,11 +321,11 @@ def prune(
     items = _items_of(store, listing, last_step)
     if last_step is None:
         # A file that a user has stored against a step has no step itself, so it is kept with its bases.
-        items += [
-            PruneItem(name=name, step=None, is_linked=True, bases=(facts.base,))
-            for name, facts in store.other_facts().items()
-            if facts.base is not None
-        ]
+        for name, facts in store.other_facts().items():
+            if isinstance(facts, Exception):
+                items.append(PruneItem(name=name, step=None, error=facts))
+            elif facts.base is not None:
+                items.append(PruneItem(name=name, step=None, is_linked=True, bases=(facts.base,)))
     if dry_run:
         return _carry_out(store.name, items, policy, last_step, None)
     store.check_lock()

@@ -1,5 +1,6 @@
 """The folder of a run: names, what is there, who may write, and which steps stay."""
 
+import errno
 import gc
 import os
 import shutil
@@ -19,6 +20,7 @@ from safetensors.numpy import save_file
 
 from ckptz import KeepPolicy, KeepRules, compress
 from ckptz.errors import ConfigError, WriteError
+from ckptz.format.byte_source import ByteSource
 from ckptz.format.index import BaseRef
 from ckptz.format.suffixes import TEMPORARY_SUFFIX
 from ckptz.run.folder import StepStore
@@ -272,7 +274,9 @@ def test_a_file_with_the_values_of_a_base_stays_if_readers_refuse_the_one_of_its
     assert items[2] not in removed
 
 
-def test_a_step_stays_hidden_while_a_file_of_the_user_is_stored_against_it(tmp_path: Path) -> None:
+def test_a_step_stays_hidden_while_a_file_of_the_user_is_stored_against_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved_run(tmp_path, 1, full_every=1)
     best, first = tmp_path / "best.ckptz", tmp_path / "step-00000001.ckptz"
     save_tensors({f"model.{name}": values for name, values in load_file(first).items()}, best, base=first)
@@ -285,6 +289,18 @@ def test_a_step_stays_hidden_while_a_file_of_the_user_is_stored_against_it(tmp_p
             checkpointer.save(step)
         assert checkpointer.weights_steps() == (3,)
     assert load_file(best)
+    with monkeypatch.context() as patch:
+        opens = LocalFolder.open_header
+
+        def fails(self: LocalFolder, name: str, n_bytes: int) -> ByteSource:
+            if name == best.name:
+                raise PermissionError(errno.EACCES, "permission denied", name)
+            return opens(self, name, n_bytes)
+
+        patch.setattr(LocalFolder, "open_header", fails)
+        pruned = prune_folder(tmp_path, KeepPolicy(last=1))
+    assert not pruned.removed
+    assert any("best.ckptz cannot be read" in note for note in pruned.notes)
     best.unlink()
     assert first.name in prune_folder(tmp_path, KeepPolicy(last=1)).removed
 
