@@ -72,20 +72,22 @@ def _check_apart(state: Mapping[str, Any]) -> None:
     `load_state_dict` of torch makes them separate tensors, which training then changes separately.
 
     Raises:
-        ConfigError: two dense tensors overlap in memory, and are not the same.
+        ConfigError: two tensors overlap in memory, and are not the same.
     """
-    spans: dict[int, list[tuple[int, int, str, torch.Tensor]]] = {}
+    spans: dict[int, list[tuple[int, int, bool, str, torch.Tensor]]] = {}
     for name, tensor in _leaves({key: state[key] for key in ("optimizer", "groups")}):
         if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
             continue
         n_spanned = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        if n_spanned == tensor.numel():
-            begin, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
-            spans.setdefault(storage, []).append((begin, begin + tensor.nbytes, name, tensor))
+        begin, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
+        span = begin, begin + n_spanned * tensor.itemsize, n_spanned == tensor.numel(), name, tensor
+        spans.setdefault(storage, []).append(span)
     for parts in spans.values():
         parts.sort(key=lambda part: part[:2])
-        for (_, end, name, tensor), (begin, _, other_name, other) in itertools.pairwise(parts):
-            if begin < end and identity_of(tensor) != identity_of(other):
+        for (first, end, is_dense, name, tensor), (begin, *_, other_name, other) in itertools.pairwise(parts):
+            # The first element of a tensor may be in a gap of one before it, unless that has no gaps.
+            meets = begin == first or (is_dense and begin < end)
+            if meets and identity_of(tensor) != identity_of(other):
                 raise ConfigError(
                     f"optimizer state {name!r} and {other_name!r} overlap in memory; torch restores them as "
                     "separate tensors, so training would go on differently: keep only one of them in the "
