@@ -326,7 +326,6 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
     if it is a folder.
     """
     import ckptz
-    from ckptz.format.suffixes import SUFFIX
     from ckptz_cli.render import compressed_line, predicted_line, total_line
 
     printed: set[str] = set()
@@ -346,9 +345,7 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
     options |= {**groups[INPUT], **groups[GUIDE]}
     roles = options.pop("tensor_roles", None)
     options["role_rules"] = () if roles is None else _rules_in(Path(roles))
-    n_given, inputs = len(inputs), _without_guides(inputs, session)
-    if n_given > len(inputs) == 1 and output is not None and Path(output).suffix != SUFFIX:
-        output = f"{output}/"  # a folder, as if nothing had been skipped
+    inputs, output = _without_guides(inputs, output, session)
     with contextlib.ExitStack() as stack:
         if search is None:
             options["progress"] = stack.enter_context(progress_bar())
@@ -363,16 +360,26 @@ def compress(session: Session, /, inputs: tuple[Path, ...], output: PathLike | N
     require_budgets(reports)
 
 
-def _without_guides(inputs: Sequence[Path], session: Session) -> tuple[Path, ...]:
-    """Leave out files of side information, which wildcards such as *.safetensors match too."""
+def _without_guides(
+    inputs: Sequence[Path], output: PathLike | None, session: Session
+) -> tuple[tuple[Path, ...], PathLike | None]:
+    """Leave out files of side information, which wildcards such as *.safetensors match too.
+
+    Returns:
+        (the other inputs, the output: with one input left still the folder that several inputs need).
+    """
+    from ckptz.format.suffixes import SUFFIX
     from ckptz.guidance.files import guide_of
 
     if len(inputs) == 1:
-        return tuple(inputs)
+        return tuple(inputs), output
     guides = {path: guide for path in inputs if (guide := guide_of(path)) is not None}
     for path, guide in guides.items():
         session.note(f"{path}: skipped, a {guide} file is not an input (use --set guide.{guide}=FILE)")
-    return tuple(path for path in inputs if path not in guides)
+    left = tuple(path for path in inputs if path not in guides)
+    if len(left) == 1 and output is not None and Path(output).suffix != SUFFIX:
+        output = f"{output}/"
+    return left, output
 
 
 def _rules_in(path: Path) -> tuple[Rule, ...]:
