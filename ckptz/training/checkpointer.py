@@ -382,7 +382,7 @@ class Checkpointer:
 
     def _versions(self) -> list[tuple[int, int]]:
         """Return the address of each tensor of the run, and how often torch has written to it."""
-        parts = [model_state(self.model), optimizer_state(self.model, self._optimizers)]
+        parts = [model_state(self.model), *(one.state_dict() for one in self._optimizers)]
         return [(one.data_ptr(), one._version) for one in tensors_in(parts) if not one.is_inference()]
 
     def _warn_if_changed(self, step: int) -> None:

@@ -148,8 +148,8 @@ class StepState:
             moment_roles(state.get(OPTIMIZER, {}), self.rest.tensors)
         )
         own = {name.removeprefix(prefix): source for name, source in self.weights.tensors.items()}
-        named = named_in(self.rest.tensors, extra_weights)
-        self.copies = copied(named, own, [name for name in own if name in self.trained])
+        named, trained = named_in(self.rest.tensors, extra_weights), self.trained
+        self.copies = copied(named, own, [name for name in own if name in trained])
         for name, parameter in self.copies.items():
             layer_type = role_of(parameter, named[name].shape, True).layer_type
             self.roles[name] = Role("weight", parameter, layer_type)

@@ -78,7 +78,9 @@ def _check_apart(state: Mapping[str, Any]) -> None:
     for name, tensor in _leaves({key: state[key] for key in ("optimizer", "groups")}):
         if tensor.layout != torch.strided or not tensor.numel() or tensor.device.type == "meta":
             continue
-        n_spanned = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        n_spanned = tensor.numel()
+        if not tensor.is_contiguous():
+            n_spanned = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         begin, storage = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
         span = begin, begin + n_spanned * tensor.itemsize, n_spanned == tensor.numel(), name, tensor
         spans.setdefault(storage, []).append(span)
