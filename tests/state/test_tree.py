@@ -2,11 +2,8 @@
 
 import itertools
 import json
-import math
 import re
 import struct
-import subprocess
-import sys
 from collections import Counter, OrderedDict, namedtuple
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +28,7 @@ from ckptz.state.skeleton import (
     pack_node,
     parse_tree,
 )
+from tests.support.spec_valid import LEAVES
 
 SPEC = Path(__file__).parents[2] / "spec" / "09-tree.md"
 STORAGES = [["a", "b"], ["c"]]
@@ -94,39 +92,17 @@ def test_each_value_has_one_form(value: Any) -> None:
     assert pack_node(parse_tree(wrapped(node)).root) == node
 
 
-@pytest.mark.parametrize(
-    ("value", "node"),
-    [
-        ((1 << 53) - 1, (1 << 53) - 1),
-        (1 << 53, {"int": "0x20000000000000"}),
-        (-(1 << 53), {"int": "-0x20000000000000"}),
-        (True, True),
-        (-0.0, {"float": "8000000000000000"}),
-        (math.inf, {"float": "7ff0000000000000"}),
-        (struct.unpack(">d", bytes.fromhex("fff8000000000123"))[0], {"float": "fff8000000000123"}),
-        (b"\x00\xff", {"bytes": "AP8="}),
-        ((), {"tuple": []}),
-        ({1: 2, "1": 3}, {"dict": [[1, 2], ["1", 3]]}),
-        (OrderedDict(), {"OrderedDict": []}),
-        (TensorRef("w", is_parameter=True), {"tensor": "w", "parameter": True}),
-    ],
-)
-def test_forms_are_those_of_the_grammar(value: Any, node: Any) -> None:
-    assert pack_node(value) == node
-    assert exact(through_json(value)) == exact(value)
-
-
 def test_a_state_dict_keeps_its_metadata() -> None:
     state = OrderedDict(w=1)
     state._metadata = OrderedDict({"": {"version": 2}})
     assert through_json(state)._metadata == {"": {"version": 2}}
 
 
-def test_the_examples_of_the_specification_are_trees() -> None:
+def test_the_forms_of_the_specification_and_of_the_vectors_are_written_so() -> None:
     lines = SPEC.read_text().split("## Examples")[1].splitlines()
     examples = [json.loads(line) for line in lines if line.startswith("    ")]
     assert len(examples) >= 6
-    for node in examples:
+    for node in [*examples, *LEAVES]:
         assert pack_node(parse_tree(wrapped(node)).root) == node
 
 
@@ -192,22 +168,6 @@ def test_the_depth_of_keys_is_bounded() -> None:
         pack_node({(deepest,): 1})
 
 
-@pytest.mark.parametrize("depth", [MAX_DEPTH + 1, 150, 300])
-@pytest.mark.parametrize("where", ["value", "key"])
-def test_a_deep_tree_is_corrupt(depth: int, where: str) -> None:
-    node = nested(depth, lambda inner: {"tuple": [inner]})
-    node = node if where == "value" else {"dict": [[node, 1]]}
-    with pytest.raises(CorruptionError, match="64 levels"):
-        parse_tree(wrapped(node))
-
-
-def test_a_state_that_holds_itself_is_refused() -> None:
-    cycle: list[Any] = []
-    cycle.append(cycle)
-    with pytest.raises(ConfigError, match="deeper"):
-        pack_node(cycle)
-
-
 def test_the_number_of_values_is_bounded_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_module, "MAX_NODES", 100)
     assert len(through_json([0] * 99)) == 99
@@ -220,67 +180,17 @@ def test_the_number_of_values_is_bounded_both_ways(monkeypatch: pytest.MonkeyPat
 
 VIEW = {"view": 0, "dtype": "int8", "shape": [], "strides": [], "offset": 0}
 CORRUPT_NODES: list[Any] = [
-    1.5,
-    1 << 53,
-    -(1 << 53),
-    "\ud800",
-    {},
-    {"set": []},
-    {"tuple": [], "dict": []},
-    {"tuple": {}},
-    {"dict": {}},
-    {"dict": [[1]]},
-    {"dict": [[1, 2, 3]]},
-    {"dict": [[1, 2], [1, 3]]},
-    {"dict": [[1, 2], [True, 3]]},
-    {"dict": [[1, 2], [{"float": "3ff0000000000000"}, 3]]},
-    {"dict": [[{"float": "7ff8000000000000"}, 2], [{"float": "7ff8000000000000"}, 3]]},
-    {"dict": [[{"int": "0x10000000000000000"}, 2]]},
-    {"dict": [[{"tuple": [{"int": "-0x10000000000000000"}]}, 2]]},
-    {"dict": [[{"tuple": [0] * 5}, 2]]},
-    {"dict": [[{"tuple": [{"tuple": [0] * 5}]}, 2]]},
-    {"dict": [[[1], 2]]},
-    {"dict": [[{"tuple": [[1]]}, 2]]},
-    {"dict": [[{"dict": []}, 2]]},
-    {"dict": [[{"tensor": "w"}, 2]]},
-    {"dict": [[{"tuple": [{"tensor": "w"}]}, 2]]},
-    {"dict": [], "_metadata": None},
-    {"OrderedDict": [], "other": 1},
-    *({"int": text} for text in ("0x1", "0x020000000000000", "0X20000000000000", " 0x20000000000000")),
-    *({"int": text} for text in ("0x2000000000000_0", 3)),
-    *({"float": text} for text in ("3f50624dd2f1a9f", "3F50624DD2F1A9FC", 1.0)),
-    *({"bytes": text} for text in ("AP8", "AP9=", "AP8=\n", "é", 1)),  # the second has bits behind the end
-    *({"Size": size} for size in ([1.0], [True], 3, [1 << 64])),
-    *({"dtype": name} for name in ("torch.float32", "__class__", "")),
-    *({"tensor": name} for name in (1, "a")),  # `a` is of a shared storage
-    *({"tensor": "w", "strides": strides} for strides in ([-1], None)),
-    *(
-        {"tensor": "w", "requires_grad": False},
-        {"tensor": "w", "parameter": 1},
-        {"tensor": "w", "shape": [1]},
-    ),
-    {"view": 0},
-    *({**VIEW, "view": storage} for storage in (2, -1, True)),
-    *({**VIEW, **wrong} for wrong in ({"shape": [1]}, {"shape": [1 << 63], "strides": [1]}, {"offset": 0.0})),
+    *(-(1 << 53), "\ud800", {"int": " 0x20000000000000"}, {"int": "0x2000000000000_0"}, {"bytes": "é"}),
+    *({"dtype": "__class__"}, {"dict": [[{"tuple": [{"tuple": [0] * 5}]}, 2]]}),
+    *({**VIEW, **wrong} for wrong in ({"view": -1}, {"view": True}, {"offset": 0.0})),
 ]
 
 
 @pytest.mark.parametrize("node", CORRUPT_NODES, ids=lambda node: re.sub(r"\W+", "-", ascii(node)))
 def test_what_the_grammar_does_not_know_is_corrupt(node: Any) -> None:
+    """Here is what `spec_cases_tree.py` has not."""
     with pytest.raises(CorruptionError, match=r"^tree: "):
         parse_tree(wrapped({"dict": [["k", node]]}))
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        *(None, [], {"root": None}, {"root": None, "storages": [], "more": 1}),
-        *({"root": None, "storages": wrong} for wrong in ({}, ["a"], [[1]], [["a"], ["a"]], [["a", "a"]])),
-    ],
-)
-def test_what_is_no_tree_is_corrupt(tree: Any) -> None:
-    with pytest.raises(CorruptionError, match="tree: "):
-        parse_tree(tree)
 
 
 fields = ["dict", "tuple", "tensor", "view", "strides", "float", "int", "bytes", "OrderedDict"]
@@ -335,21 +245,3 @@ def test_keys_of_one_hash_are_refused_before_they_take_long() -> None:
     assert len(value) == MAX_EQUAL_HASHES
     with pytest.raises(CorruptionError, match="many of the same hash"):
         parse_tree(wrapped({"dict": [[key, 1] for key in same]}))
-
-
-def test_a_tree_must_name_the_tensors_of_its_file() -> None:
-    tree = parse_tree(wrapped([{"tensor": "x"}]))
-    tree.check_names(["a", "b", "c", "x"])
-    with pytest.raises(CorruptionError, match="'c' is not in the file"):
-        tree.check_names(["a", "b", "x"])
-    with pytest.raises(CorruptionError, match="does not refer to tensor 'y'"):
-        tree.check_names(["a", "b", "c", "x", "y"])
-
-
-def test_parsing_needs_no_torch() -> None:
-    code = (
-        "import sys; from ckptz.state.skeleton import parse_tree;"
-        "parse_tree({'root': [{'Size': [1]}, {'dtype': 'int8'}, {'tensor': 'w'}], 'storages': []});"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
