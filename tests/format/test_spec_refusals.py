@@ -3,6 +3,7 @@
 Here are those too large for vectors; test_vectors.py reads the others, spec/vectors/invalid.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from tests.support.spec_cases import (
 )
 from tests.support.spec_cases_files import CHAIN, CONTAINER
 from tests.support.spec_cases_tree import TREE
-from tests.support.spec_files import File, Input, Raw, plain_file, read_files, vectors
+from tests.support.spec_files import File, Frame, Input, Raw, plain_file, read_files, vectors
 from tests.support.spec_support import page, refusals, table
 from tests.support.vector_support import ERROR_OF_KIND, INVALID
 
 CASES = INTEGERS | ENTROPY | TRANSFORMS | QUANTIZATION | FRAME | CONTAINER | CHAIN | TREE
+OF_HEADERS = re.compile(r"I[234]|E[178]|T([1-6]|11)|Q([1-5]|9|1[01])|F([3-9]|10)")
 COMMITTED = {vector.name for vector in INVALID}
 
 
@@ -46,6 +48,15 @@ def _params() -> list[Any]:
 def test_the_reader_refuses_what_is_too_large_for_a_vector(refusal: str, case: Input, tmp_path: Path) -> None:
     with pytest.raises(ERROR_OF_KIND[refusals()[refusal][1]]):
         read_files(case.files(), tmp_path)
+
+
+@pytest.mark.parametrize("refusal", [*filter(OF_HEADERS.fullmatch, CASES)])
+def test_the_header_of_a_frame_is_refused_whatever_the_index_says(refusal: str) -> None:
+    """A file may be refused for its index before its frame is read."""
+    for case in CASES[refusal]:
+        frame = case if isinstance(case, Frame) else case.frames["w"]
+        with pytest.raises(ERROR_OF_KIND[refusals()[refusal][1]]):
+            frame.parse()
 
 
 def test_the_longest_header_is_read(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from ckptz.codec.chunk import EncodedChunk, encode_chunk
 from ckptz.codec.quantizer import Quantizer
 from ckptz.codec.tensor_plan import ContextCounts, TensorPlan, share_tables
 from ckptz.format.context_rules import BaseCode, Block, ContextRule, Magnitude, Row, n_contexts_of
-from ckptz.format.decode import decode_chunk, decode_codes
+from ckptz.format.decode import decode_chunk
 from ckptz.format.dtypes import DType, dtype_of
 from ckptz.format.frame import FrameHeader, header_bytes, pack_plan
 from ckptz.format.frequency import normalise
@@ -97,13 +97,6 @@ class Case:
             payload = np.frombuffer(payloads[i], np.uint8).copy()
             decode_chunk(header, i, payload, self.sources(begin, end), out[begin:end])
         return out
-
-    def decode_codes(self, header: FrameHeader, payloads: list[bytes]) -> Array:
-        parts = [
-            decode_codes(header, i, np.frombuffer(payloads[i], np.uint8).copy(), self.sources(*bounds))
-            for i, bounds in enumerate(chunk_bounds(header.n_patterns))
-        ]
-        return np.concatenate(parts)
 
 
 def round_trip(case: Case) -> Array:
