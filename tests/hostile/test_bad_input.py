@@ -1,7 +1,5 @@
-"""Damaged and hostile files: one line and an exit code by cause, or else exactly the right tensors."""
+"""Hostile files: one line and an exit code by cause, or else exactly the right tensors."""
 
-import random
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,53 +9,25 @@ import torch
 from ckptz.errors import CkptzError
 from tests.support.cli_support import (
     Chain,
-    Content,
     a_state,
     ckptz,
     content_of,
-    flipped,
     forge,
     hf_folder,
-    plain_bytes,
-    regions_of,
-    spread,
     write_plain,
 )
-
-N_SAMPLES = 300
 
 # --- files that are not what they seem ------------------------------------------------------------
 
 
-def test_a_truncated_safetensors_file_leaves_nothing(tmp_path: Path) -> None:
-    whole = plain_bytes(a_state())
-    for n in spread(len(whole), 30):
-        if n < len(whole):
-            (tmp_path / "cut.safetensors").write_bytes(whole[:n])
-            run = ckptz("compress", tmp_path / "cut.safetensors", fails=True)
-            assert run.exit_code == 3, n
-            assert "cut.safetensors" in run.error
-    assert [path.name for path in tmp_path.iterdir()] == ["cut.safetensors"]
-
-
 HEADERS = {
-    "a key twice": b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
-    b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
     "a field twice": b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}',
-    "overlap": b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
-    b'"b":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
-    "a hole": b'{"a":{"dtype":"U8","shape":[0],"data_offsets":[1,1]}}',
     "a negative shape": b'{"a":{"dtype":"U8","shape":[-1,-1],"data_offsets":[0,1]}}',
     "an absurd shape": b'{"a":{"dtype":"U8","shape":[9223372036854775807,9],"data_offsets":[0,1]}}',
     "an endless number": b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}',
-    "a float for a size": b'{"a":{"dtype":"U8","shape":[1.0],"data_offsets":[0,1]}}',
     "a half surrogate": b'{"\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
-    "half a surrogate in bytes": b'{"\xed\xa0\x80":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
     "half a surrogate in a value": b'{"__metadata__":{"a":"\\udfff"},'
     b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
-    "UTF-16": '{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.encode("utf-16-le"),
-    "no object": b"[]",
-    "not JSON": b"{",
     "deep nesting": b"[" * 100_000,
     "a number for metadata": b'{"__metadata__":{"a":1},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
 }
@@ -116,106 +86,13 @@ def test_errors_escape_control_characters(tmp_path: Path) -> None:
         assert ckptz(*arguments, fails=True).error.isprintable()
 
 
-# --- damage ---------------------------------------------------------------------------------------
-
-
-def outcome(path: Path) -> Content | CkptzError:
-    """What restoring would give, or the error."""
-    try:
-        return content_of(path)
-    except CkptzError as error:
-        return error
-
-
-def check_damage(path: Path, variants: Iterable[bytes], target: Path | None = None) -> int:
-    """Restore each variant of `target`, or of `path`; all must fail cleanly or change nothing.
-
-    Returns:
-        How many changed nothing.
-    """
-    expected = content_of(path)
-    target = target or path
-    whole, n_same = target.read_bytes(), 0
-    try:
-        for variant in variants:
-            target.write_bytes(variant)
-            found = outcome(path)
-            if isinstance(found, CkptzError):
-                assert "\n" not in str(found)
-            else:
-                assert found == expected
-                n_same += 1
-    finally:
-        target.write_bytes(whole)
-    return n_same
-
-
-def cut(whole: bytes, lengths: Iterable[int]) -> Iterator[bytes]:
-    return (whole[:n] for n in lengths if n < len(whole))
-
-
-@pytest.mark.parametrize("name", ["full", "delta"])
-def test_a_cut_file_is_never_believed(name: str, chain: Chain) -> None:
-    path: Path = getattr(chain, name)
-    whole = path.read_bytes()
-    assert check_damage(path, cut(whole, spread(len(whole), N_SAMPLES))) == 0
-
-
-def test_a_longer_file_is_never_believed(chain: Chain) -> None:
-    whole = chain.full.read_bytes()
-    assert check_damage(chain.full, [whole + b"\0", whole + whole]) == 0
-
-
-@pytest.mark.parametrize("region", ["header", "frame header", "payload", "index"])
-@pytest.mark.parametrize("name", ["full", "delta"])
-def test_a_flipped_bit_is_never_believed(name: str, region: str, chain: Chain) -> None:
-    path: Path = getattr(chain, name)
-    whole = path.read_bytes()
-    where = regions_of(whole)[region]
-    bits = random.Random(0).sample(where, min(N_SAMPLES, len(where)))
-    assert check_damage(path, flipped(whole, bits)) == 0
-
-
-def test_a_flipped_bit_in_the_base_is_never_believed(chain: Chain) -> None:
-    whole = chain.full.read_bytes()
-    bits = random.Random(1).sample(range(8 * len(whole)), N_SAMPLES)
-    check_damage(chain.delta, flipped(whole, bits), target=chain.full)
-
-
 def test_a_file_that_denies_being_ckptz_is_not_read_as_plain(chain: Chain) -> None:
     whole = chain.full.read_bytes()
     changed = whole.replace(b'"ckptz.format":"ckptz"', b'"ckptz.format":"cjptz"')
     assert changed != whole
-    assert check_damage(chain.full, [changed]) == 0
-
-
-def small_chain(folder: Path) -> Chain:
-    """As `chain`, small enough for every bit: BF16 weights that move little use shared tables."""
-    made = Chain(folder)
-    state = {key: a_state(n=2100)[key] for key in ("layer.half", "counts", "scalar")}
-    moved = {key: a_state(n=2100, drift=0.002)[key] for key in state}
-    write_plain(made.first, state, {"step": "1"})
-    write_plain(made.second, moved, {"step": "2"})
-    ckptz("compress", made.first, made.second, "--chain", "--jobs", 1)
-    return made
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["full", "delta"])
-def test_every_cut_and_every_flipped_bit_is_noticed(name: str, tmp_path: Path) -> None:
-    path: Path = getattr(small_chain(tmp_path), name)
-    whole = path.read_bytes()
-    assert check_damage(path, cut(whole, range(len(whole)))) == 0
-    # But for the minor version, which may be any: 1.0 becomes 1.1, 1.2, 1.4 or 1.8.
-    assert check_damage(path, flipped(whole, range(8 * len(whole)))) == 4
-
-
-@pytest.mark.slow
-def test_every_flipped_bit_of_a_plain_base_is_noticed(tmp_path: Path) -> None:
-    chain = small_chain(tmp_path)
-    chain.full.unlink()
-    whole = chain.first.read_bytes()
-    check_damage(chain.delta, flipped(whole, range(8 * len(whole))), target=chain.first)
+    chain.full.write_bytes(changed)
+    with pytest.raises(CkptzError):
+        content_of(chain.full)
 
 
 # --- newer files, wrong and missing bases ---------------------------------------------------------
