@@ -9,7 +9,6 @@ docs/hooks.md.
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import operator
 import os
@@ -99,12 +98,6 @@ class SensitivityContent(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 T = TypeVar("T")
 Content = TypeVar("Content", CalibrationContent, SensitivityContent)
-
-
-def shape_fingerprint(shapes: Shapes) -> str:
-    """Return the SHA-256 of the names and shapes of a model's parameters, in hexadecimal."""
-    lines = (f"{name}\t{'x'.join(map(str, shape))}\n" for name, shape in sorted(shapes.items()))
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def guide_metadata(content: CalibrationContent | SensitivityContent) -> dict[str, str]:

@@ -75,6 +75,20 @@ class Patches:
     n_groups: int  # of channels
     dtype: torch.dtype = SUM_DTYPE
 
+    @classmethod
+    def of(cls, module: nn.Conv1d | nn.Conv2d) -> Self:
+        """Describe how a convolution uses its input; padding "same" pads one more after if it is odd."""
+        kernel, dilation = tuple(module.kernel_size), tuple(module.dilation)
+        if module.padding == "same":
+            totals = [step * (n - 1) for n, step in zip(kernel, dilation, strict=True)]
+            padding = tuple((n // 2, n - n // 2) for n in totals)
+        else:
+            sizes = [0] * len(kernel) if isinstance(module.padding, str) else module.padding  # "valid"
+            padding = tuple((n, n) for n in sizes)
+        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+        stride = tuple(module.stride)
+        return cls(module.in_channels, kernel, stride, dilation, padding, mode, module.groups)
+
     @property
     def shape(self) -> tuple[int, ...]:
         n = self.n_channels // self.n_groups * math.prod(self.kernel)
@@ -140,7 +154,7 @@ def gather_of(module: nn.Module) -> tuple[LayerKind, Gather] | None:
     if isinstance(module, nn.Linear):
         return "linear", Vectors(module.in_features)
     if isinstance(module, nn.Conv1d | nn.Conv2d):
-        return "conv", _patches(module)
+        return "conv", Patches.of(module)
     if isinstance(module, nn.Embedding):
         return "embedding", Tokens(module.num_embeddings)
     # Conv1D of transformers, a linear layer with weight [in, out], recognised without importing transformers.
@@ -149,30 +163,6 @@ def gather_of(module: nn.Module) -> tuple[LayerKind, Gather] | None:
     if is_conv1d and isinstance(weight, torch.Tensor) and weight.ndim == 2 and weight.shape[1] == n_out:
         return "conv1d_t", Vectors(weight.shape[0])
     return None
-
-
-def _patches(module: nn.Conv1d | nn.Conv2d) -> Patches:
-    return Patches(
-        n_channels=module.in_channels,
-        kernel=tuple(module.kernel_size),
-        stride=tuple(module.stride),
-        dilation=tuple(module.dilation),
-        padding=tuple(_paddings(module)),
-        padding_mode="constant" if module.padding_mode == "zeros" else module.padding_mode,
-        n_groups=module.groups,
-    )
-
-
-def _paddings(module: nn.Conv1d | nn.Conv2d) -> Iterator[tuple[int, int]]:
-    """Yield the padding (before, after) of each dimension; "same" pads one more after if it is odd."""
-    for i, (kernel, dilation) in enumerate(zip(module.kernel_size, module.dilation, strict=True)):
-        if module.padding == "same":
-            n = dilation * (kernel - 1)
-            yield n // 2, n - n // 2
-        elif isinstance(module.padding, str):  # "valid"
-            yield 0, 0
-        else:
-            yield module.padding[i], module.padding[i]
 
 
 # --- sums shared by layers -----------------------------------------------------------------------
@@ -187,16 +177,6 @@ class Sum:
 
     total: torch.Tensor
     n_samples: int
-
-    @property
-    def n_bytes(self) -> int:
-        """Memory of the sum in bytes."""
-        return self.total.numel() * self.total.element_size()
-
-    def add(self, other: Sum) -> None:
-        """Add another sum in place."""
-        self.total.add_(other.total)
-        self.n_samples += other.n_samples
 
     def is_finite(self) -> bool:
         """Return whether all inputs were finite; the diagonal, sums of squares, bounds the other sums."""
@@ -221,10 +201,9 @@ class Sums:
 
     def add(self, users: Users, added: Sum) -> None:
         """Add a sum, which may be kept without a copy."""
-        if users in self.by_users:
-            self.by_users[users].add(added)
-        else:
-            self.by_users[users] = added
+        if (present := self.by_users.setdefault(users, added)) is not added:
+            present.total.add_(added.total)
+            present.n_samples += added.n_samples
 
     def drop(self, layer: str) -> None:
         """Remove a layer, and the sums that only it uses."""
@@ -241,14 +220,7 @@ class Sums:
     @property
     def n_bytes(self) -> int:
         """Memory of all sums in bytes."""
-        return sum(shared.n_bytes for shared in self.by_users.values())
-
-
-def _sum_of(gather: Gather, tensor: torch.Tensor) -> Sum:
-    """Compute the sum of one tensor, without autocast and inference mode."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
-        total = torch.zeros(gather.shape, dtype=gather.dtype, device=tensor.device)
-        return Sum(total, gather.add(tensor, total))
+        return sum(shared.total.nbytes for shared in self.by_users.values())
 
 
 class Recorder:
@@ -282,7 +254,9 @@ class Recorder:
         n_bytes = math.prod(gather.shape) * gather.dtype.itemsize
         if not self._make_room(layer, n_bytes):
             return
-        new = _sum_of(gather, tensor)
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(tensor.device.type, enabled=False):
+            total = torch.zeros(gather.shape, dtype=gather.dtype, device=tensor.device)
+            new = Sum(total, gather.add(tensor, total))
         if key is None:
             self._batch.add(frozenset((layer,)), new)
         else:
@@ -334,16 +308,16 @@ class Recorder:
 
     def _sums_of_batch(self) -> Iterator[tuple[Iterable[str], int]]:
         for users, total in self._batch.by_users.items():
-            yield users, total.n_bytes
+            yield users, total.total.nbytes
         for entry in self._open.values():
-            yield entry.users, entry.sum.n_bytes
+            yield entry.users, entry.sum.total.nbytes
 
     def _trim(self) -> None:
         """Reduce the sums of complete batches to half of the memory cap."""
         while self.complete.n_bytes > self._half:
             sums = reversed(self.complete.by_users.items())
-            users, largest = max(sums, key=lambda item: item[1].n_bytes)
-            self._skip(users, largest.n_bytes)
+            users, largest = max(sums, key=lambda item: item[1].total.nbytes)
+            self._skip(users, largest.total.nbytes)
 
     def _skip(self, layers: Iterable[str], n_bytes: int) -> None:
         smallest = n_bytes if self._smallest_skipped is None else min(self._smallest_skipped, n_bytes)
@@ -419,12 +393,9 @@ class Calibration:
         self._fingerprint = fingerprint_of(names)
         self._layers: dict[str, _RecordedLayer] = {}
         self._unsupported: dict[str, str] = {}
-        self._find_layers(names)
         self._recorder = Recorder(memory_cap)
         self._is_in_forward = False
         self._active: contextlib.ExitStack | None = None
-
-    def _find_layers(self, names: Mapping[nn.Parameter, tuple[str, ...]]) -> None:
         for name, module in self._model.named_modules():
             kind_and_gather = gather_of(module)
             if kind_and_gather is None:
@@ -577,7 +548,12 @@ class Calibration:
             FileNotFoundError: no such file.
         """
         with CalibrationFile(path) as file:
-            self._check_owner(file)
+            is_of_model = file.content.fingerprint == self._fingerprint and all(
+                row.module in self._layers and row.kind == self._layers[row.module].kind
+                for row in file.content.modules
+            )
+            if not is_of_model:
+                raise file.error("is of another model; load it with the model it was recorded with")
             modules_by_input: dict[InputRow, list[str]] = {}
             for row in file.content.modules:
                 for inputs in row.inputs:
@@ -589,14 +565,6 @@ class Calibration:
                 sums.add(frozenset(modules), Sum(total, inputs.n_samples))
             skipped = {name: reason for name, reason in file.content.skipped.items() if name in self._layers}
         self._recorder.replace(sums, skipped)
-
-    def _check_owner(self, file: CalibrationFile) -> None:
-        belongs_to_model = file.content.fingerprint == self._fingerprint and all(
-            row.module in self._layers and row.kind == self._layers[row.module].kind
-            for row in file.content.modules
-        )
-        if not belongs_to_model:
-            raise file.error("is of another model; load it with the model it was recorded with")
 
 
 def _mirrored(total: torch.Tensor) -> torch.Tensor:

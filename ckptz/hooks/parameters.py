@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 
@@ -12,7 +13,6 @@ from ckptz.api.apply import live_tensors
 from ckptz.errors import ConfigError
 from ckptz.format.envelope import plain_regions, write_plain
 from ckptz.format.publish import publish
-from ckptz.guidance.files import shape_fingerprint
 from ckptz.state.flatten import read_chunks
 from ckptz.state.modules import name_without_wrappers
 
@@ -26,24 +26,22 @@ def names_by_parameter(model: nn.Module) -> dict[nn.Parameter, tuple[str, ...]]:
     names: dict[nn.Parameter, tuple[str, ...]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         name = name_without_wrappers(model, name)
-        _check_parameter(name, parameter)
+        if nn.parameter.is_lazy(parameter):
+            raise ConfigError(f"parameter {name!r} has no shape yet; run the model once first")
+        if hasattr(parameter, "full_tensor"):  # a DTensor
+            raise ConfigError(
+                f"parameter {name!r} is sharded over several processes, which hooks do not support; "
+                "use an unsharded copy of the model"
+            )
         names[parameter] = (*names.get(parameter, ()), name)
     return names
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if nn.parameter.is_lazy(parameter):
-        raise ConfigError(f"parameter {name!r} has no shape yet; run the model once first")
-    if hasattr(parameter, "full_tensor"):  # a DTensor
-        raise ConfigError(
-            f"parameter {name!r} is sharded over several processes, which hooks do not support; "
-            "use an unsharded copy of the model"
-        )
-
-
 def fingerprint_of(names: Mapping[nn.Parameter, tuple[str, ...]]) -> str:
-    """Return the `shape_fingerprint` of parameters with their names."""
-    return shape_fingerprint({own[0]: tuple(parameter.shape) for parameter, own in names.items()})
+    """Return the SHA-256 of the names and shapes of a model's parameters, in hexadecimal."""
+    shapes = {own[0]: parameter.shape for parameter, own in names.items()}
+    lines = (f"{name}\t{'x'.join(map(str, shape))}\n" for name, shape in sorted(shapes.items()))
+    return hashlib.sha256("".join(lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def save_tensors(

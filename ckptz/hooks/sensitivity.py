@@ -105,9 +105,11 @@ class SensitivityTracker:
             for parameter in group["params"]
             if parameter.grad is not None and id(parameter) in self._name_of
         }
-        scale = _gradient_scale(optimizer) if gradients else None
-        if scale is None:
+        # `GradScaler.step` sets these two for fused optimizers, which unscale gradients and skip steps.
+        found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+        if not gradients or (found_inf is not None and float(found_inf)):
             return
+        scale = 1.0 if grad_scale is None else float(grad_scale)
         averages, dense = [], []
         for name, gradient in gradients.items():
             average = self._averages.get(name)
@@ -184,14 +186,3 @@ class SensitivityTracker:
                 for name, recorded in file.recorded.items()
             }
             self.beta = file.content.beta
-
-
-def _gradient_scale(optimizer: Optimizer) -> float | None:
-    """Return the scale of the gradients; None if the optimizer will skip the step.
-
-    `GradScaler.step` sets these two attributes for fused optimizers, which unscale gradients themselves.
-    """
-    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
-    if found_inf is not None and float(found_inf):
-        return None
-    return 1.0 if scale is None else float(scale)

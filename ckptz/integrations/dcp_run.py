@@ -82,14 +82,14 @@ def delete_old(run: Path, keep_last: int, exact: int) -> tuple[str, ...]:
         for path in (path for step, path in kept if step not in rules.heads(steps)):
             remove_residuals(residuals_in(path))
         older = folders[: folders.index(kept[-1][1])] if kept else []
-        stays = retention_of(
+        may_go, _, notes = retention_of(
             older, [path for _, path in kept], _checked, lambda path: folders[: folders.index(path)]
         )
-        for path in filter(_is_ours, sorted(stays.may_go)):
+        for path in filter(_is_ours, sorted(may_go)):
             remove_step(path)
     except OSError as error:
         return (f"older steps stay until the next save: {error}",)
-    return stays.notes
+    return notes
 
 
 def _folders(run: Path) -> list[tuple[int, Path]]:

@@ -95,10 +95,12 @@ def drop_unneeded(folder: Path) -> tuple[str, ...]:
     bases = {path for path in files if path.name.startswith(BASE_PREFIX) and path.name.endswith(SUFFIX)}
     if not bases:
         return ()
-    stays = retention_of(bases, files - bases, lambda path: _bases_of(path, files), lambda _: bases)
-    for path in stays.may_go:
+    may_go, _, notes = retention_of(
+        bases, files - bases, lambda path: _bases_of(path, files), lambda _: bases
+    )
+    for path in may_go:
         path.unlink(missing_ok=True)
-    return stays.notes
+    return notes
 
 
 def _bases_of(path: Path, files: Collection[Path]) -> tuple[Path, ...]:

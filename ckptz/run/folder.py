@@ -91,13 +91,10 @@ class StepStore:
     def listing(self) -> Listing:
         """List the files of the folder."""
         listing = Listing.of(self._place.sizes())
-        return listing if self._folder is not None else self._less_cut_off(listing)
-
-    def _less_cut_off(self, listing: Listing) -> Listing:
-        """Move files of an interrupted upload to the leftovers; some object stores show such files.
-
-        Only a file shorter than its header says counts: one that is unreadable now may be complete.
-        """
+        if self._folder is not None:
+            return listing
+        # Some object stores show the files of an interrupted upload, which count as leftovers: only files
+        # shorter than their headers say, as one that is unreadable now may be complete.
         newest = max((file.step for file in listing.sizes), default=None)
         lossy = {f: n for f, n in listing.sizes.items() if f.step == newest and not f.is_residual}
         cut = {file for file, result in self.read_facts(lossy).items() if isinstance(result, TruncatedError)}
@@ -162,7 +159,12 @@ class StepStore:
             MissingBaseError: a base is missing.
             FormatError: a file of the chain is damaged.
         """
-        self._fetch(file)
+        if isinstance(self._place, UploadFolder):
+            sizes = self.listing().sizes
+            for member in self.chain(file, sizes):
+                path = self.local_folder / member.name
+                if not path.exists() or path.stat().st_size != sizes.get(member):
+                    self._place.download(member.name, path)
         elsewhere = () if self._origin is None else (self._origin.path.parent,)
         with contextlib.closing(open_checkpoint(self.local_folder / file.name, elsewhere)) as checkpoint:
             yield checkpoint
@@ -175,15 +177,6 @@ class StepStore:
         if self._spool is None:
             self._spool = Spool()
         return self._spool.folder
-
-    def _fetch(self, file: StepFile) -> None:
-        if not isinstance(self._place, UploadFolder):
-            return
-        sizes = self.listing().sizes
-        for member in self.chain(file, sizes):
-            path = self.local_folder / member.name
-            if not path.exists() or path.stat().st_size != sizes.get(member):
-                self._place.download(member.name, path)
 
     def chain(self, file: StepFile, sizes: dict[StepFile, int]) -> list[StepFile]:
         """List a file and its bases, nearest first, up to a full file or to a base that is not in `sizes`.

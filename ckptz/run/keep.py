@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from ckptz.errors import ConfigError, check_int, coerce_numeric_fields
 from ckptz.run.step_files import FileKind, Kept
@@ -149,22 +149,12 @@ class Named(Protocol):
 T = TypeVar("T", bound=Named)
 
 
-@dataclass(frozen=True, slots=True)
-class Retention(Generic[T]):
-    """Files that are needed besides those that the rules keep, and files that may be deleted."""
-
-    needed: frozenset[T]  # direct and indirect bases of kept files
-    doubtful: frozenset[T]  # possible bases of unreadable kept files
-    may_go: frozenset[T]  # all others, which may be deleted
-    notes: tuple[str, ...]  # unreadable files, with reasons
-
-
 def retention_of(
     units: Iterable[T],
     kept: Iterable[T],
     bases_of: Callable[[T], Iterable[T]],
     may_need: Callable[[T], Collection[T]],
-) -> Retention[T]:
+) -> tuple[set[T], set[T], tuple[str, ...]]:
     """Decide which files, folders or steps may be deleted.
 
     Args:
@@ -172,6 +162,10 @@ def retention_of(
         kept: those that are kept.
         bases_of: returns the bases of one; raises any exception if it is unreadable.
         may_need: returns all possible bases of an unreadable one.
+
+    Returns:
+        Those that may be deleted; possible bases of unreadable kept ones, which may not; and a note on each
+        unreadable one.
     """
     roots = dict.fromkeys(kept)
     needed: set[T] = set()
@@ -188,5 +182,5 @@ def retention_of(
             continue
         needed.update(new)
         waiting.extend(new)
-    may_go = frozenset(units) - roots.keys() - needed - doubtful
-    return Retention(frozenset(needed), frozenset(doubtful), may_go, tuple(sorted(notes)))
+    may_go = set(units) - roots.keys() - needed - doubtful
+    return may_go, doubtful, tuple(sorted(notes))

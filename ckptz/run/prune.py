@@ -16,10 +16,9 @@ every further step that `every` or `best` keeps adds at most A of each.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,13 +35,13 @@ from ckptz.run.links import BASE_PREFIX
 from ckptz.run.names import Inode, inode_of, is_base_name, is_of_state, run_files, step_of, step_of_folder
 from ckptz.run.step_files import (
     LAST_FILES,
+    RESIDUAL_MARK,
     STATE_KEY,
     TRAINER_STATE,
     FileFacts,
     FileKind,
     Listing,
     StepFile,
-    is_residual_name,
     is_written,
 )
 from ckptz.store.resolve import Path_
@@ -103,6 +102,7 @@ class PruneItem:
 
 
 PruneItems = Sequence[PruneItem]
+Decision = tuple[set[PruneItem], PruneItems, PruneItems, tuple[str, ...]]  # see `decide`
 
 
 def decide(
@@ -111,7 +111,7 @@ def decide(
     policy: KeepPolicy,
     last_step: int | None = None,
     always_kept: Collection[str] = (),
-) -> tuple[set[PruneItem], PruneItems, PruneItems, tuple[str, ...]]:
+) -> Decision:
     """Decide which items of a run are kept.
 
     Args:
@@ -149,14 +149,14 @@ def decide(
 
     kept = set(filter(is_kept, remaining))
     kept.update(item for item in checkpoints if policy.keeps_all or item.name in always_kept)
-    retention = retention_of(
+    may_go, doubtful, notes = retention_of(
         items,
         # Residuals are deleted unread, so an unreadable one keeps nothing else.
         {*kept, *(item for item in remaining if item.error and not item.is_residual)},
         _Bases(items).of,
         lambda item: _possible_bases(item, remaining),
     )
-    kept |= {item for item in retention.doubtful if not item.is_auxiliary}
+    kept |= {item for item in doubtful if not item.is_auxiliary}
 
     def deletion_order(item: PruneItem) -> tuple[bool, bool, int, bool, bool, bool, str]:
         # Steps after `last_step` are deleted whole, newest first, so that the newest remaining step is always
@@ -166,12 +166,12 @@ def decide(
         by_step = -step, item.is_residual, item.kind != "weights", item.is_auxiliary, item.name
         return not is_later, not is_later and not item.is_residual, *by_step
 
-    needed = {*items} - kept - retention.may_go
+    needed = {*items} - kept - may_go
     return (
         kept,
         sorted(needed, key=lambda item: (item.step or 0, item.kind or "", item.name)),
-        sorted(retention.may_go, key=deletion_order),
-        retention.notes,
+        sorted(may_go, key=deletion_order),
+        notes,
     )
 
 
@@ -257,24 +257,9 @@ def _check_best(name: str, policy: KeepPolicy, items: PruneItems) -> None:
         raise ConfigError(f"{name}: no step here records a metric, so none is the best; keep steps otherwise")
 
 
-def _carry_out(
-    name: str,
-    items: PruneItems,
-    policy: KeepPolicy,
-    last_step: int | None,
-    remove: Callable[[PruneItem], None] | None,
-    hide: Callable[[PruneItem], None] = lambda item: None,
-    always_kept: Collection[str] = (),
-) -> PruneReport:
-    """Delete and hide the items that a policy does not keep, unless `remove` is None; return the report."""
-    start = time.perf_counter()
-    kept, needed, removed, notes = decide(name, items, policy, last_step, always_kept)
-    if remove is not None:
-        for item in removed:
-            remove(item)
-        for item in reversed(needed):
-            if not item.is_auxiliary:
-                hide(item)
+def _report(name: str, decision: Decision, start: float, *, dry_run: bool) -> PruneReport:
+    """Describe what a decision keeps and deletes; `start` is when the prune began, by `time.perf_counter`."""
+    kept, needed, removed, notes = decision
     with_step = [(item, item.step) for item in kept if item.step is not None and not item.is_unfinished]
     exact = {step for item, step in with_step if item.is_residual}
     states, weights = (
@@ -292,7 +277,7 @@ def _carry_out(
         removed=tuple(item.name for item in removed),
         kept_bytes=sum(kept_sizes.values()),
         removed_bytes=sum(removed_sizes.values()),
-        dry_run=remove is None,
+        dry_run=dry_run,
         seconds=time.perf_counter() - start,
         notes=notes,
     )
@@ -316,7 +301,7 @@ def prune(
         ConfigError: no readable step would be left before those after `last_step`.
         OSError: the folder cannot be listed, or a file cannot be deleted; older files are unchanged.
     """
-    listing = store.listing()
+    start, listing = time.perf_counter(), store.listing()
     files = {file.name: file for file in listing.sizes}
     items = _items_of(store, listing, last_step)
     if last_step is None:
@@ -326,17 +311,14 @@ def prune(
                 items.append(PruneItem(name=name, step=None, error=facts))
             elif facts.base is not None:
                 items.append(PruneItem(name=name, step=None, is_linked=True, bases=(facts.base,)))
-    if dry_run:
-        return _carry_out(store.name, items, policy, last_step, None)
-    store.check_lock()
-    return _carry_out(
-        store.name,
-        items,
-        policy,
-        last_step,
-        remove=lambda item: store.remove(files[item.name]),
-        hide=lambda item: store.hide(files[item.name]),
-    )
+    decision = _, needed, removed, _ = decide(store.name, items, policy, last_step)
+    if not dry_run:
+        store.check_lock()
+        for item in removed:
+            store.remove(files[item.name])
+        for item in [one for one in reversed(needed) if not one.is_auxiliary]:
+            store.hide(files[item.name])
+    return _report(store.name, decision, start, dry_run=dry_run)
 
 
 def _items_of(store: StepStore, listing: Listing, last_step: int | None) -> list[PruneItem]:
@@ -398,6 +380,7 @@ def prune_run(folder: Path, policy: KeepPolicy, *, last_step: int | None, dry_ru
         ConfigError: the folder has no steps, or none with a metric for `best`, or none would be left; or the
             policy has rules for weights and no step has its optimizer state in a separate file.
     """
+    start = time.perf_counter()
     items = _items_in(folder, is_split=policy.weights is not None)
     if policy.weights is not None and not any(item.kind == "state" for item in items):
         raise ConfigError(f"{folder}: its files are whole checkpoints; leave out the rules for weights alone")
@@ -406,10 +389,11 @@ def prune_run(folder: Path, policy: KeepPolicy, *, last_step: int | None, dry_ru
     _check_best(
         str(folder), policy, [item for item in items if last_step is None or (item.step or 0) <= last_step]
     )
-    if dry_run:
-        return _carry_out(str(folder), items, policy, last_step, None)
-    finish_removals(folder)
-    return _carry_out(str(folder), items, policy, last_step, functools.partial(_remove, folder))
+    decision = decide(str(folder), items, policy, last_step)
+    if not dry_run:
+        finish_removals(folder)
+        _remove(folder, decision[2])
+    return _report(str(folder), decision, start, dry_run=dry_run)
 
 
 def prune_saved(folder: Path, policy: KeepPolicy, always_kept: Collection[str] = ()) -> tuple[str, ...]:
@@ -430,16 +414,17 @@ def prune_saved(folder: Path, policy: KeepPolicy, always_kept: Collection[str] =
     """
     finish_removals(folder)
     items = _items_in(folder, is_split=policy.weights is not None)
-    return _carry_out(
-        str(folder), items, policy, None, functools.partial(_remove, folder), always_kept=always_kept
-    ).notes
+    _, _, removed, notes = decide(str(folder), items, policy, always_kept=always_kept)
+    _remove(folder, removed)
+    return notes
 
 
-def _remove(folder: Path, item: PruneItem) -> None:
-    path = folder / item.name
-    remove_step(path)
-    if path.parent != folder:  # the state of a step whose weights stay
-        drop_unneeded(path.parent)
+def _remove(folder: Path, removed: PruneItems) -> None:
+    for item in removed:
+        path = folder / item.name
+        remove_step(path)
+        if path.parent != folder:  # the state of a step whose weights stay
+            drop_unneeded(path.parent)
 
 
 def _items_in(folder: Path, *, is_split: bool) -> list[PruneItem]:
@@ -542,7 +527,7 @@ def why_unfinished(folder: Path) -> str | None:
 def _own_names(folder: Path) -> set[str]:
     """Return the names of a step's own files: no bases of other steps, residuals or temporary files."""
     files = [path for path in folder.iterdir() if not path.name.startswith(".")]
-    names = {path.name for path in files if not (is_base_name(path) or is_residual_name(path.name))}
+    names = {path.name for path in files if not (is_base_name(path) or RESIDUAL_MARK in path.name)}
     return names if any(Path(name).suffix == SUFFIX for name in names) else set()
 
 
@@ -580,7 +565,7 @@ def _item_at(path: Path, files: Sequence[Path]) -> PruneItem:
         name=path.name,
         step=step_of_folder(path) if is_folder else step_of(path),
         is_linked=True,
-        is_residual=is_residual_name(path.name),
+        is_residual=RESIDUAL_MARK in path.name,
         is_auxiliary=is_base_name(path),
         sizes=_sizes(files),
         paths=frozenset(file.resolve() for file in files),

@@ -71,11 +71,6 @@ def checked_step(step: SupportsIndex) -> int:
     return int(number)  # of a bool, too
 
 
-def is_residual_name(name: str) -> bool:
-    """Return whether a file name is that of a residual, of any writer; not of an earlier version."""
-    return RESIDUAL_MARK in name
-
-
 def lossy_stem(stem: str) -> str:
     """Return the stem of the lossy file that a residual belongs to; any other stem is returned as it is."""
     return stem.partition(RESIDUAL_MARK)[0]

@@ -262,13 +262,13 @@ class Publisher:
             return ()
         kept = [full_files[step] for step in sorted(steps)]
         # This removes the base of the delta that leads to the oldest full file, which is still readable.
-        stays = retention_of(
+        may_go, _, notes = retention_of(
             _before(kept[0], versions), kept, self._check_full, lambda full: _before(full, versions)
         )
-        for version in sorted(stays.may_go, key=lambda v: (v.step, v.base is None)):
+        for version in sorted(may_go, key=lambda v: (v.step, v.base is None)):
             with contextlib.suppress(Exception):
                 self._folder.remove(version.name)
-        return stays.notes
+        return notes
 
     def _check_full(self, full: Version) -> tuple[Version, ...]:
         """Require a readable header of a full file; returns the files that it needs, which are none."""
