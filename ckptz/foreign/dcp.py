@@ -196,8 +196,8 @@ def open_dcp(folder: Path) -> tuple[dict[str, TensorSource], dict[str, Any]]:
     with error_context(str(folder)):
         tensors, objects, paths = _parse(read_metadata(folder / METADATA_FILE), folder)
         leaves: dict[str, Any] = {name: TensorRef(name) for name in tensors}
-        leaves |= {name: _Object(_load_object(part)) for name, part in objects.items()}
-        return tensors, {"root": pack_node(_nested(leaves, paths)), "storages": []}
+        leaves |= {name: _load_object(part) for name, part in objects.items()}
+        return tensors, {"root": pack_node(_with_lists(nested(leaves, paths))), "storages": []}
 
 
 def _load_object(part: _StoredPart) -> Any:
@@ -211,52 +211,56 @@ def _load_object(part: _StoredPart) -> Any:
         ) from None
 
 
-def _nested(leaves: Mapping[str, Any], paths: Any) -> Any:
-    """Nest the state that torch's planner flattened: text in a path is a dict key, a number a list index."""
-    if not isinstance(paths, dict):
-        return _Lists().convert(dict(leaves))
-    root: dict[Any, Any] = {}
+class Level(dict[Any, Any]):
+    """A dict or a list of a state that torch's planner flattened; other dicts are values."""
+
+
+def nested(leaves: Mapping[str, Any], paths: Any) -> Level:
+    """Nest the state that torch's planner flattened: text in a path is a dict key, a number a list index.
+
+    Args:
+        leaves: the values by name.
+        paths: by name, the path as a tuple; untrusted. A value without one stays at the top.
+
+    Raises:
+        CorruptionError: a path is invalid or contradicts another.
+    """
+    root = Level()
     for name, value in leaves.items():
-        path = paths.get(name, (name,))
+        path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
         if not isinstance(path, tuple) or not all(type(part) in (str, int) for part in path):
             raise CorruptionError(f"the path of {name!r} does not consist of names and numbers")
         if not 1 <= len(path) <= MAX_DEPTH:
             raise CorruptionError(f"the path of {name!r} has {len(path)} parts, limit {MAX_DEPTH}")
         node = root
         for part in path[:-1]:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
+            node = node.setdefault(part, Level())
+            if not isinstance(node, Level):
                 raise CorruptionError(f"the path of {name!r} leads through another value")
         if path[-1] in node:
             raise CorruptionError(f"the path of {name!r} is that of another value")
         node[path[-1]] = value
-    return _Lists().convert(root)
+    return root
 
 
-@dataclass(frozen=True, slots=True)
-class _Object:
-    """A value of the state that is not a tensor."""
+def _with_lists(root: Level) -> Any:
+    """Convert levels with integer keys to lists, whose total length is at most `MAX_NODES`."""
+    n_left = MAX_NODES
 
-    value: Any
-
-
-class _Lists:
-    """Converts dicts with integer keys to lists; their total length is at most `MAX_NODES`."""
-
-    def __init__(self) -> None:
-        self._left = MAX_NODES
-
-    def convert(self, node: Any) -> Any:
-        if not isinstance(node, dict):
-            return node.value if isinstance(node, _Object) else node
-        items = {key: self.convert(value) for key, value in node.items()}
+    def convert(node: Any) -> Any:
+        nonlocal n_left
+        if not isinstance(node, Level):
+            return node
+        items = {key: convert(value) for key, value in node.items()}
         if not items or not all(type(key) is int for key in items):
             return items
-        self._left -= max(items) + 1
-        if min(items) < 0 or self._left < 0:
+        n_left -= max(items) + 1
+        if min(items) < 0 or n_left < 0:
             raise CorruptionError("a list of the state has an invalid index")
         # Like torch, put None for missing items: it omits empty dicts and lists.
         return [items.get(i) for i in range(max(items) + 1)]
+
+    return convert(root)
 
 
 # --- the metadata -------------------------------------------------------------------------------------
@@ -402,11 +406,17 @@ def write_dcp(
     state = unflatten(tensors, tree, scratch_folder(folder), chunks)
     if not isinstance(state, dict):
         raise ConfigError(f"{folder}: the checkpoint is a {type(state).__name__}, but torch needs a dict")
-    if is_url(folder):
-        _upload_dcp(folder, state)
+    if not is_url(folder):
+        is_new = make_folder(folder)
+        _save(folder, state, like, is_new=is_new)
         return
-    is_new = make_folder(folder)
-    _save(folder, state, like, is_new=is_new)
+    with tempfile.TemporaryDirectory(prefix="ckptz-") as name, publish_together() as files:
+        local = Path(name)
+        _save(local, state, (), is_new=False)
+        # `.metadata`, which makes the folder a checkpoint, is uploaded last.
+        for path in sorted(local.iterdir(), key=lambda path: (path.name == METADATA_FILE, path.name)):
+            with path.open("rb") as written, files.file(folder / path.name) as sink:
+                shutil.copyfileobj(written, sink, 1 << 20)
 
 
 def _save(folder: Path, state: dict[Any, Any], like: Iterable[Path], *, is_new: bool) -> None:
@@ -418,11 +428,19 @@ def _save(folder: Path, state: dict[Any, Any], like: Iterable[Path], *, is_new: 
         like: see `write_dcp`.
         is_new: remove the folder after an error; a folder that existed may have other files.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
+    mode = mode_for(folder / METADATA_FILE, like)
+
+    class Files(FileSystem):
+        @contextlib.contextmanager
+        def create_stream(self, path: str | os.PathLike[str], flags: str) -> Iterator[Any]:
+            with open(path, flags, opener=lambda name, bits: os.open(name, bits, mode)) as stream:
+                yield stream
+
     writer = FileSystemWriter(folder)
-    writer.fs = _file_system(mode_for(folder / METADATA_FILE, like))
+    writer.fs = Files()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that it runs in a single process
@@ -431,26 +449,3 @@ def _save(folder: Path, state: dict[Any, Any], like: Iterable[Path], *, is_new: 
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-def _upload_dcp(folder: Path, state: dict[Any, Any]) -> None:
-    """Write a folder behind a URL; `.metadata`, which makes it a checkpoint, is uploaded last."""
-    with tempfile.TemporaryDirectory(prefix="ckptz-") as name, publish_together() as files:
-        local = Path(name)
-        _save(local, state, (), is_new=False)
-        for path in sorted(local.iterdir(), key=lambda path: (path.name == METADATA_FILE, path.name)):
-            with path.open("rb") as written, files.file(folder / path.name) as sink:
-                shutil.copyfileobj(written, sink, 1 << 20)
-
-
-def _file_system(mode: int) -> Any:
-    """Return a file system for torch's writer that creates files with this mode."""
-    from torch.distributed.checkpoint.filesystem import FileSystem
-
-    class Files(FileSystem):
-        @contextlib.contextmanager
-        def create_stream(self, path: str | os.PathLike[str], flags: str) -> Iterator[Any]:
-            with open(path, flags, opener=lambda name, bits: os.open(name, bits, mode)) as stream:
-                yield stream
-
-    return Files()

@@ -130,11 +130,6 @@ def _tail(text: bytes) -> bytes:
     return b',"checksum":"%016x"}' % xxh64(text)
 
 
-def _is_as_written(raw: bytes) -> bool:
-    n_tail = len(_tail(b""))
-    return raw[-n_tail:] == _tail(raw[:-n_tail] + b"}")
-
-
 def read_index(folder: Path) -> FolderIndex:
     """Read and validate an index.
 
@@ -154,10 +149,10 @@ def read_index(folder: Path) -> FolderIndex:
         index = msgspec.json.decode(raw, type=FolderIndex)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptionError(f"{path}: {error}") from None
-    if version > 1 and not _is_as_written(raw):
+    n_tail = len(_tail(b""))
+    if version > 1 and raw[-n_tail:] != _tail(raw[:-n_tail] + b"}"):
         raise ChecksumError(f"{path}: was changed after it was written")
-    problem = _problem(index)
-    if problem:
+    if problem := _problem(index):
         raise CorruptionError(f"{path}: {problem}")
     return index
 
@@ -169,12 +164,10 @@ def _problem(index: FolderIndex) -> str:
     numbers = [piece.file for tensor in index.tensors.values() for piece in tensor.chunks]
     if any(n >= len(index.files) for n in [*numbers, *(stored.file for stored in index.objects.values())]):
         return "names a file that it does not list"
-    return next((p for n, t in index.tensors.items() if (p := _piece_problem(n, t))), "")
-
-
-def _piece_problem(name: str, tensor: WholeTensor) -> str:
-    problem = problem_of_parts(tensor.shape, [(piece.offset, piece.shape) for piece in tensor.chunks])
-    return problem and f"tensor {name!r}: {problem}"
+    for name, tensor in index.tensors.items():
+        if problem := problem_of_parts(tensor.shape, [(p.offset, p.shape) for p in tensor.chunks]):
+            return f"tensor {name!r}: {problem}"
+    return ""
 
 
 def shard_path(folder: Path, index: FolderIndex, number: int) -> Path:

@@ -6,14 +6,14 @@ A tensor is assembled from the pieces of all ranks when it is read. At most two 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 
 from ckptz.errors import CorruptionError, UnsupportedError, error_context
+from ckptz.foreign.dcp import CACHED_TENSORS, Level, nested
 from ckptz.foreign.dcp_index import FolderIndex, Piece, WholeTensor, read_index, shard_path
 from ckptz.format.caches import LRUCache
 from ckptz.format.dtypes import DType, dtype_of
@@ -22,15 +22,6 @@ from ckptz.run.residuals import residual_or_file
 from ckptz.run.step_files import INDEX_FILE
 from ckptz.state.skeleton import TensorRef, pack_node, parse_tree
 from ckptz.store.resolve import Checkpoint, open_checkpoint
-
-CACHED_TENSORS: Final = 2  # the tensor that is read, and the next, which threads have started
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """A value that is already packed as a node of a tree."""
-
-    node: Any
 
 
 def open_shards(
@@ -104,46 +95,28 @@ def _piece(name: str, piece: Piece, dtype: DType, file: Checkpoint) -> TensorSou
 
 
 def _root(folder: Path, index: FolderIndex) -> Any:
-    """Return the JSON tree of the state, nested again after torch's planner flattened it."""
+    """Return the JSON tree of the state, nested again after torch's planner flattened it.
+
+    Raises:
+        CorruptionError: an object or a path is invalid.
+        UnsupportedError: an object contains tensors.
+    """
     leaves: dict[str, Any] = {name: TensorRef(name) for name in index.tensors}
     for name, stored in index.objects.items():
         with error_context(f"{folder / INDEX_FILE}: object {name!r}"):
-            leaves[name] = _Node(_node(name, stored.tree))
-    nested: dict[Any, Any] = {}
-    for name, value in leaves.items():
-        *parents, key = (index.paths or {}).get(name, (name,))
-        level = nested
-        for part in parents:
-            level = level.setdefault(part, {})
-        level[key] = value
-    return pack_node(_with_lists(nested), _leaf)
-
-
-def _node(name: str, raw: dict[str, Any]) -> Any:
-    """Return the node of an object from the tree of its file.
-
-    Raises:
-        CorruptionError: the root of the tree is not this object.
-        UnsupportedError: the object contains tensors.
-    """
-    tree = parse_tree(raw)
-    if type(tree.root) is not dict or list(tree.root) != [name]:
-        raise CorruptionError("its tree has another root")
-    if tree.refs:
-        raise UnsupportedError("contains tensors; load the step with torch.distributed.checkpoint")
-    [[_, node]] = raw["root"]["dict"]
-    return node
-
-
-def _leaf(value: Any, path: Any) -> dict[str, Any]:
-    del path
-    packed: dict[str, Any] = value.node if isinstance(value, _Node) else value.pack()
-    return packed
+            tree = parse_tree(stored.tree)
+            if type(tree.root) is not dict or list(tree.root) != [name]:
+                raise CorruptionError("its tree has another root")
+            if tree.refs:
+                raise UnsupportedError("contains tensors; load the step with torch.distributed.checkpoint")
+            leaves[name] = tree.root[name]
+    with error_context(str(folder / INDEX_FILE)):
+        return pack_node(_with_lists(nested(leaves, index.paths)))
 
 
 def _with_lists(node: Any) -> Any:
     """Convert dicts with the keys 0 to n - 1 to lists, because torch's planner flattens lists that way."""
-    if not isinstance(node, Mapping):
+    if not isinstance(node, Level):
         return node
     items = {key: _with_lists(value) for key, value in node.items()}
     is_list = bool(items) and all(type(key) is int for key in items) and set(items) == set(range(len(items)))

@@ -112,6 +112,15 @@ def test_an_object_that_cannot_be_put_together_is_named(run: Path, node: Any, sa
     assert f"{run / 'step-60'}/ckptz-index.json: {said}" in failed.error
 
 
+@pytest.mark.parametrize("path", [(), ("parallel", "inner"), ("parallel",), ("a",) * 2000])
+def test_a_path_that_cannot_be_is_an_error(run: Path, path: tuple[str, ...]) -> None:
+    index = read_index(run / "step-60")
+    assert index.paths is not None
+    write_index(run / "step-60", replace(index, paths={**index.paths, "epoch": path}))
+    failed = ckptz("restore", f"{run}@60", "-o", run / "out.safetensors", fails=True)
+    assert f"{run / 'step-60'}/ckptz-index.json: the path of " in failed.error
+
+
 @pytest.mark.parametrize("to", ["safetensors", "dcp"])
 def test_a_restore_holds_a_few_tensors_at_a_time(tmp_path: Path, to: str) -> None:
     """Measured are 3.6 times the largest tensor: two whole ones, the one that is made, and its pieces."""
