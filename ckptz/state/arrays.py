@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -77,11 +77,6 @@ class Window:
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
 
-    @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Window:
-        """Return the window of a whole dense tensor."""
-        return cls(0, tuple(shape), c_strides(shape))
-
     @property
     def n_patterns(self) -> int:
         """Number of patterns of the window."""
@@ -96,11 +91,9 @@ class Window:
 
     def pieces(self) -> Iterator[WindowPart]:
         """Yield the parts of the window, split at chunk bounds."""
-        if self.n_patterns:
-            yield from _pieces(self.offset, self._merged_dims(), 0)
-
-    def _merged_dims(self) -> Dims:
-        dims: list[tuple[int, int]] = []
+        if not self.n_patterns:
+            return
+        dims: list[tuple[int, int]] = []  # without those of one element, and merged where they are dense
         for size, stride in zip(self.sizes, self.strides, strict=True):
             if size == 1:
                 continue
@@ -108,7 +101,7 @@ class Window:
                 dims[-1] = (dims[-1][0] * size, stride)
             else:
                 dims.append((size, stride))
-        return tuple(dims)
+        yield from _pieces(self.offset, tuple(dims), 0)
 
 
 def c_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -154,10 +147,6 @@ def select(index: Any, shape: Shape) -> tuple[Window, Shape]:
         raise CkptzError(f"{prefix}more slicing indexes than dimensions in tensor")
     bounds = [_in_range(pick, d, shape[d], prefix) for d, pick in enumerate(picks)]
     bounds += [(0, n, 1, True) for n in shape[len(picks) :]]
-    return _window(bounds, shape)
-
-
-def _window(bounds: Sequence[tuple[int, int, int, bool]], shape: Shape) -> tuple[Window, Shape]:
     strides = c_strides(shape)
     sizes = tuple(math.ceil((stop - start) / step) for start, stop, step, _ in bounds)
     offset = sum(start * stride for (start, *_), stride in zip(bounds, strides, strict=True))
@@ -180,19 +169,14 @@ def _items(index: Any, n_dims: int) -> list[Any]:
     return items if not at else items[: at[0]] + [slice(None)] * missing + items[at[0] + 1 :]
 
 
-def _as_int(item: Any) -> int | None:
-    try:
-        number = operator.index(item)
-    except (TypeError, ValueError):
-        return None
-    return number if -_MAX_INT - 1 <= number <= _MAX_INT else None
-
-
 def _pick(item: Any, dim: int, size: int) -> int | _Bounds:
     """Return an item as a nonnegative index, or as start, stop and step of a slice."""
     if not isinstance(item, slice):
-        number = _as_int(item)
-        if number is None:
+        try:
+            number = operator.index(item)
+        except (TypeError, ValueError):
+            number = None
+        if number is None or not -_MAX_INT - 1 <= number <= _MAX_INT:
             what = "expected slice, int, or ellipsis"
             raise CkptzError(f"Unsupported slice index at position {dim}: {what}, got {type(item).__name__}")
         if number + size < 0:
@@ -262,17 +246,14 @@ def patterns_per_element(dtype: DType) -> int:
 # --- numpy; further dtypes exist once the caller has imported ml_dtypes -------------------------------------
 
 
+@functools.cache  # errors are not cached, as ml_dtypes may be imported later
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
     """Return the numpy dtype for `dtype`.
 
     Raises:
         DTypeError: numpy has none, or ml_dtypes is not imported.
     """
-    return _numpy_dtype(dtype.name)
-
-
-@functools.cache  # errors are not cached, as ml_dtypes may be imported later
-def _numpy_dtype(name: str) -> np.dtype[Any]:
+    name = dtype.name
     if name not in DTYPE_NAMES:
         raise DTypeError(f"numpy has no dtype for {name}; load with framework 'pt'")
     try:

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import CkptzError, CorruptionError, UnsupportedError
-from ckptz.format.dtypes import DTYPE_NAMES, DTYPES, DType
+from ckptz.format.dtypes import DTYPE_NAMES, DTYPES
 from ckptz.format.index import is_reserved
 from ckptz.format.sources import PATTERN_TYPES, ArraySource, LazySource, TensorSource
 from ckptz.kernels.floats import Patterns
@@ -43,6 +43,7 @@ from ckptz.state.skeleton import (
     refuse_leaf,
     type_name,
     where,
+    with_leaves,
 )
 
 if TYPE_CHECKING:
@@ -128,9 +129,6 @@ class _Leaf:
     geometry: Geometry
     node: dict[str, Any]
 
-    def refer(self, ref: TensorRef | View) -> None:
-        self.node.update(ref.pack())
-
     @property
     def flags(self) -> tuple[bool, bool]:
         return self.tensor.requires_grad, type(self.tensor).__name__ == "Parameter"
@@ -153,20 +151,23 @@ def flatten(state: Any, n_outer: int = 0, taken: Collection[str] = ()) -> Flat:
         if type_name(value) == "torch.Size":
             return {"Size": list(value)}
         if type_name(value) == "torch.dtype":
-            return {"dtype": _dtype_name(value)}
+            return {"dtype": str(value).removeprefix("torch.")}
         tensor = _checked_tensor(value, path)
         leaves.append(_Leaf(path, tensor, geometry_of(tensor), {}))
         return leaves[-1].node
 
     root = pack_node(state, leaf)
+    groups: dict[tuple[int, int, int], list[_Leaf]] = {}  # by storage
+    for each in leaves:
+        memory = each.tensor.untyped_storage()
+        # Empty storages have no address, so each is considered separate.
+        place = (memory.data_ptr(), memory.nbytes(), 0)
+        key = place if each.geometry.n_items else (0, 0, id(each.tensor))
+        groups.setdefault(key, []).append(each)
     storing = _Storing(n_outer, taken)
-    for group in _by_storage(leaves):
+    for group in groups.values():
         storing.add(group)
     return Flat(storing.tensors, {"root": root, "storages": storing.storages}, storing.outer)
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _checked_tensor(value: Any, path: TreePath) -> Tensor:
@@ -188,21 +189,10 @@ def _checked_tensor(value: Any, path: TreePath) -> Tensor:
 
 def geometry_of(tensor: Tensor) -> Geometry:
     """Return the geometry of a tensor in its storage."""
-    shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
     return Geometry(
-        _dtype_name(tensor.dtype), tensor.element_size(), shape, strides, int(tensor.storage_offset())
+        dtype, tensor.element_size(), shape, tuple(tensor.stride()), int(tensor.storage_offset())
     )
-
-
-def _by_storage(leaves: Iterable[_Leaf]) -> list[list[_Leaf]]:
-    groups: dict[tuple[int, int, int], list[_Leaf]] = {}
-    for each in leaves:
-        memory = each.tensor.untyped_storage()
-        # Empty storages have no address, so each is considered separate.
-        place = (memory.data_ptr(), memory.nbytes(), 0)
-        key = place if each.geometry.n_items else (0, 0, id(each.tensor))
-        groups.setdefault(key, []).append(each)
-    return list(groups.values())
 
 
 def _memory(tensor: Tensor) -> NDArray[np.uint8]:
@@ -221,35 +211,20 @@ class _SharedRun:
     end: int
     members: list[_Leaf]
 
-    @property
-    def whole(self) -> _Leaf | None:
-        """The view that covers all bytes in C order, or None."""
-        for member in self.members:
-            g = member.geometry
-            if (g.begin, g.end) == (self.begin, self.end) and g.is_contiguous and g.dtype in CODES:
-                return member
-        return None
 
-    @property
-    def dtype(self) -> DType:
-        """The dtype in which the bytes are stored if no view covers them."""
-        names = {member.geometry.dtype for member in self.members}
-        return DTYPES[CODES.get(names.pop(), "U8") if len(names) == 1 else "U8"]
-
-
-def _parts(group: Sequence[_Leaf]) -> list[_SharedRun]:
-    parts: list[_SharedRun] = []
+def _runs(group: Sequence[_Leaf]) -> list[_SharedRun]:
+    runs: list[_SharedRun] = []
     for each in sorted(group, key=lambda each: (each.geometry.begin, -each.geometry.end)):
         begin, end = each.geometry.begin, each.geometry.end
-        if parts and begin < parts[-1].end:
-            parts[-1].end = max(parts[-1].end, end)
-            parts[-1].members.append(each)
+        if runs and begin < runs[-1].end:
+            runs[-1].end = max(runs[-1].end, end)
+            runs[-1].members.append(each)
         else:
-            parts.append(_SharedRun(begin, end, [each]))
-    for part in parts:
-        if len({each.geometry.item_bytes for each in part.members}) > 1:
-            part.begin -= part.begin % PART_ALIGNMENT  # keeps elements aligned
-    return parts
+            runs.append(_SharedRun(begin, end, [each]))
+    for run in runs:
+        if len({each.geometry.item_bytes for each in run.members}) > 1:
+            run.begin -= run.begin % PART_ALIGNMENT  # keeps elements aligned
+    return runs
 
 
 def part_offsets(sizes: Iterable[int]) -> list[int]:
@@ -270,12 +245,26 @@ class _Storing:
     _counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, group: list[_Leaf]) -> None:
+        """Store the tensors of a storage: one tensor if they are equal, else one for each run of bytes."""
         geometry = group[0].geometry
         is_alone = len({each.geometry for each in group}) == 1
         if is_alone and geometry.dtype in CODES and geometry.is_injective:
-            self._add_alone(group)
-        else:
-            self._add_shared(group)
+            name = self._name(group[0].path)
+            self.tensors[name] = _source(group[0])
+            # Gaps between elements are not stored, as no view shows them.
+            is_plain = geometry.is_contiguous or not geometry.is_dense
+            for each in group:
+                ref = TensorRef(name, None if is_plain else geometry.strides, *each.flags)
+                each.node.update(ref.pack())
+            return
+        runs, memory = _runs(group), _memory(group[0].tensor)
+        for run, at in zip(runs, part_offsets(run.end - run.begin for run in runs), strict=False):
+            for each in run.members:
+                g = each.geometry
+                offset = (g.begin + at - run.begin) // g.item_bytes
+                view = View(len(self.storages), g.dtype, g.shape, g.strides, offset, *each.flags)
+                each.node.update(view.pack())
+        self.storages.append([self._add_run(run, memory) for run in runs])
 
     def _name(self, path: TreePath, suffix: str = "") -> str:
         base = (".".join(path[self.n_outer :]) or "tensor") + suffix
@@ -288,35 +277,18 @@ class _Storing:
         self.outer[name] = path[: self.n_outer]
         return name
 
-    def _add_alone(self, group: list[_Leaf]) -> None:
-        geometry, name = group[0].geometry, self._name(group[0].path)
-        self.tensors[name] = _source(group[0])
-        # Gaps between elements are not stored, as no view shows them.
-        is_plain = geometry.is_contiguous or not geometry.is_dense
-        for each in group:
-            each.refer(TensorRef(name, None if is_plain else geometry.strides, *each.flags))
-
-    def _add_shared(self, group: list[_Leaf]) -> None:
-        parts, memory = _parts(group), _memory(group[0].tensor)
-        offsets = part_offsets(part.end - part.begin for part in parts)
-        for part, at in zip(parts, offsets, strict=False):
-            for each in part.members:
-                self._refer(each, at - part.begin)
-        self.storages.append([self._add_part(part, memory) for part in parts])
-
-    def _refer(self, each: _Leaf, shift: int) -> None:
-        g = each.geometry
-        offset = (g.begin + shift) // g.item_bytes
-        each.refer(View(len(self.storages), g.dtype, g.shape, g.strides, offset, *each.flags))
-
-    def _add_part(self, part: _SharedRun, memory: NDArray[np.uint8]) -> str:
-        if (whole := part.whole) is not None:
-            name = self._name(whole.path)
-            self.tensors[name] = _source(whole)
-            return name
-        name, dtype = self._name(part.members[0].path, ".storage"), part.dtype
-        shape = ((part.end - part.begin) * 8 // dtype.bits,)
-        self.tensors[name] = ArraySource.from_buffer(dtype, shape, memory[part.begin : part.end])
+    def _add_run(self, run: _SharedRun, memory: NDArray[np.uint8]) -> str:
+        """Store a run, as the view that covers all of it in C order if there is one; return its name."""
+        for member in run.members:
+            g = member.geometry
+            if (g.begin, g.end) == (run.begin, run.end) and g.is_contiguous and g.dtype in CODES:
+                name = self._name(member.path)
+                self.tensors[name] = _source(member)
+                return name
+        dtypes = {member.geometry.dtype for member in run.members}
+        dtype = DTYPES[CODES.get(dtypes.pop(), "U8") if len(dtypes) == 1 else "U8"]
+        name, shape = self._name(run.members[0].path, ".storage"), ((run.end - run.begin) * 8 // dtype.bits,)
+        self.tensors[name] = ArraySource.from_buffer(dtype, shape, memory[run.begin : run.end])
         return name
 
 
@@ -434,7 +406,7 @@ def unflatten(
     parsed.check_names(tensors)
     storages = _MappedStorages(tensors, parsed, folder)
     storages.fill(chunks)
-    return parsed.with_leaves(storages.make)
+    return with_leaves(parsed.root, storages.make)
 
 
 class _MappedStorages:
@@ -442,27 +414,23 @@ class _MappedStorages:
 
     def __init__(self, tensors: Mapping[str, TensorSource], tree: Tree, folder: Path | None) -> None:
         self._tensors = tensors
-        self._tree = tree
         self._strides = _strides_by_name(tree, tensors)
         self._offsets: dict[str, int] = {}  # by tensor
         self._regions: dict[str | int, tuple[int, int]] = {}  # by tensor name or storage number
-        self._memory = _mapped_file(folder, self._place())
         self._storages: dict[str | int, UntypedStorage] = {}
         self._made: dict[TensorRef | View, Tensor] = {}
-
-    def _place(self) -> int:
-        shared = {name for names in self._tree.storages for name in names}
-        storages: dict[str | int, tuple[str, ...]] = dict(enumerate(self._tree.storages))
-        storages |= {name: (name,) for name in self._tensors if name not in shared}
+        shared = {name for names in tree.storages for name in names}
+        storages: dict[str | int, tuple[str, ...]] = dict(enumerate(tree.storages))
+        storages |= {name: (name,) for name in tensors if name not in shared}
         at = 0
         for key, names in storages.items():
-            sizes = [self._tensors[name].n_bytes for name in names]
+            sizes = [tensors[name].n_bytes for name in names]
             offsets = part_offsets(sizes)
             self._offsets |= {name: at + offset for name, offset in zip(names, offsets, strict=False)}
             n_bytes = offsets[-2] + sizes[-1] if sizes else 0
             self._regions[key] = (at, n_bytes)
             at += -(-n_bytes // ALIGNMENT) * ALIGNMENT
-        return at
+        self._memory = _mapped_file(folder, at)
 
     def fill(self, chunks: Chunks) -> None:
         """Decode all tensors into the file, through a chunk in memory where the order of elements differs."""
@@ -523,7 +491,13 @@ class _MappedStorages:
             item_bytes = _torch_dtype(ref.dtype).itemsize
             return ref.storage, Geometry(ref.dtype, item_bytes, ref.shape, ref.strides, ref.offset)
         source = self._tensors[ref.name]
-        name, shape = _in_torch(source)
+        code, shape = source.dtype.name, tuple(source.shape)
+        if code == "F4" and shape and shape[-1] % 2 == 0:
+            name, shape = "float4_e2m1fn_x2", (*shape[:-1], shape[-1] // 2)  # as safetensors does
+        elif code in TORCH_NAMES:
+            name = TORCH_NAMES[code]
+        else:
+            raise UnsupportedError(f"torch has no dtype {code}; restore to safetensors")
         strides = c_strides(shape) if ref.strides is None else ref.strides
         return ref.name, Geometry(name, _torch_dtype(name).itemsize, shape, strides, 0)
 
@@ -580,15 +554,6 @@ def check_strides(ref: TensorRef, shape: tuple[int, ...]) -> None:
         return
     if len(shape) != len(ref.strides) or not Geometry("", 1, shape, ref.strides, 0).is_dense:
         raise CorruptionError(f"tree: tensor {ref.name!r}: strides {list(ref.strides)} do not fit its shape")
-
-
-def _in_torch(source: TensorSource) -> tuple[str, tuple[int, ...]]:
-    shape = tuple(source.shape)
-    if source.dtype.name == "F4" and shape and shape[-1] % 2 == 0:
-        return "float4_e2m1fn_x2", (*shape[:-1], shape[-1] // 2)  # as safetensors does
-    if source.dtype.name not in TORCH_NAMES:
-        raise UnsupportedError(f"torch has no dtype {source.dtype.name}; restore to safetensors")
-    return TORCH_NAMES[source.dtype.name], shape
 
 
 def _torch_dtype(name: str) -> Any:

@@ -163,27 +163,24 @@ class Tree:
         if unused := sorted(set(names) - used):
             raise CorruptionError(f"tree: does not refer to tensor {unused[0]!r}")
 
-    def with_leaves(self, make: Callable[[Any], Any]) -> Any:
-        """Return the root with each leaf replaced by what `make` returns for it."""
-        return _with_leaves(self.root, make)
-
 
 _LEAVES: Final = frozenset({Size, DTypeName, TensorRef, View})
 
 
-def _with_leaves(value: Any, make: Callable[[Any], Any]) -> Any:
+def with_leaves(value: Any, make: Callable[[Any], Any]) -> Any:
+    """Return the root of a tree with each leaf replaced by what `make` returns for it."""
     cls: Any = type(value)
     if cls in _LEAVES:
         return make(value)
     if cls is list or cls is tuple:
-        return cls([_with_leaves(item, make) for item in value])
+        return cls([with_leaves(item, make) for item in value])
     if cls is not dict and cls is not OrderedDict:
         return value
-    made = cls((_with_leaves(key, make), _with_leaves(item, make)) for key, item in value.items())
+    made = cls((with_leaves(key, make), with_leaves(item, make)) for key, item in value.items())
     if len(made) < len(value):
         raise CorruptionError("tree: two keys of a dict are equal in Python")
     if cls is OrderedDict and "_metadata" in vars(value):
-        vars(made)["_metadata"] = _with_leaves(vars(value)["_metadata"], make)
+        vars(made)["_metadata"] = with_leaves(vars(value)["_metadata"], make)
     return made
 
 
@@ -219,9 +216,6 @@ class _Packer:
         pack = _PACKERS.get(type(value))
         return self._leaf(value, path) if pack is None else pack(self, value, path)
 
-    def plain(self, value: Any, _: TreePath) -> Any:
-        return value
-
     def text(self, value: str, path: TreePath) -> str:
         try:
             value.encode()
@@ -231,20 +225,8 @@ class _Packer:
             ) from None
         return value
 
-    def integer(self, value: int, _: TreePath) -> Any:
-        return value if abs(value) <= MAX_PLAIN_INT else {"int": hex(value)}
-
-    def floating(self, value: float, _: TreePath) -> Any:
-        return {"float": struct.pack(">d", value).hex()}
-
-    def binary(self, value: bytes, _: TreePath) -> Any:
-        return {"bytes": base64.b64encode(value).decode()}
-
     def sequence(self, values: list[Any] | tuple[Any, ...], path: TreePath) -> list[Any]:
         return [self.node(value, (*path, str(i))) for i, value in enumerate(values)]
-
-    def tuple_(self, values: tuple[Any, ...], path: TreePath) -> Any:
-        return {"tuple": self.sequence(values, path)}
 
     def items(self, mapping: Mapping[Any, Any], path: TreePath) -> list[Any]:
         # The key is checked before it is formatted, which could take very long for a huge key.
@@ -262,9 +244,6 @@ class _Packer:
             raise UnsupportedError(f"{where(path)}: a key {problem}; use strings or small integers as keys")
         return node
 
-    def dict_(self, mapping: dict[Any, Any], path: TreePath) -> Any:
-        return {"dict": self.items(mapping, path)}
-
     def ordered(self, mapping: OrderedDict[Any, Any], path: TreePath) -> Any:
         node: dict[str, Any] = {"OrderedDict": self.items(mapping, path)}
         # In a module's state_dict, this attribute has the versions of its modules.
@@ -277,15 +256,15 @@ class _Packer:
 
 
 _PACKERS: Final[Mapping[type, Callable[[_Packer, Any, TreePath], Any]]] = {
-    type(None): _Packer.plain,
-    bool: _Packer.plain,
-    int: _Packer.integer,
-    float: _Packer.floating,
+    type(None): lambda _, value, path: value,
+    bool: lambda _, value, path: value,
+    int: lambda _, value, path: value if abs(value) <= MAX_PLAIN_INT else {"int": hex(value)},
+    float: lambda _, value, path: {"float": struct.pack(">d", value).hex()},
     str: _Packer.text,
-    bytes: _Packer.binary,
+    bytes: lambda _, value, path: {"bytes": base64.b64encode(value).decode()},
     list: _Packer.sequence,
-    tuple: _Packer.tuple_,
-    dict: _Packer.dict_,
+    tuple: lambda packer, value, path: {"tuple": packer.sequence(value, path)},
+    dict: lambda packer, value, path: {"dict": packer.items(value, path)},
     OrderedDict: _Packer.ordered,
     Size: lambda _, value, path: {"Size": list(value.dims)},
     DTypeName: lambda _, value, path: {"dtype": value.name},
@@ -335,18 +314,15 @@ class _Parser:
         if isinstance(raw, dict):
             return self._object(raw, path)
         if isinstance(raw, list):
-            return [self.node(item, (*path, str(i))) for i, item in enumerate(raw)]
-        return self._scalar(raw, path)
-
-    def refuse(self, path: TreePath, what: str) -> NoReturn:
-        raise CorruptionError(f"tree: {where(path)}: {what}")
-
-    def _scalar(self, raw: Any, path: TreePath) -> Any:
+            return self.sequence(raw, path)
         if isinstance(raw, str):
             return self._text(raw, path)
         if isinstance(raw, float) or (isinstance(raw, int) and abs(raw) > MAX_PLAIN_INT):
             self.refuse(path, f"number {_shown(raw)} is not in its hexadecimal form")
         return raw
+
+    def refuse(self, path: TreePath, what: str) -> NoReturn:
+        raise CorruptionError(f"tree: {where(path)}: {what}")
 
     def _text(self, raw: Any, path: TreePath) -> str:
         try:
@@ -365,15 +341,14 @@ class _Parser:
         return _PARSERS[kind](self, raw, path)
 
     def integer(self, raw: dict[str, Any], path: TreePath) -> int:
-        text = self._matched(raw["int"], _HEX_INT, path)
+        text = self.matched(raw["int"], _HEX_INT, path)
         value = int(text, 16)
         if abs(value) <= MAX_PLAIN_INT:
             self.refuse(path, f"integer {value} is not in its plain form")
         return value
 
-    def floating(self, raw: dict[str, Any], path: TreePath) -> float:
-        pattern = bytes.fromhex(self._matched(raw["float"], _HEX_FLOAT, path))
-        return float(struct.unpack(">d", pattern)[0])
+    def floating(self, raw: dict[str, Any], path: TreePath) -> Any:
+        return struct.unpack(">d", bytes.fromhex(self.matched(raw["float"], _HEX_FLOAT, path)))[0]
 
     def binary(self, raw: dict[str, Any], path: TreePath) -> bytes:
         text = self._text(raw["bytes"], path)
@@ -385,37 +360,29 @@ class _Parser:
             self.refuse(path, "bytes are not in canonical base64")
         return value
 
-    def tuple_(self, raw: dict[str, Any], path: TreePath) -> tuple[Any, ...]:
-        items = self._list(raw["tuple"], path)
-        return tuple(self.node(item, (*path, str(i))) for i, item in enumerate(items))
-
-    def dict_(self, raw: dict[str, Any], path: TreePath) -> dict[Any, Any]:
-        return dict(self._items(raw["dict"], path))
+    def sequence(self, raw: Any, path: TreePath) -> list[Any]:
+        return [self.node(item, (*path, str(i))) for i, item in enumerate(self._list(raw, path))]
 
     def ordered(self, raw: dict[str, Any], path: TreePath) -> OrderedDict[Any, Any]:
-        mapping = OrderedDict(self._items(raw["OrderedDict"], path))
+        mapping = OrderedDict(self.items(raw["OrderedDict"], path))
         if "_metadata" in raw:
             vars(mapping)["_metadata"] = self.node(raw["_metadata"], (*path, "_metadata"))
         return mapping
 
-    def _items(self, raw: Any, path: TreePath) -> list[tuple[Any, Any]]:
+    def items(self, raw: Any, path: TreePath) -> list[tuple[Any, Any]]:
         items, seen = [], SeenKeys()
         for pair in self._list(raw, path):
             if not isinstance(pair, list) or len(pair) != 2:
                 self.refuse(path, "an item is not a pair of a key and a value")
-            key = self._key(pair[0], path, seen)
+            key = self.node(pair[0], (*path, "key"))
+            if not is_key(pair[0]):
+                self.refuse(path, "a key is of a type that cannot be one")
+            if problem := key_problem(pair[0]) or seen.problem_with(key, pair[0]):
+                self.refuse(path, f"a key {problem}")
             items.append((key, self.node(pair[1], (*path, label(key)))))
         if len(dict(items)) < len(items):
             self.refuse(path, "two keys are equal in Python")
         return items
-
-    def _key(self, raw: Any, path: TreePath, seen: SeenKeys) -> Any:
-        key = self.node(raw, (*path, "key"))
-        if not is_key(raw):
-            self.refuse(path, "a key is of a type that cannot be one")
-        if problem := key_problem(raw) or seen.problem_with(key, raw):
-            self.refuse(path, f"a key {problem}")
-        return key
 
     def size(self, raw: dict[str, Any], path: TreePath) -> Any:
         dims = self._list(raw["Size"], path)
@@ -423,31 +390,26 @@ class _Parser:
             self.refuse(path, "a Size is not a list of integers")
         return Size(tuple(dims))
 
-    def dtype(self, raw: dict[str, Any], path: TreePath) -> Any:
-        return DTypeName(self._matched(raw["dtype"], _DTYPE, path))
-
     def tensor(self, raw: dict[str, Any], path: TreePath) -> Any:
         strides = self._numbers(raw["strides"], path) if "strides" in raw else None
-        return self._ref(TensorRef(self._text(raw["tensor"], path), strides, *self._flags(raw, path)))
+        self.refs.append(TensorRef(self._text(raw["tensor"], path), strides, *self._flags(raw, path)))
+        return self.refs[-1]
 
     def view(self, raw: dict[str, Any], path: TreePath) -> Any:
-        dtype = self._matched(raw["dtype"], _DTYPE, path)
+        dtype = self.matched(raw["dtype"], _DTYPE, path)
         shape, strides = self._numbers(raw["shape"], path), self._numbers(raw["strides"], path)
         storage, offset = self._numbers([raw["view"], raw["offset"]], path)
         if storage >= self._n_storages or len(shape) != len(strides):
             self.refuse(path, "a view does not fit its storage")
-        return self._ref(View(storage, dtype, shape, strides, offset, *self._flags(raw, path)))
-
-    def _ref(self, ref: TensorRef | View) -> Any:
-        self.refs.append(ref)
-        return ref
+        self.refs.append(View(storage, dtype, shape, strides, offset, *self._flags(raw, path)))
+        return self.refs[-1]
 
     def _flags(self, raw: dict[str, Any], path: TreePath) -> tuple[bool, bool]:
         if any(raw.get(flag, True) is not True for flag in _FLAGS):
             self.refuse(path, "a flag is not true")
         return "requires_grad" in raw, "parameter" in raw
 
-    def _matched(self, raw: Any, pattern: re.Pattern[str], path: TreePath) -> str:
+    def matched(self, raw: Any, pattern: re.Pattern[str], path: TreePath) -> str:
         if not isinstance(raw, str) or not pattern.fullmatch(raw):
             self.refuse(path, f"{_shown(raw)} is malformed")
         return raw
@@ -467,11 +429,11 @@ _PARSERS: Final[Mapping[str, Callable[[_Parser, dict[str, Any], TreePath], Any]]
     "int": _Parser.integer,
     "float": _Parser.floating,
     "bytes": _Parser.binary,
-    "tuple": _Parser.tuple_,
-    "dict": _Parser.dict_,
+    "tuple": lambda parser, raw, path: tuple(parser.sequence(raw["tuple"], path)),
+    "dict": lambda parser, raw, path: dict(parser.items(raw["dict"], path)),
     "OrderedDict": _Parser.ordered,
     "Size": _Parser.size,
-    "dtype": _Parser.dtype,
+    "dtype": lambda parser, raw, path: DTypeName(parser.matched(raw["dtype"], _DTYPE, path)),
     "tensor": _Parser.tensor,
     "view": _Parser.view,
 }

@@ -27,7 +27,7 @@ import torch
 from ckptz.errors import ConfigError, CorruptionError, DTypeError
 from ckptz.format.dtypes import DTYPE_CODES, DTYPE_NAMES, DType, dtype_of
 from ckptz.format.sources import PATTERN_TYPES, Patterns
-from ckptz.state.arrays import Framework, Selection, Shape, Window, patterns_per_element
+from ckptz.state.arrays import Framework, Selection, Shape, Window, c_strides, patterns_per_element
 from ckptz.state.arrays import select as strict_select
 from ckptz.state.skeleton import MAX_DEPTH, where
 
@@ -140,7 +140,7 @@ def _select(index: Any, shape: Shape) -> Selection:
         )
     # PyTorch raises an error for an invalid index; this takes one byte for each element of the result.
     torch.empty((), dtype=torch.uint8, device="cpu").expand(shape)[index]
-    return Selection(Window.whole(shape), shape, lambda tensor: tensor[index])
+    return Selection(Window(0, shape, c_strides(shape)), shape, lambda tensor: tensor[index])
 
 
 def _on_cpu(item: Any) -> Any:

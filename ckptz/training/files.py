@@ -45,7 +45,7 @@ from ckptz.run.step_files import (
 )
 from ckptz.state.flatten import check_strides, flatten
 from ckptz.state.roles import BASES, Role, Rule, role_of
-from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree
+from ckptz.state.skeleton import DTypeName, Size, TensorRef, View, parse_tree, with_leaves
 from ckptz.state.torch import TorchTensors, torch_dtype
 from ckptz.store.resolve import MAX_DEPTH, Checkpoint, base_metadata, base_ref, open_checkpoint
 from ckptz.training.copies import copied, named_in
@@ -522,7 +522,7 @@ class StepReader:
             return {MODEL: {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}}
         parsed = parse_tree(tree)
         parsed.check_names(tensors)
-        root = parsed.with_leaves(lambda leaf: self._leaf(leaf, tensors, parsed.storages))
+        root = with_leaves(parsed.root, lambda leaf: self._leaf(leaf, tensors, parsed.storages))
         if not isinstance(root, dict):
             raise CorruptionError(f"{self.name}: its tree is not one that a Checkpointer writes")
         return root

@@ -27,6 +27,7 @@ from ckptz.state.skeleton import (
     View,
     pack_node,
     parse_tree,
+    with_leaves,
 )
 from tests.support.spec_valid import LEAVES
 
@@ -234,9 +235,9 @@ def colliding_tuples(n: int) -> list[Any]:
 
 def test_keys_that_only_become_equal_with_the_values_of_leaves_are_refused() -> None:
     tree = parse_tree(wrapped({"dict": [[{"Size": [1]}, "size"], [{"tuple": [1]}, "tuple"]]}))
-    assert len(tree.with_leaves(lambda leaf: leaf)) == 2
+    assert len(with_leaves(tree.root, lambda leaf: leaf)) == 2
     with pytest.raises(CorruptionError, match="two keys of a dict are equal"):
-        tree.with_leaves(lambda leaf: leaf.dims)
+        with_leaves(tree.root, lambda leaf: leaf.dims)
 
 
 def test_keys_of_one_hash_are_refused_before_they_take_long() -> None:
