@@ -273,12 +273,10 @@ def load_model(
         >>> list(missing), unexpected
         ([], [])
     """
-    limits: dict[str, Any] = {
-        "max_decoded_bytes": max_decoded_bytes,
-        "jobs": jobs,
-        "link_policy": link_policy,
-    }
-    state = load_file(filename, device, backend=backend, search_path=search_path, **limits)
+    limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
+    state = load_file(
+        filename, device, backend=backend, search_path=search_path, link_policy=link_policy, **limits
+    )
     live = model.state_dict()
     names = names_in_model(model, live, state)
     state = {names[name]: tensor for name, tensor in state.items()}
@@ -404,19 +402,16 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     for name, tensor in tensors.items():
         if tensor.device.type != "meta" and (storage := tensor.untyped_storage()).nbytes():
             by_storage[(tensor.device, storage.data_ptr(), storage.nbytes())].append(name)
-    return [group for names in by_storage.values() for group in _overlapping(names, tensors)]
-
-
-def _overlapping(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[list[str]]:
     groups: list[list[str]] = []
-    end = 0
-    extents = ((tensors[name].data_ptr(), geometry_of(tensors[name]), name) for name in names)
-    for begin, stop, name in sorted((at, at + g.span * g.item_bytes, name) for at, g, name in extents):
-        if groups and begin < end:
-            groups[-1].append(name)
-        else:
-            groups.append([name])
-        end = max(end, stop)
+    for names in by_storage.values():
+        extents = ((tensors[name].data_ptr(), geometry_of(tensors[name]), name) for name in names)
+        end = 0
+        for begin, stop, name in sorted((at, at + g.span * g.item_bytes, name) for at, g, name in extents):
+            if begin < end:
+                groups[-1].append(name)
+            else:
+                groups.append([name])
+            end = max(end, stop)
     return groups
 
 

@@ -451,8 +451,10 @@ def _read_shards(
     states, shard_of = dict[str, Any](), dict[str, str]()  # shard_of: tensor name -> shard
     for file in layout.files:
         if file.endswith(PLAIN_SUFFIX):
-            checkpoint = _open_shard(folder / file)
+            checkpoint = open_checkpoint(folder / file)
             stack.callback(checkpoint.close)
+            if checkpoint.container is not None:
+                raise ConfigError(f"{folder / file}: is a {SUFFIX} file already; restore it first")
             _add_names(folder, layout, file, checkpoint.tensors, shard_of)
             tensors |= checkpoint.tensors
             metadata = None if checkpoint.metadata is None else dict(checkpoint.metadata)
@@ -471,14 +473,6 @@ def _read_shards(
     for file in states:
         shards.append(Shard(file, tuple(name for name, outer in flat.outer.items() if outer == (file,))))
     return tuple(shards), {**tensors, **flat.tensors}, flat.tree
-
-
-def _open_shard(path: Path) -> Checkpoint:
-    checkpoint = open_checkpoint(path)
-    if checkpoint.container is not None:
-        checkpoint.close()
-        raise ConfigError(f"{path}: is a {SUFFIX} file already; restore it first")
-    return checkpoint
 
 
 def _add_names(

@@ -63,7 +63,11 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
     resolved = resolve(path)
     path = resolved.path
     if resolved.shards is not None:
-        return _open_shards(path, resolved.shards, search_path)
+        with contextlib.ExitStack() as stack:
+            tensors, tree, shards = open_shards(resolved.shards, search_path, stack)
+            close = stack.pop_all().close
+        stem = stem_of(resolved.shards)
+        return Input(str(path), "dcp", stem, tensors, tree=tree, shards=shards, close=close)
     if is_folder(path) and is_dcp(path):
         tensors, tree = open_dcp(path)
         return Input(str(path), "dcp", stem_of(path), tensors, tree=tree)
@@ -83,17 +87,6 @@ def open_input(path: Path, search_path: Sequence[Path] = ()) -> Input:
         flat = read(path)
     # No `close`: the mapped file is closed with its last tensor.
     return Input(str(path), "torch", stem_of(path), flat.tensors, tree=flat.tree)
-
-
-def _open_shards(path: Path, step: Path, search_path: Sequence[Path]) -> Input:
-    """Open a step that several ranks wrote."""
-    stack = contextlib.ExitStack()
-    try:
-        tensors, tree, shards = open_shards(step, search_path, stack)
-    except BaseException:
-        stack.close()
-        raise
-    return Input(str(path), "dcp", stem_of(step), tensors, tree=tree, shards=shards, close=stack.close)
 
 
 def open_all(path: Path, search_path: Sequence[Path], stack: contextlib.ExitStack) -> list[Input]:

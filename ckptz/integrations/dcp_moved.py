@@ -7,7 +7,6 @@ are summed, so that all parts of a weight are corrected by the same share.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -87,22 +86,22 @@ class RankPool:
         Raises:
             CkptzError: the save has failed on a rank.
         """
-        if self._pooled is None:
-            uninterrupted(functools.partial(self._pool, own))
-        assert self._pooled is not None
-        return self._pooled
 
-    def _pool(self, own: dict[str, ProjectionStats] | None, interrupts: Sequence[BaseException]) -> None:
-        self._pooled = {}  # after a failure the collective is not repeated
-        ranks: list[Any] = [None if interrupts else own]
-        if self._group is not None:
-            [own] = ranks
-            ranks = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(ranks, own, group=self._group)
-        if None in ranks:
-            raise CkptzError(FAILED_ELSEWHERE)
-        names = dict.fromkeys(name for rank in ranks for name in rank)
-        self._pooled = {name: total(rank[name] for rank in ranks if name in rank) for name in names}
+        def pool(interrupts: Sequence[BaseException]) -> dict[str, ProjectionStats]:
+            self._pooled = {}  # after a failure the collective is not repeated
+            ranks: list[Any] = [None if interrupts else own]
+            if self._group is not None:
+                mine = ranks[0]
+                ranks = [None] * dist.get_world_size(self._group)
+                dist.all_gather_object(ranks, mine, group=self._group)
+            if None in ranks:
+                raise CkptzError(FAILED_ELSEWHERE)
+            names = dict.fromkeys(name for rank in ranks for name in rank)
+            return {name: total(rank[name] for rank in ranks if name in rank) for name in names}
+
+        if self._pooled is None:
+            self._pooled = uninterrupted(pool)
+        return self._pooled
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:

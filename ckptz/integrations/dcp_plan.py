@@ -74,7 +74,7 @@ class StoredPiece:
     tree: dict[str, Any] | None = None
 
 
-def _pieces(plan: SavePlan) -> Iterator[PieceLayout]:
+def pieces_in(plan: SavePlan) -> Iterator[PieceLayout]:
     """Yield the parts of tensors in a plan."""
     for item in plan.items:
         if (data := item.tensor_data) is not None:
@@ -95,11 +95,6 @@ def code_of(dtype: torch.dtype, name: str) -> str:
     return code
 
 
-def layout_of(plans: Sequence[SavePlan]) -> dict[int, set[PieceLayout]]:
-    """Return the set of pieces of each rank."""
-    return {rank: set(_pieces(plan)) for rank, plan in enumerate(plans)}
-
-
 def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return (dtype, whole shape) of all tensors by name.
 
@@ -108,7 +103,7 @@ def whole_tensors(plans: Sequence[SavePlan]) -> dict[str, tuple[str, tuple[int, 
     """
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
     for rank, plan in enumerate(plans):
-        for name, code, whole, _, _ in _pieces(plan):
+        for name, code, whole, _, _ in pieces_in(plan):
             if types.setdefault(name, (code, whole)) != (code, whole):
                 first, shape = types[name]
                 raise ConfigError(
@@ -148,9 +143,15 @@ class Gathered:
         self._keys[item.index] = key
 
     def _add_object(self, item: WriteItem, planner: SavePlanner) -> None:
-        name = item.index.fqn
+        name, look_up = item.index.fqn, getattr(planner, "lookup_object", None)
+        if look_up is not None:
+            value = look_up(item.index)
+        else:  # planners other than torch's return bytes of `torch.save`
+            data = planner.resolve_data(item)
+            assert isinstance(data, io.BytesIO)
+            value = torch.load(data, map_location="cpu", weights_only=True)
         try:
-            flat = flatten({name: on_host(object_of(item, planner))})
+            flat = flatten({name: on_host(value)})
         except CkptzError as error:
             raise with_context(error, f"object {name!r}") from None
         self.tensors |= flat.tensors
@@ -190,16 +191,6 @@ class Gathered:
         stored = StoredPiece(rank, file, key, tuple(chunk.offsets), tuple(chunk.sizes))
         source = self.tensors[key]
         return WriteResult(item.index, source.n_bytes, stored)
-
-
-def object_of(item: WriteItem, planner: SavePlanner) -> Any:
-    """Return a value that is not a tensor; planners other than torch's return bytes of `torch.save`."""
-    look_up = getattr(planner, "lookup_object", None)
-    if look_up is not None:
-        return look_up(item.index)
-    data = planner.resolve_data(item)
-    assert isinstance(data, io.BytesIO)
-    return torch.load(data, map_location="cpu", weights_only=True)
 
 
 def own_group(timeout: timedelta = TIMEOUT) -> dist.ProcessGroup | None:

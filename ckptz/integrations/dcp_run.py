@@ -114,13 +114,13 @@ def _is_ours(folder: Path) -> bool:
     """Return whether a folder is a step or the remains of an interrupted save."""
     if _is_there(folder / INDEX_FILE):
         return True
-    return folder.is_dir() and all(map(_is_of_save, os.listdir(folder)))
-
-
-def _is_of_save(name: str) -> bool:
-    """Return whether a file has a name that an interrupted save leaves; others may be compressed by users."""
-    is_shard = name.startswith(SHARD_PREFIX) and name.endswith(SUFFIX)
-    return is_shard or is_base_name(Path(name)) or name.endswith(TEMPORARY_SUFFIX)
+    # Other files may be compressed by users.
+    return folder.is_dir() and all(
+        (name.startswith(SHARD_PREFIX) and name.endswith(SUFFIX))
+        or is_base_name(Path(name))
+        or name.endswith(TEMPORARY_SUFFIX)
+        for name in os.listdir(folder)
+    )
 
 
 def _checked(folder: Path) -> tuple[Path, ...]:

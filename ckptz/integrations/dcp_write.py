@@ -43,9 +43,9 @@ from ckptz.integrations.dcp_plan import (
     Orders,
     PieceLayout,
     code_of,
-    layout_of,
     merged_guides,
     own_group,
+    pieces_in,
     whole_tensors,
 )
 from ckptz.integrations.dcp_run import SHARD_PREFIX, begin_step, delete_old
@@ -148,7 +148,8 @@ class CkptzStorageWriter(InFolder, StorageWriter):
             ConfigError: ranks disagree on the dtype or the shape of a tensor; with `keep_last`, the folder is
                 not named after a step, the step is not new, or the folder has other files.
         """
-        layout, shapes = layout_of(plans), whole_tensors(plans)
+        layout = {rank: set(pieces_in(plan)) for rank, plan in enumerate(plans)}
+        shapes = whole_tensors(plans)
         base = self._base if self._keep_last is None else begin_step(self.folder)
         config = self._options.config
         split: list[str] = []

@@ -144,8 +144,8 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
             raise ConfigError(f"{path}: keep needs the step; name the file after it, such as step=100.ckpt")
         job = self._write_state(place, checkpoint) if self._is_split else self._job(checkpoint)
         self._chain.write(place, job)
-        for state in _states_of(place):
-            if state != _state_of(place):  # of a checkpoint that had this name before
+        for state in list(place.parent.glob(f"{glob.escape(place.stem)}.state-*")):
+            if is_of_state(state.name) and state != _state_of(place):  # of an earlier file of this name
                 self._states.remove(state)
         self._chain.settle()
         keys = ("best_model_path", "last_model_path")  # which Lightning may load as "best" and "last"
@@ -153,10 +153,13 @@ class CkptzIO(CheckpointIO):  # type: ignore[misc]  # lightning is not followed 
         self._chain.options.prune(place.parent, named)
 
     def _job(self, checkpoint: dict[str, Any]) -> WriteJob:
+        """Make the job of a file, with the metric of ModelCheckpoint in its metadata if there is one."""
         step = _step_of(checkpoint)
         momentum = None if self._tracker is None else Momentum(self._tracker, step)
-        job = job_of(checkpoint, step)
-        return replace(job, momentum=momentum, metadata=_metric_of(checkpoint))
+        scores = [state["current_score"] for state in _monitors(checkpoint) if state.get("monitor")]
+        is_clear = len(scores) == 1 and scores[0] is not None
+        metadata = {METRIC_KEY: repr(float(scores[0]))} if is_clear else None
+        return replace(job_of(checkpoint, step), momentum=momentum, metadata=metadata)
 
     def _write_state(self, path: Path, checkpoint: dict[str, Any]) -> WriteJob:
         """Write optimizer and schedulers to a separate file; return the job of the other entries."""
@@ -219,11 +222,6 @@ def _step_of(checkpoint: dict[str, Any]) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _states_of(path: Path) -> list[Path]:
-    """List the state files of a checkpoint, and of earlier ones of the same name."""
-    return [file for file in path.parent.glob(f"{glob.escape(path.stem)}.state-*") if is_of_state(file.name)]
-
-
 def _state_of(path: Path) -> Path | None:
     """Return the state file of a checkpoint, or None if it has none."""
     with contextlib.closing(open_checkpoint(path)) as opened:
@@ -237,12 +235,6 @@ def _monitors(checkpoint: dict[str, Any]) -> Iterator[dict[str, Any]]:
     for state in callbacks.values() if isinstance(callbacks, dict) else ():
         if isinstance(state, dict) and "best_model_path" in state:
             yield state
-
-
-def _metric_of(checkpoint: dict[str, Any]) -> dict[str, str] | None:
-    """Return the metric that ModelCheckpoint monitors as metadata of the file, or None."""
-    scores = [state["current_score"] for state in _monitors(checkpoint) if state.get("monitor")]
-    return {METRIC_KEY: repr(float(scores[0]))} if len(scores) == 1 and scores[0] is not None else None
 
 
 def _local(path: PathLike) -> Path:

@@ -6,15 +6,14 @@ import contextlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from errno import ENOENT
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from ckptz.api.read import PathLike, safe_open
+from ckptz.api.read import safe_open
 from ckptz.errors import CkptzError, ConfigError, CorruptionError, UnsupportedError, with_context
 from ckptz.foreign.folders import is_model_file, torch_names
 from ckptz.format.dtypes import dtype_of
@@ -82,36 +81,35 @@ def nothing_found(folder: Path) -> ConfigError:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reader:
-    """Reads the files of a model with these options of `ckptz.safe_open`."""
+def read_model(files: Iterable[Path], *, is_lazy: bool, **options: Any) -> dict[str, Any]:
+    """Read the tensors of a model by their names in the saved state.
 
-    search_path: Sequence[PathLike] = ()
-    max_decoded_bytes: int | None = None
-    jobs: int | None = None
+    Args:
+        files: the files with its weights.
+        is_lazy: return slices, which are decoded on use and keep the files open; tied tensors are decoded
+            now.
+        options: of `ckptz.safe_open`.
 
-    def tensors(self, file: Path) -> dict[str, Any]:
-        """Read the tensors of the model by their names in the saved state."""
-        with self._open(file) as handle:
-            pairs = _names(file, handle.keys())
-            stored = handle.get_tensors() if len(pairs) >= len(handle.keys()) else None
-            stored = stored or {key: handle.get_tensor(key) for key in {key for _, key in pairs}}
-        return {name: stored[key] for name, key in pairs}
-
-    def slices(self, file: Path) -> dict[str, Any]:
-        """Return lazily decoded tensors, which keep the file open; tied tensors are decoded now."""
-        with self._open(file) as handle:
+    Raises:
+        CorruptionError: two files have a tensor of the same name.
+    """
+    state: dict[str, Any] = {}
+    for file in files:
+        with safe_open(file, "pt", **options) as handle:
             pairs = _names(file, handle.keys())
             n_names = Counter(key for _, key in pairs)
-            # Tied tensors are returned as one tensor under all of their names.
-            stored = {
-                key: handle.get_slice(key) if n == 1 else handle.get_tensor(key) for key, n in n_names.items()
-            }
-        return {name: stored[key] for name, key in pairs}
-
-    def _open(self, file: Path) -> Any:
-        limits: dict[str, Any] = {"max_decoded_bytes": self.max_decoded_bytes, "jobs": self.jobs}
-        return safe_open(file, "pt", search_path=self.search_path, **limits)
+            if not is_lazy and len(pairs) >= len(handle.keys()):
+                stored = handle.get_tensors()
+            else:  # tied tensors are returned as one tensor under all of their names
+                stored = {
+                    key: handle.get_slice(key) if is_lazy and n == 1 else handle.get_tensor(key)
+                    for key, n in n_names.items()
+                }
+        for name, key in pairs:
+            if name in state:
+                raise CorruptionError(f"{file}: tensor {name!r} is in another file of the model too")
+            state[name] = stored[key]
+    return state
 
 
 def _names(file: Path, stored: Iterable[str]) -> list[tuple[str, str]]:
@@ -148,29 +146,10 @@ def _names_of_state(state: Any) -> Iterator[tuple[str, str]]:
         yield name, leaf.name
 
 
-def merged(files: Iterable[Path], read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """Read files and merge their tensors.
-
-    Raises:
-        CorruptionError: two files have a tensor of the same name.
-    """
-    state: dict[str, Any] = {}
-    for file in files:
-        for name, value in read(file).items():
-            if name in state:
-                raise CorruptionError(f"{file}: tensor {name!r} is in another file of the model too")
-            state[name] = value
-    return state
-
-
-def empty_like(part: Any) -> torch.Tensor:
-    """Return a meta tensor with the shape and dtype of a slice or tensor."""
-    if isinstance(part, torch.Tensor):
-        return torch.empty_like(part, device="meta")
-    return torch.empty(part.get_shape(), dtype=torch_dtype(dtype_of(part.get_dtype())), device="meta")
-
-
 def first_float(parts: Mapping[str, Any]) -> torch.dtype | None:
     """Return the first floating-point dtype of more than 8 bits, in which transformers builds a model."""
-    dtypes = (empty_like(part).dtype for part in parts.values())
+    dtypes = (
+        part.dtype if isinstance(part, torch.Tensor) else torch_dtype(dtype_of(part.get_dtype()))
+        for part in parts.values()
+    )
     return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), None)

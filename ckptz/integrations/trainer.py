@@ -384,22 +384,20 @@ def _bare(optimizer: Any) -> torch.optim.Optimizer:
     return inner
 
 
-def _config_of(model: Any) -> Any:
-    """Return the configuration as `save_pretrained` of a model writes it."""
-    config = copy.deepcopy(getattr(model, "config", None))
-    if isinstance(config, transformers.PreTrainedConfig) and isinstance(model, transformers.PreTrainedModel):
-        config.architectures = [type(model).__name__]
-        config.dtype = str(model.dtype).removeprefix("torch.")
-    return config
-
-
 def _save_settings(trainer: Any, model: Any, folder: Path) -> None:
     """Write the files that the Trainer writes beside the weights."""
     parts = [trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)]
     if hasattr(model, "peft_config"):
         lazy.module("ckptz.integrations.peft_adapters").save_configs(model, folder)
     else:
-        parts += [_config_of(model), getattr(model, "generation_config", None)]
+        config = copy.deepcopy(getattr(model, "config", None))
+        # As `save_pretrained` of a model does.
+        if isinstance(model, transformers.PreTrainedModel) and isinstance(
+            config, transformers.PreTrainedConfig
+        ):
+            config.architectures = [type(model).__name__]
+            config.dtype = str(model.dtype).removeprefix("torch.")
+        parts += [config, getattr(model, "generation_config", None)]
     for part in parts:
         if part is not None and hasattr(part, "save_pretrained"):
             part.save_pretrained(folder)

@@ -29,14 +29,7 @@ except ModuleNotFoundError as error:
 from ckptz.api.read import PathLike
 from ckptz.errors import ConfigError, UnsupportedError
 from ckptz.format.suffixes import SUFFIX
-from ckptz.integrations.model_files import (
-    Reader,
-    first_float,
-    merged,
-    named_files,
-    nothing_found,
-    weight_files,
-)
+from ckptz.integrations.model_files import first_float, named_files, nothing_found, read_model, weight_files
 from ckptz.store.resolve import open_checkpoint
 
 __all__ = ["from_pretrained", "push_to_hub"]
@@ -95,10 +88,10 @@ def from_pretrained(
     paths = weight_files(place, kwargs.get("variant")) if files is None else named_files(place, files)
     if not paths:
         raise nothing_found(place)
-    reader = Reader(search_path=search_path, max_decoded_bytes=max_decoded_bytes, jobs=jobs)
     config, options = _config(model_class, folder, kwargs)
     real_class, config = _class_and_config(model_class, config, kwargs.get("trust_remote_code"))
-    state = merged(paths, reader.slices if low_memory else reader.tensors)
+    limits: dict[str, Any] = {"max_decoded_bytes": max_decoded_bytes, "jobs": jobs}
+    state = read_model(paths, is_lazy=low_memory, search_path=search_path, **limits)
     asked = options.get("dtype") or options.get("torch_dtype")
     if low_memory and asked in (None, "auto") and getattr(config, "dtype", None) is None:
         options["dtype"] = first_float(state)

@@ -190,9 +190,7 @@ def _checked_tensor(value: Any, path: TreePath) -> Tensor:
 def geometry_of(tensor: Tensor) -> Geometry:
     """Return the geometry of a tensor in its storage."""
     dtype, shape = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
-    return Geometry(
-        dtype, tensor.element_size(), shape, tuple(tensor.stride()), int(tensor.storage_offset())
-    )
+    return Geometry(dtype, tensor.element_size(), shape, tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
 def _memory(tensor: Tensor) -> NDArray[np.uint8]:
