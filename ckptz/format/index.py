@@ -40,6 +40,7 @@ INDEX_NAME: Final = "__ckptz__.index"
 OPTIONAL_PREFIX: Final = "__ckptz__.optional."  # sections that a reader may skip
 BASE_METADATA: Final = f"{OPTIONAL_PREFIX}base-metadata"  # spec/07-chain.md#metadata-of-a-plain-base
 MAX_INDEX_BYTES: Final = 64 << 20
+LOSSLESS_FEATURE: Final = "lossless"  # every file requires it
 DELTA_FEATURE: Final = "delta"
 MAPS_FEATURE: Final = "maps"
 INLINE_FEATURE: Final = "inline"
@@ -56,7 +57,7 @@ VERSION_OF_FEATURE: Final = {
     LOW_RANK_FEATURE: "1.1",
 }
 KNOWN_FEATURES: Final = frozenset(
-    {"lossless", DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, *VERSION_OF_FEATURE}
+    {LOSSLESS_FEATURE, DELTA_FEATURE, MAPS_FEATURE, INLINE_FEATURE, *VERSION_OF_FEATURE}
 )
 MAX_INLINE: Final = 64  # normative, spec/07-chain.md#depth
 
@@ -351,7 +352,7 @@ def check_version(metadata: dict[str, str]) -> None:
     if set(metadata) != {KEY_FORMAT, KEY_VERSION, KEY_FEATURES, KEY_DIGEST}:
         raise CorruptionError("header: __metadata__ must have the four keys of ckptz and no others")
     listed = metadata[KEY_FEATURES].split(",")
-    if "lossless" not in listed or listed != sorted(set(listed)):
+    if LOSSLESS_FEATURE not in listed or listed != sorted(set(listed)):
         raise CorruptionError("header: the required features lack 'lossless', are unsorted or name one twice")
 
 

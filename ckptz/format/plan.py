@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckptz.errors import CorruptionError
-from ckptz.format.context_rules import BaseCode, ContextRule, Magnitude, Products, n_contexts_of
+from ckptz.format.context_rules import BaseCode, ContextRule, Magnitude, n_contexts_of
 from ckptz.format.dtypes import DType
 from ckptz.format.streams import Embedded, Segments
 from ckptz.kernels import cpu, floats
@@ -371,16 +371,6 @@ class Plan:
         if not only_codes and self.predictor is Predictor.BASE:
             return True
         return any([isinstance(rule, Magnitude) and rule.source is None for rule in self.rules])
-
-    @property
-    def is_low_rank(self) -> bool:
-        """True if decoding sums outer products."""
-        return self.predictor is Predictor.LOW_RANK
-
-    @property
-    def has_products(self) -> bool:
-        """True if contexts are sums of products."""
-        return any([isinstance(rule, Products) for rule in self.rules])
 
     @property
     def needs_base(self) -> bool:

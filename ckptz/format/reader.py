@@ -28,6 +28,7 @@ from ckptz.format.caches import (
     Node,
     gather,
 )
+from ckptz.format.context_rules import Products
 from ckptz.format.decode import Changes, check_stored, decode_chunk, decode_codes, read_changes
 from ckptz.format.dtypes import DType, dtype_of, n_elements
 from ckptz.format.envelope import BASE_METADATA_BYTES, Envelope, parse_base_metadata, read_envelope
@@ -46,6 +47,7 @@ from ckptz.format.index import (
     group_name,
     read_index,
 )
+from ckptz.format.plan import Predictor
 from ckptz.format.sources import (
     CHUNK_VALUES,
     PATTERN_TYPES,
@@ -60,6 +62,19 @@ from ckptz.kernels.floats import Patterns
 
 USUAL_HEADER_BYTES: Final = 256  # size of the first read; longer headers need a second one
 MAX_SOURCE_DEPTH: Final = 2  # normative, spec/03-transforms.md#contexts
+
+
+def required_features(header: FrameHeader) -> dict[str, str]:
+    """Return the features that a file with this frame must require, each with what needs it, for messages."""
+    plan = header.plan
+    has_products = any(isinstance(rule, Products) for rule in plan.rules)
+    contents = (
+        (MAPS_FEATURE, "has a quantization map", plan.quant_map is not None),
+        (LOW_RANK_FEATURE, "is of low rank", plan.predictor is Predictor.LOW_RANK),
+        (HUFFMAN_FEATURE, "has Huffman streams", header.has_huffman),
+        (PRODUCTS_FEATURE, "has contexts by products", has_products),
+    )
+    return {feature: what for feature, what, is_present in contents if is_present}
 
 
 class FrameSource(TensorSource):
@@ -95,14 +110,9 @@ class FrameSource(TensorSource):
                 raise CorruptionError("frame length does not match its chunks")
             if self.entry.checksum not in ("", f"{header.checksum:016x}"):  # empty for a group
                 raise CorruptionError("index and frame disagree on the checksum")
-            if header.plan.quant_map is not None and MAPS_FEATURE not in self._container.features:
-                raise CorruptionError("has a quantization map, and the feature 'maps' is not required")
-            if header.plan.is_low_rank and LOW_RANK_FEATURE not in self._container.features:
-                raise CorruptionError("is of low rank, and the feature 'low-rank' is not required")
-            if HUFFMAN_FEATURE not in self._container.features and header.has_huffman:
-                raise CorruptionError("has Huffman streams, and the feature 'huffman' is not required")
-            if header.plan.has_products and PRODUCTS_FEATURE not in self._container.features:
-                raise CorruptionError("has contexts by products, and the feature 'products' is not required")
+            for feature, what in required_features(header).items():
+                if feature not in self._container.features:
+                    raise CorruptionError(f"{what}, and the feature {feature!r} is not required")
             return header
 
     @property

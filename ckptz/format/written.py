@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import msgspec
 
@@ -104,17 +104,33 @@ def _opened(path: Path) -> tuple[Envelope, Index]:
 
 def _replace_index(path: Path, envelope: Envelope, index: Index) -> int:
     assert envelope.metadata is not None
-    begin, packed = envelope.regions[-1].begin, pack_index(index)
-    regions = [*envelope.regions[:-1], blob(INDEX_NAME, begin, len(packed))]
-    metadata = envelope_metadata(features_of(envelope.metadata), packed)
-    header = build_header(regions, metadata, envelope.data_offset)
+    *regions, old = envelope.regions
     with path.open("r+b") as file:
-        file.seek(envelope.data_offset + begin)
-        file.write(packed)
-        end = file.tell()
-        file.truncate(end)
-        file.seek(0)
-        file.write(header)
+        file.seek(envelope.data_offset + old.begin)
+        n_bytes = write_index(file, envelope.data_offset, regions, index, features_of(envelope.metadata))
+        file.truncate(n_bytes)
         file.flush()
         os.fsync(file.fileno())
-    return end
+    return n_bytes
+
+
+def write_index(
+    sink: BinaryIO, data_offset: int, regions: Sequence[Region], index: Index, features: Collection[str]
+) -> int:
+    """Write the index at the position of `sink`, the end of all `regions`, and the header before them.
+
+    Returns:
+        The size of the file in bytes, the new position of `sink`.
+
+    Raises:
+        ConfigError: the index exceeds the limits of readers.
+    """
+    packed, begin = pack_index(index), sink.tell() - data_offset
+    header_regions = [*regions, blob(INDEX_NAME, begin, len(packed))]
+    header = build_header(header_regions, envelope_metadata(features, packed), data_offset)
+    sink.write(packed)
+    n_bytes = sink.tell()
+    sink.seek(0)
+    sink.write(header)
+    sink.seek(n_bytes)
+    return n_bytes

@@ -323,8 +323,8 @@ def _n_pruned(quant_map: QuantizationMap, deviation: Deviation) -> int:
 def write_frames(
     sink: BinaryIO, data_offset: int, plan: FilePlan, workers: Workers, progress: Progress | None
 ) -> Iterator[tuple[TensorEntry, FrameHeader, str]]:
-    """Write all frames; yields the index entry, the header and a note of each."""
-    offset, reusable = 0, plan.prepare(workers.map)
+    """Write all frames from the position of `sink` on; yields index entry, header and note of each."""
+    offset, reusable = sink.tell() - data_offset, plan.prepare(workers.map)
     fresh = [name for name in plan.tensors if name not in reusable]
     share = sum(plan.tensors[name].n_patterns for name in fresh) // (BATCHES * workers.jobs)
     batches = _batches(_chunks(plan, fresh, workers), min(max(share, LEAST_BATCH), CHUNK_VALUES))

@@ -7,7 +7,7 @@ and the header last.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import BinaryIO
 
@@ -18,21 +18,24 @@ from ckptz.format.envelope import MAX_HEADER_BYTES, Region, build_header, pack_b
 from ckptz.format.frame import MAX_DIMS, MAX_ELEMENTS
 from ckptz.format.index import (
     BASE_METADATA,
+    DELTA_FEATURE,
     GROUPS_FEATURE,
     HUFFMAN_FEATURE,
     INDEX_NAME,
+    LOSSLESS_FEATURE,
     LOW_RANK_FEATURE,
+    MAPS_FEATURE,
     PRODUCTS_FEATURE,
     Index,
     TensorEntry,
     content_id,
     envelope_metadata,
-    pack_index,
     writer_name,
 )
+from ckptz.format.reader import required_features
 from ckptz.format.sources import TensorSource, tensor_bytes
 from ckptz.format.streams import HUFFMAN_CODES
-from ckptz.format.written import Written, blob, check_names, with_promise
+from ckptz.format.written import Written, blob, check_names, with_promise, write_index
 from ckptz.parallel import Workers
 from ckptz.write.frame_writer import FilePlan, Progress, write_frames
 from ckptz.write.groups import grouped
@@ -83,41 +86,31 @@ def write_container(
     plan, groups = grouped(plan)
     tensors, job = plan.tensors, plan.job
     features, raw = _features(plan), tensor_bytes(tensors)
-    features += [GROUPS_FEATURE] * bool(groups.group_of)
+    if groups.group_of:
+        features.add(GROUPS_FEATURE)
     section = b"" if job.base_metadata is None else pack_base_metadata(job.base_metadata)
     reserved = reserved_header_bytes([*tensors, *[BASE_METADATA] * bool(section)], raw, features)
     sink.seek(reserved)
     frames = list(write_frames(sink, reserved, plan, workers, progress))
-    stored = [entry for entry, _, _ in frames]
     n_deltas = groups.count([entry.name for entry, header, _ in frames if header.plan.needs_base])
     notes = tuple((entry.name, note) for entry, _, note in frames if note)
     if job.base is not None and not n_deltas:
         # No tensor uses the base, so readers need not find it.
         job, section = replace(job, base=None), b""
-        features.remove("delta")
-    if LOW_RANK_FEATURE in features and not any(header.plan.is_low_rank for _, header, _ in frames):
-        features.remove(LOW_RANK_FEATURE)
-    if HUFFMAN_FEATURE in features and not any(header.has_huffman for _, header, _ in frames):
-        features.remove(HUFFMAN_FEATURE)
-    if PRODUCTS_FEATURE in features and not any(header.plan.has_products for _, header, _ in frames):
-        features.remove(PRODUCTS_FEATURE)
-    entries = groups.entries(stored)
+        features.remove(DELTA_FEATURE)
+    used = {feature for _, header, _ in frames for feature in required_features(header)}
+    features -= {LOW_RANK_FEATURE, HUFFMAN_FEATURE, PRODUCTS_FEATURE} - used
+    entries = groups.entries([entry for entry, _, _ in frames])
     index = _index(entries, job)
-    packed = pack_index(index)
-    sink.write(section + packed)
-    end = stored[-1].offset + stored[-1].n_bytes if stored else 0
-    regions = [blob(e.name, e.offset, e.n_bytes) for e in stored]
+    regions = [blob(name, entry.offset, entry.n_bytes) for name, entry in index.placed()]
     if section:
-        regions.append(blob(BASE_METADATA, end, len(section)))
-        end += len(section)
-    regions.append(blob(INDEX_NAME, end, len(packed)))
-    sink.seek(0)
-    sink.write(build_header(regions, envelope_metadata(features, packed), reserved))
-    sink.seek(reserved + end + len(packed))
+        regions.append(blob(BASE_METADATA, sink.tell() - reserved, len(section)))
+        sink.write(section)
+    n_bytes = write_index(sink, reserved, regions, index, features)
     return Written(
         n_tensors=len(entries),
         original_bytes=raw,
-        stored_bytes=reserved + end + len(packed),
+        stored_bytes=n_bytes,
         content_id=index.content_id,
         n_deltas=n_deltas,
         n_lossy=sum(entry.lossy is not None for entry in entries),
@@ -126,7 +119,7 @@ def write_container(
     )
 
 
-def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Sequence[str]) -> int:
+def reserved_header_bytes(names: Sequence[str], n_raw_bytes: int, features: Collection[str]) -> int:
     """Compute an upper bound of the header's size in bytes.
 
     Args:
@@ -160,18 +153,18 @@ def _index(entries: Sequence[TensorEntry], job: WriteJob) -> Index:
     )
 
 
-def _features(plan: FilePlan) -> list[str]:
-    is_lossy = any(recipe.is_lossy for recipe in plan.recipes.values())
-    guides = plan.job.guides or {}
-    may_be_low = any(
-        recipe.may_be_low_rank and guides.get(name, NO_SIDE_INFORMATION).update_scale is not None
-        for name, recipe in plan.recipes.items()
-    )
-    deltas = ["delta"] * (plan.job.base is not None)
+def _features(plan: FilePlan) -> set[str]:
+    """Return the features that the frames of a file may require."""
+    guides, recipes = plan.job.guides or {}, plan.recipes.values()
     is_long = any(source.n_patterns >= HUFFMAN_CODES for source in plan.tensors.values())
-    may_be_huffman = is_long and plan.effort.huffman_margin is not None
-    recipes = plan.recipes.values()
-    may_have_products = plan.effort.product_rank > 0 and any(own.may_have_products for own in recipes)
-    more = [LOW_RANK_FEATURE] * may_be_low + [HUFFMAN_FEATURE] * may_be_huffman
-    more += [PRODUCTS_FEATURE] * may_have_products
-    return ["lossless", *deltas, *["maps"] * is_lossy, *more]
+    may_require = {
+        DELTA_FEATURE: plan.job.base is not None,
+        MAPS_FEATURE: any(recipe.is_lossy for recipe in recipes),
+        LOW_RANK_FEATURE: any(
+            recipe.may_be_low_rank and guides.get(name, NO_SIDE_INFORMATION).update_scale is not None
+            for name, recipe in plan.recipes.items()
+        ),
+        HUFFMAN_FEATURE: is_long and plan.effort.huffman_margin is not None,
+        PRODUCTS_FEATURE: plan.effort.product_rank > 0 and any(own.may_have_products for own in recipes),
+    }
+    return {LOSSLESS_FEATURE, *(feature for feature, may in may_require.items() if may)}

@@ -435,7 +435,7 @@ def test_codes_of_a_base_go_within_as_they_are() -> None:
 
 def test_a_base_of_outer_products_goes_within_as_it_is() -> None:
     full = opened((SPEC / "vectors/valid/map-low-rank-linear.ckptz").read_bytes())
-    name, source = next((n, frame) for n, frame in full.tensors.items() if frame.header.plan.is_low_rank)
+    name, source = next((n, s) for n, s in full.tensors.items() if s.header.plan.outer is not None)
     new = {name: ArraySource(source.dtype, source.shape, source.patterns(0, source.n_patterns) ^ 1)}
     data, written = write(new, {name: source}, config=SPARSELY)
     assert written.n_deltas == 1
