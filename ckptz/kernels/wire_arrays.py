@@ -68,9 +68,14 @@ def as_patterns(data: Bytes, n_bytes: int) -> Any:
     return data.view(f"<u{n_bytes}")
 
 
+def padded(n_bytes: int) -> int:
+    """Round a number of bytes up to a multiple of `ALIGN`."""
+    return -(-n_bytes // ALIGN) * ALIGN
+
+
 def concat(parts: Sequence[Bytes]) -> Bytes:
     """Concatenate arrays of bytes, each padded with zeros to a multiple of `ALIGN`."""
-    sizes = [-(-len(part) // ALIGN) * ALIGN for part in parts]
+    sizes = [padded(len(part)) for part in parts]
     out = np.zeros(sum(sizes), np.uint8)
     offset = 0
     for part, size in zip(parts, sizes, strict=True):

@@ -56,24 +56,16 @@ __all__ = [
 
 # The module of each public name.
 _HOMES: Final = {
-    "PRESETS": "policy",
-    "RAW": "policy",
-    "CompressLink": "link",
     "CompressedPipelineStage": "stage",
     "Link": "endpoint",
-    "LinkPolicy": "policy",
-    "LoCo": "ddp",
-    "PolicyWarning": "policy",
-    "Raw": "policy",
-    "TensorLink": "link",
-    "Tiled": "policy",
-    "TopK": "policy",
-    "Uniform": "policy",
-    "check_policy": "policy",
-    "loco_hook": "ddp",
-    "policy_metadata": "policy",
-    "policy_of": "policy",
-    "shard_with": "ddp",
-    "simulate": "link",
+    **dict.fromkeys(("LoCo", "loco_hook", "shard_with"), "ddp"),
+    **dict.fromkeys(("CompressLink", "TensorLink", "simulate"), "link"),
+    **dict.fromkeys(
+        (
+            *("PRESETS", "RAW", "LinkPolicy", "PolicyWarning", "Raw", "Tiled", "TopK", "Uniform"),
+            *("check_policy", "policy_metadata", "policy_of"),
+        ),
+        "policy",
+    ),
 }
 __getattr__, __dir__ = lazy.exports(__name__, _HOMES)

@@ -61,12 +61,12 @@ class _PayloadReader:
 
     def take(self, n_bytes: int, what: str) -> Array:
         """Read the next part of `n_bytes` bytes, and skip its padding."""
-        padded = -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
-        wrong = n_bytes < 0 or padded > len(self.left)
+        end = wire_arrays.padded(n_bytes)
+        wrong = n_bytes < 0 or end > len(self.left)
         raise_if(wrong, f"{what}: needs {n_bytes} bytes, {len(self.left)} are left")
-        if n_bytes < padded:
-            self.check((self.left[n_bytes:padded] != 0).any(), f"{what}: its padding is not zero")
-        part, self.left = self.left[:n_bytes], self.left[padded:]
+        if n_bytes < end:
+            self.check((self.left[n_bytes:end] != 0).any(), f"{what}: its padding is not zero")
+        part, self.left = self.left[:n_bytes], self.left[end:]
         return part
 
     def unpacked(self, bits: int, n: int, what: str) -> Array:
@@ -162,7 +162,7 @@ class _PayloadReader:
 
     # --- tiles
 
-    def tiled(self, codec: Tiled) -> Array:
+    def tiled(self) -> Array:
         """Decode tiles, F32 patterns [n]."""
         k, plan = self.k, self.plan
         self.check_mode(not self.mode)
@@ -178,7 +178,7 @@ class _PayloadReader:
         wrong = ((planes != 0).reshape(plan.n_planes, -1).any(1) & unused).any()
         self.check(wrong, "codes: bits after the last code are set")
         codes = k.unpack_rows(planes, widths, plan.row)
-        return _from_tiles(k, plan, codec, _peaks(top, steps), widths, codes)
+        return _from_tiles(k, plan, _peaks(top, steps), widths, codes)
 
 
 def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> Array:
@@ -192,36 +192,8 @@ def _join(k: Any, parts: Sequence[Array], like: Array, n: int | None = None) -> 
     return out
 
 
-# --- uniform levels -----------------------------------------------------------------------------
-
-
-def _encode_blocks(
-    k: Any, values: Array, block: int, bits: int, seed: int | None, largest: float
-) -> tuple[Array, Array, Callable[[], Array], Condition]:
-    """Quantize to (ranges, codes, function that computes the decoded values, any value not finite)."""
-    offsets, scales, codes = k.quantize(values, block, bits, seed)
-    ranges = _join(k, [k.as_bytes(offsets), k.as_bytes(scales)], values)
-    return ranges, codes, lambda: k.dequantize(offsets, scales, codes, block, largest), _has_nan(scales)
-
-
 def _has_nan(scales: Array) -> Condition:
     return ((scales & 0x7F80) == 0x7F80).any()
-
-
-def _encode_uniform(
-    k: Any, plan: TensorPlan, codec: Uniform, values: Array, seed: int | None, vary: bool
-) -> Payload:
-    ranges, codes, decoded, not_finite = _encode_blocks(k, values, plan.block, codec.bits, seed, plan.largest)
-    packed, mode = k.pack(codes, codec.bits), PACKED
-    if codec.rans and vary:
-        coder, stream = encode_stream(k.host_bytes(codes))
-        if len(stream) + 1 + wire_arrays.ALIGN < len(packed):
-            coded = b"".join((coder.to_bytes(1, "little"), len(stream).to_bytes(4, "little"), stream))
-            packed, mode = k.from_bytes(coded, values), RANS
-    return Payload((ranges, packed), mode, decoded, None, not_finite)
-
-
-# --- TopK ---------------------------------------------------------------------------------------
 
 
 def _value_kind(plan: TensorPlan) -> int:
@@ -229,31 +201,100 @@ def _value_kind(plan: TensorPlan) -> int:
     return floats.F16 if plan.kind == floats.F16 else floats.BF16
 
 
-def _encode_topk(
-    k: Any, plan: TensorPlan, codec: TopK, values: Array, seed: int | None, mask: Array | None, vary: bool
-) -> Payload:
-    if mask is None:
-        mask = k.top_mask(values, plan.n_samples, plan.k)
-    mode, parts = (BITMAP, []) if plan.reuse else _encode_mask(k, codec, mask, plan.count, vary)
-    chosen = k.take(values, mask, plan.count)
-    if codec.values == 8:
-        ranges, codes, decoded, not_finite = _encode_blocks(k, chosen, BLOCK, 8, seed, plan.largest)
-        parts += [ranges, codes]
-    else:
-        kind, not_finite = _value_kind(plan), k.not_finite(chosen)
-        narrow = k.from_f32(k.saturate(chosen, wire_arrays.LARGEST_F32[kind]), kind)
-        decoded = functools.partial(k.to_f32, narrow, kind)
-        parts.append(k.as_bytes(narrow))
-    return Payload(parts, mode, lambda: k.put(decoded(), mask), mask, not_finite)
+def _ones_at(positions: Array, n: int) -> Array:
+    mask = np.zeros(n, np.uint8)
+    mask[positions] = 1
+    return mask
 
 
-def _encode_mask(k: Any, codec: TopK, mask: Array, n_values: int, vary: bool) -> tuple[int, list[Array]]:
-    bitmap = k.pack(mask, 1)
-    if vary and codec.tries_rice:
-        r, parts = _encode_rice(k, mask, n_values)
-        if sum(-(-len(part) // 16) * 16 for part in parts) < len(bitmap):
-            return RICE + r, parts
-    return BITMAP, [bitmap]
+def _peaks(top: Array, steps: Array) -> Array:
+    """Return the largest magnitude of each tile as a bf16 pattern, int64 [tiles]; may be 0 or not finite."""
+    peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MAX_STEPS)
+    return peaks + wire_arrays.NAN_SCALE * (steps == NAN_TILE)
+
+
+def _from_tiles(k: Any, plan: TensorPlan, peaks: Array, widths: Array, codes: Array) -> Array:
+    assert isinstance(plan.codec, Tiled)
+    tiles = k.tile_values(peaks, widths, codes, plan.codec.tile)
+    if plan.codec.rotate:
+        tiles = k.rotate(tiles, plan.codec.tile, True)
+    tiles = tiles[: plan.n]
+    return tiles if plan.kind == floats.F32 else k.saturate(tiles, plan.largest)
+
+
+@dataclass(frozen=True)
+class _PayloadWriter:
+    """Encoder of a tensor's values, F32 patterns [n], by its plan."""
+
+    k: Any
+    plan: TensorPlan
+    seed: int | None
+    vary: bool
+
+    def _blocks(
+        self, values: Array, block: int, bits: int
+    ) -> tuple[list[Array], Callable[[], Array], Condition]:
+        """Quantize to (ranges and codes, function that computes the decoded values, any not finite)."""
+        k, largest = self.k, self.plan.largest
+        offsets, scales, codes = k.quantize(values, block, bits, self.seed)
+        ranges = _join(k, [k.as_bytes(offsets), k.as_bytes(scales)], values)
+        decoded = functools.partial(k.dequantize, offsets, scales, codes, block, largest)
+        return [ranges, codes], decoded, _has_nan(scales)
+
+    def uniform(self, codec: Uniform, values: Array) -> Payload:
+        k = self.k
+        (ranges, codes), decoded, not_finite = self._blocks(values, self.plan.block, codec.bits)
+        packed, mode = k.pack(codes, codec.bits), PACKED
+        if codec.rans and self.vary:
+            coder, stream = encode_stream(k.host_bytes(codes))
+            if len(stream) + 1 + wire_arrays.ALIGN < len(packed):
+                coded = b"".join((coder.to_bytes(1, "little"), len(stream).to_bytes(4, "little"), stream))
+                packed, mode = k.from_bytes(coded, values), RANS
+        return Payload((ranges, packed), mode, decoded, None, not_finite)
+
+    def topk(self, codec: TopK, values: Array, mask: Array | None) -> Payload:
+        k, plan = self.k, self.plan
+        if mask is None:
+            mask = k.top_mask(values, plan.n_samples, plan.k)
+        mode, parts = (BITMAP, []) if plan.reuse else self._positions(codec, mask)
+        chosen = k.take(values, mask, plan.count)
+        if codec.values == 8:
+            coded, decoded, not_finite = self._blocks(chosen, BLOCK, 8)
+            parts += coded
+        else:
+            kind, not_finite = _value_kind(plan), k.not_finite(chosen)
+            narrow = k.from_f32(k.saturate(chosen, wire_arrays.LARGEST_F32[kind]), kind)
+            decoded = functools.partial(k.to_f32, narrow, kind)
+            parts.append(k.as_bytes(narrow))
+        return Payload(parts, mode, lambda: k.put(decoded(), mask), mask, not_finite)
+
+    def _positions(self, codec: TopK, mask: Array) -> tuple[int, list[Array]]:
+        """Encode positions, a mask [n], as (mode, parts)."""
+        bitmap = self.k.pack(mask, 1)
+        if self.vary and codec.tries_rice:
+            r, parts = _encode_rice(self.k, mask, self.plan.count)
+            if sum(wire_arrays.padded(len(part)) for part in parts) < len(bitmap):
+                return RICE + r, parts
+        return BITMAP, [bitmap]
+
+    def tiled(self, codec: Tiled, values: Array) -> Payload:
+        k, plan = self.k, self.plan
+        tiles = _join(k, [values], values, plan.n_rows * plan.row)
+        if codec.rotate:
+            tiles = k.rotate(tiles, codec.tile, False)
+        peaks = k.tile_peaks(tiles, codec.tile)
+        bad = peaks > wire_arrays.BF16_MAX
+        top = (peaks * ~bad).max()
+        steps = ((top - peaks).clip(0, 16 * MAX_STEPS) >> 4) * (peaks > 0) * ~bad
+        steps = steps + ZERO_TILE * (peaks == 0) + NAN_TILE * bad
+        peaks = _peaks(top, steps)
+        logs = (peaks * ~bad).reshape(plan.n_rows, -1).sum(1) // (plan.row // codec.tile)
+        widths = k.widths_of(logs, plan.n_planes)
+        codes = k.tile_codes(tiles, peaks, widths, codec.tile, self.seed)
+        head = [k.as_bytes(k.narrow(top.reshape(1), 2)), k.narrow(steps, 1)]
+        planes = k.pack_rows(codes, widths, plan.row, plan.n_planes)
+        parts = (_join(k, head, codes), k.pack(k.narrow(widths, 1), 4), planes)
+        return Payload(parts, 0, lambda: _from_tiles(k, plan, peaks, widths, codes), None, bad.any())
 
 
 def _encode_rice(k: Any, mask: Array, n_values: int) -> tuple[int, list[Array]]:
@@ -268,48 +309,6 @@ def _encode_rice(k: Any, mask: Array, n_values: int) -> tuple[int, list[Array]]:
     codes += [((low >> at).astype(np.uint8), min(r - at, 8)) for at in range(0, r, 8)]
     parts = [k.from_bytes(n_unary.to_bytes(4, "little"), mask)]
     return r, parts + [k.pack(k.from_bytes(part, mask), bits) for part, bits in codes]
-
-
-def _ones_at(positions: Array, n: int) -> Array:
-    mask = np.zeros(n, np.uint8)
-    mask[positions] = 1
-    return mask
-
-
-# --- tiles --------------------------------------------------------------------------------------
-
-
-def _encode_tiled(k: Any, plan: TensorPlan, codec: Tiled, values: Array, seed: int | None) -> Payload:
-    tiles = _join(k, [values], values, plan.n_rows * plan.row)
-    if codec.rotate:
-        tiles = k.rotate(tiles, codec.tile, False)
-    peaks = k.tile_peaks(tiles, codec.tile)
-    bad = peaks > wire_arrays.BF16_MAX
-    top = (peaks * ~bad).max()
-    steps = ((top - peaks).clip(0, 16 * MAX_STEPS) >> 4) * (peaks > 0) * ~bad
-    steps = steps + ZERO_TILE * (peaks == 0) + NAN_TILE * bad
-    peaks = _peaks(top, steps)
-    logs = (peaks * ~bad).reshape(plan.n_rows, -1).sum(1) // (plan.row // codec.tile)
-    widths = k.widths_of(logs, plan.n_planes)
-    codes = k.tile_codes(tiles, peaks, widths, codec.tile, seed)
-    head = [k.as_bytes(k.narrow(top.reshape(1), 2)), k.narrow(steps, 1)]
-    planes = k.pack_rows(codes, widths, plan.row, plan.n_planes)
-    parts = (_join(k, head, codes), k.pack(k.narrow(widths, 1), 4), planes)
-    return Payload(parts, 0, lambda: _from_tiles(k, plan, codec, peaks, widths, codes), None, bad.any())
-
-
-def _peaks(top: Array, steps: Array) -> Array:
-    """Return the largest magnitude of each tile as a bf16 pattern, int64 [tiles]; may be 0 or not finite."""
-    peaks = (top - 16 * steps).clip(wire_arrays.SMALLEST) * (steps <= MAX_STEPS)
-    return peaks + wire_arrays.NAN_SCALE * (steps == NAN_TILE)
-
-
-def _from_tiles(k: Any, plan: TensorPlan, codec: Tiled, peaks: Array, widths: Array, codes: Array) -> Array:
-    tiles = k.tile_values(peaks, widths, codes, codec.tile)
-    if codec.rotate:
-        tiles = k.rotate(tiles, codec.tile, True)
-    tiles = tiles[: plan.n]
-    return tiles if plan.kind == floats.F32 else k.saturate(tiles, plan.largest)
 
 
 # --- any codec ----------------------------------------------------------------------------------
@@ -334,13 +333,13 @@ def encode_payload(
         mask: positions that TopK must select, or None.
         vary: True if the transport allows messages of variable size.
     """
-    codec = plan.codec
+    codec, writer = plan.codec, _PayloadWriter(k, plan, seed, vary)
     if isinstance(codec, Uniform):
-        return _encode_uniform(k, plan, codec, values, seed, vary)
+        return writer.uniform(codec, values)
     if isinstance(codec, Tiled):
-        return _encode_tiled(k, plan, codec, values, seed)
+        return writer.tiled(codec, values)
     if isinstance(codec, TopK):
-        return _encode_topk(k, plan, codec, values, seed, mask, vary)
+        return writer.topk(codec, values, mask)
     return Payload((k.as_bytes(values),), 0, lambda: values)
 
 
@@ -374,7 +373,7 @@ def decode_payload(
     if isinstance(codec, Uniform):
         values = source.uniform(codec)
     elif isinstance(codec, Tiled):
-        values = source.tiled(codec)
+        values = source.tiled()
     elif isinstance(codec, TopK):
         values, mask = source.topk(codec, mask)
     else:

@@ -14,15 +14,14 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum
 from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from ckptz.errors import ConfigError, check_int, coerce_numeric_fields
 from ckptz.format.bits import xxh64
 from ckptz.format.dtypes import DType, n_elements
 from ckptz.format.values import FLOAT_KINDS as FLOAT_KINDS
-from ckptz.kernels import wire_arrays
+from ckptz.kernels.wire_arrays import LARGEST_F32, padded
 from ckptz.wire.header import HEADER_BYTES, Direction
 
 BLOCK: Final = 256  # elements of a block; offset and scale add 0.016 bytes per element
@@ -30,15 +29,6 @@ MIN_ELEMENTS: Final = 4096  # smaller tensors are sent raw by default: latency d
 RAW_SHARE: Final = 0.75  # of the raw bytes; a tensor whose payload would be larger is sent raw
 RICE_BELOW: Final = 0.03  # share of values up to which gaps are tried; above, a bitmap is nearly as small
 MAX_BYTES: Final = (1 << 32) - 1
-
-
-class CodecId(IntEnum):
-    """Ids of the codecs: spec/08-wire.md#codecs."""
-
-    RAW = 0
-    UNIFORM = 1
-    TOPK = 2
-    TILED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,29 +135,25 @@ class Tiled:
 
 
 Codec = Raw | Uniform | TopK | Tiled
+CODECS: Final = (Raw, Uniform, TopK, Tiled)  # in the order of their ids: spec/08-wire.md#codecs
 
 
-_CLASSES: Final[Mapping[str, type[Codec]]] = {"raw": Raw, "uniform": Uniform, "topk": TopK, "tiled": Tiled}
+def _codec_record(codec: Codec) -> dict[str, Any]:
+    return {"codec": type(codec).__name__.lower()} | dataclasses.asdict(codec)
 
 
-def codec_to_dict(codec: Codec) -> dict[str, Any]:
-    """Convert a codec to a dict of JSON values."""
-    name = next(name for name, kind in _CLASSES.items() if isinstance(codec, kind))
-    return {"codec": name} | dataclasses.asdict(codec)
-
-
-def codec_from_dict(record: Mapping[str, Any]) -> Codec:
-    """Convert the dict of `codec_to_dict` to a codec.
+def _codec_of(record: Mapping[str, Any]) -> Codec:
+    """Convert the record of `_codec_record` to the codec.
 
     Raises:
         ConfigError: unknown codec or invalid settings.
     """
     fields = dict(record)
-    name = str(fields.pop("codec", None))
-    if name not in _CLASSES:
-        raise ConfigError(f"codec {name!r} is not one of {', '.join(_CLASSES)}")
+    name, kinds = str(fields.pop("codec", None)), {kind.__name__.lower(): kind for kind in CODECS}
+    if name not in kinds:
+        raise ConfigError(f"codec {name!r} is not one of {', '.join(kinds)}")
     try:
-        return _CLASSES[name](**fields)
+        return kinds[name](**fields)
     except TypeError as error:
         raise ConfigError(f"codec {name}: {error}") from None
 
@@ -200,7 +186,7 @@ class TensorPlan:
     @property
     def largest(self) -> float:
         """Largest finite value of the dtype."""
-        return wire_arrays.LARGEST_F32[self.kind]
+        return LARGEST_F32[self.kind]
 
     @property
     def raw_bytes(self) -> int:
@@ -211,9 +197,10 @@ class TensorPlan:
     def block(self) -> int:
         """Elements with a common range."""
         codec = self.codec
-        if not isinstance(codec, Uniform) or codec.scale == "block":
-            return codec.block if isinstance(codec, Uniform) else BLOCK
-        return self.n if codec.scale == "tensor" else self.n // self.n_samples
+        if not isinstance(codec, Uniform):
+            return BLOCK
+        by_scale = {"block": codec.block, "sample": self.n // self.n_samples, "tensor": self.n}
+        return by_scale[codec.scale]
 
     @property
     def k(self) -> int:
@@ -262,19 +249,17 @@ class TensorPlan:
         if isinstance(codec, Uniform):
             return self._blocks_bytes(self.n, self.block, codec.bits)
         if isinstance(codec, TopK):
-            bitmap = 0 if self.reuse else _padded((self.n + 7) // 8)
-            n_values = self.k * self.n_samples
-            return bitmap + (
-                self._blocks_bytes(n_values, BLOCK, 8) if codec.values == 8 else _padded(2 * n_values)
-            )
+            bitmap = 0 if self.reuse else padded((self.n + 7) // 8)
+            is_short = codec.values == 8
+            return bitmap + (self._blocks_bytes(self.count, BLOCK, 8) if is_short else padded(2 * self.count))
         if isinstance(codec, Tiled):
             planes = self.n_planes * self.row // 8
-            return _padded(2 + self.count) + _padded((self.n_rows + 1) // 2) + _padded(planes)
-        return _padded(self.raw_bytes)
+            return padded(2 + self.count) + padded((self.n_rows + 1) // 2) + padded(planes)
+        return padded(self.raw_bytes)
 
     @staticmethod
     def _blocks_bytes(n: int, block: int, bits: int) -> int:
-        return _padded(4 * math.ceil(n / block)) + _padded((n * bits + 7) // 8)
+        return padded(4 * math.ceil(n / block)) + padded((n * bits + 7) // 8)
 
     @property
     def id(self) -> int:
@@ -283,10 +268,9 @@ class TensorPlan:
         return xxh64(text.encode()) & 0xFFFFFFFF
 
     @property
-    def codec_id(self) -> CodecId:
+    def codec_id(self) -> int:
         """Id of the codec in use."""
-        codecs = {Uniform: CodecId.UNIFORM, TopK: CodecId.TOPK, Tiled: CodecId.TILED}
-        return codecs.get(type(self.codec), CodecId.RAW)
+        return CODECS.index(type(self.codec))
 
     @property
     def param(self) -> int:
@@ -295,10 +279,6 @@ class TensorPlan:
         if isinstance(codec, Tiled):
             return int(16 * codec.bits)
         return codec.bits if isinstance(codec, Uniform) else codec.values if isinstance(codec, TopK) else 0
-
-
-def _padded(n_bytes: int) -> int:
-    return -(-n_bytes // wire_arrays.ALIGN) * wire_arrays.ALIGN
 
 
 def plan_of(
@@ -332,7 +312,7 @@ def plan_of(
 
 METADATA_KEY: Final = "ckptz.wire.policy"
 Feedback = Literal["ef", "ef21", "ef-mixed", "aqsgd"]
-FEEDBACKS: Final = ("ef", "ef21", "ef-mixed", "aqsgd")
+FEEDBACKS: Final = get_args(Feedback)
 
 
 class PolicyWarning(UserWarning):
@@ -437,7 +417,7 @@ class LinkPolicy:
         """Serialize the policy to JSON, for metadata."""
         record: dict[str, Any] = {name: getattr(self, name) for name in self.__slots__}
         for name in ("forward", "backward"):
-            record[name] = codec_to_dict(record[name])
+            record[name] = _codec_record(record[name])
         for name in ("ef_decay", "ef_reset", "min_elements"):
             if record[name] == type(self).__dataclass_fields__[name].default:
                 del record[name]  # added later; the text, and so the hash, of older policies stays the same
@@ -453,7 +433,7 @@ class LinkPolicy:
         try:
             record = json.loads(text)
             for name in ("forward", "backward"):
-                record[name] = codec_from_dict(record[name])
+                record[name] = _codec_of(record[name])
             if isinstance(record["feedback"], list):
                 record["feedback"] = tuple(record["feedback"])
             return cls(**record)
